@@ -1,0 +1,325 @@
+"""params.yaml as one frozen, validated tree. A number that changes a result is written there and nowhere else."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from agentgym.algorithms.recipe import RECIPES
+
+
+class ConfigError(ValueError):
+    """One line that says what was expected, what came and what to do. Exit code 2; nothing was started."""
+
+
+def _operational(default: Any, **constraints: Any) -> Any:
+    """A field that changes where or how fast work is done, never its result: it stays out of every key."""
+    return Field(default, json_schema_extra={"operational": True}, **constraints)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def semantic(self) -> dict[str, Any]:
+        """The fields that change a result, as plain JSON types."""
+        result: dict[str, Any] = {}
+        for name, info in type(self).model_fields.items():
+            extra = info.json_schema_extra
+            if isinstance(extra, dict) and extra.get("operational"):
+                continue
+            value = getattr(self, name)
+            result[name] = value.semantic() if isinstance(value, Section) else json.loads(json.dumps(value))
+        return result
+
+
+class DataConfig(Section):
+    path: Path = _operational(Path("data/AgentGym-RL-Data-ID"))  # the dataset's digest is in the keys, not its place
+    validation_fraction: float = Field(0.1, gt=0, lt=0.5)  # share of train items kept for validation
+
+
+class EnvConfig(Section):
+    name: str = "babyai"
+    options: dict[str, Any] = Field(default_factory=dict)  # handed to the environment as they are
+    endpoints: tuple[str, ...] = _operational(())  # running servers; empty: one local process is started
+    max_sessions: PositiveInt = _operational(256)  # per server
+    session_ttl_s: PositiveFloat = _operational(300.0)  # an idle session is closed after this
+    request_timeout_s: PositiveFloat = _operational(30.0)
+    start_timeout_s: PositiveFloat = _operational(120.0)
+
+
+class ModelConfig(Section):
+    source: Literal["tiny", "hub"] = "tiny"
+    name: str = ""  # source hub: repository or folder, for example Qwen/Qwen2.5-7B-Instruct
+    revision: str | None = None
+    context_tokens: PositiveInt = 512  # longest episode
+    vocab_size: PositiveInt = 512  # source tiny: upper bound for the trained tokenizer
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 2
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    mlp_size: PositiveInt = 256
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.source == "hub" and not self.name:
+            raise ValueError("model.name is empty; with source hub name a repository or folder, e.g. Qwen/Qwen2.5-7B-Instruct")
+        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads < 32:
+            raise ValueError(f"model.hidden_size {self.hidden_size} / num_heads {self.num_heads} must be a whole head dimension >= 32 (vLLM)")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"model.num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+
+class OptimiserConfig(Section):
+    lr: PositiveFloat = 1e-3
+    warmup_steps: NonNegativeInt = 10
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    final_lr_fraction: float = Field(0.1, ge=0, le=1)  # of lr, reached at the last step (cosine, linear)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: PositiveFloat = 1.0  # global norm
+
+
+class WarmStartConfig(Section):
+    enabled: bool = True  # off: training starts from the model as it comes (real pretrained models)
+    num_demos: PositiveInt = 300  # expert episodes
+    steps: PositiveInt = 80  # optimiser steps
+    batch_size: PositiveInt = 32  # demos per step
+    optimiser: OptimiserConfig = OptimiserConfig(lr=2e-3, warmup_steps=20, schedule="cosine", betas=(0.9, 0.98), weight_decay=0.01)
+
+
+class RolloutConfig(Section):
+    items_per_step: PositiveInt = 8  # items of one optimiser step
+    group_size: PositiveInt = 8  # samples of each item
+    temperature: PositiveFloat = 1.0
+    max_new_tokens: PositiveInt = 6  # of one action
+    observation_tokens: PositiveInt = 32  # budget of one observation; used to check that the horizon fits the context
+    system_prompt: bool = False  # begin with the environment's instructions
+    action_format: Literal["plain", "react"] = "plain"  # plain: the reply is the action; react: the text after "Action:"
+    concurrency: PositiveInt = _operational(128)  # episodes in flight
+    episode_timeout_s: PositiveFloat = _operational(120.0)
+    max_attempts: PositiveInt = _operational(3)  # of an episode whose environment failed
+    max_env_error_frac: float = _operational(0.1, ge=0, le=1)  # the run stops above this share of failed episodes
+
+
+class AlgorithmConfig(Section):
+    recipe: str = "grpo"
+    truncated: Literal["zero", "mask"] | None = None  # None: the recipe's own
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.28
+    epochs: PositiveInt = 1  # passes over one batch
+    minibatches: PositiveInt = 2  # optimiser updates per pass
+    importance_cap: PositiveFloat = 2.0  # of the train/engine importance weight (truncated importance sampling)
+    max_mismatch_kl: PositiveFloat = 0.05  # nats per token between engine and learner; above it the run stops
+
+
+class HorizonConfig(Section):
+    kind: Literal["fixed", "stepwise"] = "stepwise"  # stepwise is ScalingInter
+    max_turns: tuple[PositiveInt, ...] = (4, 8, 12)  # per stage
+    stage_steps: tuple[PositiveInt, ...] = (15, 15, 30)  # optimiser steps per stage
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "fixed" and len(self.max_turns) != 1:
+            raise ValueError(f"horizon.max_turns {list(self.max_turns)} has {len(self.max_turns)} values; a fixed horizon takes one")
+        if list(self.max_turns) != sorted(self.max_turns):
+            raise ValueError(f"horizon.max_turns {list(self.max_turns)} must not decrease; sort it or use a fixed horizon")
+        if len(self.stage_steps) != len(self.max_turns):
+            raise ValueError(
+                f"horizon.stage_steps {list(self.stage_steps)} has {len(self.stage_steps)} values for {len(self.max_turns)} stages; "
+                "give one number of steps per value of horizon.max_turns"
+            )
+        return self
+
+
+class EvaluationConfig(Section):
+    max_turns: PositiveInt = 12  # one horizon for every evaluation
+    num_items: PositiveInt = 512  # of the test split
+    num_samples: PositiveInt = 4  # per item, beside one greedy episode
+    temperature: PositiveFloat = 1.0
+    k: tuple[PositiveInt, ...] = (1, 4)  # of pass@k
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+    num_bootstrap: PositiveInt = 2000
+    seed: NonNegativeInt = 1
+    chunk_items: PositiveInt = _operational(128)  # committed at a time
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if max(self.k) > self.num_samples:
+            raise ValueError(f"evaluation.k {list(self.k)} needs num_samples >= {max(self.k)}, got {self.num_samples}; pass@k is undefined for n < k")
+        return self
+
+
+class ValidationConfig(Section):
+    """Success on validation items while training; never used to update weights."""
+
+    every: NonNegativeInt = 5  # optimiser steps; 0: never
+    num_items: PositiveInt = 64
+
+
+class RegistryConfig(Section):
+    model_name: str = "agentgym-babyai"
+    alias: str = "champion"
+
+
+class TrackingConfig(Section):
+    uri: str = _operational("")  # empty: sqlite under the state directory
+    experiment: str = _operational("agentgym-babyai")
+
+
+class StoreConfig(Section):
+    path: Path = _operational(Path(".agentgym/store"))
+    keep_checkpoints: PositiveInt = _operational(2)  # resumable commits kept per unfinished step
+    lease_ttl_s: PositiveFloat = _operational(30.0)  # a silent holder on another host is fenced off after this
+
+
+class RunConfig(Section):
+    """Everything a run needs to know."""
+
+    seed: NonNegativeInt = 0
+    deterministic: bool = False  # one thread, fixed slots: a resumed run ends bit-identical
+    compute: Literal["inline"] = _operational("inline")
+    data: DataConfig = DataConfig()
+    env: EnvConfig = EnvConfig()
+    model: ModelConfig = ModelConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimiser: OptimiserConfig = OptimiserConfig()
+    horizon: HorizonConfig = HorizonConfig()
+    validation: ValidationConfig = ValidationConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    registry: RegistryConfig = RegistryConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    store: StoreConfig = StoreConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        recipe = RECIPES.get(self.algorithm.recipe)
+        if recipe is None:
+            raise ValueError(f"algorithm.recipe {self.algorithm.recipe!r} is unknown; known: {', '.join(sorted(RECIPES))}")
+        if recipe.needs_groups and self.rollout.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size {self.rollout.group_size} leaves {self.algorithm.recipe} nothing to compare; use at least 2, or a recipe without groups"
+            )
+        longest = max(*self.horizon.max_turns, self.evaluation.max_turns)
+        needed = longest * (self.rollout.max_new_tokens + self.rollout.observation_tokens)
+        if needed > self.model.context_tokens:
+            raise ValueError(
+                f"model.context_tokens {self.model.context_tokens} is too small for {longest} turns of rollout.max_new_tokens "
+                f"{self.rollout.max_new_tokens} + observation_tokens {self.rollout.observation_tokens} = {needed}; raise it or shorten the horizon"
+            )
+        if self.rollout.concurrency > self.env.max_sessions * max(1, len(self.env.endpoints)):
+            raise ValueError(f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions {self.env.max_sessions}; lower it or raise the other")
+        return self
+
+    @property
+    def state_dir(self) -> Path:
+        """The folder all state of this project lives under."""
+        return self.store.path.parent
+
+    @property
+    def tracking_uri(self) -> str:
+        """MLflow's store; absolute, because MLflow freezes relative artifact roots where they were first used."""
+        return self.tracking.uri or f"sqlite:///{(self.state_dir / 'mlflow.db').resolve()}"
+
+
+def load_config(path: Path | str = "params.yaml", overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Read a params file, apply `key.path=value` overrides, validate.
+
+    A file may begin with `extends: OTHER` (a path relative to itself): its values then lie over the other file's.
+    Errors: ConfigError with one line, also for a missing file or broken YAML.
+    """
+    tree = _read_tree(Path(path))
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"override {override!r} must look like key.path=value, for example optimiser.lr=3e-4")
+        _assign(tree, key.split("."), _parse(text), override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_first_line(error)) from None
+
+
+def config_digest(semantic: dict[str, Any]) -> str:
+    """sha256 of the canonical JSON of semantic fields."""
+    return hashlib.sha256(json.dumps(semantic, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"parameter file {path} does not exist; run from the project's root or name one with --params FILE")
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
+    base = tree.pop("extends", None)
+    return _merge(_read_tree(path.parent / str(base)), tree) if base is not None else tree
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        # env.options is replaced whole: options of two environments must not mix
+        both = isinstance(value, dict) and isinstance(result.get(key), dict) and key != "options"
+        result[key] = _merge(result[key], value) if both else value
+    return result
+
+
+def _parse(text: str) -> Any:
+    """YAML, plus the `1e-3` that YAML 1.1 reads as text."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _assign(tree: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
+    for depth, key in enumerate(keys[:-1]):
+        node = tree.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+        tree = node
+    tree[keys[-1]] = value
+
+
+def _first_line(error: ValidationError) -> str:
+    """The first problem as one line, an unknown key with the nearest known one."""
+    problem = error.errors(include_url=False)[0]
+    where = [str(part) for part in problem["loc"]]
+    path = ".".join(where)
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(where[:-1])
+        near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.4)
+        hint = f"did you mean {'.'.join([*where[:-1], near[0]])}?" if near else f"known: {', '.join(known)}"
+        return f"unknown key {path}; {hint}"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    came = json.dumps(problem["input"], default=str)
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{path}: {message}, got {came[:80]} ({type(problem['input']).__name__})"
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for key in path:
+        annotation = model.model_fields[key].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return sorted(model.model_fields)

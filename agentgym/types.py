@@ -1,0 +1,126 @@
+"""The data that crosses room boundaries during one sample's life."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple, Protocol
+
+
+class Status(StrEnum):
+    """How an episode ended. Only the first three carry a reward."""
+
+    TERMINATED = "terminated"  # the environment said so
+    MAX_TURNS = "max_turns"  # cut by the horizon
+    MAX_TOKENS = "max_tokens"  # cut by the context length
+    ENV_ERROR = "env_error"  # the environment failed: never a reward of 0
+    TIMEOUT = "timeout"  # past its deadline: never a reward of 0
+
+    @property
+    def is_valid(self) -> bool:
+        """True where the episode counts in losses, group statistics and scores."""
+        return self not in (Status.ENV_ERROR, Status.TIMEOUT)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Item:
+    """One task of one environment. `task_id` is AgentGym's `data_idx`, >= 0."""
+
+    env: str
+    task_id: int
+    split: str = "train"
+
+    @property
+    def item_id(self) -> str:
+        """AgentGym's textual id, for example `babyai_17`."""
+        return f"{self.env}_{self.task_id}"
+
+
+class SampleKey(NamedTuple):
+    """Names one draw of randomness. Equal keys give equal draws on every machine, in any order of execution."""
+
+    seed: int
+    step: int  # optimiser step the sample is for; evaluations use 0
+    item_id: str
+    sample: int  # which sample of the item, 0 .. group_size - 1
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a policy samples one action."""
+
+    key: SampleKey
+    temperature: float = 1.0  # 0 is greedy
+    max_new_tokens: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled action, as the engine produced it."""
+
+    ids: tuple[int, ...]  # includes the stop token when stop_reason is "stop"
+    logprobs: tuple[float, ...]  # natural log, of the distribution sampled from (temperature applied)
+    stop_reason: Literal["stop", "length"]
+    version: int  # of the weights that sampled it
+
+
+class Policy(Protocol):
+    """What generates. Weights change at turn boundaries only."""
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion: ...
+
+    async def publish(self, weights: dict[str, Any], version: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One action and the observation that answers it."""
+
+    action: str  # text sent to the environment
+    observation: str  # text that came back
+    reward: float
+    start: int  # action tokens are input_ids[start:end]
+    end: int
+    version: int  # of the weights that sampled the action
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A finished episode. The three token fields have one length, T."""
+
+    item: Item
+    sample: int
+    step: int  # optimiser step it was sampled for
+    max_turns: int
+    status: Status
+    reward: float | None  # sum of the turns' rewards; None where the environment failed
+    success: bool
+    first_observation: str
+    turns: tuple[Turn, ...]
+    input_ids: tuple[int, ...]
+    action_mask: tuple[bool, ...]  # true on tokens the policy sampled
+    logprobs: tuple[float, ...]  # of the sampling policy; 0.0 where action_mask is false
+    temperature: float = 1.0
+    num_attempts: int = 1
+    error: str | None = None
+    timing: dict[str, float] = field(default_factory=dict, compare=False)  # seconds; the only field not reproducible
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; `from_json` gives an equal object back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(row: dict[str, Any]) -> Trajectory:
+        """Errors: KeyError or TypeError where the row is not one of ours."""
+        return Trajectory(
+            **{
+                **row,
+                "item": Item(**row["item"]),
+                "status": Status(row["status"]),
+                "turns": tuple(Turn(**turn) for turn in row["turns"]),
+                "input_ids": tuple(row["input_ids"]),
+                "action_mask": tuple(row["action_mask"]),
+                "logprobs": tuple(row["logprobs"]),
+            }
+        )

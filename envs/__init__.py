@@ -1,0 +1,1 @@
+"""Environment servers: FastAPI and one simulator each. Nothing here imports torch or agentgym."""

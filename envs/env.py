@@ -1,0 +1,63 @@
+"""What a simulator must offer to be served, and what an expert for it must offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One simulator step; the fields mean what `envs.wire.StepReply` says."""
+
+    observation: str
+    reward: float
+    terminated: bool
+    truncated: bool = False
+    success: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class Expert(Protocol):
+    """Knows the simulator it was made for and says what to do next."""
+
+    def next_action(self) -> str:
+        """Errors: `ExpertFailed` where the expert has no answer in time."""
+        ...
+
+
+class ExpertFailed(RuntimeError):
+    """The expert has no action for this state."""
+
+
+class Simulator(Protocol):
+    """One session's world. One thread at a time uses it."""
+
+    def reset(self, task_id: int) -> str:
+        """Build the task and return its first observation. Equal ids give equal episodes on every machine."""
+        ...
+
+    def step(self, action: str) -> StepResult:
+        """Text the simulator cannot read is an observation that says so, never an exception."""
+        ...
+
+    def render(self) -> tuple[str, bytes]:
+        """(media type, bytes) of the present state."""
+        ...
+
+    def expert(self) -> Expert: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSpec:
+    """An environment that can be served under its name."""
+
+    name: str
+    instructions: str  # the task manual a language model gets
+    make: Callable[[], Simulator]
+    options: dict[str, Any]
+    probe_actions: tuple[str, ...]  # a scripted episode on task 0, played before the server says it is ready
+    blocking: bool = False  # true where a step may take more than a millisecond: it then runs off the event loop

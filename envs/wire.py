@@ -1,0 +1,135 @@
+"""Every message between a trainer and an environment server, in one place.
+
+A request acts at most once: `create` carries a request key, `step` the number of its turn, and the server repeats the
+reply it already gave. Errors are status codes with an `ErrorReply` body:
+
+404 unknown_session · 409 turn_mismatch · 410 session_gone · 422 bad_request · 500 env_crashed · 503 full | draining
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PROTOCOL_VERSION = 1
+MAX_ACTION_CHARS = 16_384
+
+
+class Message(BaseModel):
+    """Unknown fields are refused: a misspelt one must not be ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ErrorKind(StrEnum):
+    """What went wrong, for a program; `ErrorReply.message` is for a person."""
+
+    UNKNOWN_SESSION = "unknown_session"
+    TURN_MISMATCH = "turn_mismatch"
+    SESSION_GONE = "session_gone"
+    BAD_REQUEST = "bad_request"
+    ENV_CRASHED = "env_crashed"
+    FULL = "full"
+    DRAINING = "draining"
+
+
+class ErrorReply(Message):
+    """Body of every reply whose status is not 200."""
+
+    kind: ErrorKind
+    message: str
+    expected_turn: int | None = None  # with turn_mismatch
+    retry_after_s: float | None = None  # with full and draining
+
+
+class InfoReply(Message):
+    """What this server is; `GET /info`."""
+
+    env: str
+    protocol_version: int = PROTOCOL_VERSION
+    options: dict[str, Any]  # the simulator's options, as served
+    instructions: str  # the task manual for a language model
+    offers_expert: bool
+    offers_render: bool
+    max_sessions: int
+    active_sessions: int
+    session_ttl_s: float
+    instance: str  # unguessable, new at every server start
+    pid: int
+
+
+class CreateRequest(Message):
+    """`POST /create`: open a session on a task. The same request key gives the same session."""
+
+    request_key: str = Field(min_length=1, max_length=200)
+    task_id: int = Field(ge=0, lt=2**53)
+
+
+class CreateReply(Message):
+    """The open session, at turn 0."""
+
+    session_id: str
+    observation: str
+    session_ttl_s: float  # an idle session is closed after this
+
+
+class StepRequest(Message):
+    """`POST /step`: the action of turn 1, 2, ... A repeated turn gets the stored reply."""
+
+    session_id: str = Field(min_length=1, max_length=64)
+    turn: int = Field(ge=1)
+    action: str = Field(max_length=MAX_ACTION_CHARS)
+
+
+class StepReply(Message):
+    """What the environment answered."""
+
+    turn: int
+    observation: str
+    reward: float  # of this turn; the episode's outcome is the sum
+    terminated: bool  # the task is over
+    truncated: bool  # the simulator's own step limit was reached
+    success: bool
+    info: dict[str, Any] = Field(default_factory=dict)
+
+
+class SessionRequest(Message):
+    """`POST /close`, `POST /expert`."""
+
+    session_id: str = Field(min_length=1, max_length=64)
+
+
+class ObservationReply(Message):
+    """`GET /observation?session_id=`: the last observation and its turn."""
+
+    turn: int
+    observation: str
+
+
+class RenderReply(Message):
+    """`GET /render?session_id=`."""
+
+    media_type: str  # "image/png" (data is base64) or "text/plain"
+    data: str
+
+
+class CloseReply(Message):
+    """`closed` is false where there was nothing left to close."""
+
+    closed: bool
+
+
+class ExpertReply(Message):
+    """`POST /expert`, only on servers started with --expert: the action an expert would take now."""
+
+    action: str
+
+
+class ReadyReply(Message):
+    """`GET /readyz`: 200 once a scripted episode has passed, 503 before and while draining."""
+
+    ready: bool
+    active_sessions: int
+    max_sessions: int

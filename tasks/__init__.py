@@ -1,0 +1,1 @@
+"""Thin Prefect tasks: retries, a timeout and an artifact around one library call each."""
