@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 
 def _operational(default: Any, **constraints: Any) -> Any:
     """A field that changes where or how fast work is done, never its result: it stays out of every key."""
-    return Field(default, json_schema_extra={"operational": True}, **constraints)
+    return Field(default=default, json_schema_extra={"operational": True}, **constraints)
 
 
 class Section(BaseModel):
@@ -40,7 +40,7 @@ class Section(BaseModel):
 
 class DataConfig(Section):
     path: Path = _operational(Path("data/AgentGym-RL-Data-ID"))  # the dataset's digest is in the keys, not its place
-    validation_fraction: float = Field(0.1, gt=0, lt=0.5)  # share of train items kept for validation
+    validation_fraction: float = Field(default=0.1, gt=0, lt=0.5)  # share of train items kept for validation
 
 
 class EnvConfig(Section):
@@ -70,7 +70,9 @@ class ModelConfig(Section):
         if self.source == "hub" and not self.name:
             raise ValueError("model.name is empty; with source hub name a repository or folder, e.g. Qwen/Qwen2.5-7B-Instruct")
         if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads < 32:
-            raise ValueError(f"model.hidden_size {self.hidden_size} / num_heads {self.num_heads} must be a whole head dimension >= 32 (vLLM)")
+            raise ValueError(
+                f"model.hidden_size {self.hidden_size} / num_heads {self.num_heads} must be a whole head dimension >= 32 (vLLM)"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"model.num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         return self
@@ -80,9 +82,9 @@ class OptimiserConfig(Section):
     lr: PositiveFloat = 1e-3
     warmup_steps: NonNegativeInt = 10
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    final_lr_fraction: float = Field(0.1, ge=0, le=1)  # of lr, reached at the last step (cosine, linear)
+    final_lr_fraction: float = Field(default=0.1, ge=0, le=1)  # of lr, reached at the last step (cosine, linear)
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: PositiveFloat = 1.0  # global norm
 
 
@@ -144,15 +146,17 @@ class EvaluationConfig(Section):
     num_samples: PositiveInt = 4  # per item, beside one greedy episode
     temperature: PositiveFloat = 1.0
     k: tuple[PositiveInt, ...] = (1, 4)  # of pass@k
-    confidence: float = Field(0.95, gt=0.5, lt=1)
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
     num_bootstrap: PositiveInt = 2000
     seed: NonNegativeInt = 1
-    chunk_items: PositiveInt = _operational(128)  # committed at a time
+    chunk_items: PositiveInt = _operational(256)  # committed at a time
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if max(self.k) > self.num_samples:
-            raise ValueError(f"evaluation.k {list(self.k)} needs num_samples >= {max(self.k)}, got {self.num_samples}; pass@k is undefined for n < k")
+            raise ValueError(
+                f"evaluation.k {list(self.k)} needs num_samples >= {max(self.k)}, got {self.num_samples}; pass@k is undefined for n < k"
+            )
         return self
 
 
@@ -216,7 +220,9 @@ class RunConfig(Section):
                 f"{self.rollout.max_new_tokens} + observation_tokens {self.rollout.observation_tokens} = {needed}; raise it or shorten the horizon"
             )
         if self.rollout.concurrency > self.env.max_sessions * max(1, len(self.env.endpoints)):
-            raise ValueError(f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions {self.env.max_sessions}; lower it or raise the other")
+            raise ValueError(
+                f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions {self.env.max_sessions}; lower it or raise the other"
+            )
         return self
 
     @property

@@ -3,7 +3,8 @@
 A request acts at most once: `create` carries a request key, `step` the number of its turn, and the server repeats the
 reply it already gave. Errors are status codes with an `ErrorReply` body:
 
-404 unknown_session · 409 turn_mismatch · 410 session_gone · 422 bad_request · 500 env_crashed · 503 full | draining
+404 unknown_session · 409 turn_mismatch · 410 session_gone · 422 bad_request · 500 env_crashed | expert_failed ·
+503 full | draining | not_ready
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class ErrorKind(StrEnum):
     SESSION_GONE = "session_gone"
     BAD_REQUEST = "bad_request"
     ENV_CRASHED = "env_crashed"
+    EXPERT_FAILED = "expert_failed"  # no action from the expert; the session goes on
     FULL = "full"
     DRAINING = "draining"
+    NOT_READY = "not_ready"  # of readyz: the scripted episode has not passed yet
 
 
 class ErrorReply(Message):

@@ -1,0 +1,90 @@
+"""Trajectories packed end to end, as every algorithm reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentgym.algorithms.recipe import Truncated
+from agentgym.types import Status, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B trajectories, N tokens in all. Row b is tokens starts[b]:starts[b + 1]."""
+
+    input_ids: Tensor  # [N] int64
+    starts: Tensor  # [B + 1] int64
+    action_mask: Tensor  # [N] bool, true on tokens the policy sampled
+    rewards: Tensor  # [N] float32, outcome on the last action token
+    logprobs: Tensor  # [N] float32, of the sampling policy; 0 where action_mask is false
+    group_ids: Tensor  # [B] int64, equal for samples of one item
+    temperature: float  # the actions were sampled at
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def row(self) -> Tensor:
+        """[N] int64: the row each token belongs to."""
+        return torch.repeat_interleave(torch.arange(self.num_rows), self.starts[1:] - self.starts[:-1])
+
+    @property
+    def returns(self) -> Tensor:
+        """[B] float32: undiscounted outcome of each row, read back from its tokens."""
+        return torch.zeros(self.num_rows).index_add_(0, self.row, self.rewards * self.action_mask)
+
+    def select(self, rows: Tensor) -> Batch:
+        """The named rows, in the order given. rows: [R] int64."""
+        spans = [torch.arange(int(self.starts[row]), int(self.starts[row + 1])) for row in rows.tolist()]
+        tokens = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+        return Batch(
+            self.input_ids[tokens],
+            _starts([len(span) for span in spans]),
+            self.action_mask[tokens],
+            self.rewards[tokens],
+            self.logprobs[tokens],
+            self.group_ids[rows],
+            self.temperature,
+        )
+
+
+def to_batch(trajectories: Sequence[Trajectory], *, truncated: Truncated) -> Batch:
+    """Pack the trajectories that may be learned from, in order.
+
+    Failed environments never enter, nor do rows without a single action; with truncated "mask" neither do episodes cut
+    by the horizon or the context.
+    Errors: ValueError where nothing is left, or where samples of different temperatures meet.
+    """
+    cut = (Status.MAX_TURNS, Status.MAX_TOKENS)
+    kept = [t for t in trajectories if t.status.is_valid and any(t.action_mask) and not (truncated == "mask" and t.status in cut)]
+    if not kept:
+        raise ValueError(f"none of {len(trajectories)} trajectories can be learned from: {sorted({str(t.status) for t in trajectories})}")
+    temperatures = {trajectory.temperature for trajectory in kept}
+    if len(temperatures) > 1:
+        raise ValueError(f"one batch, one temperature; got {sorted(temperatures)}")
+    groups: dict[str, int] = {}
+    lengths = [len(trajectory.input_ids) for trajectory in kept]
+    batch = Batch(
+        input_ids=torch.tensor([token for t in kept for token in t.input_ids]),
+        starts=_starts(lengths),
+        action_mask=torch.tensor([action for t in kept for action in t.action_mask]),
+        rewards=torch.zeros(sum(lengths)),
+        logprobs=torch.tensor([logprob for t in kept for logprob in t.logprobs], dtype=torch.float32),
+        group_ids=torch.tensor([groups.setdefault(t.item.item_id, len(groups)) for t in kept]),
+        temperature=temperatures.pop(),
+    )
+    outcomes = torch.tensor([t.reward for t in kept], dtype=torch.float32)
+    for row, trajectory in enumerate(kept):
+        last_action = max(index for index, action in enumerate(trajectory.action_mask) if action)
+        batch.rewards[int(batch.starts[row]) + last_action] = outcomes[row]
+    assert torch.equal(batch.returns, outcomes), "an outcome was put on a token the policy did not sample"
+    return batch
+
+
+def _starts(lengths: Sequence[int]) -> Tensor:
+    return torch.cumsum(torch.tensor([0, *lengths], dtype=torch.int64), 0)

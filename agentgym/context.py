@@ -1,0 +1,110 @@
+"""What a running step sees: its parameters, its parents, and the one way to make progress durable."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from agentgym.config import RunConfig
+from agentgym.store.manifest import Blob, Manifest
+from agentgym.store.posix import RunStore, StepWriter
+from agentgym.tracking import Point, encode_points
+from agentgym.types import Trajectory
+
+TRAJECTORIES = "trajectories.jsonl.gz"
+METRICS = "metrics.jsonl"
+
+
+class Progress(Protocol):
+    """Where a step shows how far it is: a progress bar, an artifact, nothing."""
+
+    def start(self, what: str, total: int) -> None:
+        """A part of `total` units begins; an earlier part is over."""
+        ...
+
+    def advance(self, count: int = 1, note: str = "") -> None: ...
+
+
+class NoProgress:
+    """Shows nothing."""
+
+    def start(self, what: str, total: int) -> None: ...
+
+    def advance(self, count: int = 1, note: str = "") -> None: ...
+
+
+@dataclass
+class StepContext:
+    """One open step. It alone may commit, under the lease its writer holds."""
+
+    cfg: RunConfig
+    step: str
+    config: dict[str, Any]  # the semantic fields in the step's key
+    store: RunStore
+    writer: StepWriter
+    parents: dict[str, Manifest]
+    environment: Callable[[bool], AbstractContextManager[list[str]]]  # offer_expert -> endpoints
+    progress: Progress = field(default_factory=NoProgress)
+    on_commit: Callable[[Manifest], None] = lambda _: None
+    _opened_at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def head(self) -> Manifest | None:
+        """The last commit of this step: what a resumed run goes on from."""
+        return self.writer.head
+
+    def read(self, manifest: Manifest, name: str) -> bytes:
+        """Verified content. Errors: DigestMismatch, BlobMissing."""
+        return self.store.read(manifest, name)
+
+    def commit(
+        self,
+        *,
+        done: bool,
+        state: dict[str, Any],
+        blobs: dict[str, bytes | Blob],
+        results: dict[str, Any] | None = None,
+        points: Sequence[Point] = (),
+        trajectories: Sequence[Trajectory] = (),
+    ) -> Manifest:
+        """Weights first, manifest last, MLflow after that: a kill between any two loses nothing and repeats nothing."""
+        earlier = self.writer.head.timings.get("wall_s", 0.0) if self.writer.head else 0.0
+        now = time.perf_counter()
+        manifest = self.writer.commit(
+            done=done,
+            state=state,
+            parents={name: parent.digest for name, parent in self.parents.items()},
+            config=self.config,
+            blobs=blobs,
+            records={
+                **({METRICS: encode_points(points)} if points else {}),
+                **({TRAJECTORIES: encode_trajectories(trajectories)} if trajectories else {}),
+            },
+            results=results or {},
+            timings={"wall_s": earlier + now - self._opened_at},
+        )
+        self._opened_at = now
+        self.on_commit(manifest)
+        self.writer.prune(1 if done else self.cfg.store.keep_checkpoints)
+        return manifest
+
+
+def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
+    """Gzipped JSON lines; equal trajectories give equal bytes."""
+    lines = "".join(json.dumps(trajectory.to_json(), ensure_ascii=False) + "\n" for trajectory in trajectories)
+    return gzip.compress(lines.encode(), compresslevel=3, mtime=0)
+
+
+def decode_trajectories(data: bytes) -> list[Trajectory]:
+    """The inverse of `encode_trajectories`."""
+    return [Trajectory.from_json(json.loads(line)) for line in gzip.decompress(data).decode().splitlines()]
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970, as MLflow stamps its points."""
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,234 @@
+"""The lists of items an environment is trained and tested on: read, checked, split, and handed out in a seeded order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentgym.config import ConfigError
+from agentgym.types import Item
+
+# Items in the published AgentGym-RL-Data-ID, (train, eval); None where the count is not known exactly
+PUBLISHED_COUNTS: dict[str, tuple[int | None, int | None]] = {
+    "babyai": (810, 90),
+    "textcraft": (374, 100),
+    "sciworld": (2120, 200),
+    "searchqa": (None, 400),
+    "webarena": (None, 50),
+}
+
+_FILES = {"train": "train/{env}_train.json", "eval": "eval/{env}_test.json"}
+_SPLITS = ("train", "validation", "test")
+_MAX_CULPRITS = 5
+
+
+class DataError(ConfigError):
+    """The dataset is not what a run can start from. One line, like every ConfigError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """The items of one environment. No item is in two splits."""
+
+    train: tuple[Item, ...]  # in the order of the file, without the validation items
+    validation: tuple[Item, ...]  # taken out of the train file
+    test: tuple[Item, ...]  # the eval file
+    digest: str  # sha256 of both lists as data: the files' layout does not matter, the order of items does
+    warnings: tuple[str, ...]  # one line each
+
+    def to_json(self) -> bytes:
+        """Equal splits give equal bytes; `splits_from_json` gives an equal object back."""
+        row: dict[str, Any] = {name: [item.item_id for item in getattr(self, name)] for name in _SPLITS}
+        return json.dumps({**row, "digest": self.digest, "warnings": self.warnings}, separators=(",", ":")).encode()
+
+
+def splits_from_json(data: bytes) -> Splits:
+    """Errors: ValueError or KeyError where `data` is not what `Splits.to_json` wrote."""
+    row = json.loads(data)
+    train, validation, test = (tuple(Item(*parse_item_id(item_id), name) for item_id in row[name]) for name in _SPLITS)
+    return Splits(train, validation, test, row["digest"], tuple(row["warnings"]))
+
+
+def data_digest(path: Path, env: str) -> str:
+    """sha256 over the bytes of the files a run reads, without looking inside. Errors: DataError where they are not there."""
+    digest = hashlib.sha256()
+    for pattern in _FILES.values():
+        file = path / pattern.format(env=env)
+        if not file.is_file():
+            raise DataError(f"dataset not pulled: {file} does not exist; run `dvc pull {path}.dvc`, or set data.path to its folder")
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) -> Splits:
+    """Read `train/<env>_train.json` and `eval/<env>_test.json` under `path`, the layout of the set on the Hub.
+
+    An item is for validation where a hash of (seed, item) falls below `validation_fraction`, so adding items never moves
+    old ones between splits. Errors: DataError with one line that names up to five culprits.
+    """
+    if not path.is_dir():
+        raise DataError(f"dataset not pulled: {path} does not exist; run `dvc pull {path}.dvc`, or set data.path to its folder")
+    ids = {split: _read_ids(path, pattern.format(env=env)) for split, pattern in _FILES.items()}
+    rows = [(item_id, *parse_item_id(item_id), split) for split in _FILES for item_id in ids[split]]
+    _validate(rows, env, path)
+
+    train: list[Item] = []
+    validation: list[Item] = []
+    test: list[Item] = []
+    for _, _, task_id, split in rows:
+        if split == "eval":
+            test.append(Item(env, task_id, "test"))
+        elif _share(seed, f"{env}_{task_id}") < validation_fraction:
+            validation.append(Item(env, task_id, "validation"))
+        else:
+            train.append(Item(env, task_id, "train"))
+    for name, items in (("train", train), ("validation", validation)):
+        if not items:
+            raise DataError(
+                f"{env}: no item is left for {name}: {len(ids['train'])} train items at data.validation_fraction {validation_fraction}; "
+                "add items or change the fraction"
+            )
+    canonical = json.dumps({"env": env, **ids}, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    return Splits(tuple(train), tuple(validation), tuple(test), digest, _count_warnings(env, ids))
+
+
+def parse_item_id(item_id: str) -> tuple[str, int]:
+    """AgentGym's rule: the environment is the text before the first `_`, the index the digits after the last; -1 where there are none."""
+    digits = item_id.rpartition("_")[2]
+    return item_id.partition("_")[0], int(digits) if re.fullmatch("[0-9]{1,18}", digits) else -1
+
+
+class ItemStream:
+    """An endless, seeded order of items: every epoch is a new shuffle of all of them.
+
+    `position` counts the items handed out and is the whole state: a stream built with another one's position goes on where
+    that one stands. Batches cross epochs without a gap, and a batch of at most a third of the items never holds one twice.
+    """
+
+    def __init__(self, items: Sequence[Item], *, seed: int, position: int = 0) -> None:
+        if not items:
+            raise ValueError("an item stream needs at least one item, got none")
+        if position < 0:
+            raise ValueError(f"stream position {position} must be >= 0")
+        self.position = position
+        self._items = tuple(items)
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def next(self, n: int) -> list[Item]:
+        """The next `n` items."""
+        batch = []
+        for _ in range(n):
+            epoch, index = divmod(self.position, len(self._items))
+            if epoch != self._epoch:
+                self._epoch, self._order = epoch, self._order_of(epoch)
+            batch.append(self._items[self._order[index]])
+            self.position += 1
+        return batch
+
+    def _order_of(self, epoch: int) -> list[int]:
+        """The epoch's shuffle, with the items that closed the epoch before moved back to its middle."""
+        order = self._shuffle(epoch)
+        if epoch == 0:
+            return order
+        # only the first two thirds are rearranged, so the last third of any epoch is known without its predecessors
+        cut = len(order) - len(order) // 3
+        recent = set(self._shuffle(epoch - 1)[cut:])
+        return [i for i in order[:cut] if i not in recent] + [i for i in order[:cut] if i in recent] + order[cut:]
+
+    def _shuffle(self, epoch: int) -> list[int]:
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, epoch))))
+        return [int(index) for index in generator.permutation(len(self._items))]
+
+
+def _read_ids(root: Path, name: str) -> list[str]:
+    """The item ids of one file, in its order."""
+    path = root / name
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        known = sorted(found.name.removesuffix("_train.json") for found in root.glob("train/*_train.json"))
+        raise DataError(f"{path} does not exist; {root} has lists for: {', '.join(known) or 'no environment'}") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise DataError(f"{path} is not valid JSON ({error}); restore it with `dvc pull --force {root}.dvc`") from None
+    expected = f"{path} must hold a list of objects with the text field item_id"
+    if not isinstance(rows, list):
+        raise DataError(f"{expected}, got {type(rows).__name__}")
+    for position, row in enumerate(rows):
+        if not isinstance(row, dict) or not isinstance(row.get("item_id"), str):
+            raise DataError(f"{expected}; entry {position} is {json.dumps(row)[:80]}")
+    if not rows:
+        raise DataError(f"{path} is an empty list; a run needs items in every split")
+    return [row["item_id"] for row in rows]
+
+
+def _validate(rows: list[tuple[str, str, int, str]], env: str, path: Path) -> None:
+    """Check the table (item_id, env, task_id, split) of both files. Errors: DataError for the first rule that fails."""
+    # pandas and pandera take seconds to import and only this function needs them
+    import pandas as pd
+    import pandera.pandas as pa
+
+    expected_env = [env]  # inside the class `env` is the column
+
+    class ItemTable(pa.DataFrameModel):  # type: ignore[misc]  # pandera is not typed for mypy here
+        item_id: str = pa.Field()
+        env: str = pa.Field(isin=expected_env)
+        task_id: int = pa.Field(ge=0)
+        split: str = pa.Field(isin=list(_FILES))
+
+        @pa.dataframe_check(name="duplicate")  # type: ignore[untyped-decorator]
+        def each_item_once(cls, table: pd.DataFrame) -> Any:
+            return ~table.duplicated(["env", "task_id", "split"])
+
+        @pa.dataframe_check(name="leak")  # type: ignore[untyped-decorator]
+        def splits_apart(cls, table: pd.DataFrame) -> Any:
+            return table.groupby(["env", "task_id"])["split"].transform("nunique") == 1
+
+        class Config:
+            strict = True
+
+    table = pd.DataFrame(rows, columns=["item_id", "env", "task_id", "split"])
+    try:
+        ItemTable.validate(table, lazy=True)
+    except pa.errors.SchemaErrors as error:
+        failures = error.failure_cases
+    else:
+        return
+    of_column = failures["schema_context"].eq("Column")  # a check of whole rows reports a row once per column, too
+    rules = (
+        (of_column & failures["column"].eq("env"), f"belong to another environment; an item of {env} is `{env}_<index>`"),
+        (of_column & failures["column"].eq("task_id"), f"do not end in an index >= 0; write `{env}_<index>`"),
+        (failures["check"].eq("duplicate"), "are listed more than once in one split; remove the repeated entries"),
+        (failures["check"].eq("leak"), "are in the train and in the eval list; remove them from one, or the test is not held out"),
+    )
+    for mask, advice in rules:
+        culprits = list(dict.fromkeys(table.loc[failures.loc[mask, "index"].astype(int), "item_id"]))
+        if culprits:
+            more = f" and {len(culprits) - _MAX_CULPRITS} more" if len(culprits) > _MAX_CULPRITS else ""
+            raise DataError(f"{path}, {env}: {', '.join(culprits[:_MAX_CULPRITS])}{more} {advice}")
+    raise DataError(f"{path}, {env}: the table of items does not fit its schema: {failures.iloc[0].to_dict()}")
+
+
+def _count_warnings(env: str, ids: dict[str, list[str]]) -> tuple[str, ...]:
+    published = zip(_FILES, PUBLISHED_COUNTS.get(env, (None, None)), strict=True)
+    return tuple(
+        f"{env}: {len(ids[split])} {split} items, the published list has {count}; do not compare results with published ones"
+        for split, count in published
+        if count is not None and count != len(ids[split])
+    )
+
+
+def _share(seed: int, item_id: str) -> float:
+    """A fixed number in [0, 1) for this seed and item."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{item_id}".encode()).digest()[:8], "big") / 2**64

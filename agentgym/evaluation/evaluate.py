@@ -1,0 +1,122 @@
+"""One checkpoint on the test items: greedy, avg@n, pass@k, each with an interval, paired against the baseline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from agentgym.config import EvaluationConfig
+from agentgym.context import StepContext, decode_trajectories, now_ms
+from agentgym.data import splits_from_json
+from agentgym.evaluation.passk import Interval, num_failed, paired_differences, summarise
+from agentgym.rollouts.metrics import rollout_metrics
+from agentgym.store.manifest import Manifest
+from agentgym.tracking import Point
+from agentgym.training.checkpoint import load_checkpoint
+from agentgym.training.engine import open_engine
+from agentgym.training.model import set_threads
+from agentgym.types import Item, Trajectory
+
+OUTCOMES = "outcomes.json"
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Manifest:
+    """Play every test item once greedily and `num_samples` times sampled; commit a chunk of items at a time.
+
+    baseline: the evaluation step to compare with, item by item; it used the same items, horizon and random numbers.
+    """
+    set_threads()
+    cfg, settings = ctx.cfg, ctx.cfg.evaluation
+    parent = ctx.parents[checkpoint_step]
+    items = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json")).test[: settings.num_items]
+    if len(items) < settings.num_items:
+        raise ValueError(f"evaluation.num_items {settings.num_items} is more than the {len(items)} test items of {cfg.env.name}; lower it")
+    version = int(parent.state["global_step"])
+    num_done = int(ctx.head.state["num_items"]) if ctx.head else 0
+    ctx.progress.start(f"evaluate {checkpoint_step}", len(items) * (1 + settings.num_samples))
+    ctx.progress.advance(num_done * (1 + settings.num_samples))
+    checkpoint = load_checkpoint(ctx.store, parent)
+    with ctx.environment(False) as endpoints, open_engine(cfg, checkpoint, endpoints, version=version) as engine:
+        for first in range(num_done, len(items), settings.chunk_items):
+            chunk = items[first : first + settings.chunk_items]
+            trajectories: list[Trajectory] = []
+            for temperature, num_samples, first_sample in ((0.0, 1, 0), (settings.temperature, settings.num_samples, 1)):
+                trajectories += engine.collect(
+                    chunk,
+                    num_samples=num_samples,
+                    step=0,
+                    max_turns=settings.max_turns,
+                    temperature=temperature,
+                    seed=settings.seed,
+                    first_sample=first_sample,
+                    progress=ctx.progress.advance,
+                )
+            if first + len(chunk) < len(items):
+                ctx.commit(done=False, state={"global_step": version, "num_items": first + len(chunk)}, blobs={}, trajectories=trajectories)
+    earlier = [decode_trajectories(ctx.read(commit, "trajectories.jsonl.gz")) for commit in ctx.store.history(ctx.step, ctx.writer.key)]
+    everything = [trajectory for part in earlier for trajectory in part] + trajectories
+    greedy, samples = outcomes(everything, items, settings.num_samples)
+    results = score(greedy, samples, settings)
+    if baseline is not None:
+        base = json.loads(ctx.read(ctx.parents[baseline], OUTCOMES))
+        gains = paired(base, greedy, samples, settings)
+        results["paired"] = {"baseline": baseline, **gains}
+    results |= {"checkpoint": checkpoint_step, "num_items": len(items), "max_turns": settings.max_turns, "global_step": version}
+    return ctx.commit(
+        done=True,
+        state={"global_step": version, "num_items": len(items)},
+        blobs={OUTCOMES: json.dumps({"greedy": _plain(greedy), "samples": _plain(samples)}).encode()},
+        results=results,
+        points=[Point(version, now_ms(), evaluation_metrics(results, everything))],
+        trajectories=trajectories,
+    )
+
+
+def outcomes(trajectories: Sequence[Trajectory], items: Sequence[Item], num_samples: int) -> tuple[Array, Array]:
+    """(greedy [I], samples [I, n]) success as 0 or 1, in the items' order; NaN where the environment failed."""
+    row = {item.item_id: index for index, item in enumerate(items)}
+    table = np.full((len(items), 1 + num_samples), np.nan)
+    for trajectory in trajectories:
+        if trajectory.status.is_valid:
+            table[row[trajectory.item.item_id], trajectory.sample] = float(trajectory.success)
+    return table[:, 0], table[:, 1:]
+
+
+def score(greedy: Array, samples: Array, settings: EvaluationConfig) -> dict[str, Any]:
+    """The reported numbers of one evaluation, as JSON types."""
+    summary = summarise(
+        greedy, samples, k=settings.k, confidence=settings.confidence, num_bootstrap=settings.num_bootstrap, seed=settings.seed
+    )
+    return {"summary": _intervals(summary), "num_env_errors": num_failed(greedy, samples)}
+
+
+def paired(base: dict[str, Any], greedy: Array, samples: Array, settings: EvaluationConfig) -> dict[str, Any]:
+    """Item by item differences to a baseline's stored outcomes, as JSON types."""
+    differences = paired_differences(
+        (np.array(base["greedy"], dtype=float), np.array(base["samples"], dtype=float)),
+        (greedy, samples),
+        k=settings.k,
+        confidence=settings.confidence,
+        num_bootstrap=settings.num_bootstrap,
+        seed=settings.seed,
+    )
+    return _intervals(differences)
+
+
+def evaluation_metrics(results: dict[str, Any], trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The same numbers under metric names."""
+    metrics = {f"eval/{name}": float(interval["mean"]) for name, interval in results["summary"].items()}
+    rollout = rollout_metrics(trajectories)
+    return metrics | {f"eval/{name}": rollout[f"rollout/{name}"] for name in ("turns_mean", "max_turns_frac", "env_error_frac")}
+
+
+def _intervals(summary: dict[str, Interval]) -> dict[str, Any]:
+    return {name: interval.to_json() for name, interval in summary.items()}
+
+
+def _plain(values: Array) -> Any:
+    return np.where(np.isnan(values), None, values.astype(object)).tolist()

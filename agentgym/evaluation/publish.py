@@ -1,0 +1,153 @@
+"""What leaves a run: the registered model, and the report a person reads."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentgym.context import METRICS, TRAJECTORIES, StepContext, decode_trajectories
+from agentgym.evaluation.passk import Interval
+from agentgym.evaluation.report import (
+    Curve,
+    EpisodeExample,
+    EvaluationPoint,
+    EvaluationRow,
+    StageSpan,
+    evaluation_png,
+    learning_curve_png,
+    report_html,
+)
+from agentgym.ledger import parent_run, tracker_of
+from agentgym.rollouts.horizon import stages
+from agentgym.store.manifest import Manifest
+from agentgym.tracking import decode_points
+from agentgym.training.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS
+from agentgym.training.model import save_pretrained
+from agentgym.types import Trajectory
+
+if TYPE_CHECKING:
+    from agentgym.steps import Step
+
+
+def register_policy(ctx: StepContext, checkpoint_step: str, run_key: str) -> Manifest:
+    """Put the checkpoint into the registry and move the alias to it; once per checkpoint, whatever is killed in between."""
+    manifest, evaluation = ctx.parents[checkpoint_step], ctx.parents[f"evaluate-{checkpoint_step}"]
+    summary = evaluation.results["summary"]
+    ctx.progress.start("register the model", 1)
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(
+            Path(folder),
+            architecture=ctx.read(manifest, ARCHITECTURE).decode(),
+            weights=ctx.read(manifest, WEIGHTS),
+            tokenizer=json.loads(ctx.read(manifest, TOKENIZER)),
+        )
+        version = tracker_of(ctx.cfg).register_model(
+            parent_run(ctx.cfg, run_key),
+            Path(folder),
+            name=ctx.cfg.registry.model_name,
+            alias=ctx.cfg.registry.alias,
+            tags={
+                "step_key": manifest.digest,
+                "run_key": run_key,
+                "weights.sha256": manifest.blobs[WEIGHTS].digest,
+                "algorithm": ctx.cfg.algorithm.recipe,
+                "evaluation": evaluation.digest,
+                **{f"eval.{name}": f"{interval['mean']:.4f}" for name, interval in summary.items()},
+            },
+            step=int(manifest.state["global_step"]),
+        )
+    ctx.progress.advance()
+    return ctx.commit(
+        done=True,
+        state={},
+        blobs={},
+        results={"model": ctx.cfg.registry.model_name, "version": version, "alias": ctx.cfg.registry.alias, "checkpoint": checkpoint_step},
+    )
+
+
+def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manifest:
+    """Curves, table and example episodes as one page; kept in the store and in MLflow."""
+    cfg = ctx.cfg
+    titles = {step.name: step.title for step in steps}
+    ctx.progress.start("report", 3)
+    evaluations = {name: manifest for name, manifest in ctx.parents.items() if name.startswith("evaluate-")}
+    baseline = next(iter([m for m in evaluations.values() if "paired" in m.results])).results["paired"]["baseline"]
+    compared = [name for name in evaluations if name == baseline or "paired" in evaluations[name].results]
+    rows = [_row(evaluations[name], titles[name]) for name in [*compared, *(name for name in evaluations if name not in compared)]]
+    spans = stages(cfg.horizon)
+    curve = learning_curve_png(
+        _curves(ctx, [span.name for span in spans]),
+        [StageSpan(span.name.replace("-", " "), span.first_step, span.last_step, span.max_turns) for span in spans],
+        [
+            EvaluationPoint(
+                titles[name],
+                int(evaluations[name].state["global_step"]),
+                _intervals(evaluations[name])[f"avg_at_{cfg.evaluation.num_samples}"],
+            )
+            for name in compared
+        ],
+    )
+    ctx.progress.advance()
+    figures = {"Success while training": curve, "Success before and after": evaluation_png(rows)}
+    last = evaluations[compared[-1]]
+    registered = ctx.parents["register"].results
+    page = report_html(
+        f"{cfg.env.name} · {cfg.algorithm.recipe} · max_turns {' > '.join(map(str, cfg.horizon.max_turns))}",
+        {
+            "run": run_key[:12],
+            "model": f"{registered['model']} version {registered['version']} ({registered['alias']})",
+            "checkpoint": last.results["checkpoint"],
+            "test items": str(last.results["num_items"]),
+            "seed": str(cfg.seed),
+        },
+        rows,
+        figures,
+        [*_examples(ctx, evaluations[baseline], titles[baseline]), *_examples(ctx, last, titles[last.step])],
+        timings={titles[name]: manifest.timings.get("wall_s", 0.0) for name, manifest in ctx.parents.items()},
+        confidence=cfg.evaluation.confidence,
+        notes=ctx.parents["prepare"].results["warnings"],
+    )
+    ctx.progress.advance()
+    files: dict[str, bytes] = {
+        "report.html": page.encode(),
+        "learning_curve.png": curve,
+        "evaluation.png": figures["Success before and after"],
+    }
+    tracker_of(cfg).log_artifacts(parent_run(cfg, run_key), files)
+    ctx.progress.advance()
+    return ctx.commit(done=True, state={}, blobs={**files}, results={"before": evaluations[baseline].results, "after": last.results})
+
+
+def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]:
+    return {name: Interval(**row) for name, row in manifest.results[part].items() if name != "baseline"}
+
+
+def _row(manifest: Manifest, title: str) -> EvaluationRow:
+    name = str(manifest.results["checkpoint"]).replace("-", " ")
+    paired = _intervals(manifest, "paired") if "paired" in manifest.results else None
+    return EvaluationRow(name, title, _intervals(manifest), paired, manifest.results["num_items"], manifest.results["max_turns"])
+
+
+def _curves(ctx: StepContext, names: Sequence[str]) -> list[Curve]:
+    points = [
+        point
+        for name in names
+        for commit in ctx.store.history(name, ctx.parents[name].key)
+        if METRICS in commit.records
+        for point in decode_points(ctx.read(commit, METRICS))
+    ]
+    curves = []
+    for metric, title, smooth in (("rollout/success", "training, sampled", True), ("validation/success", "validation, sampled", False)):
+        found = [(point.step, point.metrics[metric]) for point in points if metric in point.metrics]
+        curves.append(Curve(title, [step for step, _ in found], [value for _, value in found], smooth))
+    return curves
+
+
+def _examples(ctx: StepContext, evaluation: Manifest, title: str) -> list[EpisodeExample]:
+    """One success and one failure of an evaluation, where there are both."""
+    trajectories: list[Trajectory] = decode_trajectories(ctx.read(evaluation, TRAJECTORIES))
+    chosen = [next((t for t in trajectories if t.status.is_valid and t.success is wanted), None) for wanted in (True, False)]
+    return [EpisodeExample.from_trajectory(title, trajectory) for trajectory in chosen if trajectory is not None]

@@ -1,0 +1,54 @@
+"""Progress bars for a terminal; plain lines where there is none."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+PLAIN_EVERY_S = 20.0
+
+
+class Bars:
+    """One bar at a time; finished ones stay."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars = Progress(
+            TextColumn("  {task.description:<34}"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("[dim]{task.fields[note]}"),
+            console=console,
+        )
+        self._task: TaskID | None = None
+        self._what, self._total, self._count, self._said_at = "", 0, 0, 0.0
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._console.is_terminal:
+            self._bars.stop()
+
+    def start(self, what: str, total: int) -> None:
+        """A new bar of `total` units."""
+        self._what, self._total, self._count, self._said_at = what, total, 0, time.monotonic()
+        if self._console.is_terminal:
+            self._task = self._bars.add_task(what, total=total, note="")
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Without a terminal: a line every 20 s."""
+        self._count += count
+        if self._task is not None:
+            self._bars.update(self._task, advance=count, **({"note": note} if note else {}))
+        elif not self._console.is_terminal and time.monotonic() - self._said_at > PLAIN_EVERY_S:
+            self._said_at = time.monotonic()
+            self._console.print(f"  {self._what}: {self._count}/{self._total} {note}", highlight=False)

@@ -1,0 +1,262 @@
+"""Sessions on environment servers: one connection pool, retries that never act twice, and the choice of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+
+import aiohttp
+from pydantic import ValidationError
+
+from agentgym.types import Item
+from envs.wire import (
+    MAX_ACTION_CHARS,
+    PROTOCOL_VERSION,
+    CloseReply,
+    CreateReply,
+    CreateRequest,
+    ErrorReply,
+    ExpertReply,
+    InfoReply,
+    Message,
+    ReadyReply,
+    RenderReply,
+    SessionRequest,
+    StepReply,
+    StepRequest,
+)
+
+logger = logging.getLogger(__name__)
+M = TypeVar("M", bound=Message)
+
+BACKOFF_S = 0.05  # before the first retry; doubles
+MAX_BACKOFF_S = 5.0  # also the most a server's Retry-After is believed
+LOAD_AGE_S = 1.0  # how old a server's reported load may be
+CLOSE_TIMEOUT_S = 5.0
+_HEADERS = {"Content-Type": "application/json"}
+
+
+class EnvError(RuntimeError):
+    """An environment server failed for good. `kind` is an `ErrorKind`, `unreachable` or `protocol`."""
+
+    def __init__(self, endpoint: str, route: str, session_id: str, kind: str, message: str) -> None:
+        session = f" session {session_id[:8]}" if session_id else ""  # whoever has the whole id can act in it
+        super().__init__(f"{endpoint}{route}{session}: {kind}: {message}")
+        self.endpoint = endpoint
+        self.route = route
+        self.kind = kind
+
+
+class _Retryable(Exception):
+    """A failure after which the same request may be sent again."""
+
+    def __init__(self, kind: str, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+class EnvSession:
+    """One open episode. One coroutine at a time uses it."""
+
+    def __init__(self, pool: EnvPool, endpoint: str, reply: CreateReply) -> None:
+        self.endpoint = endpoint
+        self.observation = reply.observation  # the latest
+        self.turn = 0  # number of the last action that was answered
+        self._pool = pool
+        self._id = reply.session_id
+        self._as_request = SessionRequest(session_id=reply.session_id)
+
+    async def step(self, action: str) -> StepReply:
+        """Act once, however often the request has to be sent. Characters beyond the wire's limit are cut: no environment reads so far.
+
+        Errors: EnvError.
+        """
+        text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
+        request = StepRequest(session_id=self._id, turn=self.turn + 1, action=text)
+        reply = await self._pool.ask(self.endpoint, "/step", StepReply, request, session_id=self._id)
+        self.turn = reply.turn
+        self.observation = reply.observation
+        return reply
+
+    async def expert(self) -> str:
+        """What the server's expert would do now. Errors: EnvError, kind `expert_failed` where it has no answer."""
+        return (await self._pool.ask(self.endpoint, "/expert", ExpertReply, self._as_request, session_id=self._id)).action
+
+    async def render(self) -> tuple[str, bytes]:
+        """(media type, bytes) of the present state. Errors: EnvError."""
+        reply = await self._pool.ask(self.endpoint, f"/render?session_id={self._id}", RenderReply, session_id=self._id)
+        return reply.media_type, reply.data.encode() if reply.media_type == "text/plain" else base64.b64decode(reply.data)
+
+    async def close(self) -> None:
+        """Best effort, tried once: the server reaps what is left behind."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._pool.ask(self.endpoint, "/close", CloseReply, self._as_request, session_id=self._id, max_retries=0)
+        except (EnvError, TimeoutError) as error:
+            logger.warning("session left to the server's reaper: %s", error)
+
+
+class EnvPool:
+    """Servers of one environment. Use as `async with`."""
+
+    def __init__(self, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4) -> None:
+        if not endpoints:
+            raise ValueError("no environment server given; name at least one endpoint such as http://127.0.0.1:8000")
+        self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
+        self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
+        self._max_retries = max_retries
+        self._http: aiohttp.ClientSession | None = None
+        self._random = random.SystemRandom()  # which server answers changes no result
+        self._load = dict.fromkeys(self.endpoints, 0.0)  # open sessions; inf where the server takes none
+        self._load_seen_at = dict.fromkeys(self.endpoints, 0.0)
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+        self._http = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=_HEADERS)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def info(self) -> list[InfoReply]:
+        """What each endpoint is, in the order given. Errors: EnvError."""
+        return list(await asyncio.gather(*(self.ask(endpoint, "/info", InfoReply) for endpoint in self.endpoints)))
+
+    @asynccontextmanager
+    async def session(self, item: Item, request_key: str) -> AsyncIterator[EnvSession]:
+        """An open session on the item, closed at the end. Equal keys mean the same session: use a key once.
+
+        Errors: EnvError.
+        """
+        endpoint, reply = await self._create(CreateRequest(request_key=request_key, task_id=item.task_id))
+        self._load[endpoint] += 1
+        session = EnvSession(self, endpoint, reply)
+        try:
+            yield session
+        finally:
+            self._load[endpoint] -= 1
+            await session.close()
+
+    async def ask(
+        self,
+        endpoint: str,
+        route: str,
+        reply: type[M],
+        body: Message | None = None,
+        *,
+        session_id: str = "",
+        max_retries: int | None = None,
+    ) -> M:
+        """One request, repeated after lost connections, timeouts and 503. Errors: EnvError."""
+        attempt = 0
+        while True:
+            try:
+                return await self._send(endpoint, route, reply, body, session_id)
+            except _Retryable as error:
+                if attempt >= (self._max_retries if max_retries is None else max_retries):
+                    _give_up(endpoint, route, session_id, attempt, error)
+                await self._back_off(attempt, error)
+                attempt += 1
+
+    async def _create(self, request: CreateRequest) -> tuple[str, CreateReply]:
+        """A server that is full, draining or unreachable is left for another one.
+
+        A lost reply may leave a session behind on the server left: its reaper ends it, and nothing ever acts in it.
+        """
+        attempt = 0
+        while True:
+            endpoint = await self._choose()
+            try:
+                return endpoint, await self._send(endpoint, "/create", CreateReply, request, "")
+            except _Retryable as error:
+                self._load[endpoint], self._load_seen_at[endpoint] = float("inf"), time.monotonic()
+                if attempt >= self._max_retries:
+                    _give_up(endpoint, "/create", "", attempt, error)
+                await self._back_off(attempt, error)
+                attempt += 1
+
+    async def _choose(self) -> str:
+        """The less loaded of two servers drawn at random."""
+        if len(self.endpoints) == 1:
+            return self.endpoints[0]
+        pair = self._random.sample(self.endpoints, 2)
+        await asyncio.gather(*(self._refresh_load(endpoint) for endpoint in pair))
+        return min(pair, key=self._load.__getitem__)
+
+    async def _refresh_load(self, endpoint: str) -> None:
+        """Ask at most once in LOAD_AGE_S; in between our own sessions are counted on top."""
+        now = time.monotonic()
+        if now - self._load_seen_at[endpoint] < LOAD_AGE_S:
+            return
+        self._load_seen_at[endpoint] = now
+        try:
+            ready = await self._send(endpoint, "/readyz", ReadyReply, None, "")
+            self._load[endpoint] = float(ready.active_sessions)
+        except (_Retryable, EnvError) as error:
+            self._load[endpoint] = float("inf")
+            logger.warning("%s takes no sessions: %s", endpoint, error)
+
+    async def _send(self, endpoint: str, route: str, reply: type[M], body: Message | None, session_id: str) -> M:
+        """Errors: _Retryable, EnvError."""
+        assert self._http is not None, "use the pool as `async with EnvPool(...)`"
+        data = None if body is None else body.model_dump_json().encode()
+        try:
+            async with self._http.request("GET" if body is None else "POST", endpoint + route, data=data) as response:
+                content = await response.read()
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _Retryable("unreachable", f"{type(error).__name__} {error}".strip()) from error
+        try:
+            if status == 200:
+                return reply.model_validate_json(content)
+            failure = ErrorReply.model_validate_json(content)
+        except ValidationError as error:
+            start = content[:200].decode(errors="replace")
+            raise EnvError(endpoint, route, session_id, "protocol", f"status {status}, unexpected body {start!r}") from error
+        if status == 503:
+            raise _Retryable(failure.kind, failure.message, failure.retry_after_s or 0.0)
+        raise EnvError(endpoint, route, session_id, failure.kind, failure.message)
+
+    async def _back_off(self, attempt: int, error: _Retryable) -> None:
+        wait_s = BACKOFF_S * 2**attempt * (1 + self._random.random())
+        if error.kind in ("full", "draining") and len(self.endpoints) == 1:
+            wait_s = max(wait_s, error.retry_after_s)
+        await asyncio.sleep(min(wait_s, MAX_BACKOFF_S))
+
+
+async def check_endpoints(
+    pool: EnvPool, *, expect_env: str, allow_expert: bool, expect_options: dict[str, Any] | None = None
+) -> list[InfoReply]:
+    """Refuse servers that are not what the run was configured for.
+
+    expect_options: the configured options; each must be served with this value. Errors: EnvError; ValueError naming the endpoint.
+    """
+    replies = await pool.info()
+    for endpoint, info in zip(pool.endpoints, replies, strict=True):
+        if info.protocol_version != PROTOCOL_VERSION:
+            raise ValueError(
+                f"{endpoint} speaks protocol version {info.protocol_version}, this client {PROTOCOL_VERSION}; update the older one"
+            )
+        if info.env != expect_env:
+            raise ValueError(f"{endpoint} serves {info.env!r}, but env.name is {expect_env!r}; correct env.endpoints or env.name")
+        if info.offers_expert and not allow_expert:
+            raise ValueError(f"{endpoint} offers the expert, so a policy under training could ask it; start the server without --expert")
+        if info.options != replies[0].options:
+            raise ValueError(f"{endpoint} serves options {info.options}, {pool.endpoints[0]} serves {replies[0].options}; make them equal")
+        for key, value in (expect_options or {}).items():
+            if info.options.get(key) != value:
+                raise ValueError(f"{endpoint} serves {key}={info.options.get(key)!r}, but env.options.{key} is {value!r}; make them equal")
+    return replies
+
+
+def _give_up(endpoint: str, route: str, session_id: str, attempt: int, error: _Retryable) -> NoReturn:
+    raise EnvError(endpoint, route, session_id, error.kind, f"{error} (tried {attempt + 1} times)") from error

@@ -1,0 +1,36 @@
+"""Numbers about finished episodes. The audit recomputes them from the stored episodes with the same function."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from agentgym.types import Status, Trajectory
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Shares and means over one collection; failed environments count in `env_error_frac` alone."""
+    valid = [trajectory for trajectory in trajectories if trajectory.status.is_valid]
+    total = len(trajectories)
+    metrics = {
+        "rollout/num_episodes": float(total),
+        "rollout/env_error_frac": (total - len(valid)) / total,
+        "rollout/max_turns": float(trajectories[0].max_turns),
+    }
+    if not valid:
+        return metrics
+    statuses = Counter(trajectory.status for trajectory in valid)
+    groups: dict[str, list[float]] = defaultdict(list)
+    for trajectory in valid:
+        groups[trajectory.item.item_id].append(trajectory.reward or 0.0)
+    count = len(valid)
+    return metrics | {
+        "rollout/success": sum(trajectory.success for trajectory in valid) / count,
+        "rollout/reward_mean": sum(trajectory.reward or 0.0 for trajectory in valid) / count,
+        "rollout/turns_mean": sum(len(trajectory.turns) for trajectory in valid) / count,
+        "rollout/tokens_mean": sum(len(trajectory.input_ids) for trajectory in valid) / count,
+        "rollout/action_tokens_mean": sum(sum(trajectory.action_mask) for trajectory in valid) / count,
+        "rollout/max_turns_frac": statuses[Status.MAX_TURNS] / count,
+        "rollout/max_tokens_frac": statuses[Status.MAX_TOKENS] / count,
+        "rollout/equal_reward_groups_frac": sum(len(set(rewards)) == 1 for rewards in groups.values()) / len(groups),
+    }

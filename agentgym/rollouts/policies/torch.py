@@ -1,0 +1,201 @@
+"""The built-in engine: a continuously batched key-value loop over Hugging Face weights.
+
+Every forward takes whatever waits: a fresh prompt, the tail of a grown one, the last token of a running one. A row's
+keys and values stay in its slot between turns, so a turn costs its new tokens alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentgym.attention import CachedRows, KeyValueCache, PackedRows
+from agentgym.training.model import load_weights
+from agentgym.types import Completion, SampleKey, Sampling
+
+
+@dataclass(slots=True)
+class _Slot:
+    ids: list[int] = field(default_factory=list)  # tokens whose keys and values the cache holds
+    owner: SampleKey | None = None
+    busy: bool = False
+    used_at: int = 0
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: list[int]
+    sampling: Sampling
+    uniforms: np.ndarray[Any, np.dtype[np.float64]]
+    done: asyncio.Future[Completion]
+    version: int
+    slot: int = -1
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class TorchPolicy:
+    """Samples with its own copy of the weights; `publish` is the only way they change."""
+
+    def __init__(self, model: Any, *, stop_id: int, num_slots: int, context_tokens: int) -> None:
+        """model: built with RAGGED attention. num_slots: rows decoded together; more requests wait their turn."""
+        self._model = model.eval()
+        config = model.config
+        like = next(model.parameters())
+        self._cache = KeyValueCache(
+            num_layers=config.num_hidden_layers,
+            num_slots=num_slots,
+            context_tokens=context_tokens,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            like=like,
+        )
+        self._stop_id, self._context = stop_id, context_tokens
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._waiting: list[_Request] = []
+        self._active: list[_Request] = []
+        self._pump: asyncio.Task[None] | None = None
+        self._clock = 0
+        self.version = 0
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        """One action: until the stop token or `max_new_tokens`.
+
+        Errors: ValueError where prompt and action cannot fit the context.
+        """
+        if len(prompt_ids) + sampling.max_new_tokens > self._context:
+            raise ValueError(
+                f"prompt of {len(prompt_ids)} tokens + max_new_tokens {sampling.max_new_tokens} exceeds the context of {self._context}"
+            )
+        request = _Request(
+            prompt_ids,
+            sampling,
+            _uniforms(sampling.key, sampling.max_new_tokens),
+            asyncio.get_running_loop().create_future(),
+            self.version,
+        )
+        self._waiting.append(request)
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run())
+        try:
+            return await request.done
+        finally:
+            self._drop(request)
+
+    async def publish(self, weights: dict[str, Tensor], version: int) -> None:
+        """Replace the weights between turns: waits for running actions, forgets every cached key and value.
+
+        Errors: ValueError where a version does not grow or the weights do not fit.
+        """
+        if version <= self.version and version != 0:
+            raise ValueError(f"weight versions must grow: engine holds {self.version}, got {version}")
+        while self._active or self._waiting:
+            await asyncio.sleep(0)
+        load_weights(self._model, weights)
+        for slot in self._slots:
+            slot.ids, slot.owner = [], None
+        self.version = version
+
+    @torch.inference_mode()
+    def score(self, rows: list[list[int]]) -> list[Tensor]:
+        """Natural-log probability of each token after the first of each row, at temperature 1: what the canary compares."""
+        starts = torch.tensor([0, *np.cumsum([len(row) for row in rows])])
+        layout = PackedRows(starts)
+        ids = torch.tensor([token for row in rows for token in row])
+        logits = self._model(input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout).logits[0].float()
+        scores = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0]
+        return [scores[int(a) : int(b) - 1].clone() for a, b in zip(starts, starts[1:], strict=False)]
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting or self._active:
+                self._admit()
+                self._step()
+                await asyncio.sleep(0)  # let replies of environments in
+        except Exception as error:
+            # whoever waits must hear of it; a silent engine is a hang
+            for request in [*self._active, *self._waiting]:
+                if not request.done.done():
+                    request.done.set_exception(RuntimeError(f"engine failed: {type(error).__name__}: {error}"))
+            self._active, self._waiting = [], []
+            raise
+
+    def _admit(self) -> None:
+        """Give waiting requests a slot: the episode's own where it still has one, else the longest unused."""
+        while self._waiting and len(self._active) < len(self._slots):
+            request = self._waiting.pop(0)
+            owner = request.sampling.key._replace(turn=0)
+            free = [index for index, slot in enumerate(self._slots) if not slot.busy]
+            mine = [index for index in free if self._slots[index].owner == owner]
+            request.slot = mine[0] if mine else min(free, key=lambda index: self._slots[index].used_at)
+            slot = self._slots[request.slot]
+            if slot.owner != owner or request.prompt[: len(slot.ids)] != slot.ids or len(slot.ids) >= len(request.prompt):
+                slot.ids, slot.owner = [], owner
+            slot.busy = True
+            self._active.append(request)
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """One forward over every active row, one token sampled for each."""
+        if not self._active:
+            return
+        self._clock += 1
+        active = list(self._active)
+        slots = [self._slots[request.slot] for request in active]
+        fed = [(request.prompt + request.ids)[len(slot.ids) :] for request, slot in zip(active, slots, strict=True)]
+        layout = CachedRows(self._cache, [r.slot for r in active], [len(slot.ids) for slot in slots], [len(ids) for ids in fed])
+        device = self._cache.keys.device
+        packed = torch.tensor([token for ids in fed for token in ids], device=device)
+        logits = self._model(
+            input_ids=packed[None], position_ids=layout.position[None], use_cache=False, layout=layout, logits_to_keep=layout.last
+        ).logits[0]
+        for slot, ids in zip(slots, fed, strict=True):
+            slot.ids += ids
+            slot.used_at = self._clock
+        tokens, logprobs = sample(
+            logits.float(),
+            torch.tensor([request.sampling.temperature for request in active], device=device),
+            torch.tensor([request.uniforms[len(request.ids)] for request in active], device=device),
+        )
+        for request, token, logprob in zip(active, tokens.tolist(), logprobs.tolist(), strict=True):
+            request.ids.append(token)
+            request.logprobs.append(logprob)
+            if token == self._stop_id or len(request.ids) == request.sampling.max_new_tokens:
+                reason = "stop" if token == self._stop_id else "length"
+                if not request.done.done():
+                    request.done.set_result(Completion(tuple(request.ids), tuple(request.logprobs), reason, request.version))  # type: ignore[arg-type]
+                self._drop(request)
+
+    def _drop(self, request: _Request) -> None:
+        """Forget a finished or cancelled request; its slot keeps the cache for the episode's next turn."""
+        if request in self._active:
+            self._active.remove(request)
+            self._slots[request.slot].busy = False
+        if request in self._waiting:
+            self._waiting.remove(request)
+
+
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverting its distribution at `uniform`; temperature 0 takes the largest logit.
+
+    logits: [R, V] float32; temperature, uniform: [R]. Result: tokens [R] int64 and their natural-log probabilities [R],
+    of the distribution at that temperature (at temperature 1 where greedy).
+    """
+    greedy = temperature == 0
+    logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature)[:, None].to(logits.dtype), -1)
+    cumulative = logp.double().exp().cumsum(-1)
+    drawn = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
+    tokens = torch.where(greedy, logits.argmax(-1), drawn)
+    return tokens, logp.gather(1, tokens[:, None])[:, 0]
+
+
+def _uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """`count` numbers in [0, 1) that depend on the key alone, not on what was drawn before."""
+    digest = hashlib.sha256("\x1f".join(map(str, key)).encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little"))).random(count)

@@ -1,0 +1,303 @@
+"""The steps of a run, their keys, and `run_step`: the one function every shell calls.
+
+A step finds out itself whether it is done, half done or new. Prefect tasks, `agentgym step` and tests differ in nothing
+but how they show it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from agentgym.config import ConfigError, RunConfig, config_digest
+from agentgym.context import NoProgress, Progress, StepContext
+from agentgym.data import data_digest
+from agentgym.rollouts.horizon import stages
+from agentgym.store.keys import source_digest, step_key
+from agentgym.store.manifest import Manifest
+from agentgym.store.posix import RunStore
+
+logger = logging.getLogger(__name__)
+
+Environment = Callable[[bool], AbstractContextManager[list[str]]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One resumable unit of work."""
+
+    name: str
+    title: str
+    parents: tuple[str, ...]
+    sections: tuple[str, ...]  # of the configuration that change its result
+    modules: tuple[str, ...]  # whose source computes it
+    run: Callable[[StepContext], Manifest]
+    headline: bool = False  # its metrics also show on the parent run in MLflow
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `run_step` found or did."""
+
+    step: Step
+    manifest: Manifest
+    how: Literal["done", "resumed", "ran"]
+    resumed_at: int | None = None  # commits that were there already
+
+    def __str__(self) -> str:
+        return f"resumed at commit {self.resumed_at}" if self.how == "resumed" else self.how
+
+
+def steps_of(cfg: RunConfig) -> dict[str, Step]:
+    """Every step of a run in an order that respects parents."""
+    environment = ("seed", "deterministic", "env", "model", "rollout")
+    training = (*environment, "algorithm", "optimiser", "horizon", "validation", "evaluation.max_turns", "evaluation.temperature")
+    env_source = f"envs.{cfg.env.name}"
+    env_modules = ("envs.server", *((env_source,) if _is_module(env_source) else ()))
+    table: dict[str, Step] = {}
+
+    def add(
+        name: str,
+        title: str,
+        parents: tuple[str, ...],
+        sections: tuple[str, ...],
+        modules: tuple[str, ...],
+        run: Any,
+        headline: bool = False,
+    ) -> str:
+        table[name] = Step(name, title, parents, sections, modules, run, headline)
+        return name
+
+    def add_evaluation(checkpoint: str, title: str, baseline: str | None, headline: bool = True) -> str:
+        def run(ctx: StepContext) -> Manifest:
+            from agentgym.evaluation.evaluate import evaluate
+
+            return evaluate(ctx, checkpoint, baseline)
+
+        parents = ("prepare", checkpoint, *((baseline,) if baseline else ()))
+        name = f"evaluate-{checkpoint}"
+        return add(name, title, parents, (*environment, "evaluation"), ("agentgym.evaluation.evaluate", *env_modules), run, headline)
+
+    add("prepare", "prepare data", (), ("seed", "data", "env"), ("agentgym.data",), _prepare)
+    current = add(
+        "initialise",
+        "demonstrations and initial model",
+        ("prepare",),
+        (*environment, "warm_start"),
+        ("agentgym.training.sft", *env_modules),
+        _initialise,
+    )
+    baseline = None
+    if cfg.warm_start.enabled:
+        add_evaluation(current, "evaluate the untrained model", None, headline=False)
+        current = add(
+            "warm-start", "warm start (SFT)", ("initialise",), (*environment, "warm_start"), ("agentgym.training.sft",), _warm_start
+        )
+    baseline = add_evaluation(current, "evaluate the warm start" if cfg.warm_start.enabled else "evaluate the initial model", None)
+    spans = stages(cfg.horizon)
+    for stage in spans:
+
+        def train(ctx: StepContext, stage: Any = stage) -> Manifest:
+            from agentgym.training.rl import train_stage
+
+            return train_stage(ctx, stage)
+
+        title = f"stage {stage.index}/{len(spans)} · max_turns {stage.max_turns}"
+        current = add(stage.name, title, ("prepare", current), training, ("agentgym.training.rl", *env_modules), train, True)
+        add_evaluation(current, f"evaluate stage {stage.index}/{len(spans)}", baseline)
+    evaluations = tuple(name for name in table if name.startswith("evaluate-"))
+
+    def register(ctx: StepContext) -> Manifest:
+        from agentgym.evaluation.publish import register_policy
+
+        return register_policy(ctx, current, run_key(cfg))
+
+    add("register", "register the model", (current, f"evaluate-{current}"), ("registry",), ("agentgym.evaluation.publish",), register)
+
+    def report(ctx: StepContext) -> Manifest:
+        from agentgym.evaluation.publish import write_report
+
+        return write_report(ctx, run_key(cfg), tuple(table.values()))
+
+    checkpoints = tuple(name for name in table if name in ("initialise", "warm-start") or name.startswith("stage-"))
+    add(
+        "report",
+        "report",
+        ("prepare", *checkpoints, *evaluations, "register"),
+        ("registry", "horizon"),
+        ("agentgym.evaluation.publish",),
+        report,
+    )
+    return table
+
+
+def run_key(cfg: RunConfig) -> str:
+    """Names a run: everything that changes any of its results, as 64 hex digits."""
+    sources = {name: source_digest(step.modules) for name, step in steps_of(cfg).items()}
+    return config_digest({"config": cfg.semantic(), "data": data_digest(cfg.data.path, cfg.env.name), "sources": sources})
+
+
+def open_store(cfg: RunConfig) -> RunStore:
+    return RunStore(cfg.store.path, lease_ttl_s=cfg.store.lease_ttl_s)
+
+
+def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
+    """The step's identity, given the final manifests of its parents."""
+    inputs = {name: parents[name].digest for name in step.parents}
+    if not step.parents:
+        inputs["data"] = data_digest(cfg.data.path, cfg.env.name)
+    return step_key(step.name, config=semantic_of(step, cfg), inputs=inputs, source=source_digest(step.modules))
+
+
+def semantic_of(step: Step, cfg: RunConfig) -> dict[str, Any]:
+    """The part of the configuration in the step's key, by dotted path."""
+    tree = cfg.semantic()
+    result: dict[str, Any] = {}
+    for path in step.sections:
+        value: Any = tree
+        for part in path.split("."):
+            value = value[part]
+        result[path] = value
+    return result
+
+
+def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
+    """Final manifests of the steps that are done under this configuration, in order; a step needs its parents."""
+    manifests: dict[str, Manifest] = {}
+    for name, step in steps_of(cfg).items():
+        if all(parent in manifests for parent in step.parents):
+            final = store.final(name, key_of(step, cfg, manifests))
+            if final is not None:
+                manifests[name] = final
+    return manifests
+
+
+def run_step(
+    name: str,
+    cfg: RunConfig,
+    *,
+    environment: Environment | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Bring one step to its end: find it done, resume it, or run it.
+
+    environment: offer_expert -> endpoints of running servers; without it the step starts and ends its own.
+    Errors: ConfigError where the name is unknown or a parent is not done; LeaseHeld where another process runs the step;
+    DigestMismatch where stored content is not what was committed.
+    """
+    table = steps_of(cfg)
+    if name not in table:
+        raise ConfigError(f"unknown step {name!r}; this configuration has: {', '.join(table)}")
+    step, store = table[name], open_store(cfg)
+    done = finished(cfg, store)
+    missing = [parent for parent in step.parents if parent not in done]
+    if missing:
+        raise ConfigError(f"step {name} needs {', '.join(missing)} first; run `agentgym step {missing[0]}`")
+    if name in done:
+        store.verify(done[name])
+        deliver(cfg, store, step, done[name])
+        return Outcome(step, done[name], "done")
+    parents = {parent: done[parent] for parent in step.parents}
+    key = key_of(step, cfg, done)
+    with store.open(name, key) as writer:
+        head = writer.head
+        for manifest in (*parents.values(), *((head,) if head else ())):
+            store.verify(manifest)
+        ctx = StepContext(
+            cfg=cfg,
+            step=name,
+            config=semantic_of(step, cfg),
+            store=store,
+            writer=writer,
+            parents=parents,
+            environment=environment or (lambda expert: local_environment(cfg, expert)),
+            progress=progress or NoProgress(),
+            on_commit=lambda manifest: deliver(cfg, store, step, manifest),
+        )
+        logger.info("step %s (%s): %s", name, key[:12], f"resumes after commit {head.seq}" if head else "starts")
+        manifest = step.run(ctx)
+    return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
+
+
+@contextlib.contextmanager
+def local_environment(cfg: RunConfig, expert: bool) -> Iterator[list[str]]:
+    """The configured servers, or one local process for as long as it is needed."""
+    if cfg.env.endpoints and not expert:
+        yield list(cfg.env.endpoints)
+        return
+    from agentgym.deploy.local import local_env
+
+    with local_env(
+        cfg.env, expert=expert, log_path=cfg.state_dir / "logs" / f"{cfg.env.name}{'-expert' if expert else ''}.log"
+    ) as endpoints:
+        yield endpoints
+
+
+def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
+    """Bring MLflow up to the last commit. A small mark spares the import when nothing is new; points never repeat."""
+    tracked = "metrics.jsonl" in manifest.records or manifest.done
+    mark = cfg.state_dir / "delivered" / run_key(cfg)[:16] / f"{step.name}-{manifest.key[:16]}"
+    ledger = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
+    known = mark.is_file() and mark.read_text() == manifest.digest and (ledger.is_file() or not cfg.tracking_uri.startswith("sqlite:"))
+    if not tracked or known:
+        return
+    from agentgym.ledger import deliver_step
+
+    deliver_step(cfg, store, manifest, run_key(cfg), title=step.title, headline=step.headline)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.write_text(manifest.digest)
+
+
+def _is_module(name: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(name) is not None
+
+
+def _prepare(ctx: StepContext) -> Manifest:
+    from agentgym.data import load_splits
+
+    splits = load_splits(ctx.cfg.data.path, ctx.cfg.env.name, validation_fraction=ctx.cfg.data.validation_fraction, seed=ctx.cfg.seed)
+    for warning in splits.warnings:
+        logger.warning("%s", warning)
+    sizes = {name: len(getattr(splits, name)) for name in ("train", "validation", "test")}
+    return ctx.commit(
+        done=True,
+        state={},
+        blobs={"splits.json": splits.to_json()},
+        results={**sizes, "digest": splits.digest, "warnings": list(splits.warnings)},
+    )
+
+
+def _initialise(ctx: StepContext) -> Manifest:
+    from agentgym.training.sft import initialise
+
+    return initialise(ctx)
+
+
+def _warm_start(ctx: StepContext) -> Manifest:
+    from agentgym.training.sft import warm_start
+
+    return warm_start(ctx)
+
+
+def pointer(store: RunStore, outcome: Outcome) -> str:
+    """What DVC keeps of a step: where its result lies, its digest and its numbers. Never weights."""
+    manifest = outcome.manifest
+    return json.dumps(
+        {
+            "step": manifest.step,
+            "key": manifest.key,
+            "digest": manifest.digest,
+            "store": Path(store.root).as_posix(),
+            "results": manifest.results,
+        },
+        indent=1,
+        sort_keys=True,
+    )

@@ -1,0 +1,73 @@
+"""Files that are either whole and durable or not there: the few primitives the store stands on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from pathlib import Path
+
+TEMP_PREFIX = ".tmp-"
+
+
+class StoreFull(OSError):
+    """No space or quota left. What was committed before stays valid."""
+
+
+def write_temp(folder: Path, data: bytes) -> Path:
+    """Write `data` durably under a temporary name in `folder`. Errors: StoreFull."""
+    path = folder / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
+    try:
+        with path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        discard(path)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFull(
+                error.errno,
+                f"no space left for {len(data)} bytes ({os.strerror(error.errno)}); the last commit stays valid, make room and run again",
+                str(folder),
+            ) from error
+        raise
+    return path
+
+
+def create_exclusively(temp: Path, path: Path) -> bool:
+    """Give `temp`'s content the name `path`, durably, unless that name is taken. Result: whether it was given."""
+    try:
+        os.link(temp, path)
+    except FileExistsError:
+        # over NFS a lost reply makes a link that was made look refused; the link count tells
+        if temp.stat().st_nlink != 2:
+            return False
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+            advice = "put store.path on a file system that has hard links"
+            raise OSError(error.errno, f"cannot link a file ({os.strerror(error.errno)}); {advice}", str(path)) from error
+        raise
+    sync_folder(path.parent)
+    return True
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and what is missing above it, durably."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def discard(path: Path) -> None:
+    path.unlink(missing_ok=True)

@@ -1,0 +1,141 @@
+"""Names that change exactly when a result would: from configuration, inputs and the source that computes."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentgym.store.manifest import canonical_json, sha256
+
+PACKAGES = ("agentgym", "envs")  # our own code; libraries are pinned elsewhere
+# Modules that carry state or parameters and never compute a result (parameters are in the keys by value): an edit there
+# must not retrain anything.
+STATE_ONLY = (
+    "agentgym.store",
+    "agentgym.tracking",
+    "agentgym.ledger",
+    "agentgym.deploy",
+    "agentgym.cli",
+    "agentgym.config",
+    "agentgym.context",
+    "agentgym.progress",
+)
+
+
+def step_key(step: str, *, config: dict[str, Any], inputs: dict[str, str], source: str) -> str:
+    """The identity of a step's result, 64 hex digits.
+
+    config: its semantic fields; inputs: name -> digest of data and parent manifests; source: `source_digest` of the
+    modules that compute it.
+    """
+    return sha256(canonical_json({"step": step, "config": config, "inputs": inputs, "source": source}))
+
+
+def object_name(run_key: str, stage: int, attempt: int) -> str:
+    """A name for objects elsewhere, `r<12 hex>-s2-a1`: within the limits of Kubernetes and KubeRay."""
+    if not re.fullmatch(r"[0-9a-f]{12,}", run_key):
+        raise ValueError(f"run key {run_key!r} must be at least 12 lower-case hex digits; pass the key itself, not a name")
+    return f"r{run_key[:12]}-s{stage}-a{attempt}"
+
+
+def source_digest(modules: Sequence[str]) -> str:
+    """Digest of these modules and of all they import from our own packages, transitively.
+
+    A package named here brings all modules below it. STATE_ONLY stays out unless named. Read once per process.
+    Errors: ValueError for a module that does not exist.
+    """
+    return _digest_once(tuple(sorted(set(modules))))
+
+
+@functools.cache
+def _digest_once(modules: tuple[str, ...]) -> str:
+    return digest_files(source_files(modules, package_folders()))
+
+
+def digest_files(files: Mapping[str, Path]) -> str:
+    """Of names and contents; where the files lie does not count."""
+    return sha256(canonical_json({name: sha256(path.read_bytes()) for name, path in files.items()}))
+
+
+def package_folders() -> dict[str, Path]:
+    """Where our packages are installed, found without importing them."""
+    folders = {}
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            folders[name] = Path(next(iter(spec.submodule_search_locations)))
+    return folders
+
+
+def source_files(modules: Sequence[str], folders: Mapping[str, Path]) -> dict[str, Path]:
+    """module name -> file, for `modules` and what they import from the packages in `folders`, sorted by name."""
+    found: dict[str, Path] = {}
+    waiting: list[str] = []
+    for module in modules:
+        path = _find(module, folders)
+        if path is None:
+            raise ValueError(f"module {module!r} is not in {' or '.join(sorted(folders))}; check its spelling")
+        below = _below(module, path)
+        waiting += [module, *(name for name in below if _is_state_only(module) or not _is_state_only(name))]
+    while waiting:
+        module = waiting.pop()
+        path = _find(module, folders)
+        if module in found or path is None:
+            continue
+        found[module] = path
+        waiting += [name for name in _imports(module, path) if not _is_state_only(name)]
+    return dict(sorted(found.items()))
+
+
+def _find(module: str, folders: Mapping[str, Path]) -> Path | None:
+    top, *rest = module.split(".")
+    if top not in folders or not all(part.isidentifier() for part in rest):
+        return None
+    base = folders[top].joinpath(*rest)
+    for path in (base / "__init__.py", base.with_suffix(".py")):
+        if path.is_file():
+            return path
+    return None
+
+
+def _below(module: str, path: Path) -> Iterator[str]:
+    if path.name == "__init__.py":
+        for child in path.parent.rglob("*.py"):
+            parts = child.relative_to(path.parent).with_suffix("").parts
+            yield ".".join([module, *(part for part in parts if part != "__init__")])
+
+
+def _imports(module: str, path: Path) -> Iterator[str]:
+    """Every name that may be a module, with the packages above it: importing a.b.c runs a and a.b too."""
+    yield from _chain(module.rpartition(".")[0])
+    for node in ast.walk(ast.parse(path.read_bytes(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _chain(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, module, path)
+            yield from _chain(base)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _chain(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _absolute(node: ast.ImportFrom, module: str, path: Path) -> str:
+    if not node.level:
+        return node.module or ""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    package = package[: len(package) - (node.level - 1)]
+    return ".".join([*package, node.module] if node.module else package)
+
+
+def _is_state_only(module: str) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in STATE_ONLY)

@@ -1,0 +1,48 @@
+"""A policy as blobs of a manifest: architecture, weights, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from agentgym.rollouts.chat import ChatRenderer
+from agentgym.store.manifest import Blob, Manifest
+from agentgym.store.posix import RunStore
+from agentgym.training.model import TokenizerFiles, model_from_blobs, tokenizer_files, tokenizer_from_files, weights_blob
+
+ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMISER = "config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded policy."""
+
+    model: Any
+    tokenizer: Any
+    renderer: ChatRenderer
+    architecture: str  # config.json
+    tokenizer_json: bytes
+
+    def blobs(self) -> dict[str, bytes | Blob]:
+        """What a commit of the present weights holds."""
+        return {ARCHITECTURE: self.architecture.encode(), WEIGHTS: weights_blob(self.model), TOKENIZER: self.tokenizer_json}
+
+    def another_model(self) -> Any:
+        """An independent copy of the model: the engine's own weights."""
+        return model_from_blobs(self.architecture, weights_blob(self.model))
+
+
+def new_checkpoint(model: Any, tokenizer: Any) -> Checkpoint:
+    """Wrap a model and its tokenizer. Errors: ValueError where the chat template cannot be extended turn by turn."""
+    files = json.dumps(tokenizer_files(tokenizer), sort_keys=True).encode()
+    return Checkpoint(model, tokenizer, ChatRenderer(tokenizer), model.config.to_json_string(), files)
+
+
+def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
+    """Errors: BlobMissing, DigestMismatch."""
+    architecture, tokenizer_json = store.read(manifest, ARCHITECTURE).decode(), store.read(manifest, TOKENIZER)
+    files: TokenizerFiles = json.loads(tokenizer_json)
+    tokenizer = tokenizer_from_files(files)
+    model = model_from_blobs(architecture, store.read(manifest, WEIGHTS))
+    return Checkpoint(model, tokenizer, ChatRenderer(tokenizer), architecture, tokenizer_json)

@@ -1,0 +1,150 @@
+"""Models and tokenizers: from a seed, from the Hub, from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+import agentgym.attention as attention
+from agentgym.config import ModelConfig
+
+PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'assistant' %}" + ASSISTANT + "{{ m['content'] }}" + END + "{% else %}" + USER + "{{ m['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}" + ASSISTANT + "{% endif %}"
+)
+# All tokenizer files travel as one JSON blob {file name: text}.
+TokenizerFiles = dict[str, str]
+
+
+def set_threads() -> None:
+    """One torch thread per process: on few shared cores two collapse to a tenth of the speed."""
+    torch.set_num_threads(1)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer with our chat template. `vocab_size` is an upper bound: it stops where no pair repeats.
+
+    It is of Qwen2's own class: loaders pick that class for a Qwen2 model whatever the folder says, and another one would
+    split text into other ids without a word.
+    """
+    from transformers import Qwen2Tokenizer
+
+    base = Qwen2Tokenizer(pad_token=PAD, unk_token=PAD, eos_token=END, additional_special_tokens=[USER, ASSISTANT])
+    tokenizer = base.train_new_from_iterator(texts, vocab_size, show_progress=False)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def new_model(config: ModelConfig, *, vocab_size: int, eos_id: int, pad_id: int, seed: int) -> Any:
+    """A Qwen2 of the configured size with weights drawn from `seed`, without touching the global generator."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    architecture = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        intermediate_size=config.mlp_size,
+        max_position_embeddings=config.context_tokens,
+        tie_word_embeddings=True,
+        eos_token_id=eos_id,
+        pad_token_id=pad_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(architecture, attn_implementation=attention.RAGGED, dtype=torch.float32)
+
+
+def load_hub(config: ModelConfig) -> tuple[Any, Any]:
+    """(model, tokenizer) named by `config.name`: a Hub repository or a local folder. Safetensors only, no remote code."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(
+        config.name,
+        revision=config.revision,
+        attn_implementation=attention.RAGGED,
+        use_safetensors=True,
+        trust_remote_code=False,
+        dtype="auto",
+    )
+    tokenizer = AutoTokenizer.from_pretrained(config.name, revision=config.revision, trust_remote_code=False)
+    return model, tokenizer
+
+
+def model_from_blobs(architecture: str, weights: bytes) -> Any:
+    """Rebuild a model from its config.json text and safetensors bytes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(architecture)
+        config = AutoConfig.from_pretrained(folder)
+    state = load_safetensors(weights)
+    dtype = next(tensor.dtype for tensor in state.values())
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.RAGGED, dtype=dtype)
+    load_weights(model, state)
+    return model
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """Parameters by name, detached; a tied tensor appears once, under the name that owns it."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def load_weights(model: Any, weights: dict[str, Tensor]) -> None:
+    """Copy weights in place. Errors: ValueError naming the first parameter that is missing, unknown or of another shape."""
+    own = dict(model.named_parameters())
+    if own.keys() != weights.keys():
+        raise ValueError(f"weights do not fit the model: parameters {sorted(own.keys() ^ weights.keys())[:3]} are on one side only")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            if parameter.shape != weights[name].shape:
+                raise ValueError(f"weights do not fit the model: {name} is {tuple(weights[name].shape)}, expected {tuple(parameter.shape)}")
+            parameter.copy_(weights[name])
+
+
+def weights_blob(model: Any) -> bytes:
+    """Safetensors bytes; equal weights give equal bytes."""
+    return save_safetensors({name: tensor.contiguous() for name, tensor in weights_of(model).items()})
+
+
+def tokenizer_files(tokenizer: Any) -> TokenizerFiles:
+    """Every file `save_pretrained` writes, as text."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_text() for path in sorted(Path(folder).iterdir())}
+
+
+def tokenizer_from_files(files: TokenizerFiles) -> Any:
+    """The inverse of `tokenizer_files`."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            (Path(folder) / Path(name).name).write_text(text)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def save_pretrained(folder: Path, *, architecture: str, weights: bytes, tokenizer: TokenizerFiles) -> None:
+    """Write an ordinary Hugging Face model folder: what vLLM, transformers and the registry load."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(architecture)
+    (folder / "model.safetensors").write_bytes(weights)
+    for name, text in tokenizer.items():
+        (folder / Path(name).name).write_text(text)

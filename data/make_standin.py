@@ -1,0 +1,47 @@
+"""Writes the embedded stand-in of AgentGym-RL-Data-ID, so that a clone runs without the network and without the licensed lists.
+
+Same layout and schema as the set on the Hub, other ids: of each environment's index range, the ones whose sha256 sorts first.
+Equal output on every machine and Python version. Run it from anywhere: `python data/make_standin.py`, then `dvc add`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent / "AgentGym-RL-Data-ID"
+
+# environment: (items, valid indices) of the train list, then of the eval list
+SIZES = {
+    "babyai": (1536, range(10_000), 600, range(10_000)),  # any index is valid; more items than published, for narrower intervals
+    "textcraft": (374, range(544), 100, range(544)),  # goals
+    "sciworld": (2120, range(4_639), 200, range(4_639)),  # task variations
+    "searchqa": (512, range(51_713, 221_328), 400, range(51_713)),  # questions; fewer train items than published
+    "webarena": (320, range(812), 50, range(812)),  # task files
+}
+
+
+def ids(env: str) -> tuple[list[str], list[str]]:
+    """Train and eval ids of one environment: disjoint, in hash order, so that every prefix is a fair sample."""
+    num_train, train_indices, num_eval, eval_indices = SIZES[env]
+    train = _in_hash_order(env, train_indices)[:num_train]
+    taken = set(train)
+    return train, [item_id for item_id in _in_hash_order(env, eval_indices) if item_id not in taken][:num_eval]
+
+
+def _in_hash_order(env: str, indices: range) -> list[str]:
+    return sorted((f"{env}_{index}" for index in indices), key=lambda item_id: hashlib.sha256(item_id.encode()).digest())
+
+
+def write(root: Path = ROOT) -> None:
+    """Replace the ten files under `root`."""
+    for env in SIZES:
+        for name, item_ids in zip((f"train/{env}_train.json", f"eval/{env}_test.json"), ids(env), strict=True):
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps([{"item_id": item_id} for item_id in item_ids], indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    write()

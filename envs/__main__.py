@@ -1,0 +1,170 @@
+"""`python -m envs serve NAME`: one environment server in this process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from envs.registry import load_spec
+from envs.server import ServerSettings, make_app
+from envs.sessions import Sessions
+
+logger = logging.getLogger("envs")
+
+ORPHAN_GRACE_S = 3.0  # for an orderly end once the owner is gone
+
+
+class Server(uvicorn.Server):
+    """Writes the port file when it listens; the first SIGTERM drains before it stops, which uvicorn does too late for open sessions."""
+
+    def __init__(self, config: uvicorn.Config, sessions: Sessions, port_file: Path | None) -> None:
+        super().__init__(config)
+        self._sessions = sessions
+        self._port_file = port_file
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._terminated = False
+        self._draining: asyncio.Future[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if sockets and not self.should_exit:
+            host, port = sockets[0].getsockname()[:2]
+            logger.info("%s listens on http://%s:%d", self._sessions.spec.name, f"[{host}]" if ":" in host else host, port)
+            if self._port_file is not None:
+                _write(self._port_file, f"{port}\n")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGTERM and self._loop is not None and not self._terminated:
+            self._terminated = True
+            self._loop.call_soon_threadsafe(self._start_drain)
+        else:
+            self._sessions.abandon()
+            super().handle_exit(sig, frame)
+
+    def owner_is_gone(self) -> None:
+        """Nobody is left to be waited for. Called from another thread."""
+        self._sessions.abandon()
+        self.should_exit = True
+
+    def _start_drain(self) -> None:
+        self._draining = asyncio.ensure_future(self._sessions.drain())
+        self._draining.add_done_callback(lambda _: setattr(self, "should_exit", True))
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        options = json.loads(arguments.options)
+        if not isinstance(options, dict):
+            raise ValueError(f"--options must be a JSON object, got {arguments.options!r}")
+        spec = load_spec(arguments.name, options)
+    except json.JSONDecodeError as error:
+        return _refuse(f"--options is not JSON: {error}")
+    except ValueError as error:
+        return _refuse(str(error))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = ServerSettings(
+        max_sessions=arguments.max_sessions,
+        session_ttl_s=arguments.session_ttl,
+        drain_timeout_s=arguments.drain_timeout,
+        offer_expert=arguments.expert,
+        expert_timeout_s=arguments.expert_timeout,
+    )
+    app = make_app(spec, settings)
+    try:
+        listener = _listen(arguments.host, arguments.port)
+    except OSError as error:
+        return _refuse(f"cannot listen on {arguments.host}:{arguments.port}: {error}", code=1)
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        timeout_keep_alive=120,  # above the client's, so that the server is never the one to drop a connection in use
+        timeout_graceful_shutdown=5,
+    )
+    server = Server(config, app.state.sessions, arguments.port_file)
+    if arguments.owner_pipe:
+        threading.Thread(target=_watch_owner, args=(server,), name="owner", daemon=True).start()
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        return 130
+    return 0 if server.started else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m envs", description="Environment servers.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="serve one environment over HTTP", description="Serve one environment over HTTP.")
+    serve.add_argument("name", help="environment, for example babyai")
+    serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=0, help="0 takes a free one (default)")
+    serve.add_argument("--options", default="{}", metavar="JSON", help="the environment's options")
+    serve.add_argument("--max-sessions", type=_positive_int, default=256, metavar="N", help="(default: %(default)s)")
+    serve.add_argument("--session-ttl", type=_positive_float, default=300.0, metavar="S", help="an idle session is closed after this")
+    serve.add_argument("--drain-timeout", type=_positive_float, default=30.0, metavar="S", help="for open sessions after SIGTERM")
+    serve.add_argument("--expert", action="store_true", help="offer POST /expert; training refuses such servers")
+    serve.add_argument("--expert-timeout", type=_positive_float, default=5.0, metavar="S", help="(default: %(default)s)")
+    serve.add_argument("--port-file", type=Path, metavar="PATH", help="gets the port once the server listens")
+    serve.add_argument("--owner-pipe", action="store_true", help="exit when stdin is closed: the server cannot outlive its owner")
+    return parser
+
+
+def _positive_int(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
+
+
+def _positive_float(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return float(text)
+
+
+def _refuse(message: str, code: int = 2) -> int:
+    sys.stderr.write(f"python -m envs: {message}\n")
+    return code
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    return listener
+
+
+def _write(path: Path, text: str) -> None:
+    """Whoever polls the file sees nothing or all of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _watch_owner(server: Server) -> None:
+    """The kernel closes the pipe however the owner dies. A loop that no longer turns is not waited for."""
+    while os.read(0, 4096):
+        pass
+    server.owner_is_gone()
+    threading.Event().wait(ORPHAN_GRACE_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

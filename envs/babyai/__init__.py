@@ -1,0 +1,84 @@
+"""BabyAI on minigrid: instruction following in a grid world, told as text."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, get_args, get_type_hints
+
+from envs.babyai.levels import AGENTGYM_LEVELS, check_level
+from envs.babyai.world import Options, World
+from envs.env import EnvSpec
+
+DEFAULTS: dict[str, Any] = {"levels": ["GoToObj", "GoToRedBallNoDists"], "view": "compact", "actions": "low", "reward": "binary"}
+
+_LOW_MANUAL = """\
+Each turn, answer with one of these actions:
+turn left, turn right - turn a quarter on the spot
+move forward - one cell, if nothing is in the way
+pickup - take the ball, box or key right in front of you; you can carry one thing
+drop - put what you carry on the free cell in front of you
+toggle - open or close the door in front of you (a locked one needs the key of its colour in your hands), or open a box"""
+
+_HIGH_MANUAL = """\
+Each turn, answer with one of these actions. Objects of the same name are numbered from 1, the nearest first.
+turn left, turn right - turn a quarter on the spot
+move forward - one cell, if nothing is in the way
+go to <colour> <object> <number> - walk up to something you see, for example: go to red ball 1
+pickup <colour> <object> <number> - walk up to a ball, box or key and take it; you can carry one thing
+drop - put what you carry on the free cell in front of you
+toggle - open or close the door in front of you, or open a box
+go through <colour> open door <number> - walk through an open door
+toggle and go through <colour> closed door <number> - open it and walk through; for a locked one say locked and carry the key of its colour
+check available actions - list what is possible now"""
+
+_COMPACT_MANUAL = """\
+The first observation names your goal. After that you are told what you see, nearest first, as steps ahead of you and to your left or right.
+'carry' is what you hold. 'invalid action' means your last answer was not understood or cannot be done, and nothing happened."""
+
+_AGENTGYM_MANUAL = """\
+The first observation names your goal. After that you are told what you see, what you face, what you carry
+and which actions are available."""
+
+
+def spec(options: dict[str, Any]) -> EnvSpec:
+    """Options: levels (list of names, or "agentgym"), view, actions, reward; the README says what they mean.
+
+    Errors: ValueError naming the key or value and the nearest known one.
+    """
+    for key in options:
+        if key not in DEFAULTS:
+            raise ValueError(f"babyai has no option {key!r}; did you mean {_nearest(key, list(DEFAULTS))!r}?")
+    chosen = {**DEFAULTS, **options}
+    types = get_type_hints(Options)
+    for key in ("view", "actions", "reward"):
+        known = get_args(types[key])
+        if chosen[key] not in known:
+            nearest = _nearest(str(chosen[key]), list(known))
+            raise ValueError(f"babyai option {key}: unknown value {chosen[key]!r}; did you mean {nearest!r}? known: {', '.join(known)}")
+    parsed = Options(_levels(chosen["levels"]), chosen["view"], chosen["actions"], chosen["reward"])
+    manual = (
+        "You are in a grid of rooms and follow an instruction. You look one way and see up to six cells ahead, never through walls.",
+        _COMPACT_MANUAL if parsed.view == "compact" else _AGENTGYM_MANUAL,
+        _LOW_MANUAL if parsed.actions == "low" else _HIGH_MANUAL,
+    )
+    return EnvSpec(
+        name="babyai",
+        instructions="\n".join(manual),
+        make=lambda: World(parsed),
+        options=chosen,
+        probe_actions=("turn left", "turn right", "move forward"),
+    )
+
+
+def _levels(value: Any) -> tuple[str, ...]:
+    if value == "agentgym":
+        return AGENTGYM_LEVELS
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) for name in value):
+        raise ValueError(f'babyai option levels: expected "agentgym" or a list of level names such as ["GoToObj"], got {value!r}')
+    for name in value:
+        check_level(name)
+    return tuple(value)
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]

@@ -1,0 +1,25 @@
+"""Environments by name: BabyAI, and whatever installed packages offer under the entry point group `agentgym.envs`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from envs.env import EnvSpec
+
+ENTRY_POINT_GROUP = "agentgym.envs"
+BUILT_IN = {"babyai": "envs.babyai:spec"}
+
+
+def load_spec(name: str, options: dict[str, Any]) -> EnvSpec:
+    """Errors: ValueError in one line, for an unknown name and for options the environment refuses."""
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    found |= {built_in: EntryPoint(built_in, target, ENTRY_POINT_GROUP) for built_in, target in BUILT_IN.items()}
+    if name not in found:
+        near = difflib.get_close_matches(name, found, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(found))}"
+        raise ValueError(f"unknown environment {name!r}; {hint}")
+    make: Callable[[dict[str, Any]], EnvSpec] = found[name].load()
+    return make(options)

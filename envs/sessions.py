@@ -1,0 +1,400 @@
+"""The sessions of one server: who may open one, that no request acts twice, and that every one is closed in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import os
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from envs.bounded import Unstoppable, run_bounded
+from envs.env import EnvSpec, Expert, ExpertFailed, Simulator
+from envs.wire import (
+    CloseReply,
+    CreateReply,
+    CreateRequest,
+    ErrorKind,
+    ErrorReply,
+    ExpertReply,
+    InfoReply,
+    ObservationReply,
+    ReadyReply,
+    RenderReply,
+    StepReply,
+    StepRequest,
+)
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RETRY_AFTER_S = 1.0
+REMEMBERED = 20_000  # closed sessions and their request keys that still get a 410
+POOL_THREADS = 16
+CALL_TIMEOUT_S = 120.0  # of one call to a blocking simulator
+EXPERT_THREADS = 4
+
+STATUS = {
+    ErrorKind.UNKNOWN_SESSION: 404,
+    ErrorKind.TURN_MISMATCH: 409,
+    ErrorKind.SESSION_GONE: 410,
+    ErrorKind.BAD_REQUEST: 422,
+    ErrorKind.ENV_CRASHED: 500,
+    ErrorKind.EXPERT_FAILED: 500,
+    ErrorKind.FULL: 503,
+    ErrorKind.DRAINING: 503,
+    ErrorKind.NOT_READY: 503,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    max_sessions: int = 256
+    session_ttl_s: float = 300.0  # an idle session is closed after this
+    drain_timeout_s: float = 30.0  # open sessions get this long once the server was asked to stop
+    offer_expert: bool = False
+    expert_timeout_s: float = 5.0
+
+
+class Refused(Exception):
+    """A request that gets an `ErrorReply`."""
+
+    def __init__(self, kind: ErrorKind, message: str, *, status: int | None = None, expected_turn: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status or STATUS[kind]
+        retry_after_s = RETRY_AFTER_S if self.status == 503 else None
+        self.reply = ErrorReply(kind=kind, message=message, expected_turn=expected_turn, retry_after_s=retry_after_s)
+
+
+class Metrics:
+    """Prometheus figures of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.active = Gauge("env_sessions_active", "Open sessions", registry=self.registry)
+        self.created = Counter("env_sessions_created", "Sessions opened", registry=self.registry)
+        self.reaped = Counter("env_sessions_reaped", "Sessions closed because they were idle too long", registry=self.registry)
+        self.rejected = Counter("env_sessions_rejected", "Sessions refused: full or draining", registry=self.registry)
+        self.steps = Counter("env_steps", "Actions carried out", registry=self.registry)
+        self.errors = Counter("env_errors", "Error replies", ["kind"], registry=self.registry)
+        buckets = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
+        self.step_seconds = Histogram("env_step_seconds", "Time the simulator took for one action", buckets=buckets, registry=self.registry)
+
+
+@dataclass(slots=True)
+class Session:
+    id: str
+    request_key: str
+    task_id: int
+    simulator: Simulator
+    created: bytes  # the reply to create
+    observation: str
+    last_used: float
+    turn: int = 0
+    reply: bytes = b""  # to the last step
+    ended: bool = False
+    closed: bool = False
+    expert: Expert | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Sessions:
+    """All methods run on one event loop; `start` and `stop` belong to the server's lifespan."""
+
+    def __init__(self, spec: EnvSpec, settings: ServerSettings) -> None:
+        self.spec = spec
+        self.settings = settings
+        self.metrics = Metrics()
+        self.metrics.active.set_function(lambda: len(self._by_id))
+        self.draining = False
+        self.ready = False
+        self.failure = ""  # of the scripted episode
+        self._instance = secrets.token_urlsafe(16)
+        self._by_id: dict[str, Session] = {}
+        self._by_key: dict[str, asyncio.Task[Session]] = {}  # also those still being opened
+        self._gone_ids: OrderedDict[str, None] = OrderedDict()
+        self._gone_keys: OrderedDict[str, None] = OrderedDict()
+        self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="simulator")
+        self._expert_slots = asyncio.Semaphore(EXPERT_THREADS)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._drain_until = 0.0
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._reap()), asyncio.create_task(self._probe())]
+
+    async def drain(self) -> None:
+        """Refuse new sessions and wait until the open ones are closed, at most drain_timeout_s after the first call."""
+        if not self.draining:
+            self.draining = True
+            self._drain_until = time.monotonic() + self.settings.drain_timeout_s
+            logger.info("draining: %d sessions open", len(self._by_key))
+        while self._by_key and time.monotonic() < self._drain_until:  # noqa: ASYNC110  (once per life; an event would be needed everywhere)
+            await asyncio.sleep(0.02)
+
+    def abandon(self) -> None:
+        """The sessions' owners are gone or do not want to wait: `drain` no longer does. May be called from any thread."""
+        self._drain_until = 0.0
+        self.draining = True
+
+    async def stop(self) -> None:
+        await self.drain()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for session in list(self._by_id.values()):
+            await self._close(session)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def info(self) -> InfoReply:
+        return InfoReply(
+            env=self.spec.name,
+            options=self.spec.options,
+            instructions=self.spec.instructions,
+            offers_expert=self.settings.offer_expert,
+            offers_render=True,
+            max_sessions=self.settings.max_sessions,
+            active_sessions=len(self._by_id),
+            session_ttl_s=self.settings.session_ttl_s,
+            instance=self._instance,
+            pid=os.getpid(),
+        )
+
+    def readiness(self) -> ReadyReply:
+        if self.draining:
+            raise Refused(ErrorKind.DRAINING, "the server is shutting down")
+        if self.failure:
+            raise Refused(ErrorKind.ENV_CRASHED, f"the scripted episode failed: {self.failure}", status=503)
+        if not self.ready:
+            raise Refused(ErrorKind.NOT_READY, "the scripted episode has not passed yet")
+        return ReadyReply(ready=True, active_sessions=len(self._by_id), max_sessions=self.settings.max_sessions)
+
+    async def create(self, request: CreateRequest) -> bytes:
+        """The same key gives the same session, also to two requests at once."""
+        if request.request_key in self._gone_keys:
+            raise Refused(ErrorKind.SESSION_GONE, "the session of this request key was closed; use a new key")
+        opening = self._by_key.get(request.request_key)
+        if opening is None:
+            self._admit()
+            opening = asyncio.create_task(self._open(request))
+            self._by_key[request.request_key] = opening
+        session = await asyncio.shield(opening)
+        if session.task_id != request.task_id:
+            raise Refused(ErrorKind.BAD_REQUEST, f"request key was used for task {session.task_id}, not {request.task_id}; use a new key")
+        session.last_used = time.monotonic()
+        return session.created
+
+    async def step(self, request: StepRequest) -> bytes:
+        session = self._find(request.session_id)
+        async with session.lock:
+            self._check_open(session)
+            if request.turn == session.turn:
+                return session.reply
+            if request.turn != session.turn + 1:
+                expected = session.turn + 1
+                raise Refused(ErrorKind.TURN_MISMATCH, f"turn {request.turn} cannot follow turn {session.turn}", expected_turn=expected)
+            self._check_running(session)
+            started = time.perf_counter()
+            try:
+                result = await self._call(lambda: session.simulator.step(request.action))
+                reply = StepReply(
+                    turn=request.turn,
+                    observation=result.observation,
+                    reward=result.reward,
+                    terminated=result.terminated,
+                    truncated=result.truncated,
+                    success=result.success,
+                    info=result.info,
+                )
+                session.reply = reply.model_dump_json().encode()
+            except Exception as error:
+                await self._crash(session, error)
+            session.turn = request.turn
+            session.observation = result.observation
+            session.ended = result.terminated or result.truncated
+            session.last_used = time.monotonic()
+            self.metrics.steps.inc()
+            self.metrics.step_seconds.observe(time.perf_counter() - started)
+            return session.reply
+
+    def observation(self, session_id: str) -> ObservationReply:
+        session = self._find(session_id)
+        return ObservationReply(turn=session.turn, observation=session.observation)
+
+    async def render(self, session_id: str) -> RenderReply:
+        session = self._find(session_id)
+        async with session.lock:
+            self._check_open(session)
+            try:
+                media_type, data = await self._in_pool(session.simulator.render)
+            except Exception as error:
+                await self._crash(session, error)
+        text = base64.b64encode(data).decode() if media_type != "text/plain" else data.decode()
+        return RenderReply(media_type=media_type, data=text)
+
+    async def expert(self, session_id: str) -> ExpertReply:
+        session = self._find(session_id)
+        async with session.lock:
+            self._check_open(session)
+            self._check_running(session)
+            limit_s = self.settings.expert_timeout_s
+
+            def ask() -> str:
+                session.expert = session.expert or session.simulator.expert()
+                return session.expert.next_action()
+
+            try:
+                async with self._expert_slots:
+                    action = await run_bounded(ask, limit_s)
+            except (ExpertFailed, TimeoutError) as error:
+                session.expert = None  # its plan is in pieces
+                reason = str(error) or f"no answer within {limit_s:g} s"
+                raise Refused(ErrorKind.EXPERT_FAILED, f"{reason} (task {session.task_id}, turn {session.turn})") from error
+            except (Unstoppable, Exception) as error:
+                await self._crash(session, error)
+            session.last_used = time.monotonic()
+            return ExpertReply(action=action)
+
+    async def close(self, session_id: str) -> CloseReply:
+        session = self._by_id.get(session_id)
+        if session is None:
+            return CloseReply(closed=False)
+        async with session.lock:
+            if session.closed:
+                return CloseReply(closed=False)
+            await self._close(session)
+        return CloseReply(closed=True)
+
+    def _admit(self) -> None:
+        if self.draining:
+            self.metrics.rejected.inc()
+            raise Refused(ErrorKind.DRAINING, "the server is shutting down")
+        if len(self._by_key) >= self.settings.max_sessions:
+            self.metrics.rejected.inc()
+            raise Refused(ErrorKind.FULL, f"all {self.settings.max_sessions} sessions are taken")
+
+    async def _open(self, request: CreateRequest) -> Session:
+        simulator: Simulator | None = None
+
+        def build() -> str:
+            nonlocal simulator
+            simulator = self.spec.make()
+            return simulator.reset(request.task_id)
+
+        try:
+            observation = await self._call(build)
+        except Exception as error:
+            del self._by_key[request.request_key]
+            await self._close_simulator(simulator)
+            logger.exception("task %d could not be opened", request.task_id)
+            raise Refused(ErrorKind.ENV_CRASHED, f"task {request.task_id} could not be opened: {type(error).__name__} {error}") from error
+        assert simulator is not None
+        session_id = secrets.token_urlsafe(24)
+        reply = CreateReply(session_id=session_id, observation=observation, session_ttl_s=self.settings.session_ttl_s)
+        session = Session(
+            id=session_id,
+            request_key=request.request_key,
+            task_id=request.task_id,
+            simulator=simulator,
+            created=reply.model_dump_json().encode(),
+            observation=observation,
+            last_used=time.monotonic(),
+        )
+        self._by_id[session_id] = session
+        self.metrics.created.inc()
+        return session
+
+    def _find(self, session_id: str) -> Session:
+        session = self._by_id.get(session_id)
+        if session is None:
+            if session_id in self._gone_ids:
+                raise Refused(ErrorKind.SESSION_GONE, "the session was closed")
+            raise Refused(ErrorKind.UNKNOWN_SESSION, "there is no such session")
+        session.last_used = time.monotonic()
+        return session
+
+    def _check_open(self, session: Session) -> None:
+        """A session may have been closed while its lock was awaited."""
+        if session.closed:
+            raise Refused(ErrorKind.SESSION_GONE, "the session was closed")
+
+    def _check_running(self, session: Session) -> None:
+        if session.ended:
+            raise Refused(ErrorKind.SESSION_GONE, f"the episode ended at turn {session.turn}")
+
+    async def _crash(self, session: Session, error: Exception) -> NoReturn:
+        logger.error("task %d crashed after turn %d", session.task_id, session.turn, exc_info=error)
+        await self._close(session)
+        reason = f"{type(error).__name__} {error}".strip()
+        raise Refused(ErrorKind.ENV_CRASHED, f"task {session.task_id}, after turn {session.turn}: {reason}") from error
+
+    async def _close(self, session: Session) -> None:
+        session.closed = True
+        self._by_id.pop(session.id, None)
+        self._by_key.pop(session.request_key, None)
+        _remember(self._gone_ids, session.id)
+        _remember(self._gone_keys, session.request_key)
+        await self._close_simulator(session.simulator)
+
+    async def _close_simulator(self, simulator: Simulator | None) -> None:
+        if simulator is None:
+            return
+        try:
+            await self._call(simulator.close)
+        except Exception:  # it is given up in any case
+            logger.exception("a simulator could not be closed")
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Slow simulators run in the pool; for the others a thread would cost more than the call."""
+        return await self._in_pool(work) if self.spec.blocking else work()
+
+    async def _in_pool(self, work: Callable[[], T]) -> T:
+        return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._pool, work), CALL_TIMEOUT_S)
+
+    async def _reap(self) -> None:
+        """Close what nobody used for session_ttl_s: its owner is gone."""
+        ttl_s = self.settings.session_ttl_s
+        while True:
+            await asyncio.sleep(min(ttl_s / 4, 5.0))
+            now = time.monotonic()
+            for session in [s for s in self._by_id.values() if now - s.last_used > ttl_s and not s.lock.locked()]:
+                async with session.lock:
+                    if not session.closed and time.monotonic() - session.last_used > ttl_s:
+                        await self._close(session)
+                        self.metrics.reaped.inc()
+                        logger.info("closed a session idle for more than %g s (task %d, turn %d)", ttl_s, session.task_id, session.turn)
+
+    async def _probe(self) -> None:
+        """Play the scripted episode on task 0; only then is the server ready."""
+        simulator: Simulator | None = None
+
+        def prepare() -> None:
+            nonlocal simulator
+            simulator = self.spec.make()
+            simulator.reset(0)
+
+        try:
+            await self._call(prepare)
+            assert simulator is not None
+            for action in self.spec.probe_actions:
+                playing = simulator
+                await self._call(lambda action=action, playing=playing: playing.step(action))  # type: ignore[misc]
+            self.ready = True
+        except Exception as error:
+            self.failure = f"{type(error).__name__} {error}".strip()
+            logger.exception("the scripted episode on task 0 failed")
+        finally:
+            await self._close_simulator(simulator)
+
+
+def _remember(memory: OrderedDict[str, None], name: str) -> None:
+    memory[name] = None
+    if len(memory) > REMEMBERED:
+        memory.popitem(last=False)

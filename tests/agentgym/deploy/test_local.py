@@ -1,0 +1,70 @@
+"""A local environment server lives exactly as long as its `with` block."""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+
+import psutil
+import pytest
+
+from agentgym.config import EnvConfig
+from agentgym.deploy import local
+from agentgym.deploy.local import local_env
+
+
+def children():
+    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_server_is_ready_when_the_block_begins_and_gone_when_it_ends(tmp_path):
+    env = EnvConfig(options={"actions": "high"}, max_sessions=3, session_ttl_s=12.5)
+    before = children()
+    with local_env(env, expert=True, log_path=tmp_path / "logs" / "env.log") as endpoints:
+        with urllib.request.urlopen(f"{endpoints[0]}/info", timeout=5) as reply:
+            info = json.loads(reply.read())
+        assert (info["env"], info["options"]["actions"], info["max_sessions"], info["session_ttl_s"]) == ("babyai", "high", 3, 12.5)
+        assert info["offers_expert"]
+        with open(f"/proc/{info['pid']}/environ") as environment:
+            assert "OMP_NUM_THREADS=1" in environment.read().split("\0")
+    assert children() == before
+    assert "babyai listens on http://127.0.0.1:" in (tmp_path / "logs" / "env.log").read_text()
+
+
+def test_no_process_is_left_after_an_exception(tmp_path):
+    before = children()
+
+    def interrupted():
+        with local_env(EnvConfig(), expert=False, log_path=tmp_path / "log"):
+            assert len(children()) == len(before) + 1
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert children() == before
+
+
+def test_a_server_that_exits_is_reported_at_once_with_its_last_words(tmp_path):
+    started = time.monotonic()
+    env = EnvConfig(options={"vew": "compact"})
+    with (
+        pytest.raises(RuntimeError, match=r"exited with code 2(?s:.*)did you mean 'view'"),
+        local_env(env, expert=False, log_path=tmp_path / "log"),
+    ):
+        pass
+    assert time.monotonic() - started < 20
+
+
+def test_a_server_that_never_listens_is_given_up_and_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "STOP_TIMEOUT_S", 0.3)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: real([sys.executable, "-c", stubborn], **options))
+    before = children()
+    with (
+        pytest.raises(RuntimeError, match="not ready within 1 s"),
+        local_env(EnvConfig(start_timeout_s=1), expert=False, log_path=tmp_path / "log"),
+    ):
+        pass
+    assert children() == before

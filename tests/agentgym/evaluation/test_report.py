@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from agentgym.evaluation.passk import Interval
+from agentgym.evaluation.report import (
+    Curve,
+    EpisodeExample,
+    EvaluationPoint,
+    EvaluationRow,
+    StageSpan,
+    evaluation_png,
+    learning_curve_png,
+    report_html,
+)
+from agentgym.types import Item, Status, Trajectory, Turn
+
+BEFORE = EvaluationRow(
+    "before", "warm start", {"greedy": Interval(0.5, 0.4, 0.6, 100), "pass_at_4": Interval(0.8, 0.7, 0.9, 100)}, None, 100, 12
+)
+AFTER = EvaluationRow(
+    "after",
+    "after stage 3",
+    {"greedy": Interval(0.75, 0.65, 0.83, 98), "pass_at_4": Interval(0.79, 0.7, 0.9, 100)},
+    {"greedy": Interval(0.25, 0.125, 0.375, 98), "pass_at_4": Interval(-0.01, -0.05, 0.03, 100)},
+    100,
+    12,
+)
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def episode(text: str = "goal: go to the red ball", success: bool = True, reward: float | None = 1.0) -> EpisodeExample:
+    return EpisodeExample("after", "babyai_7", "terminated", reward, success, text, (("move forward", text),))
+
+
+def page(**changes: object) -> str:
+    arguments: dict[str, object] = {
+        "title": "BabyAI",
+        "facts": {"seed": "0"},
+        "rows": [BEFORE, AFTER],
+        "figures": {"Learning curve": PNG},
+        "episodes": [episode()],
+        "timings": {"stage 1": 90.0, "prepare": 10.0},
+    }
+    return report_html(**(arguments | changes))  # type: ignore[arg-type]
+
+
+class Tags(HTMLParser):
+    """Checks that tags nest, and collects names and attributes."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.names: set[str] = set()
+        self.links: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed_and_fetches_nothing() -> None:
+    tags = Tags(page())
+    assert tags.open == []
+    assert "script" not in tags.names
+    assert "link" not in tags.names
+    assert [link[:22] for link in tags.links] == ["data:image/png;base64,"]
+    assert "http" not in page()
+    assert "url(" not in page()
+
+
+@pytest.mark.parametrize("place", ["title", "facts", "episode", "row", "figure", "timing", "note"])
+def test_a_script_in_any_text_is_escaped(place: str) -> None:
+    evil = "<script>alert('x')</script>\" onload=\""
+    changes: dict[str, dict[str, object]] = {
+        "title": {"title": evil},
+        "facts": {"facts": {evil: evil}},
+        "episode": {"episodes": [EpisodeExample(evil, evil, evil, 1.0, True, evil, ((evil, evil),))]},
+        "row": {"rows": [EvaluationRow(evil, evil, {evil: Interval(0.5, 0.4, 0.6, 1)}, None, 1, 1)]},
+        "figure": {"figures": {evil: PNG}},
+        "timing": {"timings": {evil: 1.0}},
+        "note": {"notes": [evil]},
+    }
+    text = page(**changes[place])
+    assert "<script" not in text
+    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;" in text
+    assert Tags(text).open == []
+
+
+def test_the_table_shows_intervals_and_paired_gains_in_percent() -> None:
+    text = re.sub(r"<[^>]+>", " ", page())
+    text = re.sub(r"\s+", " ", text)
+    assert "warm start 100 12 50.0 40.0 – 60.0 80.0 70.0 – 90.0" in text
+    assert "75.0 65.0 – 83.0 (98 items) +25.0 +12.5 to +37.5" in text
+    assert "−1.0 −5.0 to +3.0" in text
+
+
+def test_a_difference_is_coloured_only_where_its_interval_excludes_zero() -> None:
+    text = page()
+    assert "<span class='gain good'>+25.0</span>" in text
+    assert "<span class='gain even'>−1.0</span>" in text
+
+
+def test_the_headline_compares_the_first_row_with_the_last_paired_one() -> None:
+    unpaired = EvaluationRow("other", "other", BEFORE.summary, None, 100, 12)
+    assert '50.0 <span class="to">→</span> 75.0' in page(rows=[BEFORE, AFTER, unpaired])
+    assert 'class="tile"' not in page(rows=[BEFORE])
+
+
+def test_timings_have_their_share_and_total() -> None:
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page()))
+    assert "stage 1 1 min 30 s 90 %" in text
+    assert "prepare 10.0 s 10 %" in text
+    assert "total 1 min 40 s" in text
+
+
+def test_an_episode_whose_environment_failed_is_neither_solved_nor_unsolved() -> None:
+    text = page(episodes=[episode(success=False, reward=None)])
+    assert ">failed</span>" in text
+    assert "no reward" in text
+    assert "solved</span>" not in text
+
+
+def test_a_page_without_parts_has_none_of_their_headings() -> None:
+    text = report_html("empty", {}, [], {}, [])
+    assert "<h2>" not in text
+    assert Tags(text).open == []
+
+
+def test_a_trajectory_becomes_an_example() -> None:
+    trajectory = Trajectory(
+        item=Item("babyai", 7, "test"),
+        sample=0,
+        step=0,
+        max_turns=12,
+        status=Status.MAX_TURNS,
+        reward=0.0,
+        success=False,
+        first_observation="goal: x",
+        turns=(Turn("left", "see: wall", 0.0, 3, 5, 1),),
+        input_ids=(1, 2),
+        action_mask=(False, True),
+        logprobs=(0.0, -1.0),
+    )
+    assert EpisodeExample.from_trajectory("before", trajectory) == EpisodeExample(
+        "before", "babyai_7", "max_turns", 0.0, False, "goal: x", (("left", "see: wall"),)
+    )
+
+
+def test_figures_are_png_and_repeat_byte_for_byte() -> None:
+    steps = list(range(1, 31))
+    curves = [Curve("training", steps, [float("nan"), *[0.5] * 29], smooth=True), Curve("validation", [10, 20, 30], [0.4, 0.5, 0.6])]
+    stages = [StageSpan("stage 1", 1, 10, 5), StageSpan("stage 2", 11, 30, 12)]
+    points = [EvaluationPoint("test", 0, BEFORE.summary["greedy"]), EvaluationPoint("test", 30, AFTER.summary["greedy"])]
+    first = learning_curve_png(curves, stages, points)
+    assert first.startswith(PNG)
+    assert len(first) > 10_000
+    assert first == learning_curve_png(curves, stages, points)
+    assert learning_curve_png([], [], []).startswith(PNG)
+    for rows in ([BEFORE], [BEFORE, AFTER], [BEFORE, AFTER, AFTER]):
+        assert evaluation_png(rows).startswith(PNG)
+    with pytest.raises(ValueError, match="at least one row"):
+        evaluation_png([])
+
+
+def test_importing_the_room_does_not_import_matplotlib_and_drawing_leaves_pyplot_alone() -> None:
+    code = """
+import sys
+from agentgym.evaluation.report import learning_curve_png
+assert "matplotlib" not in sys.modules
+learning_curve_png([], [], [])
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,245 @@
+"""The client against real servers on loopback, also over connections that break."""
+
+import asyncio
+import socket
+import threading
+import time
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+import uvicorn
+
+from agentgym.rollouts import client
+from agentgym.rollouts.client import EnvError, EnvPool, check_endpoints
+from agentgym.types import Item
+from envs.babyai import spec
+from envs.server import ServerSettings, make_app
+
+ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
+
+
+@contextmanager
+def serving(options=None, **settings):
+    """(endpoint, sessions) of a BabyAI server in a thread."""
+    app = make_app(spec(options or {}), ServerSettings(**{"drain_timeout_s": 0.1, **settings}))
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        while not (server.started and app.state.sessions.ready):
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.sessions
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@asynccontextmanager
+async def cutting_proxy(endpoint, cuts):
+    """Forwards to endpoint; while cuts[route] > 0 the reply to that route is thrown away and the connection closed."""
+    port = int(endpoint.rsplit(":", 1)[1])
+
+    async def handle(reader, writer):
+        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", port)
+        asked = b""
+
+        async def forward():
+            nonlocal asked
+            while data := await reader.read(65536):
+                asked = asked + data if not data.startswith((b"POST", b"GET")) else data
+                upstream_writer.write(data)
+
+        forwarding = asyncio.create_task(forward())
+        while data := await upstream_reader.read(65536):
+            route = asked.split(b" ")[1].decode()
+            if cuts.get(route, 0) > 0:
+                cuts[route] -= 1
+                break
+            writer.write(data)
+        forwarding.cancel()
+        upstream_writer.close()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def pool_of(*endpoints, **settings):
+    return EnvPool(endpoints, **{"request_timeout_s": 5.0, **settings})
+
+
+async def play(pool, key, actions=ACTIONS, task_id=3):
+    async with pool.session(Item("babyai", task_id), key) as session:
+        told = [session.observation]
+        for turn, action in enumerate(actions, start=1):
+            reply = await session.step(action)
+            assert (reply.turn, session.turn, session.observation) == (turn, turn, reply.observation)
+            told.append(reply.observation)
+    return told
+
+
+def test_an_episode_is_played_and_its_session_closed():
+    async def main(endpoint):
+        async with pool_of(endpoint) as pool:
+            assert (await check_endpoints(pool, expect_env="babyai", allow_expert=True, expect_options={"view": "compact"}))[
+                0
+            ].env == "babyai"
+            async with pool.session(Item("babyai", 0), "one") as session:
+                assert session.observation.startswith("goal: ")
+                assert (await session.render())[1].startswith(b"\x89PNG")
+                while True:
+                    reply = await session.step(await session.expert())
+                    if reply.terminated:
+                        break
+                assert reply.success
+                assert reply.reward == 1.0
+            assert len(await play(pool, "two")) == 6
+
+    with serving(offer_expert=True) as (endpoint, sessions):
+        asyncio.run(main(endpoint))
+        assert not sessions._by_id
+
+
+def test_a_reply_lost_on_the_way_does_not_act_twice():
+    async def main(endpoint, sessions):
+        async with pool_of(endpoint) as direct:
+            expected = await play(direct, "direct")
+        cuts = {"/create": 1, "/step": 2}
+        steps_before = sessions.metrics.steps._value.get()
+        async with cutting_proxy(endpoint, cuts) as proxy, pool_of(proxy) as pool:
+            assert await play(pool, "through the proxy") == expected
+        assert cuts == {"/create": 0, "/step": 0}
+        assert sessions.metrics.steps._value.get() - steps_before == len(ACTIONS)
+        assert sessions.metrics.created._value.get() == 2
+
+    with serving() as (endpoint, sessions):
+        asyncio.run(main(endpoint, sessions))
+        assert not sessions._by_id
+
+
+def test_a_server_out_of_reach_is_an_error_that_names_it():
+    async def main():
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+            async with pool_of(endpoint, max_retries=2) as pool:
+                with pytest.raises(EnvError, match=rf"{endpoint}/create: unreachable: .*\(tried 3 times\)"):
+                    await play(pool, "k")
+
+    asyncio.run(main())
+
+
+def test_a_server_that_does_not_answer_in_time_is_an_error():
+    async def main():
+        silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(5), "127.0.0.1", 0)
+        async with pool_of(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}", request_timeout_s=0.2, max_retries=1) as pool:
+            started = time.monotonic()
+            with pytest.raises(EnvError, match=r"unreachable: .*Timeout"):
+                await pool.info()
+            assert time.monotonic() - started < 2
+
+    asyncio.run(main())
+
+
+def test_a_lost_session_is_an_error_at_once():
+    async def main(endpoint, sessions):
+        async with pool_of(endpoint) as pool, pool.session(Item("babyai", 0), "k") as session:
+            await session.close()
+            started = time.monotonic()
+            with pytest.raises(EnvError, match=r"/step session .*: session_gone") as raised:
+                await session.step("turn left")
+            assert raised.value.kind == "session_gone"
+            assert session._id not in str(raised.value)
+            assert time.monotonic() - started < 0.5
+
+    with serving() as (endpoint, sessions):
+        asyncio.run(main(endpoint, sessions))
+
+
+def test_a_full_server_is_waited_for(monkeypatch):
+    monkeypatch.setattr("envs.sessions.RETRY_AFTER_S", 0.3)
+
+    async def main(endpoint):
+        async with pool_of(endpoint) as pool:
+            started = time.monotonic()
+            played = await asyncio.gather(*(play(pool, f"k{number}") for number in range(3)))
+            assert played[0] == played[1] == played[2]
+            assert time.monotonic() - started >= 0.3
+
+    with serving(max_sessions=1) as (endpoint, _):
+        asyncio.run(main(endpoint))
+
+
+def test_another_server_takes_what_one_refuses():
+    async def main(first, second, full):
+        async with pool_of(first, second) as pool:
+            async with pool.session(Item("babyai", 0), "a"), pool.session(Item("babyai", 1), "b"):
+                assert len(full._by_id) == 1
+            played = await asyncio.gather(*(play(pool, f"k{number}") for number in range(12)))
+            assert len(played) == 12
+
+    with serving(max_sessions=1) as (first, full), serving(max_sessions=64) as (second, _):
+        asyncio.run(main(first, second, full))
+
+
+def test_sessions_spread_over_the_servers_and_a_dead_one_is_left_out():
+    async def main(first, second, dead, counts):
+        async with pool_of(first, second, dead) as pool, asyncio.TaskGroup() as group:
+            release = asyncio.Event()
+
+            async def hold(number):
+                async with pool.session(Item("babyai", number), f"k{number}"):
+                    await release.wait()
+
+            for number in range(24):
+                group.create_task(hold(number))
+            while sum(len(sessions._by_id) for sessions in counts) < 24:
+                await asyncio.sleep(0.01)
+            assert min(len(sessions._by_id) for sessions in counts) >= 4
+            release.set()
+
+    with serving() as (first, sessions_1), serving() as (second, sessions_2):
+        asyncio.run(main(first, second, "http://127.0.0.1:9", [sessions_1, sessions_2]))
+
+
+def test_characters_no_server_can_read_are_replaced_and_endless_actions_cut():
+    async def main(endpoint):
+        async with pool_of(endpoint) as pool, pool.session(Item("babyai", 0), "k") as session:
+            for text in ("\ud800", "\x00\x1b[2J", "x" * 100_000):
+                assert (await session.step(text)).observation.startswith("invalid action")
+
+    with serving() as (endpoint, _):
+        asyncio.run(main(endpoint))
+
+
+def test_servers_that_are_not_what_was_configured_are_refused(monkeypatch):
+    async def main(plain, other, expert):
+        async with pool_of(plain) as pool:
+            with pytest.raises(ValueError, match=f"{plain} serves 'babyai', but env.name is 'textcraft'"):
+                await check_endpoints(pool, expect_env="textcraft", allow_expert=False)
+            with pytest.raises(ValueError, match=r"actions='low', but env.options.actions is 'high'"):
+                await check_endpoints(pool, expect_env="babyai", allow_expert=False, expect_options={"actions": "high"})
+            monkeypatch.setattr(client, "PROTOCOL_VERSION", 2)
+            with pytest.raises(ValueError, match="protocol version 1, this client 2"):
+                await check_endpoints(pool, expect_env="babyai", allow_expert=False)
+            monkeypatch.undo()
+        async with pool_of(expert) as pool:
+            with pytest.raises(ValueError, match="offers the expert"):
+                await check_endpoints(pool, expect_env="babyai", allow_expert=False)
+        async with pool_of(plain, other) as pool:
+            with pytest.raises(ValueError, match="make them equal"):
+                await check_endpoints(pool, expect_env="babyai", allow_expert=False)
+
+    with serving() as (plain, _), serving({"actions": "high"}) as (other, _), serving(offer_expert=True) as (expert, _):
+        asyncio.run(main(plain, other, expert))
+
+
+def test_a_pool_without_servers_is_refused():
+    with pytest.raises(ValueError, match="at least one endpoint"):
+        EnvPool([], request_timeout_s=1)

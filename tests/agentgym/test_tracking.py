@@ -1,0 +1,288 @@
+"""The ledger shows what was committed, once, however often it is told."""
+
+import math
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgym.store.posix import RunStore
+from agentgym.tracking import LedgerError, Point, Tracker, decode_points, deliver_committed, encode_points
+
+RUN_KEY, KEY = "12" * 32, "ab" * 32
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+@pytest.fixture(scope="session")
+def migrated_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty MLflow database; its migrations cost seconds, so tests copy it."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    Tracker(f"sqlite:///{folder / 'mlflow.db'}", "unused", folder / "artifacts").client.search_experiments()
+    with sqlite3.connect(folder / "mlflow.db") as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return folder / "mlflow.db"
+
+
+@pytest.fixture
+def tracker(migrated_db: Path, tmp_path: Path) -> Tracker:
+    shutil.copy(migrated_db, tmp_path / "mlflow.db")
+    return Tracker(f"sqlite:///{tmp_path / 'mlflow.db'}", "tests", tmp_path / "artifacts")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> RunStore:
+    return RunStore(tmp_path / "store", lease_ttl_s=30.0)
+
+
+def commit(writer: Any, points: list[Point], *, done: bool = False) -> None:
+    writer.commit(
+        done=done, state={}, parents={}, config={}, blobs={}, records={"metrics.jsonl": encode_points(points)}, results={}, timings={}
+    )
+
+
+def test_points_survive_the_spool_exactly() -> None:
+    points = [Point(1, 1_700_000_000_123, {"rollout/reward mean": 0.1 + 0.2, "actor/loss": -1e-17}), Point(2, 1_700_000_000_456, {})]
+    assert decode_points(encode_points(points)) == points
+    assert (
+        encode_points(points[:1])
+        == b'{"step": 1, "time_ms": 1700000000123, "metrics": {"rollout/reward mean": 0.30000000000000004, "actor/loss": -1e-17}}\n'
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_no_number_is_refused_by_name(value: float) -> None:
+    with pytest.raises(LedgerError, match=r"metric actor/kl is -?(nan|inf) at step 7"):
+        encode_points([Point(7, 0, {"actor/loss": 1.0, "actor/kl": value})])
+
+
+def test_a_name_mlflow_would_reject_is_refused_before_it_is_spooled() -> None:
+    with pytest.raises(LedgerError, match=r"'eval/pass@1' at step 0 .*write pass_at_1"):
+        encode_points([Point(0, 0, {"eval/pass@1": 1.0})])
+
+
+def test_a_damaged_spool_is_named_with_its_line() -> None:
+    with pytest.raises(LedgerError, match=r"line 2 of metrics\.jsonl is not a point"):
+        decode_points(encode_points([Point(0, 0, {})]) + b'{"step": 1\n')
+
+
+def test_a_relative_database_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must hold an absolute path"):
+        Tracker("sqlite:///mlflow.db", "tests", tmp_path)
+
+
+def test_runs_are_found_again_by_their_keys(tracker: Tracker) -> None:
+    parent = tracker.parent_run(RUN_KEY, params={"model": {"hidden_size": 128}, "seed": 0}, tags={"algo": "grpo"})
+    child = tracker.child_run(parent, "stage 1", KEY, params={"max_turns": 4}, tags={})
+    other = tracker.child_run(parent, "stage 2", "cd" * 32, params={}, tags={})
+    assert len({parent, child, other}) == 3
+
+    again = Tracker(tracker.uri, "tests", tracker.artifact_root)  # another process, later, elsewhere configured
+    assert again.parent_run(RUN_KEY, params={"seed": 1, "added": "x"}, tags={"algo": "grpo", "attempt": "2"}) == parent
+    assert again.child_run(parent, "stage 1", KEY, params={"max_turns": 4}, tags={}) == child
+    run = again.client.get_run(parent)
+    assert run.data.params == {"model.hidden_size": "128", "seed": "0", "added": "x"}
+    assert (run.data.tags["algo"], run.data.tags["attempt"], run.data.tags["run_key"]) == ("grpo", "2", RUN_KEY)
+    assert again.client.get_run(child).data.tags["mlflow.parentRunId"] == parent
+    assert run.info.artifact_uri.startswith(tracker.artifact_root.as_uri())
+
+
+def test_a_kill_between_creating_a_run_and_describing_it_leaves_no_second_run(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracker, "_log_missing_params", killed)
+        with pytest.raises(KeyboardInterrupt):
+            tracker.parent_run(RUN_KEY, params={"seed": 0}, tags={})
+    parent = tracker.parent_run(RUN_KEY, params={"seed": 0}, tags={})
+    assert [run.info.run_id for run in tracker.client.search_runs([tracker.experiment_id])] == [parent]
+    assert tracker.client.get_run(parent).data.params == {"seed": "0"}
+
+
+def test_delivering_again_leaves_one_point_each(tracker: Tracker) -> None:
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    points = [
+        Point(step, 1000 + step, {f"m{index:03d}": step + index / 7 for index in range(400)}) for step in range(3)
+    ]  # 1,200: two batches
+    tracker.deliver([run], points[:1])
+    tracker.deliver([run], points)
+    tracker.deliver([run], points)
+    expected = sorted((f"m{index:03d}", step, 1000 + step, step + index / 7) for index in range(400) for step in range(3))
+    assert tracker.points(run) == expected
+
+
+def test_a_run_ends_once_and_a_failed_one_runs_again(tracker: Tracker) -> None:
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    tracker.end_run(run, "FAILED")
+    assert tracker.parent_run(RUN_KEY, params={}, tags={}) == run
+    assert tracker.client.get_run(run).info.status == "RUNNING"
+    tracker.end_run(run)
+    ended = tracker.client.get_run(run).info.end_time
+    tracker.end_run(run)
+    assert tracker.parent_run(RUN_KEY, params={}, tags={}) == run
+    assert (tracker.client.get_run(run).info.status, tracker.client.get_run(run).info.end_time) == ("FINISHED", ended)
+    with pytest.raises(ValueError, match="'DONE' must be FINISHED"):
+        tracker.end_run(run, "DONE")
+
+
+def test_artifacts_come_from_memory_or_a_folder(tracker: Tracker, tmp_path: Path) -> None:
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    tracker.log_artifacts(run, {"report/index.html": b"<p>", "config.json": b"{}"})
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "loss.png").write_bytes(b"png")
+    tracker.log_artifacts(run, tmp_path / "plots")
+    assert sorted(entry.path for entry in tracker.client.list_artifacts(run)) == ["config.json", "loss.png", "report"]
+    assert Path(tracker.client.download_artifacts(run, "report/index.html")).read_bytes() == b"<p>"
+
+
+def test_only_committed_points_reach_the_ledger_and_each_once(tracker: Tracker, store: RunStore) -> None:
+    parent = tracker.parent_run(RUN_KEY, params={}, tags={})
+    child = tracker.child_run(parent, "stage 1", KEY, params={}, tags={})
+    assert deliver_committed(tracker, store, "stage-1", KEY, [child, parent]) == 0
+    with store.open("stage-1", KEY) as writer:
+        commit(writer, [Point(0, 1000, {"loss": 3.0}), Point(1, 1001, {"loss": 2.0})])
+        assert deliver_committed(tracker, store, "stage-1", KEY, [child, parent]) == 1
+        commit(writer, [Point(2, 1002, {"loss": 1.0})])
+        commit(writer, [Point(3, 1003, {"loss": 0.5})], done=True)
+    assert deliver_committed(tracker, store, "stage-1", KEY, [child, parent]) == 2
+    assert deliver_committed(tracker, store, "stage-1", KEY, [child, parent]) == 0
+    expected = [("loss", 0, 1000, 3.0), ("loss", 1, 1001, 2.0), ("loss", 2, 1002, 1.0), ("loss", 3, 1003, 0.5)]
+    assert tracker.points(child) == tracker.points(parent) == expected
+
+
+def test_a_kill_between_points_and_their_mark_repeats_nothing(tracker: Tracker, store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    with store.open("stage-1", KEY) as writer:
+        commit(writer, [Point(0, 1000, {"loss": 3.0})])
+    with monkeypatch.context() as patch:
+        patch.setattr(tracker, "set_tags", killed)
+        with pytest.raises(KeyboardInterrupt):
+            deliver_committed(tracker, store, "stage-1", KEY, [run])
+    assert tracker.points(run) == [("loss", 0, 1000, 3.0)]
+    assert deliver_committed(tracker, store, "stage-1", KEY, [run]) == 1
+    assert tracker.points(run) == [("loss", 0, 1000, 3.0)]
+
+
+def test_a_ledger_that_was_lost_is_filled_again(tracker: Tracker, store: RunStore, migrated_db: Path, tmp_path: Path) -> None:
+    with store.open("stage-1", KEY) as writer:
+        commit(writer, [Point(0, 1000, {"loss": 3.0})])
+        commit(writer, [Point(1, 1001, {"loss": 2.0})])
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    deliver_committed(tracker, store, "stage-1", KEY, [run])
+    before = tracker.points(run)
+    shutil.copy(migrated_db, tmp_path / "fresh.db")
+    fresh = Tracker(f"sqlite:///{tmp_path / 'fresh.db'}", "tests", tmp_path / "artifacts")
+    run = fresh.parent_run(RUN_KEY, params={}, tags={})
+    assert deliver_committed(fresh, store, "stage-1", KEY, [run]) == 2
+    assert fresh.points(run) == before
+
+
+def test_points_of_a_deleted_step_folder_are_not_mistaken_for_the_new_ones(
+    tracker: Tracker, store: RunStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    for time_ms in (1000, 2000):
+        with store.open("stage-1", KEY) as writer:
+            commit(writer, [Point(0, time_ms, {"loss": 3.0})])
+        assert deliver_committed(tracker, store, "stage-1", KEY, [run]) == 1
+        shutil.rmtree(store.root)
+    assert f"MLflow run {run} holds points of commits" in caplog.text
+    assert tracker.points(run) == [("loss", 0, 1000, 3.0), ("loss", 0, 2000, 3.0)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 of a few thousand parameters with a tokenizer of whole words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1, "go": 2, "left": 3, "right": 4}, "<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = Qwen2Config(
+        vocab_size=5,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=64,
+        eos_token_id=1,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def mlflow_at(tracker: Tracker) -> Iterator[Any]:
+    """MLflow's module-level functions, pointed at this test's store."""
+    import mlflow
+
+    tracker.client  # noqa: B018  sets MLflow's environment first
+    mlflow.set_tracking_uri(tracker.uri)
+    yield mlflow
+    mlflow.set_tracking_uri(None)
+
+
+def test_a_model_is_registered_once_and_answers_by_its_alias(tracker: Tracker, model_dir: Path, mlflow_at: Any) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    run = tracker.parent_run(RUN_KEY, params={"seed": 0}, tags={})
+    tags = {"step_key": KEY, "eval.pass_at_1": "0.5"}
+    first = tracker.register_model(run, model_dir, name="tiny", alias="champion", tags=tags, step=60)
+    assert tracker.register_model(run, model_dir, name="tiny", alias="champion", tags=tags, step=60) == first == "1"
+    other = tracker.register_model(run, model_dir, name="tiny", alias=None, tags=tags | {"step_key": "cd" * 32}, step=60)
+    assert other == "2"
+    assert len(tracker.client.search_model_versions("name = 'tiny'")) == 2
+    champion = tracker.client.get_model_version_by_alias("tiny", "champion")
+    assert (str(champion.version), champion.run_id, champion.tags) == ("1", run, tags)
+
+    parts = mlflow_at.transformers.load_model("models:/tiny@champion", return_type="components")
+    assert parts["tokenizer"].chat_template == CHAT_TEMPLATE
+    assert parts["tokenizer"]("go left").input_ids == [2, 3]
+    weights = AutoModelForCausalLM.from_pretrained(model_dir).state_dict()
+    loaded = parts["model"].state_dict()
+    assert all(torch.equal(weights[name], loaded[name]) for name in weights)
+
+    chat = mlflow_at.pyfunc.load_model("models:/tiny@champion")
+    (answer,) = chat.predict({"messages": [{"role": "user", "content": "go left"}], "max_tokens": 4})
+    assert answer["usage"]["prompt_tokens"] == 2
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert tracker.client.get_run(run).info.status == "RUNNING"  # registering is not the end of a run
+
+
+def test_a_kill_while_registering_leaves_one_model_and_one_version(
+    tracker: Tracker, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    for step in ("log_model_artifacts", "create_model_version"):  # before the model is whole, before it is registered
+        with monkeypatch.context() as patch:
+            patch.setattr(tracker.client, step, killed)
+            with pytest.raises(KeyboardInterrupt):
+                tracker.register_model(run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1)
+    assert tracker.register_model(run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1) == "1"
+    (model,) = tracker.client.search_logged_models([tracker.experiment_id])
+    assert str(model.status) == "READY"
+    assert len(tracker.client.search_model_versions("name = 'tiny'")) == 1
+
+
+def test_a_model_without_its_key_or_its_files_is_refused(tracker: Tracker, tmp_path: Path) -> None:
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    with pytest.raises(ValueError, match=r"must hold step_key; without it a retry would register tiny twice"):
+        tracker.register_model(run, tmp_path, name="tiny", alias="champion", tags={"algo": "grpo"}, step=1)
+    with pytest.raises(ValueError, match=r"holds no config\.json; pass the folder of save_pretrained"):
+        tracker.register_model(run, tmp_path, name="tiny", alias="champion", tags={"step_key": KEY}, step=1)

@@ -1,0 +1,54 @@
+"""Both wordings of minigrid's view, on views built by hand."""
+
+import numpy as np
+
+from envs.babyai.views import agentgym, compact, decode
+
+EMPTY, WALL, DOOR, KEY, BALL = 1, 2, 4, 5, 6
+RED, GREEN = 0, 1
+
+
+def image_of(*cells, default=EMPTY):
+    """cells: (ahead, left, kind, colour, state); the agent is at column 3 of the last row."""
+    image = np.zeros((7, 7, 3), dtype=np.uint8)
+    image[:, :, 0] = default
+    for ahead, left, kind, colour, state in cells:
+        image[3 - left, 6 - ahead] = (kind, colour, state)
+    return image
+
+
+def test_compact_names_the_nearest_object_first_and_the_wall_last():
+    view = decode(image_of((5, 0, WALL, 5, 0), (4, -2, KEY, GREEN, 0), (3, 1, BALL, RED, 0)))
+    assert compact(view) == "see: red ball 3 ahead 1 left, green key 4 ahead 2 right, wall 5 ahead"
+
+
+def test_compact_shows_goal_note_and_carried_object_only_when_there_are_any():
+    view = decode(image_of((0, 0, KEY, RED, 0), (0, 1, BALL, GREEN, 0)))
+    assert compact(view, goal="go to the red ball", note="invalid action") == (
+        "invalid action\ngoal: go to the red ball\nsee: green ball 1 left\ncarry: red key"
+    )
+    assert compact(decode(image_of())) == "see: nothing"
+
+
+def test_unseen_cells_and_doors_are_told_apart():
+    view = decode(image_of((2, 0, DOOR, RED, 2), (1, 0, DOOR, RED, 0), default=0))
+    assert compact(view) == "see: open red door 1 ahead, locked red door 2 ahead"
+    assert view.free == {(1, 0)}
+
+
+def test_agentgym_numbers_equal_objects_by_distance():
+    view = decode(image_of((6, 0, WALL, 5, 0), (4, -3, BALL, RED, 0), (2, 0, BALL, RED, 0), (0, 2, DOOR, GREEN, 1)))
+    assert agentgym(view, goal="go to a red ball", actions=["turn left"]) == (
+        "Your goal: go to a red ball\n"
+        "In front of you in this room, you can see several objects: There is a red ball 1 right in front of you 2 steps away. "
+        "There is a green closed door 1 2 steps to your left. "
+        "There is a red ball 2 4 steps in front of you and 3 steps to your right. The room has walls around you. "
+        "You are facing a red ball 1 2 steps away. You are not carrying anything.\n"
+        'Available actions: ["turn left"]'
+    )
+
+
+def test_agentgym_faces_the_wall_when_nothing_stands_before_it():
+    assert "You are facing a wall 6 steps away. You are carrying a red key." in agentgym(
+        decode(image_of((6, 0, WALL, 5, 0), (0, 0, KEY, RED, 0)))
+    )

@@ -1,0 +1,285 @@
+"""Whole BabyAI episodes on the real minigrid."""
+
+import asyncio
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.babyai import spec
+from envs.babyai.actions import Move
+from envs.babyai.levels import AGENTGYM_LEVELS, make_level, pick_level
+from envs.babyai.views import decode
+from envs.bounded import run_bounded
+from envs.env import ExpertFailed
+
+GRAMMARS = [("compact", "low"), ("compact", "high"), ("agentgym", "high"), ("agentgym", "low")]
+
+
+def world_of(**options):
+    return spec(options).make()
+
+
+def play(world, task_id, actions):
+    """Everything said and paid in one episode."""
+    lines = [world.reset(task_id)]
+    for action in actions:
+        result = world.step(action)
+        lines.append(f"{result.observation} {result.reward} {result.terminated} {result.truncated}")
+        if result.terminated or result.truncated:
+            break
+    return "\n".join(lines)
+
+
+def test_a_task_is_told_in_a_few_words():
+    world = world_of()
+    assert world.reset(0) == "goal: go to the green key\nsee: green key 2 ahead 1 right, wall 6 ahead"
+    assert world.step("fly").observation == "invalid action\nsee: green key 2 ahead 1 right, wall 6 ahead"
+    assert world.step("move forward").observation == "see: green key 1 ahead 1 right, wall 5 ahead"
+    world.step("move forward")
+    result = world.step("turn right")
+    assert (result.observation, result.reward, result.terminated, result.success) == (
+        "see: green key 1 ahead, wall 5 ahead",
+        1.0,
+        True,
+        True,
+    )
+
+
+def test_what_is_carried_is_told_until_it_is_dropped():
+    world = world_of(levels=["GoToLocalS8N7"], actions="high")
+    goal = world.reset(0).split("\n")[0]
+    others = [seen.name for seen in world.view.objects if seen.name not in goal and seen.kind != "door"]
+    assert world.step(f"pickup {others[0]} 1").observation.endswith(f"\ncarry: {others[0]}")
+    assert "carry" not in world.step("drop").observation
+
+
+def test_reward_minigrid_falls_with_every_move():
+    world = world_of(reward="minigrid")
+    world.reset(0)
+    world.step("nonsense")
+    for action in ("move forward", "move forward"):
+        assert world.step(action).reward == 0.0
+    assert world.step("turn right").reward == pytest.approx(1 - 0.9 * 3 / 64)  # three moves of the 64 a room of side 8 allows
+
+
+def test_the_simulators_own_limit_truncates():
+    world = world_of(levels=["GoToObjS4"])
+    world.reset(1)
+    results = [world.step("toggle") for _ in range(16)]
+    assert [result.truncated for result in results] == [False] * 15 + [True]
+    assert not results[-1].terminated
+    assert results[-1].reward == 0.0
+
+
+def test_a_late_success_ends_the_episode_and_is_paid_once():
+    world = world_of(reward="minigrid")
+    world.reset(0)
+    for _ in range(50):
+        assert not world.step("toggle").terminated
+    world.step("move forward")
+    world.step("move forward")
+    result = world.step("turn right")
+    assert result.terminated
+    assert 0 < result.reward < 0.5
+    with pytest.raises(AssertionError):
+        world.step("turn right")
+
+
+def test_a_walk_goes_on_where_every_cell_looks_alike():
+    world = world_of(levels=["OneRoomS20"], actions="high")
+    world.reset(0)
+    for x in range(1, 19):
+        for y in range(1, 19):
+            world.env.grid.set(x, y, None)
+    world.env.agent_pos, world.env.agent_dir = (4, 10), 0
+    world.view = decode(world.env.gen_obs()["image"])
+    assert world._carry_out([Move.FORWARD] * 3).observation == "see: nothing"
+    assert world.env.agent_pos == (7, 10)
+
+
+def test_the_40_levels_of_agentgym_exist_and_reset_and_take_junk():
+    world = world_of(levels="agentgym", view="agentgym", actions="high")
+    for task_id in (*range(40), 40 * 7 + 6):
+        first = world.reset(task_id)
+        assert first.startswith("Your goal: ")
+        assert 'Available actions: ["turn left", "turn right"' in first
+        for action in ("check available actions", "go to red ball 1", "blub", "move forward", "pickup grey key 1", "drop"):
+            result = world.step(action)
+            if result.terminated:
+                break
+    assert pick_level(AGENTGYM_LEVELS, 40 * 7 + 6) == ("GoToImpUnlock", 7)
+
+
+def test_the_withdrawn_level_is_the_room_its_ids_were_made_with():
+    level = make_level("GoToObjS6-v0")
+    level.reset(seed=0)
+    assert (level.room_size, level.max_steps) == (4, 16)
+
+
+def test_levels_reject_layouts_in_silence(capfd):
+    world = world_of(levels=["GoToObjDoor", "GoToSeqS5R2", "Unlock"])
+    for task_id in range(30):
+        world.reset(task_id)
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("view", "actions"), GRAMMARS)
+def test_the_expert_solves_nearly_every_default_task_within_16_turns(view, actions):
+    world = world_of(view=view, actions=actions)
+    solved = 0
+    for task_id in range(100):
+        world.reset(task_id)
+        expert = world.expert()
+        for _ in range(16):
+            result = world.step(expert.next_action())
+            if result.terminated:
+                break
+        solved += result.success
+    assert solved >= 95
+
+
+def test_the_expert_recovers_from_moves_it_did_not_advise():
+    world = world_of()
+    for task_id in range(20):
+        world.reset(task_id)
+        expert = world.expert()
+        for turn in range(40):
+            advice = expert.next_action()
+            assert advice == expert.next_action()
+            result = world.step("turn left" if turn in (1, 3, 4) else advice)
+            if result.terminated:
+                break
+        assert result.success
+
+
+def test_the_expert_speaks_the_high_grammar_on_many_levels():
+    world = world_of(
+        levels=["GoToRedBall", "PickupLoc", "OpenDoorLoc", "UnlockLocalDist", "PutNextLocalS6N4", "ActionObjDoor"], actions="high"
+    )
+    solved = 0
+    for task_id in range(24):
+        world.reset(task_id)
+        expert = world.expert()
+        for _ in range(80):
+            result = world.step(expert.next_action())
+            assert "invalid" not in result.observation
+            if result.terminated or result.truncated:
+                break
+        solved += result.success
+    assert solved >= 22
+
+
+def test_an_expert_that_cannot_says_so_and_one_that_hangs_is_stopped():
+    world = world_of(levels=["KeyInBox", "UnlockToUnlock"])
+
+    def advise(task_id):
+        world.reset(task_id)
+        expert = world.expert()
+        for _ in range(300):
+            world.step(expert.next_action())
+
+    with pytest.raises(ExpertFailed, match="BabyAIBot has no plan"):
+        advise(0)
+    with pytest.raises(TimeoutError):
+        asyncio.run(run_bounded(lambda: advise(2 * 4 + 1), 1.0))  # seed 4 of UnlockToUnlock: replan never returns
+    assert world.step("turn left").observation.startswith("see:")
+
+
+@pytest.mark.parametrize(("view", "actions"), GRAMMARS)
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(
+        st.one_of(st.text(max_size=40), st.from_regex(r"(go to|pickup|toggle and go through) [a-z]{3,6} (ball|door) \d{0,4}")), max_size=8
+    )
+)
+def test_junk_text_never_raises(view, actions, texts):
+    world = world_of(view=view, actions=actions)
+    world.reset(1)
+    for text in texts:
+        result = world.step(text)
+        assert isinstance(result.observation, str)
+        if result.terminated:
+            break
+
+
+def test_junk_changes_nothing_in_the_world():
+    world = world_of()
+    world.reset(5)
+    before = world.env.hash(), world.env.step_count
+    assert world.step("open sesame").observation.startswith("invalid action\nsee:")
+    assert (world.env.hash(), world.env.step_count) == before
+
+
+TRANSCRIPT = """
+import hashlib
+from envs.babyai import spec
+digest = hashlib.sha256()
+for options in ({"levels": "agentgym", "view": "agentgym", "actions": "high"}, {}):
+    world = spec(options).make()
+    for task_id in range(60):
+        text = world.reset(task_id)
+        digest.update(text.encode())
+        for action in ("turn left", "move forward", "go to red ball 1", "turn right", "move forward"):
+            result = world.step(action)
+            digest.update(result.observation.encode())
+            if result.terminated or result.truncated:
+                break
+print(digest.hexdigest())
+"""
+
+
+def test_equal_task_ids_give_equal_transcripts_in_two_processes():
+    def digest(hash_seed):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        return subprocess.run([sys.executable, "-c", TRANSCRIPT], env=environment, capture_output=True, check=True, timeout=60).stdout
+
+    first = digest("1")
+    assert len(first.strip()) == hashlib.sha256().digest_size * 2
+    assert first == digest("4711")
+
+
+def test_an_episode_does_not_depend_on_what_the_world_played_before():
+    fresh, used = world_of(levels="agentgym"), world_of(levels="agentgym")
+    actions = ["turn left", "move forward", "move forward", "turn right"]
+    play(used, 36, actions)
+    for task_id in (3, 35, 36, 75):
+        assert play(fresh, task_id, actions) == play(used, task_id, actions)
+        fresh = world_of(levels="agentgym")
+
+
+def test_a_picture_shows_the_state():
+    world = world_of()
+    world.reset(0)
+    media_type, data = world.render()
+    assert media_type == "image/png"
+    assert data.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": ["GoToObj"]}, "did you mean 'levels'"),
+        ({"view": "compat"}, "did you mean 'compact'"),
+        ({"actions": "lo"}, "did you mean 'low'"),
+        ({"reward": 1}, "known: binary, minigrid"),
+        ({"levels": ["GoToObjj"]}, "did you mean 'GoToObj'"),
+        ({"levels": []}, "expected"),
+        ({"levels": "all"}, "agentgym"),
+    ],
+)
+def test_wrong_options_name_the_nearest_known(options, message):
+    with pytest.raises(ValueError, match=message):
+        spec(options)
+
+
+@pytest.mark.parametrize("actions", ["low", "high"])
+def test_the_manual_agrees_with_the_grammar(actions):
+    manual = spec({"actions": actions}).instructions
+    for action in ("turn left", "turn right", "move forward", "pickup", "drop", "toggle"):
+        assert action in manual
+    assert ("go to red ball 1" in manual) == (actions == "high")

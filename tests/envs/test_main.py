@@ -1,0 +1,113 @@
+"""The command line of an environment server, as processes."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+SERVE = [sys.executable, "-m", "envs", "serve"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["babyay"], "unknown environment 'babyay'; did you mean 'babyai'?"),
+        (["babyai", "--options", "{"], "--options is not JSON"),
+        (["babyai", "--options", "[1]"], "--options must be a JSON object"),
+        (["babyai", "--options", '{"veiw": 1}'], "did you mean 'view'?"),
+        (["babyai", "--max-sessions", "0"], "not positive"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_code_2(arguments, message):
+    ended = subprocess.run([*SERVE, *arguments], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 2
+    assert message in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
+@contextlib.contextmanager
+def started(tmp_path, *arguments, **popen):
+    port_file = tmp_path / "port"
+    process = subprocess.Popen([*SERVE, "babyai", "--port-file", str(port_file), *arguments], stderr=subprocess.DEVNULL, **popen)
+    try:
+        wait_for(port_file.exists)
+        yield process, f"http://127.0.0.1:{port_file.read_text().strip()}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def call(url, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=5) as reply:
+        return json.loads(reply.read())
+
+
+def test_sigterm_lets_open_sessions_finish_and_then_ends_with_code_0(tmp_path):
+    with started(tmp_path, "--drain-timeout", "20") as (process, url):
+        session = call(f"{url}/create", {"request_key": "k", "task_id": 0})["session_id"]
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.4)
+        assert call(f"{url}/step", {"session_id": session, "turn": 1, "action": "turn left"})["turn"] == 1
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            call(f"{url}/create", {"request_key": "late", "task_id": 0})
+        call(f"{url}/close", {"session_id": session})
+        assert process.wait(5) == 0
+
+
+def test_ctrl_c_ends_at_once_with_code_130(tmp_path):
+    with started(tmp_path) as (process, url):
+        call(f"{url}/create", {"request_key": "k", "task_id": 0})
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 130
+
+
+def test_the_server_ends_when_its_owner_closes_the_pipe_even_with_open_sessions(tmp_path):
+    with started(tmp_path, "--owner-pipe", stdin=subprocess.PIPE) as (process, url):
+        call(f"{url}/create", {"request_key": "k", "task_id": 0})
+        process.stdin.close()
+        assert process.wait(5) == 0
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from agentgym.config import EnvConfig
+from agentgym.deploy.local import local_env
+with local_env(EnvConfig(), expert=False, log_path=Path(sys.argv[1])) as endpoints:
+    print(endpoints[0], flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_server_ends_within_seconds_of_its_owner_being_killed(tmp_path):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True)
+    try:
+        url = owner.stdout.readline().strip()
+        pid = call(f"{url}/info")["pid"]
+    finally:
+        owner.kill()
+        owner.wait()
+
+    def is_gone():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        with open(f"/proc/{pid}/stat") as stat:  # an orphan in a container without an init stays a zombie
+            return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+
+    wait_for(is_gone, seconds=5)

@@ -1,0 +1,403 @@
+"""The rules of the wire, on the real app and a simulator that counts what is done to it."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from envs.babyai import spec as babyai
+from envs.env import EnvSpec, ExpertFailed, StepResult
+from envs.server import ServerSettings, make_app
+from envs.wire import CreateReply, ErrorReply, InfoReply, ReadyReply, StepReply
+
+
+class Counter:
+    """Ends with success at the third action; `crash`, `slow`, `cut` do what they say."""
+
+    made = 0
+    closed = 0
+    acted = 0
+
+    def __init__(self):
+        type(self).made += 1
+        self.count = 0
+
+    def reset(self, task_id):
+        if task_id == 13:
+            raise RuntimeError("unlucky")
+        self.task_id = task_id
+        return f"task {task_id}"
+
+    def step(self, action):
+        type(self).acted += 1
+        self.count += 1
+        if action == "crash":
+            raise OSError("disk on fire")
+        if action == "slow":
+            time.sleep(0.2)
+        if action == "odd":
+            return StepResult("odd", 0.0, False, info={"not json": object()})
+        done = self.count == 3
+        return StepResult(f"{action} {self.count}", 1.0 if done else 0.0, done, truncated=action == "cut", success=done)
+
+    def render(self):
+        return "image/png", b"png"
+
+    def expert(self):
+        return self
+
+    def next_action(self):
+        if self.task_id == 7:
+            raise ExpertFailed("no idea")
+        while self.task_id == 8:
+            pass
+        return "onward"
+
+    def close(self):
+        type(self).closed += 1
+
+
+@asynccontextmanager
+async def serving(*, blocking=False, probe=("a",), make=None, **settings):
+    """(client, sessions, simulator class) of a running app."""
+    simulator = make or type("Fresh", (Counter,), {"made": 0, "closed": 0, "acted": 0})
+    spec = EnvSpec("counter", "count", simulator, {"x": 1}, probe, blocking)
+    app = make_app(spec, ServerSettings(**{"drain_timeout_s": 0.2, "expert_timeout_s": 0.2, **settings}))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://env") as client,
+    ):
+        for _ in range(100):
+            if app.state.sessions.ready or app.state.sessions.failure:
+                break
+            await asyncio.sleep(0.01)
+        yield client, app.state.sessions, simulator
+
+
+async def create(client, key="k", task_id=0):
+    reply = await client.post("/create", json={"request_key": key, "task_id": task_id})
+    return CreateReply.model_validate_json(reply.content).session_id if reply.status_code == 200 else refusal(reply)
+
+
+async def step(client, session_id, turn, action="go"):
+    return await client.post("/step", json={"session_id": session_id, "turn": turn, "action": action})
+
+
+def refusal(reply):
+    error = ErrorReply.model_validate_json(reply.content)
+    return reply.status_code, error.kind.value
+
+
+def run(test):
+    """Run `test(client, sessions, simulator)` on a server with the given settings."""
+
+    def with_settings(**settings):
+        async def main():
+            async with serving(**settings) as served:
+                await test(*served)
+
+        asyncio.run(main())
+
+    return with_settings
+
+
+def test_an_episode_from_create_to_close():
+    @run
+    async def test(client, sessions, simulator):
+        info = InfoReply.model_validate_json((await client.get("/info")).content)
+        assert (info.env, info.options, info.offers_expert, info.active_sessions) == ("counter", {"x": 1}, False, 0)
+        session = await create(client, task_id=5)
+        reply = StepReply.model_validate_json((await step(client, session, 1)).content)
+        assert (reply.turn, reply.observation, reply.reward, reply.terminated) == (1, "go 1", 0.0, False)
+        assert (await client.get("/observation", params={"session_id": session})).json() == {"turn": 1, "observation": "go 1"}
+        assert (await client.get("/render", params={"session_id": session})).json() == {"media_type": "image/png", "data": "cG5n"}
+        await step(client, session, 2)
+        last = StepReply.model_validate_json((await step(client, session, 3)).content)
+        assert (last.reward, last.terminated, last.success) == (1.0, True, True)
+        assert (await client.post("/close", json={"session_id": session})).json() == {"closed": True}
+        assert (await client.post("/close", json={"session_id": session})).json() == {"closed": False}
+        assert (await client.post("/close", json={"session_id": "never"})).json() == {"closed": False}
+        assert simulator.closed == simulator.made == 2  # one of them played the scripted episode
+
+    test()
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_request_key_opens_one_session_even_when_sent_many_times_at_once(blocking):
+    @run
+    async def test(client, sessions, simulator):
+        made = simulator.made
+        ids = await asyncio.gather(*(create(client, "same") for _ in range(8)))
+        assert len(set(ids)) == 1
+        assert simulator.made == made + 1
+        assert await create(client, "same", task_id=1) == (422, "bad_request")
+        assert await create(client, "other") != ids[0]
+        await client.post("/close", json={"session_id": ids[0]})
+        assert await create(client, "same") == (410, "session_gone")
+
+    test(blocking=blocking)
+
+
+def test_the_memory_of_closed_keys_is_bounded(monkeypatch):
+    monkeypatch.setattr("envs.sessions.REMEMBERED", 3)
+
+    @run
+    async def test(client, sessions, simulator):
+        for number in range(5):
+            await client.post("/close", json={"session_id": await create(client, f"k{number}")})
+        assert list(sessions._gone_keys) == ["k2", "k3", "k4"]
+        assert len(sessions._gone_ids) == 3
+
+    test()
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_repeated_turn_gets_the_stored_reply_and_never_acts_twice(blocking):
+    @run
+    async def test(client, sessions, simulator):
+        session = await create(client)
+        acted = simulator.acted
+        replies = await asyncio.gather(*(step(client, session, 1, action) for action in ("slow", "slow", "slow")))
+        assert len({reply.content for reply in replies}) == 1
+        again = await step(client, session, 1, "something else")
+        assert again.content == replies[0].content
+        assert simulator.acted == acted + 1
+
+    test(blocking=blocking)
+
+
+def test_a_gap_in_turns_is_refused_with_the_expected_one():
+    @run
+    async def test(client, sessions, simulator):
+        session = await create(client)
+        await step(client, session, 1)
+        await step(client, session, 2)
+        for turn in (1, 4):
+            reply = await step(client, session, turn)
+            assert refusal(reply) == (409, "turn_mismatch")
+            assert reply.json()["expected_turn"] == 3
+
+    test()
+
+
+@pytest.mark.parametrize("last", ["go", "cut"])
+def test_no_reward_can_be_had_after_the_end(last):
+    @run
+    async def test(client, sessions, simulator):
+        session = await create(client)
+        turn = 1
+        while True:
+            reply = await step(client, session, turn, last)
+            if reply.json()["terminated"] or reply.json()["truncated"]:
+                break
+            turn += 1
+        acted = simulator.acted
+        assert (await step(client, session, turn)).content == reply.content
+        assert refusal(await step(client, session, turn + 1)) == (410, "session_gone")
+        assert simulator.acted == acted
+
+    test()
+
+
+def test_a_crash_closes_its_session_and_leaves_the_others_alone():
+    @run
+    async def test(client, sessions, simulator):
+        first, second = await create(client, "a"), await create(client, "b")
+        for action in ("crash", "odd"):
+            reply = await step(client, first, 1, action)
+            assert refusal(reply) == (500, "env_crashed")
+            assert refusal(await step(client, first, 1)) == (410, "session_gone")
+            first = await create(client, action)
+        assert "disk on fire" not in reply.json()["message"]
+        assert (await step(client, second, 1)).status_code == 200
+        assert await create(client, "c", task_id=13) == (500, "env_crashed")
+        assert await create(client, "c", task_id=12) not in (first, second)  # a failed create does not use up its key
+
+    test()
+
+
+def test_idle_sessions_are_reaped_and_used_ones_are_not():
+    @run
+    async def test(client, sessions, simulator):
+        idle, used = await create(client, "idle"), await create(client, "used")
+        for _ in range(10):
+            await asyncio.sleep(0.06)
+            assert (await client.get("/observation", params={"session_id": used})).status_code == 200
+        assert refusal(await step(client, idle, 1)) == (410, "session_gone")
+        assert "env_sessions_reaped_total 1.0" in (await client.get("/metrics")).text
+
+    test(session_ttl_s=0.25)
+
+
+def test_a_full_server_says_when_to_come_back():
+    @run
+    async def test(client, sessions, simulator):
+        first = await create(client, "a")
+        reply = await client.post("/create", json={"request_key": "b", "task_id": 0})
+        assert refusal(reply) == (503, "full")
+        assert int(reply.headers["Retry-After"]) == reply.json()["retry_after_s"] == 1
+        assert await create(client, "a") == first
+        await client.post("/close", json={"session_id": first})
+        assert isinstance(await create(client, "b"), str)
+
+    test(max_sessions=1)
+
+
+def test_a_draining_server_refuses_new_sessions_and_lets_open_ones_finish():
+    @run
+    async def test(client, sessions, simulator):
+        session = await create(client)
+        draining = asyncio.create_task(sessions.drain())
+        await asyncio.sleep(0.05)
+        assert await create(client, "late") == (503, "draining")
+        assert refusal(await client.get("/readyz")) == (503, "draining")
+        assert (await step(client, session, 1)).status_code == 200
+        assert not draining.done()
+        await client.post("/close", json={"session_id": session})
+        await asyncio.wait_for(draining, 1)
+
+    test(drain_timeout_s=30.0)
+
+
+def test_draining_ends_at_its_deadline_and_closes_what_is_left():
+    async def main():
+        started = time.monotonic()
+        async with serving(drain_timeout_s=0.3) as (client, _, simulator):
+            await create(client)
+        return time.monotonic() - started, simulator
+
+    elapsed, simulator = asyncio.run(main())
+    assert 0.3 <= elapsed < 2
+    assert simulator.closed == simulator.made
+
+
+def test_a_server_is_ready_once_the_scripted_episode_has_passed():
+    @run
+    async def test(client, sessions, simulator):
+        assert ReadyReply.model_validate_json((await client.get("/readyz")).content).ready
+        sessions.ready = False
+        assert refusal(await client.get("/readyz")) == (503, "not_ready")
+        assert (await client.get("/healthz")).text == "ok"
+
+    test()
+
+
+def test_a_scripted_episode_that_fails_is_reported_and_never_ready():
+    @run
+    async def test(client, sessions, simulator):
+        reply = await client.get("/readyz")
+        assert refusal(reply) == (503, "env_crashed")
+        assert "disk on fire" in reply.json()["message"]
+
+    test(probe=("crash",))
+
+
+def test_the_expert_exists_only_where_it_was_asked_for():
+    @run
+    async def test(client, sessions, simulator):
+        reply = await client.post("/expert", json={"session_id": await create(client)})
+        assert refusal(reply) == (404, "bad_request")
+
+    test()
+
+
+def test_an_expert_that_fails_or_hangs_costs_an_error_and_not_the_session():
+    @run
+    async def test(client, sessions, simulator):
+        good, lost, hung = await create(client, "a", 1), await create(client, "b", 7), await create(client, "c", 8)
+        assert (await client.post("/expert", json={"session_id": good})).json() == {"action": "onward"}
+        reply = await client.post("/expert", json={"session_id": lost})
+        assert refusal(reply) == (500, "expert_failed")
+        assert "no idea" in reply.json()["message"]
+        asked = asyncio.create_task(client.post("/expert", json={"session_id": hung}))
+        await asyncio.sleep(0.05)
+        assert (await step(client, good, 1)).status_code == 200  # the server answers others meanwhile
+        reply = await asked
+        assert refusal(reply) == (500, "expert_failed")
+        assert "no answer within 0.2 s (task 8, turn 0)" in reply.json()["message"]
+        assert (await step(client, hung, 1)).status_code == 200
+
+    test(offer_expert=True)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status"),
+    [
+        ("/create", b"", 422),
+        ("/create", b"{", 422),
+        ("/create", b'{"request_key": "k", "task_id": -1}', 422),
+        ("/create", b'{"request_key": "k", "task_id": 0, "taskid": 1}', 422),
+        ("/create", b'{"request_key": "", "task_id": 0}', 422),
+        ("/step", b'{"session_id": "x", "turn": 0, "action": "a"}', 422),
+        ("/step", b'{"session_id": "x", "turn": 1}', 422),
+        ("/step", b'{"session_id": "x", "turn": 1, "action": "\\ud800"}', 422),
+        ("/step", b" " * 300_000, 422),
+        ("/close", b"[]", 422),
+        ("/nowhere", b"{}", 404),
+        ("/info", b"{}", 405),
+    ],
+)
+def test_every_bad_request_gets_a_typed_error(route, body, status):
+    @run
+    async def test(client, sessions, simulator):
+        assert refusal(await client.post(route, content=body)) == (status, "bad_request")
+
+    test()
+
+
+def test_unknown_sessions_and_missing_parameters_are_told_apart():
+    @run
+    async def test(client, sessions, simulator):
+        assert refusal(await step(client, "nobody", 1)) == (404, "unknown_session")
+        assert refusal(await client.get("/observation", params={"session_id": "nobody"})) == (404, "unknown_session")
+        assert refusal(await client.get("/render")) == (422, "bad_request")
+
+    test()
+
+
+def test_metrics_count_what_happened():
+    @run
+    async def test(client, sessions, simulator):
+        session = await create(client)
+        await step(client, session, 1)
+        await step(client, session, 1)
+        await step(client, session, 9)
+        text = (await client.get("/metrics")).text
+        for line in (
+            "env_sessions_active 1.0",
+            "env_sessions_created_total 1.0",
+            "env_steps_total 1.0",
+            'env_errors_total{kind="turn_mismatch"} 1.0',
+        ):
+            assert line in text.splitlines()
+        assert "env_step_seconds_bucket" in text
+
+    test()
+
+
+def test_a_fault_in_the_server_itself_is_not_a_success(monkeypatch):
+    @run
+    async def test(client, sessions, simulator):
+        monkeypatch.setattr(sessions, "info", lambda: 1 / 0)
+        assert refusal(await client.get("/info")) == (500, "env_crashed")
+
+    test()
+
+
+def test_babyai_is_served_with_its_options():
+    async def main():
+        app = make_app(babyai({"actions": "high"}), ServerSettings(drain_timeout_s=0.1, offer_expert=True))
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://env") as client,
+        ):
+            info = InfoReply.model_validate_json((await client.get("/info")).content)
+            assert info.options["actions"] == "high"
+            session = await create(client)
+            action = (await client.post("/expert", json={"session_id": session})).json()["action"]
+            assert action == "go to green key 1"
+            assert (await step(client, session, 1, action)).json()["success"] is True
+
+    asyncio.run(main())

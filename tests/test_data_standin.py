@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from agentgym.data import load_splits
+
+ROOT = Path(__file__).resolve().parents[1]
+DATASET = "data/AgentGym-RL-Data-ID"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_standin", ROOT / "data/make_standin.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git tracks of the data, after `dvc pull`."""
+    copy, home = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("home")
+    (copy / ".dvc").mkdir()
+    (copy / "data").mkdir()
+    for name in (".dvc/config", ".dvc/.gitignore", ".dvcignore", f"{DATASET}.dvc", "data/.gitignore"):
+        shutil.copy(ROOT / name, copy / name)
+    shutil.copytree(ROOT / "data/dvc-remote", copy / "data/dvc-remote")
+    subprocess.run(["git", "init", "-q"], cwd=copy, check=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "XDG_"))} | {
+        "HOME": str(home),
+        # a proxy that refuses: a pull that asked the network would fail
+        **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"),
+    }
+    command = [sys.executable, "-m", "dvc", "pull", "-q", f"{DATASET}.dvc"]
+    result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert list(home.iterdir()) == [], "DVC wrote to the home directory"
+    assert (copy / ".agentgym/dvc").is_dir(), "DVC's site cache belongs into the project"
+    return copy
+
+
+def test_dvc_pull_restores_the_dataset_in_a_fresh_clone(pulled: Path) -> None:
+    for env in ("babyai", "textcraft", "sciworld", "searchqa", "webarena"):
+        splits = load_splits(pulled / DATASET, env, validation_fraction=0.1, seed=0)
+        assert len(splits.test) >= 50
+
+
+def test_the_script_writes_exactly_what_is_tracked(pulled: Path, script: ModuleType, tmp_path: Path) -> None:
+    script.write(tmp_path)
+    written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.json")}
+    root = pulled / DATASET
+    assert written == {path.relative_to(root): path.read_bytes() for path in root.rglob("*.json")}
+    assert len(written) == 10
+
+
+def test_the_embedded_remote_holds_the_stand_in_and_nothing_else(pulled: Path) -> None:
+    objects = [path for path in (ROOT / "data/dvc-remote").rglob("*") if path.is_file()]
+    assert len(objects) == 11  # ten lists and the list of the folder
+    assert sum(path.stat().st_size for path in objects) < 300_000
+
+
+def test_babyai_has_items_for_the_pipeline_s_evaluation(pulled: Path) -> None:
+    splits = load_splits(pulled / DATASET, "babyai", validation_fraction=0.1, seed=0)
+    assert (len(splits.train) + len(splits.validation), len(splits.test)) == (1536, 600)
+    # two levels alternate by index: neither is rare in any prefix a run takes
+    for items in (splits.train, splits.validation[:64], splits.test[:512]):
+        assert 0.35 < sum(item.task_id % 2 for item in items) / len(items) < 0.65
+
+
+def test_indices_stay_in_each_environment_s_range(pulled: Path, script: ModuleType) -> None:
+    for env, (num_train, train_indices, num_eval, eval_indices) in script.SIZES.items():
+        for name, count, indices in (
+            (f"train/{env}_train.json", num_train, train_indices),
+            (f"eval/{env}_test.json", num_eval, eval_indices),
+        ):
+            ids = [row["item_id"] for row in json.loads((pulled / DATASET / name).read_text())]
+            assert len(ids) == len(set(ids)) == count
+            assert all(int(item_id.rpartition("_")[2]) in indices for item_id in ids)
