@@ -30,11 +30,18 @@ def _ragged_attention(
 ) -> tuple[Tensor, None]:
     layer = module.layer_idx
     assert isinstance(layer, int)
-    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return layout.attend(layer, *packed, scaling).unsqueeze(0), None
+    packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    return layout.attend(layer, packed[0], packed[1], packed[2], scaling).unsqueeze(0), None
 
 
 AttentionInterface.register(RAGGED, _ragged_attention)
+
+
+def require_ragged(model: Any) -> None:
+    """Errors: ValueError where the model would ignore the layout without a word."""
+    kind = model.config._attn_implementation
+    if kind != RAGGED:
+        raise ValueError(f"the model attends by {kind!r}, expected {RAGGED!r}; build it with attn_implementation=RAGGED")
 
 
 class PackedRows:

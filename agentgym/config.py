@@ -24,7 +24,7 @@ def _operational(default: Any, **constraints: Any) -> Any:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def semantic(self) -> dict[str, Any]:
         """The fields that change a result, as plain JSON types."""
@@ -165,6 +165,8 @@ class ValidationConfig(Section):
 
     every: NonNegativeInt = 5  # optimiser steps; 0: never
     num_items: PositiveInt = 64
+    max_turns: PositiveInt = 12
+    temperature: PositiveFloat = 1.0
 
 
 class RegistryConfig(Section):
@@ -210,18 +212,21 @@ class RunConfig(Section):
             raise ValueError(f"algorithm.recipe {self.algorithm.recipe!r} is unknown; known: {', '.join(sorted(RECIPES))}")
         if recipe.needs_groups and self.rollout.group_size < 2:
             raise ValueError(
-                f"rollout.group_size {self.rollout.group_size} leaves {self.algorithm.recipe} nothing to compare; use at least 2, or a recipe without groups"
+                f"rollout.group_size {self.rollout.group_size} leaves {self.algorithm.recipe} nothing to compare; "
+                "use at least 2, or a recipe without groups"
             )
-        longest = max(*self.horizon.max_turns, self.evaluation.max_turns)
+        longest = max(*self.horizon.max_turns, self.evaluation.max_turns, self.validation.max_turns)
         needed = longest * (self.rollout.max_new_tokens + self.rollout.observation_tokens)
         if needed > self.model.context_tokens:
             raise ValueError(
                 f"model.context_tokens {self.model.context_tokens} is too small for {longest} turns of rollout.max_new_tokens "
-                f"{self.rollout.max_new_tokens} + observation_tokens {self.rollout.observation_tokens} = {needed}; raise it or shorten the horizon"
+                f"{self.rollout.max_new_tokens} + observation_tokens {self.rollout.observation_tokens} = {needed}; "
+                "raise it or shorten the horizon"
             )
         if self.rollout.concurrency > self.env.max_sessions * max(1, len(self.env.endpoints)):
             raise ValueError(
-                f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions {self.env.max_sessions}; lower it or raise the other"
+                f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions {self.env.max_sessions}; "
+                "lower it or raise the other"
             )
         return self
 
@@ -259,7 +264,9 @@ def config_digest(semantic: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(semantic, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _read_tree(path: Path) -> dict[str, Any]:
+def _read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path.resolve() in extended_by:
+        raise ConfigError(f"{path} extends itself, by way of {', '.join(str(other) for other in extended_by)}; remove one `extends`")
     if not path.is_file():
         raise ConfigError(f"parameter file {path} does not exist; run from the project's root or name one with --params FILE")
     try:
@@ -269,7 +276,7 @@ def _read_tree(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
     base = tree.pop("extends", None)
-    return _merge(_read_tree(path.parent / str(base)), tree) if base is not None else tree
+    return tree if base is None else _merge(_read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -287,7 +294,7 @@ def _parse(text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    if isinstance(value, str):
+    if isinstance(value, str) and value == text:  # quoted text stays text
         try:
             return float(value)
         except ValueError:
@@ -311,7 +318,7 @@ def _first_line(error: ValidationError) -> str:
     path = ".".join(where)
     if problem["type"] == "extra_forbidden":
         known = _known_keys(where[:-1])
-        near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.6)
         hint = f"did you mean {'.'.join([*where[:-1], near[0]])}?" if near else f"known: {', '.join(known)}"
         return f"unknown key {path}; {hint}"
     if problem["type"] == "value_error":

@@ -96,13 +96,13 @@ class StepContext:
 
 def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
     """Gzipped JSON lines; equal trajectories give equal bytes."""
-    lines = "".join(json.dumps(trajectory.to_json(), ensure_ascii=False) + "\n" for trajectory in trajectories)
+    lines = "".join(json.dumps(trajectory.to_json()) + "\n" for trajectory in trajectories)
     return gzip.compress(lines.encode(), compresslevel=3, mtime=0)
 
 
 def decode_trajectories(data: bytes) -> list[Trajectory]:
     """The inverse of `encode_trajectories`."""
-    return [Trajectory.from_json(json.loads(line)) for line in gzip.decompress(data).decode().splitlines()]
+    return [Trajectory.from_json(json.loads(line)) for line in gzip.decompress(data).splitlines()]
 
 
 def now_ms() -> int:

@@ -27,7 +27,7 @@ class Bars:
             console=console,
         )
         self._task: TaskID | None = None
-        self._what, self._total, self._count, self._said_at = "", 0, 0, 0.0
+        self._what, self._note, self._total, self._count, self._said_at = "", "", 0, 0, 0.0
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -40,7 +40,7 @@ class Bars:
 
     def start(self, what: str, total: int) -> None:
         """A new bar of `total` units."""
-        self._what, self._total, self._count, self._said_at = what, total, 0, time.monotonic()
+        self._what, self._note, self._total, self._count, self._said_at = what, "", total, 0, time.monotonic()
         if self._console.is_terminal:
             self._task = self._bars.add_task(what, total=total, note="")
 
@@ -48,7 +48,8 @@ class Bars:
         """Without a terminal: a line every 20 s."""
         self._count += count
         if self._task is not None:
-            self._bars.update(self._task, advance=count, **({"note": note} if note else {}))
+            self._note = note or self._note
+            self._bars.update(self._task, advance=count, note=self._note)
         elif not self._console.is_terminal and time.monotonic() - self._said_at > PLAIN_EVERY_S:
             self._said_at = time.monotonic()
             self._console.print(f"  {self._what}: {self._count}/{self._total} {note}", highlight=False)

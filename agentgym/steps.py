@@ -56,8 +56,11 @@ class Outcome:
 
 def steps_of(cfg: RunConfig) -> dict[str, Step]:
     """Every step of a run in an order that respects parents."""
-    environment = ("seed", "deterministic", "env", "model", "rollout")
-    training = (*environment, "algorithm", "optimiser", "horizon", "validation", "evaluation.max_turns", "evaluation.temperature")
+    model = ("seed", "deterministic", "env", "model")
+    episodes = ("rollout.max_new_tokens", "rollout.system_prompt", "rollout.action_format")
+    demonstrations = (*model, "warm_start", "rollout.system_prompt")
+    training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation")
+    evaluation = ("deterministic", "env", "model.context_tokens", *episodes, "evaluation")
     env_source = f"envs.{cfg.env.name}"
     env_modules = ("envs.server", *((env_source,) if _is_module(env_source) else ()))
     table: dict[str, Step] = {}
@@ -82,23 +85,21 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
 
         parents = ("prepare", checkpoint, *((baseline,) if baseline else ()))
         name = f"evaluate-{checkpoint}"
-        return add(name, title, parents, (*environment, "evaluation"), ("agentgym.evaluation.evaluate", *env_modules), run, headline)
+        return add(name, title, parents, evaluation, ("agentgym.evaluation.evaluate", *env_modules), run, headline)
 
     add("prepare", "prepare data", (), ("seed", "data", "env"), ("agentgym.data",), _prepare)
     current = add(
         "initialise",
         "demonstrations and initial model",
         ("prepare",),
-        (*environment, "warm_start"),
+        demonstrations,
         ("agentgym.training.sft", *env_modules),
         _initialise,
     )
     baseline = None
     if cfg.warm_start.enabled:
         add_evaluation(current, "evaluate the untrained model", None, headline=False)
-        current = add(
-            "warm-start", "warm start (SFT)", ("initialise",), (*environment, "warm_start"), ("agentgym.training.sft",), _warm_start
-        )
+        current = add("warm-start", "warm start (SFT)", ("initialise",), demonstrations, ("agentgym.training.sft",), _warm_start)
     baseline = add_evaluation(current, "evaluate the warm start" if cfg.warm_start.enabled else "evaluate the initial model", None)
     spans = stages(cfg.horizon)
     for stage in spans:
@@ -200,13 +201,14 @@ def run_step(
     if missing:
         raise ConfigError(f"step {name} needs {', '.join(missing)} first; run `agentgym step {missing[0]}`")
     if name in done:
-        store.verify(done[name])
-        deliver(cfg, store, step, done[name])
+        confirm(cfg, store, step, done[name])
         return Outcome(step, done[name], "done")
     parents = {parent: done[parent] for parent in step.parents}
     key = key_of(step, cfg, done)
     with store.open(name, key) as writer:
         head = writer.head
+        if head is not None and head.done:  # another process was faster
+            return Outcome(step, head, "done")
         for manifest in (*parents.values(), *((head,) if head else ())):
             store.verify(manifest)
         ctx = StepContext(
@@ -223,6 +225,12 @@ def run_step(
         logger.info("step %s (%s): %s", name, key[:12], f"resumes after commit {head.seq}" if head else "starts")
         manifest = step.run(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
+
+
+def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
+    """A finished step is only as good as its bytes: verify them, and bring MLflow up to date. Errors: DigestMismatch."""
+    store.verify(manifest)
+    deliver(cfg, store, step, manifest)
 
 
 @contextlib.contextmanager

@@ -119,4 +119,6 @@ def _intervals(summary: dict[str, Interval]) -> dict[str, Any]:
 
 
 def _plain(values: Array) -> Any:
-    return np.where(np.isnan(values), None, values.astype(object)).tolist()
+    plain = values.astype(object)
+    plain[np.isnan(values)] = None
+    return plain.tolist()

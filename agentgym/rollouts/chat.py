@@ -15,6 +15,7 @@ _PROBE = [
     {"role": "assistant", "content": "probe four"},
     {"role": "user", "content": "probe five"},
 ]
+_REASONING = "<think>\nprobe thought\n</think>\n\n"  # what some templates strip from earlier turns
 
 
 class ChatRenderer:
@@ -29,9 +30,11 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._check_append_only()
         specials = sorted(map(re.escape, tokenizer.get_added_vocab()), key=len, reverse=True)
+        if not specials:
+            raise ValueError("the tokenizer has no special tokens; an assistant turn must end with one that the policy can sample")
         self._special = re.compile(f"({'|'.join(specials)})")
         opening = self._template(_PROBE[:1])
-        following = self._template(_PROBE[:3])[len(self._template(_PROBE[:1])) :]
+        following = self._template(_PROBE[:3])[len(opening) :]
         self._opening = self._around(opening, "probe one")
         self._turn_end, self._next_opening = self._around(following.removeprefix("probe two"), "probe three")
         stop_text = self._special.match(self._turn_end)
@@ -49,8 +52,8 @@ class ChatRenderer:
             return self._encode(before, observation, after)
         messages = [{"role": "system", "content": "probe system"}, _PROBE[0]]
         text = self._template(messages)
-        before, rest = text.split("probe system")
-        middle, after = rest.split("probe one")
+        before, rest = self._around(text, "probe system")
+        middle, after = self._around(rest, "probe one")
         return [*self._encode(before, system, ""), *self._encode(middle, observation, after)]
 
     def bridge(self, observation: str, *, stopped: bool) -> list[int]:
@@ -101,10 +104,11 @@ class ChatRenderer:
     def _check_append_only(self) -> None:
         if not self._tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; use an instruction-tuned model or set one")
-        rendered = [self._template(_PROBE[:count]) for count in (1, 3, 5)]
-        for earlier, later in zip(rendered, rendered[1:], strict=False):
-            if not later.startswith(earlier):
-                raise ValueError(
-                    "the chat template rewrites earlier turns when the conversation grows; "
-                    "training ids would differ from sampled ids. Use a template that only appends"
-                )
+        for reasoning in ("", _REASONING):
+            probe = [{**m, "content": reasoning + m["content"]} if m["role"] == "assistant" else m for m in _PROBE]
+            for count in (1, 3):
+                if not self._template(probe[: count + 2]).startswith(self._template(probe[:count]) + probe[count]["content"]):
+                    raise ValueError(
+                        f"the chat template rewrites earlier turns{' that hold reasoning' if reasoning else ''} when the conversation "
+                        "grows; training ids would differ from sampled ids. Use a template that only appends"
+                    )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from agentgym.rollouts.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError, EnvPool
 from agentgym.rollouts.episode import Episode, EpisodeSettings, run_episode
-from agentgym.types import Completion, Item, Policy, Sampling, Status, Trajectory
+from agentgym.types import Completion, Item, Policy, SampleKey, Sampling, Status, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -20,44 +22,60 @@ class RolloutError(RuntimeError):
 
 
 class Lockstep:
-    """Releases `generate` calls only when every live episode waits in one, in canonical order.
+    """Lets `num_live` episodes go on only when every one of them waits here, in canonical order.
 
     The engine's batches then depend on the episodes alone, never on which environment answered first.
     """
 
-    def __init__(self, policy: Policy, num_live: int) -> None:
-        self._policy, self._live = policy, num_live
-        self._waiting: list[tuple[Sampling, list[int], asyncio.Future[Completion]]] = []
+    def __init__(self, num_live: int) -> None:
+        self._live = num_live
+        self._waiting: list[tuple[SampleKey, asyncio.Future[None]]] = []
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sampling, prompt_ids, future))
-        self._release()
-        return await future
-
-    async def publish(self, weights: dict[str, object], version: int) -> None:
-        await self._policy.publish(weights, version)
+    async def wait(self, key: SampleKey) -> None:
+        """Return when all live episodes wait, in the order of their keys."""
+        loop = asyncio.get_running_loop()
+        entry = (key, loop.create_future())
+        self._waiting.append(entry)
+        loop.call_soon(self._release)  # not now: the last to come must not overtake those that wait
+        try:
+            await entry[1]
+        finally:
+            if entry in self._waiting:  # cancelled
+                self._waiting.remove(entry)
 
     def leave(self) -> None:
         """An episode has ended."""
         self._live -= 1
-        self._release()
+        asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
-        if not self._waiting or len(self._waiting) < self._live:
+        if len(self._waiting) < self._live:
             return
-        wave, self._waiting = sorted(self._waiting, key=lambda call: call[0].key), []
-        self._tasks = [asyncio.create_task(self._forward(*call)) for call in wave]
+        wave, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
+        for _, future in wave:
+            if not future.done():  # cancelled
+                future.set_result(None)  # wakes the waiting in this order
 
-    async def _forward(self, sampling: Sampling, prompt_ids: list[int], future: asyncio.Future[Completion]) -> None:
-        try:
-            result = await self._policy.generate(prompt_ids, sampling)
-        except Exception as error:  # handed on to the episode that asked
-            if not future.done():
-                future.set_exception(error)
-        else:
-            if not future.done():
-                future.set_result(result)
+
+@dataclass(frozen=True, slots=True)
+class _InStep:
+    """A policy whose calls wait for the other episodes first. Waiting does not count against the episode's own deadline:
+    one that hangs would otherwise take all of them with it."""
+
+    policy: Policy
+    barrier: Lockstep
+    deadline: asyncio.Timeout
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        loop, ends_at = asyncio.get_running_loop(), self.deadline.when()
+        began = loop.time()
+        self.deadline.reschedule(None)
+        await self.barrier.wait(sampling.key)
+        self.deadline.reschedule(None if ends_at is None else ends_at + loop.time() - began)
+        return await self.policy.generate(prompt_ids, sampling)
+
+    async def publish(self, weights: dict[str, Any], version: int) -> None:
+        await self.policy.publish(weights, version)
 
 
 async def collect(
@@ -85,21 +103,22 @@ async def collect(
     nonce = uuid.uuid4().hex  # request keys of an earlier, killed attempt at this step must not be met again
     slots = asyncio.Semaphore(concurrency)
 
-    async def one(item: Item, sample: int, using: Policy) -> Trajectory:
+    async def one(item: Item, sample: int, barrier: Lockstep | None) -> Trajectory:
         for attempt in range(1, max_attempts + 1):
             request_key = f"{nonce}-{settings.step}-{item.item_id}-{sample}-{attempt}"
-            trajectory = await _attempt(item, sample, attempt, request_key, using)
+            trajectory = await _attempt(item, sample, attempt, request_key, barrier)
             if trajectory.status.is_valid:
                 break
             logger.warning("episode %s sample %d attempt %d/%d: %s", item.item_id, sample, attempt, max_attempts, trajectory.error)
         progress(1)
         return trajectory
 
-    async def _attempt(item: Item, sample: int, attempt: int, request_key: str, using: Policy) -> Trajectory:
+    async def _attempt(item: Item, sample: int, attempt: int, request_key: str, barrier: Lockstep | None) -> Trajectory:
         episode = Episode(item, sample, settings, first_observation="")
         try:
-            async with asyncio.timeout(episode_timeout_s), pool.session(item, request_key) as session:
+            async with asyncio.timeout(episode_timeout_s) as deadline, pool.session(item, request_key) as session:
                 episode.first_observation = session.observation
+                using = policy if barrier is None else _InStep(policy, barrier, deadline)
                 status = await run_episode(using, session, renderer, episode)
         except EnvError as error:
             return episode.finish(Status.ENV_ERROR, num_attempts=attempt, error=str(error))
@@ -109,7 +128,7 @@ async def collect(
 
     async def free(item: Item, sample: int) -> Trajectory:
         async with slots:
-            return await one(item, sample, policy)
+            return await one(item, sample, None)
 
     async def in_step(item: Item, sample: int, barrier: Lockstep) -> Trajectory:
         try:
@@ -121,7 +140,7 @@ async def collect(
     if deterministic:
         for first in range(0, len(admitted), concurrency):
             wave = admitted[first : first + concurrency]
-            barrier = Lockstep(policy, len(wave))
+            barrier = Lockstep(len(wave))
             trajectories += await _all([in_step(item, sample, barrier) for item, sample in wave])
     else:
         trajectories = await _all([free(item, sample) for item, sample in admitted])
@@ -134,9 +153,9 @@ async def collect(
     return trajectories
 
 
-async def _all(coroutines: Sequence[object]) -> list[Trajectory]:
+async def _all(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
     """Results in order; the first failure cancels the rest and is raised as itself."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]  # type: ignore[call-overload]
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -100,9 +100,9 @@ async def run_episode(policy: Policy, session: OpenSession, renderer: ChatRender
     """Play until the environment ends the task, the horizon or the context is used up."""
     settings = episode.settings
     episode.read(renderer.start(session.observation, settings.system))
+    if len(episode.input_ids) + settings.max_new_tokens > settings.context_tokens:
+        return Status.MAX_TOKENS
     for turn in range(settings.max_turns):
-        if len(episode.input_ids) + settings.max_new_tokens > settings.context_tokens:
-            return Status.MAX_TOKENS
         key = SampleKey(settings.seed, settings.step, episode.item.item_id, episode.sample, turn)
         began = time.perf_counter()
         completion = await policy.generate(list(episode.input_ids), Sampling(key, settings.temperature, settings.max_new_tokens))
@@ -118,7 +118,10 @@ async def run_episode(policy: Policy, session: OpenSession, renderer: ChatRender
             episode.success = reply.success
             return Status.TERMINATED
         if turn + 1 < settings.max_turns:
-            episode.read(renderer.bridge(reply.observation, stopped=completion.stop_reason == "stop"))
+            following = renderer.bridge(reply.observation, stopped=completion.stop_reason == "stop")
+            if len(episode.input_ids) + len(following) + settings.max_new_tokens > settings.context_tokens:
+                return Status.MAX_TOKENS  # without the observation nobody will answer: a trajectory never exceeds the context
+            episode.read(following)
     return Status.MAX_TURNS
 
 

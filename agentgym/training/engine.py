@@ -127,7 +127,7 @@ def open_pool(cfg: RunConfig, endpoints: Sequence[str], *, allow_expert: bool) -
         pool = EnvPool(endpoints, request_timeout_s=cfg.env.request_timeout_s)
         runner.run(pool.__aenter__())
         try:
-            runner.run(check_endpoints(pool, expect_env=cfg.env.name, allow_expert=allow_expert))
+            runner.run(check_endpoints(pool, expect_env=cfg.env.name, allow_expert=allow_expert, expect_options=cfg.env.options))
             yield pool, runner
         finally:
             runner.run(pool.__aexit__(None, None, None))

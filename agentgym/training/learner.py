@@ -17,7 +17,7 @@ from agentgym.algorithms.advantages import ADVANTAGES
 from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.losses import LOSSES, aggregation_weights, importance_weights, mismatch
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.attention import PackedRows
+from agentgym.attention import PackedRows, require_ragged
 from agentgym.config import AlgorithmConfig, OptimiserConfig
 
 MICRO_BATCH_TOKENS = 16_384  # tokens of one forward and backward
@@ -43,12 +43,14 @@ class Learner:
     """Holds the trained weights and the optimiser's state."""
 
     def __init__(self, model: Any, config: OptimiserConfig, *, total_steps: int) -> None:
+        require_ragged(model)
         self.model = model.train()
         self._config, self._total_steps = config, total_steps
         self._optimiser = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
 
     def action_logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(log-probabilities, entropies) of every action token, [n] each, at the temperature it was sampled at."""
+        assert not batch.action_mask[batch.starts[:-1]].any(), "a row's first token has nothing before it that could have sampled it"
         layout = PackedRows(batch.starts)
         decoder, head = self.model.get_decoder(), self.model.get_output_embeddings()
         hidden = decoder(
@@ -64,7 +66,7 @@ class Learner:
             checkpoint(head_logprobs, hidden[chunk - 1], batch.input_ids[chunk], use_reentrant=False)
             if len(positions) > HEAD_CHUNK_TOKENS
             else head_logprobs(hidden[chunk - 1], batch.input_ids[chunk])
-            for chunk in positions.split(HEAD_CHUNK_TOKENS)
+            for chunk in torch.split(positions, HEAD_CHUNK_TOKENS)
         ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
@@ -165,7 +167,7 @@ class Learner:
         for name, parameter in self.model.named_parameters():
             for key, value in self._optimiser.state.get(parameter, {}).items():
                 tensors[f"{name}:{key}"] = value.contiguous()
-        return save_safetensors(tensors)
+        return bytes(save_safetensors(tensors))
 
     def load_optimiser(self, blob: bytes) -> None:
         """The inverse of `optimiser_blob`, for a model of the same parameters."""

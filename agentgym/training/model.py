@@ -112,16 +112,17 @@ def load_weights(model: Any, weights: dict[str, Tensor]) -> None:
     own = dict(model.named_parameters())
     if own.keys() != weights.keys():
         raise ValueError(f"weights do not fit the model: parameters {sorted(own.keys() ^ weights.keys())[:3]} are on one side only")
+    for name, parameter in own.items():  # all of them before the first is copied: never half a model
+        if parameter.shape != weights[name].shape:
+            raise ValueError(f"weights do not fit the model: {name} is {tuple(weights[name].shape)}, expected {tuple(parameter.shape)}")
     with torch.no_grad():
         for name, parameter in own.items():
-            if parameter.shape != weights[name].shape:
-                raise ValueError(f"weights do not fit the model: {name} is {tuple(weights[name].shape)}, expected {tuple(parameter.shape)}")
             parameter.copy_(weights[name])
 
 
 def weights_blob(model: Any) -> bytes:
     """Safetensors bytes; equal weights give equal bytes."""
-    return save_safetensors({name: tensor.contiguous() for name, tensor in weights_of(model).items()})
+    return bytes(save_safetensors({name: tensor.contiguous() for name, tensor in weights_of(model).items()}))
 
 
 def tokenizer_files(tokenizer: Any) -> TokenizerFiles:

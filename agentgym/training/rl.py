@@ -64,8 +64,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                     splits.validation[: cfg.validation.num_items],
                     num_samples=1,
                     step=step,
-                    max_turns=cfg.evaluation.max_turns,
-                    temperature=cfg.evaluation.temperature,
+                    max_turns=cfg.validation.max_turns,
+                    temperature=cfg.validation.temperature,
                     seed=cfg.seed,
                 )
                 metrics["validation/success"] = rollout_metrics(validation)["rollout/success"]

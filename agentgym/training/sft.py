@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from agentgym.algorithms.batch import to_batch
 from agentgym.context import StepContext, decode_trajectories, encode_trajectories, now_ms
 from agentgym.data import splits_from_json
 from agentgym.rollouts.chat import ChatRenderer
-from agentgym.rollouts.client import EnvPool
+from agentgym.rollouts.client import EnvError, EnvPool
 from agentgym.rollouts.episode import Episode, EpisodeSettings
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
@@ -33,11 +33,13 @@ def initialise(ctx: StepContext) -> Manifest:
     cfg = ctx.cfg
     splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
     texts: list[_TextEpisode] = []
+    system = ""
     if cfg.warm_start.enabled:
         order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len(splits.train))
         items = [splits.train[index] for index in order[: cfg.warm_start.num_demos]]
         ctx.progress.start("expert demonstrations", len(items))
         with ctx.environment(True) as endpoints, open_pool(cfg, endpoints, allow_expert=True) as (pool, runner):
+            system = runner.run(pool.info())[0].instructions if cfg.rollout.system_prompt else ""
             texts = runner.run(_demonstrate(pool, items, cfg.rollout.concurrency, cfg.rollout.episode_timeout_s, ctx.progress.advance))
     if cfg.model.source == "hub":
         model, tokenizer = load_hub(cfg.model)
@@ -48,8 +50,10 @@ def initialise(ctx: StepContext) -> Manifest:
         tokenizer = train_tokenizer((text for episode in texts for text in episode.texts()), cfg.model.vocab_size)
         model = new_model(cfg.model, vocab_size=len(tokenizer), eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id, seed=cfg.seed)
     checkpoint = new_checkpoint(model, tokenizer)
-    demos = [episode.tokenise(checkpoint.renderer, _settings(ctx)) for episode in texts]
+    demos = [episode.tokenise(checkpoint.renderer, _settings(ctx, system)) for episode in texts]
     success = sum(demo.success for demo in demos) / len(demos) if demos else 0.0
+    if demos and not success:
+        raise ValueError(f"the expert of {cfg.env.name} solved none of {len(demos)} tasks; nothing to start from. Check env.options")
     return ctx.commit(
         done=True,
         state={"global_step": 0},
@@ -121,6 +125,7 @@ class _TextEpisode:
 
     def tokenise(self, renderer: ChatRenderer, settings: EpisodeSettings) -> Trajectory:
         """The ids a policy would have produced, had it played this."""
+        settings = replace(settings, max_turns=max(1, len(self.steps)))
         episode = Episode(self.item, 0, settings, self.first_observation, success=self.success, timing={})
         episode.read(renderer.start(self.first_observation, settings.system))
         for index, (action, observation, reward) in enumerate(self.steps):
@@ -133,7 +138,7 @@ class _TextEpisode:
         return episode.finish(Status.TERMINATED)
 
 
-def _settings(ctx: StepContext) -> EpisodeSettings:
+def _settings(ctx: StepContext, system: str) -> EpisodeSettings:
     rollout = ctx.cfg.rollout
     return EpisodeSettings(
         seed=ctx.cfg.seed,
@@ -142,13 +147,17 @@ def _settings(ctx: StepContext) -> EpisodeSettings:
         temperature=1.0,
         max_new_tokens=rollout.max_new_tokens,
         context_tokens=ctx.cfg.model.context_tokens,
+        system=system,
     )
 
 
 async def _demonstrate(
     pool: EnvPool, items: Sequence[Item], concurrency: int, timeout_s: float, progress: Callable[[int], None]
 ) -> list[_TextEpisode]:
-    """One expert episode of each item, in the items' order. Errors: EnvError, TimeoutError."""
+    """One expert episode of each item, in the items' order; where the expert gives up it ends without success.
+
+    Errors: EnvError, TimeoutError.
+    """
     nonce = uuid.uuid4().hex
     slots = asyncio.Semaphore(concurrency)
 
@@ -156,7 +165,13 @@ async def _demonstrate(
         async with slots, asyncio.timeout(timeout_s), pool.session(item, f"{nonce}-{item.item_id}") as session:
             episode = _TextEpisode(item, session.observation)
             while True:
-                action = await session.expert()
+                try:
+                    action = await session.expert()
+                except EnvError as error:
+                    if error.kind != "expert_failed":
+                        raise
+                    progress(1)  # a task beyond the expert: counted, not learned from
+                    return episode
                 reply = await session.step(action)
                 episode.steps.append((action, reply.observation, reply.reward))
                 if reply.terminated or reply.truncated:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentgym.attention import CachedRows, KeyValueCache, PackedRows
+from agentgym.attention import CachedRows, KeyValueCache, PackedRows, require_ragged
 from agentgym.training.model import load_weights
 from agentgym.types import Completion, SampleKey, Sampling
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -28,13 +32,12 @@ class _Slot:
     used_at: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # two requests may ask the same thing
 class _Request:
     prompt: list[int]
     sampling: Sampling
     uniforms: np.ndarray[Any, np.dtype[np.float64]]
     done: asyncio.Future[Completion]
-    version: int
     slot: int = -1
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -45,6 +48,7 @@ class TorchPolicy:
 
     def __init__(self, model: Any, *, stop_id: int, num_slots: int, context_tokens: int) -> None:
         """model: built with RAGGED attention. num_slots: rows decoded together; more requests wait their turn."""
+        require_ragged(model)
         self._model = model.eval()
         config = model.config
         like = next(model.parameters())
@@ -61,14 +65,17 @@ class TorchPolicy:
         self._waiting: list[_Request] = []
         self._active: list[_Request] = []
         self._pump: asyncio.Task[None] | None = None
+        self._num_publishing = 0
         self._clock = 0
         self.version = 0
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """One action: until the stop token or `max_new_tokens`.
 
-        Errors: ValueError where prompt and action cannot fit the context.
+        Errors: ValueError where prompt and action cannot fit the context; RuntimeError where the engine itself fails.
         """
+        if not prompt_ids or sampling.max_new_tokens < 1:
+            raise ValueError(f"nothing to sample from {len(prompt_ids)} prompt tokens with max_new_tokens {sampling.max_new_tokens}")
         if len(prompt_ids) + sampling.max_new_tokens > self._context:
             raise ValueError(
                 f"prompt of {len(prompt_ids)} tokens + max_new_tokens {sampling.max_new_tokens} exceeds the context of {self._context}"
@@ -78,7 +85,6 @@ class TorchPolicy:
             sampling,
             _uniforms(sampling.key, sampling.max_new_tokens),
             asyncio.get_running_loop().create_future(),
-            self.version,
         )
         self._waiting.append(request)
         if self._pump is None or self._pump.done():
@@ -89,18 +95,21 @@ class TorchPolicy:
             self._drop(request)
 
     async def publish(self, weights: dict[str, Tensor], version: int) -> None:
-        """Replace the weights between turns: waits for running actions, forgets every cached key and value.
+        """Replace the weights between turns: running actions end, later ones wait, every cached key and value is forgotten.
 
-        Errors: ValueError where a version does not grow or the weights do not fit.
+        Errors: ValueError where a version does not grow or the weights do not fit; the engine then goes on as before.
         """
-        if version <= self.version and version != 0:
-            raise ValueError(f"weight versions must grow: engine holds {self.version}, got {version}")
-        while self._active or self._waiting:
-            await asyncio.sleep(0)
-        load_weights(self._model, weights)
-        for slot in self._slots:
-            slot.ids, slot.owner = [], None
-        self.version = version
+        self._num_publishing += 1
+        try:
+            while self._active:  # noqa: ASYNC110 - each pass lets the engine do one forward
+                await asyncio.sleep(0)
+            if version <= self.version and not version == self.version == 0:
+                raise ValueError(f"weight versions must grow: engine holds {self.version}, got {version}")
+            load_weights(self._model, weights)
+            self._forget()
+            self.version = version
+        finally:
+            self._num_publishing -= 1
 
     @torch.inference_mode()
     def score(self, rows: list[list[int]]) -> list[Tensor]:
@@ -110,7 +119,7 @@ class TorchPolicy:
         ids = torch.tensor([token for row in rows for token in row])
         logits = self._model(input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout).logits[0].float()
         scores = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0]
-        return [scores[int(a) : int(b) - 1].clone() for a, b in zip(starts, starts[1:], strict=False)]
+        return [scores[int(a) : int(b) - 1].clone() for a, b in pairwise(starts)]
 
     async def _run(self) -> None:
         try:
@@ -119,16 +128,24 @@ class TorchPolicy:
                 self._step()
                 await asyncio.sleep(0)  # let replies of environments in
         except Exception as error:
+            logger.exception("engine failed with %d requests running and %d waiting", len(self._active), len(self._waiting))
             # whoever waits must hear of it; a silent engine is a hang
             for request in [*self._active, *self._waiting]:
                 if not request.done.done():
-                    request.done.set_exception(RuntimeError(f"engine failed: {type(error).__name__}: {error}"))
+                    failure = RuntimeError(f"engine failed: {type(error).__name__}: {error}")
+                    failure.__cause__ = error
+                    request.done.set_exception(failure)
             self._active, self._waiting = [], []
-            raise
+            self._forget()
+
+    def _forget(self) -> None:
+        """Every slot is free and holds nothing."""
+        for slot in self._slots:
+            slot.ids, slot.owner, slot.busy = [], None, False
 
     def _admit(self) -> None:
         """Give waiting requests a slot: the episode's own where it still has one, else the longest unused."""
-        while self._waiting and len(self._active) < len(self._slots):
+        while self._waiting and not self._num_publishing and len(self._active) < len(self._slots):
             request = self._waiting.pop(0)
             owner = request.sampling.key._replace(turn=0)
             free = [index for index, slot in enumerate(self._slots) if not slot.busy]
@@ -167,9 +184,9 @@ class TorchPolicy:
             request.ids.append(token)
             request.logprobs.append(logprob)
             if token == self._stop_id or len(request.ids) == request.sampling.max_new_tokens:
-                reason = "stop" if token == self._stop_id else "length"
+                reason: Literal["stop", "length"] = "stop" if token == self._stop_id else "length"
                 if not request.done.done():
-                    request.done.set_result(Completion(tuple(request.ids), tuple(request.logprobs), reason, request.version))  # type: ignore[arg-type]
+                    request.done.set_result(Completion(tuple(request.ids), tuple(request.logprobs), reason, self.version))
                 self._drop(request)
 
     def _drop(self, request: _Request) -> None:

@@ -1,0 +1,130 @@
+"""The `agentgym` command. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from agentgym.defaults import set_process_defaults
+
+set_process_defaults()
+
+from agentgym.config import ConfigError, RunConfig, load_config  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is resumable)."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    run: Callable[[RunConfig, argparse.Namespace], int] = arguments.run
+    try:
+        return run(load_config(arguments.params, arguments.set or ()), arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last commit", file=sys.stderr)
+        return 130
+    except Exception as error:  # the last resort of a command; -v shows where
+        print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
+        if arguments.verbose:
+            raise
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--params", default="params.yaml", help="parameter file (default: params.yaml)")
+    common.add_argument("--set", action="append", metavar="key.path=value", help="over the parameter file; may be repeated")
+    common.add_argument("-v", "--verbose", action="store_true")
+    parser = argparse.ArgumentParser(prog="agentgym", description="Multi-turn reinforcement learning as a pipeline you can trust.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    step = commands.add_parser("step", parents=[common], help="one step of the pipeline, as dvc.yaml runs it")
+    step.add_argument("name")
+    step.add_argument("--out", type=Path, help="also write a pointer to the result (URI, digest, numbers) to this file")
+    step.set_defaults(run=_step)
+
+    plan = commands.add_parser("plan", parents=[common], help="what would run, resume or be skipped, and why")
+    plan.add_argument("--json", action="store_true")
+    plan.set_defaults(run=_plan)
+
+    audit = commands.add_parser("audit", parents=[common], help="is a run what it says it is")
+    audit.add_argument("run_name", nargs="?", metavar="RUN", help="the run's name, r and 12 hex digits (default: the configured one)")
+    audit.add_argument("--episodes", type=int, default=32, help="logged episodes to replay and rescore per step")
+    audit.add_argument("--json", action="store_true")
+    audit.set_defaults(run=_audit)
+
+    data = commands.add_parser("data", help="the dataset").add_subparsers(required=True, metavar="COMMAND")
+    validate = data.add_parser("validate", parents=[common], help="check files, schema, splits and leakage")
+    validate.set_defaults(run=_validate)
+    return parser
+
+
+def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from agentgym.progress import Bars
+    from agentgym.steps import open_store, pointer, run_step
+
+    with Bars(Console(stderr=True)) as bars:
+        outcome = run_step(arguments.name, cfg, progress=bars)
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = arguments.out.with_name(f".{arguments.out.name}.{os.getpid()}")
+        temporary.write_text(pointer(open_store(cfg), outcome) + "\n")
+        temporary.replace(arguments.out)
+    print(f"{arguments.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
+    return 0
+
+
+def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.plan import plan
+    from agentgym.steps import run_key
+
+    steps = plan(cfg)
+    if arguments.json:
+        print(json.dumps({"run": f"r{run_key(cfg)[:12]}", "steps": [step.to_json() for step in steps]}, indent=1))
+        return 0
+    print(f"run r{run_key(cfg)[:12]}")
+    for step in steps:
+        print(f"  {step.action:<7}{step.name:<22}{step.why}")
+    return 0
+
+
+def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from agentgym.audit import audit
+    from agentgym.progress import Bars
+
+    with Bars(Console(stderr=True)) as bars:
+        report = audit(cfg, run=arguments.run_name, num_episodes=arguments.episodes, progress=bars)
+    if arguments.json:
+        print(json.dumps(report.to_json(), indent=1))
+    else:
+        for check in report.checks:
+            print(f"{'ok    ' if check.ok else 'FAILED'}  {check.name:<12} {check.counted}")
+            for failure in check.failures:
+                print(f"        {failure}")
+        print("audit passed" if report.ok else "audit FAILED")
+    return 0 if report.ok else 1
+
+
+def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.data import load_splits
+
+    splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    for warning in splits.warnings:
+        print(f"warning: {warning}")
+    print(
+        f"{cfg.env.name}: {len(splits.train)} train, {len(splits.validation)} validation, {len(splits.test)} test items, {splits.digest[:12]}"
+    )
+    return 0

@@ -1,0 +1,35 @@
+"""What every process of ours starts with: no telemetry, one thread, all state inside the project."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
+    """Set environment variables that are not set yet. Call before importing torch, mlflow, matplotlib or prefect."""
+    state = state_dir.resolve()
+    for name, value in {
+        "DO_NOT_TRACK": "1",
+        "DVC_NO_ANALYTICS": "1",
+        "DVC_SITE_CACHE_DIR": str(state / "dvc"),
+        "DVC_GLOBAL_CONFIG_DIR": str(state / "dvc-config"),
+        "DVC_SYSTEM_CONFIG_DIR": str(state / "dvc-config"),
+        "HF_HOME": str(state / "huggingface"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MPLCONFIGDIR": str(state / "matplotlib"),
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PREFECT_HOME": str(state / "prefect"),
+        "PREFECT_PROFILES_PATH": str(state / "prefect" / "profiles.toml"),  # these three ignore PREFECT_HOME
+        "PREFECT_LOCAL_STORAGE_PATH": str(state / "prefect" / "storage"),
+        "PREFECT_SERVER_MEMO_STORE_PATH": str(state / "prefect" / "memo_store.toml"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
+        "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",  # the default of 20 is too short for a busy machine
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "agentgym",
+    }.items():
+        os.environ.setdefault(name, value)

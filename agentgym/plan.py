@@ -1,0 +1,78 @@
+"""What a run would do and why, without doing any of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from agentgym.config import RunConfig
+from agentgym.steps import Step, finished, key_of, open_store, semantic_of, steps_of
+from agentgym.store.manifest import Manifest
+from agentgym.store.posix import RunStore
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """One step's future."""
+
+    name: str
+    title: str
+    action: Literal["skip", "resume", "run"]
+    why: str
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def plan(cfg: RunConfig) -> list[PlannedStep]:
+    """Every step in order. Reads the store alone. Errors: ConfigError where the dataset is missing."""
+    store = open_store(cfg)
+    done = finished(cfg, store)
+    return [_plan_step(step, cfg, store, done) for step in steps_of(cfg).values()]
+
+
+def _plan_step(step: Step, cfg: RunConfig, store: RunStore, done: dict[str, Manifest]) -> PlannedStep:
+    if step.name in done:
+        return PlannedStep(step.name, step.title, "skip", f"done, manifest {done[step.name].digest[:12]}")
+    waiting = [parent for parent in step.parents if parent not in done]
+    known = store.keys(step.name)
+    if waiting:
+        # parents that are not done have no digest yet, so neither has this step a key
+        changed = _changed(semantic_of(step, cfg), known[-1].config) if known else []
+        own = f"; changed: {_few(changed)}" if changed else ""
+        return PlannedStep(step.name, step.title, "run", f"after {_few(waiting)}{own}")
+    head = store.head(step.name, key_of(step, cfg, done))
+    if head is not None:
+        reached = (
+            head.state.get("global_step") if step.name.startswith("stage-") else head.state.get("sft_step", head.state.get("num_items"))
+        )
+        return PlannedStep(step.name, step.title, "resume", f"at {reached} (commit {head.seq})")
+    return PlannedStep(step.name, step.title, "run", _why_new(step, cfg, known, done))
+
+
+def _why_new(step: Step, cfg: RunConfig, known: list[Manifest], done: dict[str, Manifest]) -> str:
+    """What tells this step from the latest one of its name in the store."""
+    if not known:
+        return "never ran"
+    latest = known[-1]
+    changed = _changed(semantic_of(step, cfg), latest.config)
+    if changed:
+        return f"changed: {_few(changed)}"
+    parents = [name for name in step.parents if latest.parents.get(name) != done[name].digest]
+    if parents:
+        return f"other input: {_few(parents)}"
+    return "its source code changed" if step.parents else "the dataset or the source code changed"
+
+
+def _changed(now: Any, before: Any, path: str = "") -> list[str]:
+    """Dotted paths whose values differ, as `path before -> now`."""
+    if isinstance(now, dict) and isinstance(before, dict):
+        keys = [*now, *(key for key in before if key not in now)]
+        return [line for key in keys for line in _changed(now.get(key), before.get(key), f"{path}.{key}" if path else key)]
+    return [] if now == before else [f"{path} {before} -> {now}"]
+
+
+def _few(texts: list[str], most: int = 3) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(text if len(text) <= 80 else f"{text[:77]}..." for text in texts[:most]) + more

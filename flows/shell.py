@@ -1,0 +1,139 @@
+"""The command line of a flow: check everything, run it, say what came out."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from prefect.logging.handlers import PrefectConsoleHandler
+from rich.console import Console
+from rich.table import Table
+
+from agentgym.config import ConfigError, RunConfig, load_config
+from agentgym.data import load_splits
+from agentgym.evaluation.passk import Interval
+from agentgym.evaluation.report import label
+from agentgym.steps import confirm, finished, open_store, run_key, steps_of
+from agentgym.store.manifest import Manifest
+
+
+def main(module: str, flow: Any, argv: list[str] | None = None) -> int:
+    """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is resumable)."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=flow.description)
+    parser.add_argument("--params", default="params.yaml", help="parameter file (default: params.yaml)")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="over the parameter file")
+    arguments = parser.parse_args(argv)
+    console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        cfg = load_config(arguments.params, arguments.overrides)
+        done = _done(cfg)
+        if len(done) < len(steps_of(cfg)):
+            console.print(
+                f"[bold]{flow.name}[/bold]: {len(done)} of {len(steps_of(cfg))} steps are done; starting Prefect", highlight=False
+            )
+            _quieten_console()
+            flow(arguments.params, tuple(arguments.overrides))
+            done = finished(cfg, open_store(cfg))
+        else:
+            store = open_store(cfg)
+            for name, step in steps_of(cfg).items():
+                confirm(cfg, store, step, done[name])
+            console.print(f"[bold]{flow.name}[/bold]: all {len(done)} steps are done and verified", highlight=False)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last commit", file=sys.stderr)
+        return 130
+    except Exception as error:  # the last resort of a command: one line, the traceback is in the flow run's log
+        logging.getLogger(__name__).debug("flow failed", exc_info=True)
+        print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    summarise(cfg, done, console)
+    return 0
+
+
+def _quieten_console() -> None:
+    """Prefect's progress lines would tear the bars apart; the API and its UI still get all of them."""
+    for logger in [logging.getLogger(), *(logging.getLogger(name) for name in list(logging.root.manager.loggerDict))]:
+        for handler in logger.handlers:
+            if isinstance(handler, PrefectConsoleHandler):
+                handler.setLevel(logging.ERROR)
+
+
+def _done(cfg: RunConfig) -> dict[str, Manifest]:
+    """What the store holds already. Data that is present is checked before anything starts; data that is not is pulled later."""
+    if not cfg.data.path.is_dir():
+        return {}
+    done = finished(cfg, open_store(cfg))
+    if "prepare" not in done:
+        load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    return done
+
+
+def summarise(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> None:
+    """Success before and after, time per part, and where to look next."""
+    settings = cfg.evaluation
+    evaluations = {name: manifest for name, manifest in done.items() if name.startswith("evaluate-")}
+    average = f"avg_at_{settings.num_samples}"
+    # pass@1 is avg@n under another name
+    keys = [key for key in next(iter(evaluations.values())).results["summary"] if key != "pass_at_1"]
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("success, %")
+    for title in (*map(label, sorted(keys, key=lambda key: key != "greedy")), f"{label(average)} gain"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for manifest in evaluations.values():
+        gain = manifest.results.get("paired", {}).get(average)
+        cells = [_percent(Interval(**manifest.results["summary"][key])) for key in sorted(keys, key=lambda key: key != "greedy")]
+        shown = {"initialise": "untrained" if cfg.warm_start.enabled else "initial model"}.get(manifest.results["checkpoint"])
+        table.add_row(shown or manifest.results["checkpoint"].replace("-", " "), *cells, _points(Interval(**gain)) if gain else "")
+    console.print(table, highlight=False)
+    console.print(
+        f"[dim]{settings.num_items} test items, {settings.max_turns} turns, greedy and {settings.num_samples} samples at temperature "
+        f"{settings.temperature:g}; {settings.confidence:.0%} intervals;\n"
+        f"gain: paired, over {_baseline(evaluations).replace('-', ' ')}[/dim]\n",
+        highlight=False,
+    )
+    parts = {"warm start": ("initialise", "warm-start"), "training": ("stage-",), "evaluation": ("evaluate-",)}
+    seconds = {
+        part: sum(m.timings.get("wall_s", 0.0) for name, m in done.items() if name.startswith(names)) for part, names in parts.items()
+    }
+    seconds["other"] = sum(manifest.timings.get("wall_s", 0.0) for manifest in done.values()) - sum(seconds.values())
+    registered = done["register"].results
+    run = f"r{run_key(cfg)[:12]}"
+    rows = {
+        "time": " · ".join(f"{part} {value:.0f} s" for part, value in seconds.items()),
+        "model": f"{registered['model']} version {registered['version']}, alias {registered['alias']}",
+        "report": str(_export_report(cfg, done["report"])),
+        "compare": f"make ui                    MLflow, run {run}",
+        "check": f"agentgym audit {run}",
+    }
+    for title, text in rows.items():
+        console.print(f"{title:<9}{text}", highlight=False, soft_wrap=True)
+
+
+def _baseline(evaluations: dict[str, Manifest]) -> str:
+    return next(str(m.results["paired"]["baseline"]) for m in evaluations.values() if "paired" in m.results).removeprefix("evaluate-")
+
+
+def _export_report(cfg: RunConfig, manifest: Manifest) -> Path:
+    folder = cfg.state_dir / "reports" / f"r{run_key(cfg)[:12]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    store = open_store(cfg)
+    for name in manifest.blobs:
+        (folder / name).write_bytes(store.read(manifest, name))
+    (folder / "config.json").write_text(cfg.model_dump_json(indent=1))
+    return folder / "report.html"
+
+
+def _percent(interval: Interval) -> str:
+    return f"{100 * interval.mean:5.1f} [dim]{100 * interval.low:3.0f}-{100 * interval.high:<3.0f}[/dim]"
+
+
+def _points(interval: Interval) -> str:
+    return f"{100 * interval.mean:+5.1f} [dim]{100 * interval.low:+.0f} to {100 * interval.high:+.0f}[/dim]"

@@ -1,0 +1,102 @@
+"""What enters a batch, and where its rewards lie."""
+
+import pytest
+import torch
+
+from agentgym.algorithms.batch import to_batch
+from agentgym.types import Item, Status, Trajectory
+
+
+def trajectory(ids, mask, reward=1.0, status=Status.TERMINATED, task_id=0, env="babyai", temperature=1.0):
+    return Trajectory(
+        item=Item(env, task_id),
+        sample=0,
+        step=1,
+        max_turns=4,
+        status=status,
+        reward=reward if status.is_valid else None,
+        success=False,
+        first_observation="",
+        turns=(),
+        input_ids=tuple(ids),
+        action_mask=tuple(bool(m) for m in mask),
+        logprobs=tuple(-0.5 * m for m in mask),
+        temperature=temperature,
+    )
+
+
+def test_the_outcome_lies_on_the_last_action_token_not_on_the_observation_after_it():
+    batch = to_batch([trajectory([7, 8, 9, 6, 5], [0, 1, 1, 0, 0], reward=0.7)], truncated="zero")
+    assert batch.rewards.tolist() == pytest.approx([0, 0, 0.7, 0, 0])
+    assert batch.returns.tolist() == pytest.approx([0.7])
+
+
+def test_a_reward_on_an_observation_token_would_be_lost():
+    """Negative control: the placement on the last attended token gives a return of 0."""
+    batch = to_batch([trajectory([7, 8, 9], [0, 1, 0], reward=0.7)], truncated="zero")
+    batch.rewards[:] = torch.tensor([0, 0, 0.7])
+    assert batch.returns.tolist() == [0]
+
+
+def test_rows_are_packed_end_to_end_in_the_order_given():
+    batch = to_batch([trajectory([1, 2, 3], [0, 1, 0], 1.0, task_id=5), trajectory([4, 5], [0, 1], 0.0, task_id=6)], truncated="zero")
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
+    assert batch.starts.tolist() == [0, 3, 5]
+    assert batch.row.tolist() == [0, 0, 0, 1, 1]
+    assert batch.action_mask.tolist() == [False, True, False, False, True]
+    assert batch.logprobs.tolist() == [0, -0.5, 0, 0, -0.5]
+    assert batch.returns.tolist() == [1, 0]
+
+
+def test_failed_environments_and_rows_without_actions_never_enter():
+    rows = [
+        trajectory([1, 2], [0, 1], status=Status.ENV_ERROR),
+        trajectory([1, 3], [0, 1], status=Status.TIMEOUT),
+        trajectory([1, 4], [0, 0], status=Status.MAX_TOKENS),
+        trajectory([1, 5], [0, 1], status=Status.MAX_TURNS, reward=0.0),
+        trajectory([1, 6], [0, 1], status=Status.MAX_TOKENS, reward=0.0),
+        trajectory([1, 7], [0, 1]),
+    ]
+    assert to_batch(rows, truncated="zero").input_ids.tolist() == [1, 5, 1, 6, 1, 7]
+    assert to_batch(rows, truncated="mask").input_ids.tolist() == [1, 7]
+
+
+def test_nothing_left_to_learn_from_is_an_error_that_says_why():
+    with pytest.raises(ValueError, match=r"none of 2 trajectories can be learned from: \['env_error', 'max_turns'\]"):
+        to_batch(
+            [trajectory([1, 2], [0, 1], status=Status.MAX_TURNS), trajectory([1, 2], [0, 1], status=Status.ENV_ERROR)], truncated="mask"
+        )
+    with pytest.raises(ValueError, match="none of 0"):
+        to_batch([], truncated="zero")
+
+
+def test_samples_of_one_item_share_a_group_and_equal_ids_of_two_environments_do_not():
+    rows = [trajectory([1, 2], [0, 1], task_id=task, env=env) for task, env in ((9, "a"), (3, "a"), (9, "a"), (9, "b"))]
+    assert to_batch(rows, truncated="zero").group_ids.tolist() == [0, 1, 0, 2]
+
+
+def test_groups_are_numbered_without_the_excluded():
+    rows = [trajectory([1, 2], [0, 1], status=Status.ENV_ERROR, task_id=1), trajectory([1, 2], [0, 1], task_id=2)]
+    assert to_batch(rows, truncated="zero").group_ids.tolist() == [0]
+
+
+def test_samples_of_two_temperatures_are_refused():
+    with pytest.raises(ValueError, match=r"one temperature; got \[0.7, 1.0\]"):
+        to_batch([trajectory([1, 2], [0, 1], temperature=0.7), trajectory([1, 2], [0, 1])], truncated="zero")
+
+
+def test_select_keeps_every_field_of_the_chosen_rows_in_the_order_asked_for():
+    rows = [
+        trajectory([1, 2, 3], [0, 1, 1], 0.25, task_id=4, temperature=0.5),
+        trajectory([4, 5], [0, 1], 0.5, task_id=5, temperature=0.5),
+        trajectory([6, 7, 8, 9], [0, 1, 0, 1], 0.75, task_id=4, temperature=0.5),
+    ]
+    part = to_batch(rows, truncated="zero").select(torch.tensor([2, 0]))
+    assert part.input_ids.tolist() == [6, 7, 8, 9, 1, 2, 3]
+    assert part.starts.tolist() == [0, 4, 7]
+    assert part.action_mask.tolist() == [False, True, False, True, False, True, True]
+    assert part.rewards.tolist() == [0, 0, 0, 0.75, 0, 0, 0.25]
+    assert part.logprobs.tolist() == [0, -0.5, 0, -0.5, 0, -0.5, -0.5]
+    assert part.group_ids.tolist() == [0, 0]
+    assert part.returns.tolist() == [0.75, 0.25]
+    assert part.temperature == 0.5

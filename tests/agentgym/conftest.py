@@ -1,0 +1,36 @@
+"""A whole run small enough for a test: a minute of everything in seconds, with rewards and learning signal in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "env": {"options": {"levels": ["GoToRedBallNoDists"], "view": "compact", "actions": "low", "reward": "binary"}},
+    "model": {"context_tokens": 512, "hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 64},
+    "warm_start": {"num_demos": 60, "steps": 100, "batch_size": 16, "optimiser": {"lr": 0.005}},
+    "rollout": {"items_per_step": 4, "group_size": 4, "temperature": 0.7, "concurrency": 8},
+    "optimiser": {"warmup_steps": 1},
+    "horizon": {"max_turns": [5, 7], "stage_steps": [2, 2]},
+    "validation": {"every": 2, "num_items": 4, "max_turns": 7},
+    "evaluation": {"num_items": 8, "num_samples": 2, "k": [1, 2], "max_turns": 7, "num_bootstrap": 200, "chunk_items": 4},
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_params(tmp_path_factory):
+    """path, {dotted name: value} -> a params file of a tiny run whose state lies beside the file."""
+    data = tmp_path_factory.mktemp("data")
+    for name, first, count in (("train/babyai_train.json", 0, 240), ("eval/babyai_test.json", 1000, 12)):
+        (data / name).parent.mkdir()
+        (data / name).write_text(json.dumps([{"item_id": f"babyai_{task}"} for task in range(first, first + count)]))
+
+    def write(folder, **changes):
+        folder.mkdir(parents=True, exist_ok=True)
+        tree = {"extends": str(ROOT / "params.yaml"), **TINY, "data": {"path": str(data)}, "store": {"path": str(folder / "store")}}
+        (folder / "params.yaml").write_text(yaml.safe_dump({**tree, **changes}))
+        return folder / "params.yaml"
+
+    return write

@@ -1,0 +1,327 @@
+"""The built-in engine against plain Hugging Face, alone and in a crowd."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from agentgym.rollouts.policies.torch import TorchPolicy, sample
+from agentgym.training.model import weights_of
+from agentgym.types import SampleKey, Sampling
+
+
+def key(sample=0, turn=0):
+    return SampleKey(0, 1, "babyai_3", sample, turn)
+
+
+def prompts(count, seed=0):
+    draw = random.Random(seed)
+    return [[draw.randrange(4, 250) for _ in range(draw.randrange(1, 40))] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def model(make_model):
+    return make_model()
+
+
+@pytest.fixture
+def make_policy(make_model, tokenizer):
+    def make(num_slots=4, context_tokens=64, seed=0):
+        return TorchPolicy(make_model(seed), stop_id=tokenizer.eos_token_id, num_slots=num_slots, context_tokens=context_tokens)
+
+    return make
+
+
+@torch.no_grad()
+def greedy_alone(twin, prompt, count, stop_id):
+    """Greedy tokens and log-probabilities of Hugging Face, the whole row again for each token."""
+    ids, logprobs = list(prompt), []
+    while len(logprobs) < count:
+        logp = torch.log_softmax(twin(torch.tensor([ids])).logits[0, -1], -1)
+        ids.append(int(logp.argmax()))
+        logprobs.append(float(logp.max()))
+        if ids[-1] == stop_id:
+            break
+    return ids[len(prompt) :], logprobs
+
+
+def test_requests_of_any_length_at_any_time_equal_row_by_row_hugging_face(make_policy, model, plain, tokenizer):
+    twin, asked = plain(model), prompts(15)
+    policy = make_policy(num_slots=4)  # more requests than slots
+
+    async def one(index):
+        for _ in range(index % 5):  # some come while others run
+            await asyncio.sleep(0)
+        return await policy.generate(asked[index], Sampling(key(index), 0.0, 3 + index % 4))
+
+    async def main():
+        return await asyncio.gather(*map(one, range(len(asked))))
+
+    for index, completion in enumerate(asyncio.run(main())):
+        ids, logprobs = greedy_alone(twin, asked[index], 3 + index % 4, tokenizer.eos_token_id)
+        assert list(completion.ids) == ids
+        assert completion.logprobs == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_logged_probabilities_are_those_of_the_distribution_sampled_from(make_policy, model, plain):
+    """At temperature 0.7 the logits are divided by it; the log-probabilities at temperature 1 would be others."""
+    twin, asked = plain(model), prompts(6, seed=1)
+    policy = make_policy()
+
+    async def main():
+        return await asyncio.gather(*(policy.generate(prompt, Sampling(key(i), 0.7, 4)) for i, prompt in enumerate(asked)))
+
+    for prompt, completion in zip(asked, asyncio.run(main()), strict=True):
+        ids = torch.tensor([prompt + list(completion.ids)])
+        with torch.no_grad():
+            logits = twin(ids).logits[0, len(prompt) - 1 : -1]
+        scores = [
+            torch.log_softmax(logits / temperature, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist() for temperature in (0.7, 1.0)
+        ]
+        assert completion.logprobs == pytest.approx(scores[0], abs=1e-5)
+        assert completion.logprobs != pytest.approx(scores[1], abs=1e-3)
+
+
+def test_a_turn_on_cached_keys_equals_a_fresh_prompt(make_policy):
+    policy, fed = make_policy(num_slots=2), []
+    step = policy._model.forward
+    policy._model.forward = lambda **call: fed.append(call["input_ids"].shape[1]) or step(**call)
+
+    async def main():
+        ids = prompts(1, seed=2)[0]
+        for turn in range(3):
+            cached = await policy.generate(ids, Sampling(key(turn=turn), 1.0, 4))
+            assert fed[0] == (len(ids) if turn == 0 else 4)  # the last sampled token and the observation's three
+            fresh = await make_policy().generate(ids, Sampling(key(turn=turn), 1.0, 4))
+            assert cached.ids == fresh.ids
+            assert cached.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+            ids = [*ids, *cached.ids, 9, 8, 7]
+            fed.clear()
+
+    asyncio.run(main())
+
+
+def test_a_changed_history_is_not_answered_from_the_cache(make_policy):
+    policy = make_policy()
+
+    async def main():
+        await policy.generate([5, 6, 7, 8], Sampling(key(), 0.0, 2))
+        changed = await policy.generate([5, 9, 7, 8, 10, 11, 12], Sampling(key(turn=1), 0.0, 3))
+        fresh = await make_policy().generate([5, 9, 7, 8, 10, 11, 12], Sampling(key(turn=1), 0.0, 3))
+        assert changed.ids == fresh.ids
+        assert changed.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+
+    asyncio.run(main())
+
+
+def test_what_is_sampled_depends_on_the_key_alone(make_policy):
+    prompt, others = [5, 6, 7, 8, 9], prompts(9, seed=3)
+
+    async def ask(policy, order, alone=False):
+        requests = {"me": (prompt, key(0)), **({} if alone else {i: (other, key(i + 1)) for i, other in enumerate(others)})}
+        tasks = {name: asyncio.create_task(policy.generate(requests[name][0], Sampling(requests[name][1], 1.0, 6))) for name in order}
+        return await tasks["me"], [await task for task in tasks.values()]
+
+    async def main():
+        alone, _ = await ask(make_policy(), ["me"], alone=True)
+        first, _ = await ask(make_policy(num_slots=3), ["me", *range(9)])
+        last, _ = await ask(make_policy(num_slots=5), [*reversed(range(9)), "me"])
+        assert alone.ids == first.ids == last.ids
+        assert alone.logprobs == pytest.approx(first.logprobs, abs=1e-5)
+        policy = make_policy()
+        draws = {(await policy.generate(prompt, Sampling(key(0, turn), 1.0, 6))).ids for turn in range(5)}
+        assert len(draws) > 1  # another key is another draw
+
+    asyncio.run(main())
+
+
+def test_two_requests_with_one_key_and_one_prompt_are_both_answered(make_policy):
+    async def main():
+        policy = make_policy(num_slots=2)
+        return await asyncio.wait_for(asyncio.gather(*(policy.generate([5, 6], Sampling(key(), 1.0, 4)) for _ in range(5))), 10)
+
+    completions = asyncio.run(main())
+    assert len({completion.ids for completion in completions}) == 1
+
+
+def test_draws_follow_the_softmax():
+    """Chi-square over 5 classes, 20,000 draws at evenly spread quantiles and at random ones; 4 degrees of freedom, 18.5 is p = 0.001."""
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.0, -3.0])
+    count = 20_000
+    for temperature in (1.0, 0.5):
+        expected = torch.softmax(logits / temperature, -1)
+        uniform = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        tokens, logprobs = sample(logits.expand(count, 5), torch.full((count,), temperature), uniform)
+        seen = torch.bincount(tokens, minlength=5)
+        assert float(((seen - count * expected) ** 2 / (count * expected)).sum()) < 18.5
+        assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-5)
+        other = torch.softmax(logits, -1) if temperature != 1 else torch.softmax(logits / 0.5, -1)
+        assert float(((seen - count * other) ** 2 / (count * other)).sum()) > 1000  # negative control
+
+
+def test_a_draw_inverts_the_distribution_and_never_leaves_it():
+    logits = torch.tensor([[0.25, 0.5, 0.25]]).log().expand(6, 3)
+    tokens, _ = sample(logits, torch.ones(6), torch.tensor([0.0, 0.2, 0.3, 0.7, 0.8, 1 - 2**-53], dtype=torch.float64))
+    assert tokens.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_temperature_zero_takes_the_largest_logit_whatever_the_draw():
+    tokens, logprobs = sample(torch.tensor([[0.0, 3.0, 1.0]] * 2), torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.999]))
+    assert tokens.tolist() == [1, 1]
+    # 3 - ln(1 + e^3 + e) = 3 - 3.16985
+    assert logprobs.tolist() == pytest.approx([-0.169846] * 2, abs=1e-5)
+
+
+def test_an_action_ends_with_the_stop_token_or_at_its_length(make_policy):
+    async def main():
+        policy = make_policy()
+        full = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))
+        policy._stop_id = full.ids[2]
+        stopped = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))
+        first = full.ids.index(full.ids[2])
+        assert stopped.ids == full.ids[: first + 1]
+        assert (full.stop_reason, stopped.stop_reason) == ("length", "stop")
+        assert len(full.ids) == 6
+        policy._stop_id = full.ids[5]
+        assert (await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))).stop_reason == "stop"  # at the very last token as well
+
+    asyncio.run(main())
+
+
+def test_what_cannot_fit_the_context_is_refused(make_policy):
+    async def main():
+        policy = make_policy(context_tokens=16)
+        with pytest.raises(ValueError, match=r"prompt of 13 tokens \+ max_new_tokens 4 exceeds the context of 16"):
+            await policy.generate([5] * 13, Sampling(key(), 1.0, 4))
+        assert len((await policy.generate([5] * 12, Sampling(key(), 0.0, 4))).ids) <= 4
+        with pytest.raises(ValueError, match="nothing to sample from 0 prompt tokens"):
+            await policy.generate([], Sampling(key(), 1.0, 4))
+
+    asyncio.run(main())
+
+
+def test_publish_lets_running_actions_end_and_later_ones_see_the_new_weights_alone(make_policy, make_model):
+    async def main():
+        policy, new = make_policy(num_slots=2), make_policy(seed=1)
+        before = await make_policy().generate([5, 6, 7], Sampling(key(), 0.0, 5))
+        running = [asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(i), 0.0, 5))) for i in range(2)]
+        while not policy._active:
+            await asyncio.sleep(0)
+        publishing = asyncio.create_task(policy.publish(weights_of(make_model(1)), 4))
+        await asyncio.sleep(0)
+        later = asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(2), 0.0, 5)))
+        for completion in await asyncio.gather(*running):
+            assert (completion.ids, completion.version) == (before.ids, 0)
+        await publishing
+        after = await new.generate([5, 6, 7], Sampling(key(), 0.0, 5))
+        completion = await later
+        assert (completion.ids, completion.version) == (after.ids, 4)
+        assert before.ids != after.ids
+        # the same episode goes on: nothing cached under the old weights may answer
+        history = [5, 6, 7, *before.ids, 9]
+        continued = await policy.generate(history, Sampling(key(0, turn=1), 0.0, 5))
+        fresh = await new.generate(history, Sampling(key(7), 0.0, 5))
+        assert continued.ids == fresh.ids
+        assert continued.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+
+    asyncio.run(main())
+
+
+def test_publish_is_not_kept_waiting_by_an_endless_stream_of_requests(make_policy):
+    async def main():
+        policy = make_policy(num_slots=2)
+        stop = False
+
+        async def stream(number):
+            turn = 0
+            while not stop:
+                turn += 1
+                await policy.generate([5, 6, 7], Sampling(key(number, turn), 1.0, 3))
+
+        streams = [asyncio.create_task(stream(number)) for number in range(6)]
+        await asyncio.sleep(0.01)
+        await asyncio.wait_for(policy.publish(weights_of(policy._model), 1), 5)
+        stop = True
+        await asyncio.wait_for(asyncio.gather(*streams), 10)
+
+    asyncio.run(main())
+
+
+def test_an_older_version_is_refused(make_policy, make_model):
+    async def main():
+        policy, weights = make_policy(), weights_of(make_model())
+        await policy.publish(weights, 0)
+        await policy.publish(weights, 5)
+        for version in (5, 4, 0):
+            with pytest.raises(ValueError, match=f"weight versions must grow: engine holds 5, got {version}"):
+                await policy.publish(weights, version)
+        assert policy.version == 5
+
+    asyncio.run(main())
+
+
+def test_weights_that_do_not_fit_leave_the_engine_as_it_was(make_policy, make_model):
+    async def main():
+        policy, other = make_policy(), weights_of(make_model(1))
+        before = {name: tensor.clone() for name, tensor in weights_of(policy._model).items()}
+        other["model.norm.weight"] = torch.ones(3)  # the last one
+        with pytest.raises(ValueError, match=r"model.norm.weight is \(3,\), expected \(64,\)"):
+            await policy.publish(other, 1)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(policy._model).items())
+        assert (await policy.generate([5], Sampling(key(), 1.0, 2))).version == 0
+
+    asyncio.run(main())
+
+
+def test_an_engine_failure_reaches_everyone_who_waits_and_the_engine_recovers(make_policy, caplog):
+    async def main():
+        policy = make_policy(num_slots=2)
+        expected = await make_policy().generate([5, 6, 7], Sampling(key(), 0.0, 4))
+        forward, calls = policy._model.forward, []
+
+        def failing(**call):
+            calls.append(1)
+            if len(calls) == 2:
+                raise MemoryError("no memory left")
+            return forward(**call)
+
+        policy._model.forward = failing
+        asked = [policy.generate([5, 6, 7], Sampling(key(i), 0.0, 4)) for i in range(5)]
+        answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+        assert [str(answer) for answer in answers] == ["engine failed: MemoryError: no memory left"] * 5
+        again = await asyncio.wait_for(asyncio.gather(*(policy.generate([5, 6, 7], Sampling(key(i), 0.0, 4)) for i in range(5))), 10)
+        assert {completion.ids for completion in again} == {expected.ids}
+
+    asyncio.run(main())
+    assert "engine failed with 2 requests running and 3 waiting" in caplog.text
+    assert "never retrieved" not in caplog.text
+
+
+def test_cancelled_requests_free_their_slots(make_policy):
+    async def main():
+        policy = make_policy(num_slots=2)
+        running = [asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(i), 1.0, 40))) for i in range(5)]
+        while not policy._active:
+            await asyncio.sleep(0)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        assert not policy._active
+        assert not policy._waiting
+        assert not any(slot.busy for slot in policy._slots)
+        completion = await asyncio.wait_for(policy.generate([5, 6, 7], Sampling(key(0), 0.0, 4)), 10)
+        assert completion.ids == (await make_policy().generate([5, 6, 7], Sampling(key(9), 0.0, 4))).ids
+        await asyncio.sleep(0)
+        assert policy._pump.done()
+
+    asyncio.run(main())
+
+
+def test_scores_are_log_probabilities_of_each_next_token(make_policy, plain, model):
+    rows = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
+    twin = plain(model)
+    for row, scores in zip(rows, make_policy().score(rows), strict=True):
+        with torch.no_grad():
+            logp = torch.log_softmax(twin(torch.tensor([row])).logits[0], -1)
+        assert scores.tolist() == pytest.approx([float(logp[i, token]) for i, token in enumerate(row[1:])], abs=1e-5)

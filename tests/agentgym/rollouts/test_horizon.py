@@ -1,0 +1,42 @@
+"""The curriculum against the published schedule."""
+
+import pytest
+
+from agentgym.config import HorizonConfig
+from agentgym.rollouts.horizon import max_turns, stages
+
+PUBLISHED = HorizonConfig(max_turns=(10, 20, 30), stage_steps=(100, 100, 100))
+
+
+@pytest.mark.parametrize(("step", "turns"), [(1, 10), (100, 10), (101, 20), (200, 20), (201, 30), (300, 30), (301, 30), (1000, 30)])
+def test_the_published_schedule(step, turns):
+    assert max_turns(PUBLISHED, step) == turns
+
+
+def test_a_run_resumed_at_any_step_follows_the_uninterrupted_schedule():
+    config = HorizonConfig(max_turns=(4, 8, 8, 12), stage_steps=(3, 1, 2, 4))
+    whole = [max_turns(config, step) for step in range(1, 15)]
+    assert whole == [4, 4, 4, 8, 8, 8, 12, 12, 12, 12, 12, 12, 12, 12]
+    for resumed_at in range(1, 15):
+        assert [max_turns(config, step) for step in range(resumed_at, 15)] == whole[resumed_at - 1 :]
+
+
+def test_stages_cover_every_step_once_and_agree_with_the_schedule():
+    spans = stages(HorizonConfig(max_turns=(4, 8, 12), stage_steps=(3, 1, 2)))
+    assert [(span.name, span.first_step, span.last_step, span.max_turns) for span in spans] == [
+        ("stage-1", 1, 3, 4),
+        ("stage-2", 4, 4, 8),
+        ("stage-3", 5, 6, 12),
+    ]
+    for span in stages(PUBLISHED):
+        assert {max_turns(PUBLISHED, step) for step in (span.first_step, span.last_step)} == {span.max_turns}
+
+
+def test_a_fixed_horizon_is_one_stage():
+    config = HorizonConfig(kind="fixed", max_turns=(7,), stage_steps=(5,))
+    assert [max_turns(config, step) for step in (1, 5, 99)] == [7, 7, 7]
+
+
+def test_steps_count_from_one():
+    with pytest.raises(ValueError, match="count from 1, got 0"):
+        max_turns(PUBLISHED, 0)

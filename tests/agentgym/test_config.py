@@ -1,0 +1,146 @@
+"""Every bad input gives one line that says what was expected, what came and what to do."""
+
+import pytest
+from pydantic import ValidationError
+
+from agentgym.config import ConfigError, RunConfig, config_digest, load_config
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="params.yaml"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refusal(path, *overrides):
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optimizer: {lr: 0.1}", "unknown key optimizer; did you mean optimiser?"),
+        ("rollout: {group_sizes: 4}", "unknown key rollout.group_sizes; did you mean rollout.group_size?"),
+        ("warm_start: {optimiser: {learning_rate: 1}}", "unknown key warm_start.optimiser.learning_rate; known: betas, final_lr_fraction"),
+        ("rollout: {group_size: many}", "rollout.group_size: input should be a valid integer, unable to parse string as an integer"),
+        ("rollout: {group_size: 0}", "rollout.group_size: input should be greater than 0, got 0 (int)"),
+        ("optimiser: {lr: .inf}", "optimiser.lr: input should be a finite number"),
+        ("optimiser: {lr: .nan}", "optimiser.lr: input should be"),
+        ("rollout: {temperature: 0}", "rollout.temperature: input should be greater than 0, got 0 (int)"),
+        (
+            "horizon: {max_turns: [4, 12, 8], stage_steps: [1, 1, 1]}",
+            "horizon.max_turns [4, 12, 8] must not decrease; sort it or use a fixed horizon",
+        ),
+        ("horizon: {max_turns: [4, 8], stage_steps: [1]}", "horizon.stage_steps [1] has 1 values for 2 stages; give one number"),
+        ("horizon: {kind: fixed, max_turns: [4, 8], stage_steps: [1, 1]}", "has 2 values; a fixed horizon takes one"),
+        ("rollout: {group_size: 1}", "rollout.group_size 1 leaves grpo nothing to compare; use at least 2, or a recipe without groups"),
+        (
+            "model: {context_tokens: 100}",
+            "model.context_tokens 100 is too small for 12 turns of rollout.max_new_tokens 6 + observation_tokens 32 = 456; raise it",
+        ),
+        ("rollout: {concurrency: 999}", "rollout.concurrency 999 is above env.max_sessions 256; lower it or raise the other"),
+        ("algorithm: {recipe: gpro}", "algorithm.recipe 'gpro' is unknown; known: grpo"),
+        ("evaluation: {k: [1, 8]}", "evaluation.k [1, 8] needs num_samples >= 8, got 4; pass@k is undefined for n < k"),
+        ("model: {source: hub}", "model.name is empty; with source hub name a repository or folder"),
+        ("model: {hidden_size: 64, num_heads: 4}", "must be a whole head dimension >= 32 (vLLM)"),
+        ("model: {num_kv_heads: 3}", "model.num_heads 4 must be a multiple of num_kv_heads 3"),
+        ("model: 5", "model: input should be a valid dictionary"),
+        ("[1, 2]", "must hold a mapping of sections, got list"),
+        ("rollout: {group_size: [}", "is not valid YAML: "),
+    ],
+)
+def test_a_bad_file_gives_its_line(write, text, message):
+    assert message in refusal(write(text))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimiser.lr", "override 'optimiser.lr' must look like key.path=value, for example optimiser.lr=3e-4"),
+        ("=3", "must look like key.path=value"),
+        ("seed.x=3", "override 'seed.x=3': seed is a value, not a section"),
+        ("seed=-1", "seed: input should be greater than or equal to 0, got -1 (int)"),
+        ("rollout.grup_size=4", "unknown key rollout.grup_size; did you mean rollout.group_size?"),
+        ("optimiser.lr=inf", "optimiser.lr: input should be a finite number"),
+    ],
+)
+def test_a_bad_override_gives_its_line(write, override, message):
+    assert message in refusal(write("seed: 1"), override)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert f"parameter file {tmp_path / 'none.yaml'} does not exist; run from the project's root" in refusal(tmp_path / "none.yaml")
+
+
+def test_overrides_win_over_the_file_and_understand_exponents(write):
+    config = load_config(write("{seed: 1, optimiser: {lr: 1}}"), ["optimiser.lr=3e-4", "horizon.max_turns=[2,3,4]", "env.endpoints=[a, b]"])
+    assert (config.seed, config.optimiser.lr, config.horizon.max_turns, config.env.endpoints) == (1, 3e-4, (2, 3, 4), ("a", "b"))
+
+
+def test_a_quoted_override_stays_text(write):
+    assert load_config(write("seed: 1"), ["model.revision='12e4567'"]).model.revision == "12e4567"
+
+
+def test_an_empty_file_means_the_defaults(write):
+    assert load_config(write("")) == RunConfig()
+
+
+def test_the_shipped_parameters_are_valid():
+    assert load_config("params.yaml").rollout.group_size >= 2
+
+
+def test_extends_lays_one_file_over_another(write):
+    write("{seed: 1, rollout: {group_size: 4, items_per_step: 2}, env: {options: {levels: [A], view: compact}}}", "base.yaml")
+    config = load_config(write("{extends: ../base.yaml, rollout: {group_size: 6}, env: {options: {view: agentgym}}}", "profiles/x.yaml"))
+    assert (config.seed, config.rollout.group_size, config.rollout.items_per_step) == (1, 6, 2)
+    assert config.env.options == {"view": "agentgym"}  # options of two environments must not mix
+
+
+def test_a_missing_base_is_named(write):
+    assert "gone.yaml does not exist" in refusal(write("extends: gone.yaml"))
+
+
+def test_files_that_extend_each_other_are_refused(write):
+    write("extends: params.yaml", "other.yaml")
+    assert "extends itself" in refusal(write("extends: other.yaml"))
+
+
+def test_what_changes_only_where_or_how_fast_stays_out_of_the_keys(write):
+    path = write("seed: 1")
+    reference = config_digest(load_config(path).semantic())
+    for override in (
+        "store.path=/elsewhere",
+        "rollout.concurrency=3",
+        "rollout.max_attempts=1",
+        "env.endpoints=[x]",
+        "tracking.uri=x",
+        "data.path=x",
+        "evaluation.chunk_items=1",
+    ):
+        assert config_digest(load_config(path, [override]).semantic()) == reference, override
+    for override in (
+        "seed=2",
+        "optimiser.lr=1",
+        "env.options={a: 1}",
+        "rollout.group_size=3",
+        "deterministic=true",
+        "horizon.max_turns=[1,2,3]",
+    ):
+        assert config_digest(load_config(path, [override]).semantic()) != reference, override
+    semantic = load_config(path).semantic()
+    assert "path" not in semantic["data"]
+    assert "concurrency" not in semantic["rollout"]
+
+
+def test_a_loaded_configuration_cannot_change(write):
+    with pytest.raises(ValidationError, match="frozen"):
+        load_config(write("seed: 1")).seed = 2
