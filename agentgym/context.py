@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -71,8 +71,12 @@ class StepContext:
         results: dict[str, Any] | None = None,
         points: Sequence[Point] = (),
         trajectories: Sequence[Trajectory] = (),
+        records: Mapping[str, bytes] | None = None,
     ) -> Manifest:
-        """Weights first, manifest last, MLflow after that: a kill between any two loses nothing and repeats nothing."""
+        """Weights first, manifest last, MLflow after that: a kill between any two loses nothing and repeats nothing.
+
+        blobs: content that another run of the same step would make to the bit; records: what tells of clocks.
+        """
         earlier = self.writer.head.timings.get("wall_s", 0.0) if self.writer.head else 0.0
         now = time.perf_counter()
         manifest = self.writer.commit(
@@ -84,6 +88,7 @@ class StepContext:
             records={
                 **({METRICS: encode_points(points)} if points else {}),
                 **({TRAJECTORIES: encode_trajectories(trajectories)} if trajectories else {}),
+                **(records or {}),
             },
             results=results or {},
             timings={"wall_s": earlier + now - self._opened_at},

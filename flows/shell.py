@@ -19,6 +19,7 @@ from agentgym.evaluation.passk import Interval
 from agentgym.evaluation.report import label
 from agentgym.steps import confirm, finished, open_store, run_key, steps_of
 from agentgym.store.manifest import Manifest
+from tasks.prefect_server import prefect_api
 
 
 def main(module: str, flow: Any, argv: list[str] | None = None) -> int:
@@ -37,7 +38,8 @@ def main(module: str, flow: Any, argv: list[str] | None = None) -> int:
                 f"[bold]{flow.name}[/bold]: {len(done)} of {len(steps_of(cfg))} steps are done; starting Prefect", highlight=False
             )
             _quieten_console()
-            flow(arguments.params, tuple(arguments.overrides))
+            with prefect_api(cfg.state_dir):
+                flow(arguments.params, tuple(arguments.overrides))
             done = finished(cfg, open_store(cfg))
         else:
             store = open_store(cfg)
@@ -125,7 +127,7 @@ def _export_report(cfg: RunConfig, manifest: Manifest) -> Path:
     folder = cfg.state_dir / "reports" / f"r{run_key(cfg)[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
     store = open_store(cfg)
-    for name in manifest.blobs:
+    for name in (*manifest.blobs, *manifest.records):
         (folder / name).write_bytes(store.read(manifest, name))
     (folder / "config.json").write_text(cfg.model_dump_json(indent=1))
     return folder / "report.html"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,13 +17,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from agentgym.config import EnvConfig
+from agentgym.deploy.owned import owned_process, tail
 from envs.wire import ErrorKind, ErrorReply
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
-STOP_TIMEOUT_S = 5.0  # between closing the pipe, SIGTERM and SIGKILL
-LOG_LINES = 15  # of the server's log in an error message
 
 
 @contextmanager
@@ -36,32 +32,16 @@ def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[
     The server watches a pipe that only this process holds, so it ends even if this process is killed.
     Errors: RuntimeError with the end of its log, where it exits or is not ready within env.start_timeout_s.
     """
-    log_path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="agentgym-env-") as folder:
         port_file = Path(folder) / "port"
-        process = _start(env, expert=expert, log_path=log_path, port_file=port_file)
-        try:
+        command = [sys.executable, "-m", "envs", "serve", env.name, "--owner-pipe", "--port", "0", "--port-file", str(port_file)]
+        command += ["--options", json.dumps(env.options), "--max-sessions", str(env.max_sessions), "--session-ttl", str(env.session_ttl_s)]
+        if expert:
+            command.append("--expert")
+        with owned_process(command, log_path=log_path, env={"OMP_NUM_THREADS": "1"}) as process:
             endpoint = _wait_until_ready(process, env, log_path, port_file)
             logger.info("environment %s at %s, process %d", env.name, endpoint, process.pid)
             yield [endpoint]
-        finally:
-            _stop(process)
-
-
-def _start(env: EnvConfig, *, expert: bool, log_path: Path, port_file: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "envs", "serve", env.name, "--owner-pipe", "--port", "0", "--port-file", str(port_file)]
-    command += ["--options", json.dumps(env.options), "--max-sessions", str(env.max_sessions), "--session-ttl", str(env.session_ttl_s)]
-    if expert:
-        command.append("--expert")
-    with log_path.open("ab") as log:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in a terminal reaches the owner alone, which then ends the server in order
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], env: EnvConfig, log_path: Path, port_file: Path) -> str:
@@ -69,17 +49,17 @@ def _wait_until_ready(process: subprocess.Popen[bytes], env: EnvConfig, log_path
     state = "it does not listen yet"
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"environment server {env.name!r} exited with code {process.returncode} while starting\n{_tail(log_path)}")
+            raise RuntimeError(f"environment server {env.name!r} exited with code {process.returncode} while starting\n{tail(log_path)}")
         if port_file.exists():
             endpoint = f"http://127.0.0.1:{port_file.read_text().strip()}"
             failure = _readiness(endpoint)
             if failure is None:
                 return endpoint
             if failure.kind is ErrorKind.ENV_CRASHED:
-                raise RuntimeError(f"environment server {env.name!r} is unusable: {failure.message}\n{_tail(log_path)}")
+                raise RuntimeError(f"environment server {env.name!r} is unusable: {failure.message}\n{tail(log_path)}")
             state = failure.message
         time.sleep(POLL_S)
-    raise RuntimeError(f"environment server {env.name!r} was not ready within {env.start_timeout_s:g} s ({state})\n{_tail(log_path)}")
+    raise RuntimeError(f"environment server {env.name!r} was not ready within {env.start_timeout_s:g} s ({state})\n{tail(log_path)}")
 
 
 def _readiness(endpoint: str) -> ErrorReply | None:
@@ -95,25 +75,3 @@ def _readiness(endpoint: str) -> ErrorReply | None:
             return ErrorReply(kind=ErrorKind.NOT_READY, message=f"{endpoint}/readyz answered {error.code}")
     except OSError as error:
         return ErrorReply(kind=ErrorKind.NOT_READY, message=f"{endpoint}/readyz: {error}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The closed pipe ends the server within moments; signals to its whole group are for one that hangs."""
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):
-        process.stdin.close()
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            process.wait(STOP_TIMEOUT_S)
-            break
-        except subprocess.TimeoutExpired:
-            logger.warning("environment server %d does not end; sending %s", process.pid, number.name)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-    else:
-        process.wait(STOP_TIMEOUT_S)
-
-
-def _tail(log_path: Path) -> str:
-    lines = log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
-    return "\n".join([f"the last lines of {log_path}:", *lines])

@@ -111,14 +111,13 @@ def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manif
         notes=ctx.parents["prepare"].results["warnings"],
     )
     ctx.progress.advance()
-    files: dict[str, bytes] = {
-        "report.html": page.encode(),
-        "learning_curve.png": curve,
-        "evaluation.png": figures["Success before and after"],
-    }
-    tracker_of(cfg).log_artifacts(parent_run(cfg, run_key), files)
+    pictures = {"learning_curve.png": curve, "evaluation.png": figures["Success before and after"]}
+    pages = {"report.html": page.encode()}  # it names durations, so two equal runs have different ones
+    tracker_of(cfg).log_artifacts(parent_run(cfg, run_key), pictures | pages)
     ctx.progress.advance()
-    return ctx.commit(done=True, state={}, blobs={**files}, results={"before": evaluations[baseline].results, "after": last.results})
+    return ctx.commit(
+        done=True, state={}, blobs={**pictures}, records=pages, results={"before": evaluations[baseline].results, "after": last.results}
+    )
 
 
 def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]:

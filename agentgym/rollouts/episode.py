@@ -125,6 +125,11 @@ async def run_episode(policy: Policy, session: OpenSession, renderer: ChatRender
     return Status.MAX_TURNS
 
 
+def reply_naming(action: str, action_format: Literal["plain", "react"]) -> str:
+    """The inverse of `extract_action`: what a demonstrator says to take an action."""
+    return action if action_format == "plain" else f"Action: {action}"
+
+
 def extract_action(reply: str, action_format: Literal["plain", "react"]) -> str:
     """The action a reply names. react: the rest of the line after the last `Action:`, empty where there is none."""
     if action_format == "plain":

@@ -14,7 +14,7 @@ from agentgym.context import StepContext, decode_trajectories, encode_trajectori
 from agentgym.data import splits_from_json
 from agentgym.rollouts.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError, EnvPool
-from agentgym.rollouts.episode import Episode, EpisodeSettings
+from agentgym.rollouts.episode import Episode, EpisodeSettings, reply_naming
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
 from agentgym.training.checkpoint import OPTIMISER, load_checkpoint, new_checkpoint
@@ -129,7 +129,7 @@ class _TextEpisode:
         episode = Episode(self.item, 0, settings, self.first_observation, success=self.success, timing={})
         episode.read(renderer.start(self.first_observation, settings.system))
         for index, (action, observation, reward) in enumerate(self.steps):
-            ids = tuple(renderer.action_ids(action))
+            ids = tuple(renderer.action_ids(reply_naming(action, settings.action_format)))
             start = len(episode.input_ids)
             episode.act(Completion(ids, (0.0,) * len(ids), "stop", 0))
             episode.turns.append(Turn(action, observation, reward, start, len(episode.input_ids), 0))
@@ -148,6 +148,7 @@ def _settings(ctx: StepContext, system: str) -> EpisodeSettings:
         max_new_tokens=rollout.max_new_tokens,
         context_tokens=ctx.cfg.model.context_tokens,
         system=system,
+        action_format=rollout.action_format,
     )
 
 

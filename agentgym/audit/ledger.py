@@ -1,0 +1,134 @@
+"""MLflow against the store: every committed point once, nothing else, and the checkpoint under its name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentgym.audit.lines import Line
+from agentgym.audit.report import Tally
+from agentgym.config import RunConfig
+from agentgym.ledger import tracker_of
+from agentgym.store.manifest import Manifest
+from agentgym.store.posix import RunStore
+from agentgym.tracking import Tracker
+from agentgym.training.checkpoint import WEIGHTS
+
+
+def check_ledger(cfg: RunConfig, key: str, lines: Sequence[Line], tally: Tally) -> None:
+    """The parent run has the points of headline steps, each child those of its step; there are no other children."""
+    tracker = _existing_ledger(cfg)
+    parent = _one_run(tracker, {"run_key": key, "kind": "pipeline"}, f"the run's {key[:12]}", tally) if tracker else None
+    if tracker is None or parent is None:
+        if tracker is None:
+            tally.fail(f"no ledger with experiment {cfg.tracking.experiment!r} at {cfg.tracking_uri}")
+        return
+    tracked = [line for line in lines if line.points or line.final is not None]
+    headline = [line for line in tracked if line.step.headline]
+    _check_points(tracker, parent.info.run_id, "parent run", headline, tally)
+    for line in tracked:
+        identity = {"mlflow.parentRunId": parent.info.run_id, "step_key": line.key, "kind": "step"}
+        run = _one_run(tracker, identity, line.name, tally)
+        if run is not None:
+            _check_points(tracker, run.info.run_id, f"run of {line.name}", [line], tally)
+            if line.final is not None:
+                tally.expect(f"run of {line.name}", "tag manifest", line.final.digest, run.data.tags.get("manifest"))
+    known = {line.key for line in lines}
+    for run in _runs(tracker, {"mlflow.parentRunId": parent.info.run_id, "kind": "step"}):
+        if run.data.tags.get("step_key") not in known:
+            tally.fail(f"MLflow run {run.info.run_id} ({run.data.tags.get('step')}) belongs to no commit of this run")
+
+
+def _check_points(tracker: Tracker, run_id: str, where: str, lines: Sequence[Line], tally: Tally) -> None:
+    """Point by point; counted, so that one delivered twice is one too many."""
+    expected = Counter(
+        (name, point.step, point.time_ms, value)
+        for line in lines
+        for points in line.points.values()
+        for point in points
+        for name, value in point.metrics.items()
+    )
+    got = Counter(tracker.points(run_id))
+    tally.counted += expected.total()
+    for what, extra in (("missing", expected - got), ("not of any commit, or more than once", got - expected)):
+        for name, step, time_ms, value in sorted(extra.elements()):
+            tally.fail(f"{where}: {name} at step {step}: {value!r} (stamped {time_ms}) is {what}")
+
+
+def check_registry(cfg: RunConfig, store: RunStore, key: str, lines: Sequence[Line], tally: Tally) -> None:
+    line = next((line for line in lines if line.name == "register"), None)
+    if line is None or line.final is None or line.checkpoint is None:
+        return
+    tracker = _existing_ledger(cfg)
+    if tracker is None:
+        tally.skipped += 1  # the ledger's check has said so
+        return
+    from mlflow.exceptions import MlflowException
+
+    registered, checkpoint = line.final.results, line.checkpoint
+    name, number = str(registered["model"]), str(registered["version"])
+    where = f"{name} version {number}"
+    try:
+        version = tracker.client.get_model_version(name, number)
+    except MlflowException as error:
+        tally.fail(f"{where}: {error.message}")
+        return
+    wanted = {"step_key": checkpoint.digest, "run_key": key, "weights.sha256": checkpoint.blobs[WEIGHTS].digest}
+    wanted["evaluation"] = next(manifest.digest for parent, manifest in line.parents.items() if parent.startswith("evaluate-"))
+    for tag, value in wanted.items():
+        tally.expect(where, f"tag {tag}", value, version.tags.get(tag))
+    _check_registered_weights(tracker, store, version, checkpoint, where, tally)
+    try:
+        champion = tracker.client.get_model_version_by_alias(name, str(registered["alias"]))
+    except MlflowException as error:
+        tally.fail(f"{where}: alias {registered['alias']}: {error.message}")
+        return
+    if champion.tags.get("run_key") in (key, None):
+        tally.expect(where, f"version under alias {registered['alias']}", number, str(champion.version))
+    else:
+        tally.skipped += 1  # the alias has moved on to another run's model
+
+
+def _check_registered_weights(tracker: Tracker, store: RunStore, version: Any, checkpoint: Manifest, where: str, tally: Tally) -> None:
+    """The model people load, not what its tags say of it."""
+    from safetensors.torch import load
+
+    location = tracker.client.get_logged_model(version.model_id).artifact_location if version.model_id else version.source
+    path = Path(str(location).removeprefix("file://")) / "model" / "model.safetensors"
+    if not str(location).startswith(("file://", "/")):
+        tally.skipped += 1  # on a remote artifact store
+        return
+    try:
+        ours, theirs = load(store.read(checkpoint, WEIGHTS)), load(path.read_bytes())
+    except (LookupError, ValueError, OSError) as error:
+        tally.fail(f"{where}: weights cannot be compared: {error}")
+        return
+    for tensor in sorted(ours):
+        same = tensor in theirs and bool((ours[tensor] == theirs[tensor]).all())
+        tally.expect(where, f"{tensor} as in {checkpoint.step} commit {checkpoint.seq}", True, same)
+
+
+def _existing_ledger(cfg: RunConfig) -> Tracker | None:
+    """Without creating one."""
+    if cfg.tracking_uri.startswith("sqlite:") and not Path(cfg.tracking_uri.removeprefix("sqlite:///")).is_file():
+        return None
+    tracker = tracker_of(cfg)
+    return tracker if tracker.client.get_experiment_by_name(cfg.tracking.experiment) is not None else None
+
+
+def _runs(tracker: Tracker, tags: dict[str, str]) -> Iterator[Any]:
+    query, page = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items()), None
+    while True:
+        found = tracker.client.search_runs([tracker.experiment_id], filter_string=query, page_token=page)
+        yield from found
+        page = found.token
+        if not page:
+            return
+
+
+def _one_run(tracker: Tracker, tags: dict[str, str], what: str, tally: Tally) -> Any:
+    runs = list(_runs(tracker, tags))
+    tally.expect(f"MLflow run of {what}", "how many there are", 1, len(runs))
+    return runs[0] if runs else None

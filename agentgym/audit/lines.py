@@ -1,0 +1,153 @@
+"""A run as it lies in the store: every step with its commits and their logs, and whether they follow from one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from agentgym.audit.report import Tally
+from agentgym.config import RunConfig
+from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
+from agentgym.data import ItemStream, Splits
+from agentgym.rollouts.horizon import Stage, max_turns, stages
+from agentgym.steps import Step, key_of, semantic_of, steps_of
+from agentgym.store.manifest import Manifest, ManifestError
+from agentgym.store.posix import BlobMissing, DigestMismatch, RunStore
+from agentgym.tracking import Point, decode_points
+from agentgym.training.checkpoint import Checkpoint, load_checkpoint
+from agentgym.training.sft import DEMOS
+from agentgym.types import Trajectory
+
+
+@dataclass
+class Line:
+    """One step as it was found: its commits and their logs."""
+
+    step: Step
+    key: str
+    parents: dict[str, Manifest]
+    commits: list[Manifest]
+    points: dict[int, list[Point]] = field(default_factory=dict)  # by seq
+    episodes: dict[int, list[Trajectory]] = field(default_factory=dict)  # by seq
+
+    @property
+    def name(self) -> str:
+        return self.step.name
+
+    @property
+    def final(self) -> Manifest | None:
+        return self.commits[-1] if self.commits[-1].done else None
+
+    @property
+    def checkpoint(self) -> Manifest | None:
+        """The parent a training step starts from or an evaluation plays."""
+        wanted = self.name.removeprefix("evaluate-") if self.name.startswith("evaluate-") else None
+        found = [
+            m for name, m in self.parents.items() if (name == wanted if wanted else name != "prepare" and not name.startswith("evaluate-"))
+        ]
+        return found[0] if found else None
+
+    def stage(self, cfg: RunConfig) -> Stage | None:
+        """Which stage of the curriculum this step trains, if any."""
+        return next((stage for stage in stages(cfg.horizon) if stage.name == self.name), None)
+
+    def at(self, commit: Manifest) -> str:
+        return f"{self.name} commit {commit.seq}"
+
+
+def read_lines(cfg: RunConfig, store: RunStore, content: Tally, lineage: Tally) -> list[Line]:
+    """Every step of the run that has a commit, in order, with its logs decoded."""
+    finals: dict[str, Manifest] = {}
+    lines: list[Line] = []
+    for name, step in steps_of(cfg).items():
+        if any(parent not in finals for parent in step.parents):
+            continue
+        key = key_of(step, cfg, finals)
+        try:
+            commits = store.history(name, key)
+        except (ManifestError, OSError) as error:
+            content.counted += 1
+            content.fail(f"{name}: {error}")
+            continue
+        if not commits:
+            continue
+        line = Line(step, key, {parent: finals[parent] for parent in step.parents}, commits)
+        for commit in commits:
+            _check_content(store, line, commit, content)
+        lines.append(line)
+        if commits[-1].done:
+            finals[name] = commits[-1]
+        for commit in commits:
+            lineage.expect(line.at(commit), "recomputed key", key, commit.key)
+    return lines
+
+
+def _check_content(store: RunStore, line: Line, commit: Manifest, tally: Tally) -> None:
+    head = line.commits[-1]
+    for name in (*commit.blobs, *commit.records):
+        tally.counted += 1
+        try:
+            data = store.read(commit, name)
+        except BlobMissing as error:
+            if name in commit.blobs and commit.seq < head.seq:
+                tally.counted, tally.skipped = tally.counted - 1, tally.skipped + 1  # pruned, as it should be
+            else:
+                tally.fail(str(error))
+            continue
+        except DigestMismatch as error:
+            tally.fail(str(error))
+            continue
+        try:
+            if name == METRICS:
+                line.points[commit.seq] = decode_points(data)
+            elif name in (TRAJECTORIES, DEMOS):
+                line.episodes[commit.seq] = decode_trajectories(data)
+        except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
+            tally.fail(f"{line.at(commit)}: {name} cannot be read: {type(error).__name__}: {error}")
+
+
+def check_lineage(cfg: RunConfig, line: Line, splits: Splits | None, tally: Tally) -> None:
+    parents = {name: manifest.digest for name, manifest in line.parents.items()}
+    stage = line.stage(cfg)
+    for index, commit in enumerate(line.commits):
+        where = line.at(commit)
+        tally.expect(where, "commit number", index, commit.seq)
+        tally.expect(where, "done", index + 1 == len(line.commits) and line.final is not None, commit.done)
+        tally.expect(where, "digests of its parents", parents, commit.parents)
+        tally.expect(where, "configuration", semantic_of(line.step, cfg), commit.config)
+        if stage is None or splits is None:
+            continue
+        step = stage.first_step + index
+        stream = ItemStream(splits.train, seed=cfg.seed, position=(step - 1) * cfg.rollout.items_per_step)
+        items = [item.item_id for item in stream.next(cfg.rollout.items_per_step)]
+        expected = {"global_step": step, "stream_position": stream.position, "consumed": items, "max_turns": max_turns(cfg.horizon, step)}
+        for name, value in expected.items():
+            tally.expect(where, name, value, commit.state.get(name))
+        tally.expect(where, "done at the stage's last step", step == stage.last_step, commit.done)
+    if stage is not None and line.checkpoint is not None:
+        start = int(line.checkpoint.state["global_step"])
+        tally.expect(line.name, "first step, after its parent's last", start + 1, stage.first_step)
+
+
+def draw(episodes: Sequence[Any], count: int, seed: int, step: str, seq: int) -> list[Any]:
+    """`count` of them, in their order; the same ones in every audit of a run."""
+    salt = int.from_bytes(step.encode(), "little") % 2**63 + seq + 1
+    drawn = np.random.Generator(np.random.Philox(key=[seed, salt])).permutation(len(episodes))[:count]
+    return [episodes[index] for index in sorted(drawn)]
+
+
+def load(store: RunStore, manifest: Manifest | None) -> Checkpoint | None:
+    """None where its blobs were pruned or are damaged; the content check tells which."""
+    if manifest is None:
+        return None
+    try:
+        return load_checkpoint(store, manifest)
+    except (LookupError, ValueError):
+        return None
+
+
+def place(where: str, episode: Trajectory) -> str:
+    return f"{where} {episode.item.item_id} sample {episode.sample}"

@@ -1,0 +1,136 @@
+"""Reported numbers, computed again from the stored episodes with the functions that reported them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from agentgym.audit.lines import Line
+from agentgym.audit.report import Tally
+from agentgym.config import RunConfig
+from agentgym.context import METRICS, TRAJECTORIES
+from agentgym.data import Splits, load_splits, splits_from_json
+from agentgym.evaluation.evaluate import OUTCOMES, Array, evaluation_metrics, outcomes, paired, score
+from agentgym.rollouts.metrics import rollout_metrics
+from agentgym.store.manifest import Manifest
+from agentgym.store.posix import RunStore
+from agentgym.training.learner import learning_rate
+
+Tables = dict[str, tuple[Array, Array]]  # evaluation step -> outcomes, recomputed
+
+
+def read_splits(cfg: RunConfig, store: RunStore, lines: Sequence[Line], tally: Tally) -> Splits | None:
+    """As the run recorded them, compared with the data it says it read."""
+    prepare = next((line.final for line in lines if line.name == "prepare"), None)
+    if prepare is None:
+        return None
+    try:
+        recorded = splits_from_json(store.read(prepare, "splits.json"))
+    except (LookupError, ValueError):
+        return None  # content has said so
+    loaded = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    for name in ("train", "validation", "test"):
+        tally.expect("prepare commit 0", f"{name} items", getattr(loaded, name), getattr(recorded, name))
+        tally.expect("prepare commit 0", f"number of {name} items", len(getattr(loaded, name)), prepare.results.get(name))
+    return recorded
+
+
+def check_numbers(
+    cfg: RunConfig,
+    store: RunStore,
+    line: Line,
+    lines: Sequence[Line],
+    splits: Splits,
+    tables: Tables,
+    tally: Tally,
+) -> None:
+    """tables: of the evaluations so far; grows by this one's. The baseline of a later one is among them."""
+    if line.name == "initialise":
+        episodes = line.episodes.get(0, [])
+        tally.expect(line.at(line.commits[0]), "num_demos", len(episodes), line.commits[0].results["num_demos"])
+    elif line.name == "warm-start":
+        _check_warm_start(cfg, line, tally)
+    elif line.stage(cfg) is not None:
+        for commit in line.commits:
+            _check_training(cfg, line, commit, tally)
+    elif line.name.startswith("evaluate-") and line.final is not None:
+        _check_evaluation(cfg, store, line, splits, tables, tally)
+    elif line.name == "report" and line.final is not None:
+        known = [other.final.results for other in lines if other.name.startswith("evaluate-") and other.final]
+        for side in ("before", "after"):
+            tally.expect(line.at(line.final), f"results {side}, as one of the evaluations'", True, line.final.results[side] in known)
+
+
+def _check_warm_start(cfg: RunConfig, line: Line, tally: Tally) -> None:
+    settings, step = cfg.warm_start, 0
+    for commit in line.commits:
+        for point in line.points.get(commit.seq, ()):
+            step += 1
+            tally.expect(line.at(commit), "step of a point", step, point.step)
+            rate = learning_rate(settings.optimiser, step, settings.steps)
+            tally.expect(f"{line.at(commit)} step {step}", "sft/lr", rate, point.metrics.get("sft/lr"))
+        tally.expect(line.at(commit), "steps so far", step, commit.state["sft_step"])
+        last = line.points[commit.seq][-1].metrics.get("sft/loss") if line.points.get(commit.seq) else None
+        tally.expect(line.at(commit), "loss", last, commit.results["loss"])
+
+
+def _check_training(cfg: RunConfig, line: Line, commit: Manifest, tally: Tally) -> None:
+    points, episodes = line.points.get(commit.seq), line.episodes.get(commit.seq)
+    step, where = int(commit.state["global_step"]), line.at(commit)
+    if not points or not episodes:
+        tally.fail(f"{where}: it has no {METRICS if not points else TRAJECTORIES} to compare")
+        return
+    tally.expect(where, "steps of its points", [step], [point.step for point in points])
+    logged = points[0].metrics
+    expected = rollout_metrics([episode for episode in episodes if episode.item.split == "train"])
+    expected["actor/lr"] = learning_rate(cfg.optimiser, step, sum(cfg.horizon.stage_steps))
+    validation = [episode for episode in episodes if episode.item.split == "validation"]
+    if validation:
+        expected["validation/success"] = rollout_metrics(validation)["rollout/success"]
+    own = {name for name in logged if name.startswith(("rollout/", "validation/"))}
+    for name in sorted(expected.keys() | own):
+        tally.expect(where, name, expected.get(name), logged.get(name))
+
+
+def _check_evaluation(cfg: RunConfig, store: RunStore, line: Line, splits: Splits, tables: Tables, tally: Tally) -> None:
+    final, settings = line.commits[-1], cfg.evaluation
+    where, items = line.at(final), splits.test[: settings.num_items]
+    episodes = [episode for commit in line.commits for episode in line.episodes.get(commit.seq, ())]
+    foreign = {e.item.item_id for e in episodes} - {item.item_id for item in items}
+    if foreign or not episodes or max(e.sample for e in episodes) > settings.num_samples:
+        tally.fail(f"{where}: its episodes are not those of the test items (foreign: {sorted(foreign)[:3]}); nothing to recompute from")
+        return
+    greedy, samples = tables[line.name] = outcomes(episodes, items, settings.num_samples)
+    try:
+        expected: dict[str, Any] = json.loads(json.dumps(score(greedy, samples, settings)))
+    except ValueError as error:
+        tally.fail(f"{where}: {error}")
+        return
+    baseline = next((name for name in line.parents if name.startswith("evaluate-")), None)
+    if baseline is not None:
+        base = dict(zip(("greedy", "samples"), tables.get(baseline, (greedy[:0], samples[:0])), strict=True))
+        expected["paired"] = {"baseline": baseline, **json.loads(json.dumps(paired(base, greedy, samples, settings)))}
+    for name in ("summary", "paired"):
+        for key, value in expected.get(name, {}).items():
+            tally.expect(where, f"results {name} {key}", value, final.results.get(name, {}).get(key))
+    expected |= {
+        "checkpoint": line.name.removeprefix("evaluate-"),
+        "num_items": len(items),
+        "max_turns": settings.max_turns,
+        "global_step": final.state["global_step"],
+    }
+    for name in sorted((expected.keys() | final.results.keys()) - {"summary", "paired"}):
+        tally.expect(where, f"results {name}", expected.get(name), final.results.get(name))
+    tally.expect(where, "names of results", sorted(expected), sorted(final.results))
+    try:
+        stored = json.loads(store.read(final, OUTCOMES))
+    except (LookupError, ValueError):
+        return  # content has said so
+    for name, table in (("greedy", greedy), ("samples", samples)):
+        same = np.array_equal(table, np.array(stored.get(name), dtype=float), equal_nan=True)
+        tally.expect(where, f"{OUTCOMES} {name} as the episodes'", True, same)
+    metrics = [point.metrics for point in line.points.get(final.seq, ())]
+    tally.expect(where, "metrics", [evaluation_metrics(expected, episodes)], metrics)

@@ -1,0 +1,78 @@
+"""Child processes that cannot outlive the one that started them, however it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+LOG_LINES = 15
+ORPHAN_GRACE_S = 3.0
+
+
+@contextlib.contextmanager
+def owned_process(command: Sequence[str], *, log_path: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A child in a process group of its own, its output appended to log_path, ended on exit.
+
+    Its stdin is a pipe that only this process holds: a child that calls `end_with_owner`, or watches stdin itself, also
+    ends when this process is killed.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in a terminal reaches the owner alone, which then ends the child in order
+            env={**os.environ, **env},
+        )
+    try:
+        yield process
+    finally:
+        _stop(process)
+
+
+def tail(log_path: Path) -> str:
+    """The end of a child's output, for an error message."""
+    lines = log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    return "\n".join([f"the last lines of {log_path}:", *lines])
+
+
+def end_with_owner() -> None:
+    """In a child: exit once stdin is closed, in order where that works and at once where it does not."""
+
+    def watch() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(ORPHAN_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="owner", daemon=True).start()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """The closed pipe ends the child within moments; signals to its whole group are for one that hangs."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            process.wait(STOP_TIMEOUT_S)
+            break
+        except subprocess.TimeoutExpired:
+            logger.warning("process %d does not end; sending %s", process.pid, number.name)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+    else:
+        process.wait(STOP_TIMEOUT_S)

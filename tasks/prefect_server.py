@@ -1,0 +1,74 @@
+"""A Prefect server for the length of one command.
+
+Prefect's own temporary server outlives a killed client; this one watches a pipe and ends with its owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from agentgym.deploy.owned import end_with_owner, owned_process, tail
+
+START_TIMEOUT_S = 180.0
+POLL_S = 0.1
+DRAIN_TIMEOUT_S = 10.0
+
+
+@contextlib.contextmanager
+def prefect_api(state_dir: Path) -> Iterator[str]:
+    """The API's address: the configured server where PREFECT_API_URL names one, else a server on a free loopback port.
+
+    Errors: RuntimeError with the end of the server's log.
+    """
+    configured = PREFECT_API_URL.value()
+    if configured:
+        yield configured
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log_path = state_dir / "logs" / "prefect-server.log"
+    environment = {"PREFECT_UI_ENABLED": "0", "PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
+    with owned_process([sys.executable, "-m", "tasks.prefect_server", str(port)], log_path=log_path, env=environment) as process:
+        api = f"http://127.0.0.1:{port}/api"
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _healthy(api):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"Prefect server did not come up within {START_TIMEOUT_S:g} s\n{tail(log_path)}")
+            time.sleep(POLL_S)
+        with temporary_settings({PREFECT_API_URL: api}):
+            try:
+                yield api
+            finally:
+                # what is still queued would try the ended server for a minute when the interpreter exits
+                APILogWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
+                EventsWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
+
+
+def _healthy(api: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{api}/health", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except (OSError, urllib.error.HTTPError):
+        return False
+
+
+if __name__ == "__main__":
+    import uvicorn
+
+    end_with_owner()
+    uvicorn.run(
+        "prefect.server.api.server:create_app", factory=True, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", lifespan="on"
+    )

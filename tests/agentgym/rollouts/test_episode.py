@@ -1,0 +1,169 @@
+"""One episode with a scripted policy and a scripted environment: what is recorded is what happened."""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import pytest
+
+from agentgym.rollouts.chat import ChatRenderer
+from agentgym.rollouts.episode import Episode, EpisodeSettings, extract_action, reply_naming, run_episode
+from agentgym.types import Completion, Item, Status, Trajectory
+
+SETTINGS = EpisodeSettings(seed=0, step=3, max_turns=4, temperature=0.7, max_new_tokens=6, context_tokens=256)
+
+
+@dataclass
+class Reply:
+    observation: str = "you see a red ball"
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    success: bool = False
+
+
+class Session:
+    """Answers with the replies given, in order."""
+
+    def __init__(self, replies):
+        self.observation = "task: go"
+        self.replies, self.actions = iter(replies), []
+
+    async def step(self, action):
+        self.actions.append(action)
+        return next(self.replies)
+
+
+class Scripted:
+    """Samples the completions given, in order, and keeps what it was asked."""
+
+    def __init__(self, completions):
+        self.completions, self.asked = iter(completions), []
+
+    async def generate(self, prompt_ids, sampling):
+        self.asked.append((list(prompt_ids), sampling))
+        return next(self.completions)
+
+    async def publish(self, weights, version): ...
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer):
+    return ChatRenderer(tokenizer)
+
+
+def says(renderer, text, version=0, stop=True):
+    ids = tuple(renderer.action_ids(text)) if stop else tuple(renderer.action_ids(text)[:-1])
+    return Completion(ids, tuple(-0.1 * (i + 1) for i in range(len(ids))), "stop" if stop else "length", version)
+
+
+def play(renderer, completions, replies, settings=SETTINGS):
+    policy, session = Scripted(completions), Session(replies)
+    episode = Episode(Item("babyai", 17), 2, settings, session.observation)
+    status = asyncio.run(run_episode(policy, session, renderer, episode))
+    return episode.finish(status), policy, session
+
+
+def test_a_terminated_episode_holds_tokens_mask_rewards_and_versions(renderer):
+    completions = [says(renderer, "turn left", version=4), says(renderer, "move forward", version=5)]
+    trajectory, _, session = play(renderer, completions, [Reply("you see", 0.25), Reply("done", 0.5, terminated=True, success=True)])
+    assert (trajectory.status, trajectory.reward, trajectory.success) == (Status.TERMINATED, 0.75, True)
+    assert session.actions == ["turn left", "move forward"]
+    first, second = completions[0].ids, completions[1].ids
+    opening, bridge = renderer.start("task: go"), renderer.bridge("you see", stopped=True)
+    assert trajectory.input_ids == (*opening, *first, *bridge, *second)  # nobody answers the last observation
+    assert trajectory.action_mask == (*[False] * len(opening), *[True] * len(first), *[False] * len(bridge), *[True] * len(second))
+    assert trajectory.logprobs == (*[0.0] * len(opening), *completions[0].logprobs, *[0.0] * len(bridge), *completions[1].logprobs)
+    assert [(turn.version, turn.observation, turn.reward) for turn in trajectory.turns] == [(4, "you see", 0.25), (5, "done", 0.5)]
+    assert [trajectory.input_ids[turn.start : turn.end] for turn in trajectory.turns] == [first, second]
+
+
+def test_each_turn_is_asked_with_its_own_key_and_the_whole_history(renderer):
+    trajectory, policy, _ = play(renderer, [says(renderer, "turn left")] * 4, [Reply()] * 4)
+    assert trajectory.status == Status.MAX_TURNS
+    assert [tuple(sampling.key) for _, sampling in policy.asked] == [(0, 3, "babyai_17", 2, turn) for turn in range(4)]
+    assert {(sampling.temperature, sampling.max_new_tokens) for _, sampling in policy.asked} == {(0.7, 6)}
+    for (prompt, _), turn in zip(policy.asked, trajectory.turns, strict=True):
+        assert tuple(prompt) == trajectory.input_ids[: turn.start]
+
+
+def test_sampled_ids_are_never_encoded_again(renderer, tokenizer):
+    """The letters one by one are not how the tokenizer would spell the word."""
+    letters = (*tokenizer.convert_tokens_to_ids(list("turn")), renderer.stop_id)
+    assert list(letters) != renderer.action_ids("turn")
+    trajectory, _, session = play(renderer, [Completion(letters, (-1.0,) * 5, "stop", 0)], [Reply(terminated=True)])
+    assert session.actions == ["turn"]
+    assert trajectory.input_ids[-5:] == letters
+
+
+def test_a_cut_action_is_closed_by_tokens_nobody_sampled(renderer):
+    trajectory, _, _ = play(renderer, [says(renderer, "turn", stop=False), says(renderer, "left")], [Reply("x"), Reply(terminated=True)])
+    end = trajectory.turns[0].end
+    assert trajectory.input_ids[end] == renderer.stop_id
+    assert trajectory.action_mask[end - 1 : end + 1] == (True, False)
+
+
+def test_an_episode_cut_by_the_horizon_keeps_its_reward_so_far(renderer):
+    trajectory, _, session = play(renderer, [says(renderer, "a")] * 2, [Reply(reward=0.5)] * 2, replace(SETTINGS, max_turns=2))
+    assert (trajectory.status, trajectory.reward, trajectory.success, len(session.actions)) == (Status.MAX_TURNS, 1.0, False, 2)
+
+
+def test_a_trajectory_never_exceeds_the_context(renderer):
+    settings = replace(SETTINGS, context_tokens=40)
+    long = "you see a red ball. " * 50
+    trajectory, _, session = play(renderer, [says(renderer, "a")] * 4, [Reply("x"), Reply(long)], settings)
+    assert trajectory.status == Status.MAX_TOKENS
+    assert session.actions == ["a", "a"]
+    assert len(trajectory.input_ids) <= 40
+    assert trajectory.action_mask[-1]
+
+
+def test_a_first_observation_beyond_the_context_is_an_episode_without_actions(renderer):
+    trajectory, policy, _ = play(renderer, [], [], replace(SETTINGS, context_tokens=8))
+    assert (trajectory.status, trajectory.turns, policy.asked) == (Status.MAX_TOKENS, (), [])
+    assert not any(trajectory.action_mask)
+
+
+def test_an_exact_fit_is_played(renderer):
+    needed = len(renderer.start("task: go")) + SETTINGS.max_new_tokens
+    for context, status in ((needed, Status.TERMINATED), (needed - 1, Status.MAX_TOKENS)):
+        trajectory, _, _ = play(renderer, [says(renderer, "a")], [Reply(terminated=True)], replace(SETTINGS, context_tokens=context))
+        assert trajectory.status == status
+
+
+def test_the_manual_comes_first_where_there_is_one(renderer):
+    trajectory, _, _ = play(renderer, [says(renderer, "a")], [Reply(terminated=True)], replace(SETTINGS, system="rules"))
+    assert list(trajectory.input_ids[: trajectory.turns[0].start]) == renderer.start("task: go", "rules")
+
+
+def test_a_failed_environment_leaves_no_reward_and_no_success(renderer):
+    trajectory, _, _ = play(renderer, [says(renderer, "a")], [Reply(reward=1.0, terminated=True, success=True)])
+    episode = Episode(Item("babyai", 1), 0, SETTINGS, "", turns=list(trajectory.turns), success=True)
+    for status in (Status.ENV_ERROR, Status.TIMEOUT):
+        assert (episode.finish(status).reward, episode.finish(status).success) == (None, False)
+    assert (episode.finish(Status.TERMINATED).reward, episode.finish(Status.TERMINATED).success) == (1.0, True)
+
+
+def test_a_trajectory_survives_the_way_through_json(renderer):
+    import json
+
+    trajectory, _, _ = play(renderer, [says(renderer, "é")], [Reply("ü", 0.1, terminated=True)])
+    assert Trajectory.from_json(json.loads(json.dumps(trajectory.to_json()))) == trajectory
+
+
+@pytest.mark.parametrize(
+    ("reply", "action_format", "action"),
+    [
+        (" turn left \n", "plain", "turn left"),
+        ("Thought: I go.\nAction: turn left\nmore", "react", "turn left"),
+        ("Action: a\nAction:\n b ", "react", "b"),
+        ("turn left", "react", ""),
+        ("Action:", "react", ""),
+    ],
+)
+def test_the_action_a_reply_names(reply, action_format, action):
+    assert extract_action(reply, action_format) == action
+
+
+@pytest.mark.parametrize("action_format", ["plain", "react"])
+def test_a_demonstrated_reply_names_its_action(action_format):
+    assert extract_action(reply_naming("turn left", action_format), action_format) == "turn left"

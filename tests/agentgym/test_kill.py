@@ -1,0 +1,280 @@
+"""A run that is killed and started again ends where one that nobody touched ends, and leaves nothing behind."""
+
+import os
+import random
+import re
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from agentgym.audit import audit
+from agentgym.config import load_config
+from agentgym.context import TRAJECTORIES, decode_trajectories
+from agentgym.data import ItemStream, load_splits
+from agentgym.rollouts.horizon import stages
+from agentgym.steps import finished, key_of, open_store, run_step, steps_of
+from agentgym.store.lease import LeaseHeld
+from agentgym.training.checkpoint import OPTIMISER, WEIGHTS
+
+GONE_WITHIN_S = 30.0
+OWNER = "AGENTGYM_TEST_OWNER"  # in the environment of every process a driver starts
+MOMENTS = {  # in the order in which one run meets them
+    "rollout": "inside the rollouts of stage 1's second step",
+    "manifest": "after the weights and before the manifest of stage 1's second commit",
+    "evaluation": "inside the second chunk of the evaluation of stage 1",
+    "ledger": "after the manifest and before the delivery of stage 2's first commit",
+}
+DRIVER = """
+import os, signal, sys
+from pathlib import Path
+
+import agentgym.store.posix as posix
+import agentgym.steps as steps
+from agentgym.config import load_config
+from agentgym.context import StepContext
+from agentgym.rollouts.client import EnvSession
+from agentgym.training.engine import Engine
+
+params, moment = sys.argv[1:]
+collect, act, create, deliver, commit = Engine.collect, EnvSession.step, posix.create_exclusively, steps.deliver, StepContext.commit
+now = {"step": None, "name": "", "acts": 0, "collections": 0}  # acts of the present collection, collections of the present step
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def counted_collect(self, items, **settings):
+    now.update(step=settings["step"], acts=0, collections=now["collections"] + 1)
+    return collect(self, items, **settings)
+
+
+async def fatal_act(self, action):
+    now["acts"] += 1
+    here = now["name"], now["step"], now["collections"], now["acts"]
+    if here == {"rollout": ("stage-1", 2, 2, 20), "evaluation": ("evaluate-stage-1", 0, 4, 5)}.get(moment):
+        die()
+    return await act(self, action)
+
+
+def fatal_create(temp, path):
+    if moment == "manifest" and path.parent.name == "manifests" and now["name"] == "stage-1" and path.stem == "000001":
+        die()
+    return create(temp, path)
+
+
+def fatal_deliver(cfg, store, step, manifest):
+    if moment == "ledger" and (manifest.step, manifest.seq) == ("stage-2", 0):
+        die()
+    deliver(cfg, store, step, manifest)
+
+
+def told_commit(self, **content):
+    manifest = commit(self, **content)
+    print("commit", manifest.step, manifest.seq, flush=True)
+    return manifest
+
+
+Engine.collect, EnvSession.step, posix.create_exclusively = counted_collect, fatal_act, fatal_create
+steps.deliver, StepContext.commit = fatal_deliver, told_commit
+cfg = load_config(params)
+for name in steps.steps_of(cfg):
+    now.update(name=name, collections=0)
+    print(name, "is", steps.run_step(name, cfg), flush=True)
+"""
+
+
+class Driver:
+    """Runs every step of a params file in a process of its own."""
+
+    def __init__(self, params):
+        self.params = params
+        self.script = params.parent / "driver.py"
+        self.script.write_text(DRIVER)
+        self.scratch = params.parent / "scratch"
+        self.scratch.mkdir()
+
+    def start(self, moment="never"):
+        log = (self.params.parent / "driver.log").open("ab")
+        environment = {**os.environ, OWNER: str(self.params), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.scratch)}
+        command = [sys.executable, str(self.script), str(self.params), moment]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+
+    def run(self, moment="never"):
+        """Result: return code, what it said."""
+        with self.start(moment) as process:
+            said = process.stdout.read()
+        return process.returncode, said
+
+    def assert_nothing_is_left(self):
+        """No process that a driver started, and nobody listening where its environments did."""
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while self.processes() or self.ports():
+            assert time.monotonic() < deadline, (self.processes(), self.ports())
+            time.sleep(0.1)
+
+    def processes(self):
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(OWNER) == str(self.params) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.cmdline())
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def ports(self):
+        logs = "".join(path.read_text() for path in (self.params.parent / "logs").glob("*.log"))
+        found = []
+        for port in {int(port) for port in re.findall(r"listens on http://127\.0\.0\.1:(\d+)", logs)}:
+            with socket.socket() as client:
+                client.settimeout(1)
+                if client.connect_ex(("127.0.0.1", port)) == 0:
+                    found.append(port)
+        return found
+
+
+def histories(cfg):
+    store = open_store(cfg)
+    return {name: store.history(name, manifest.key) for name, manifest in finished(cfg, store).items()}
+
+
+def consumed(cfg):
+    by_step = histories(cfg)
+    return [item for stage in stages(cfg.horizon) for commit in by_step[stage.name] for item in commit.state["consumed"]]
+
+
+def expected_items(cfg):
+    splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    num_items = sum(cfg.horizon.stage_steps) * cfg.rollout.items_per_step
+    return [item.item_id for item in ItemStream(splits.train, seed=cfg.seed).next(num_items)]
+
+
+def repeated_points(cfg):
+    with sqlite3.connect(cfg.state_dir / "mlflow.db") as database:
+        return database.execute("select key, step, count(*) from metrics group by run_uuid, key, step having count(*) > 1").fetchall()
+
+
+def assert_audited(cfg, steps=None):
+    report = audit(cfg)
+    assert report.ok, report.to_json()
+    assert list(report.steps) == list(steps_of(cfg))[:steps]
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory, tiny_params):
+    """A deterministic run from beginning to end."""
+    driver = Driver(tiny_params(tmp_path_factory.mktemp("untouched"), deterministic=True))
+    code, said = driver.run()
+    assert code == 0, (driver.params.parent / "driver.log").read_text()
+    assert said.count(" is ran") == len(steps_of(load_config(driver.params)))
+    return load_config(driver.params)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, tiny_params):
+    """The same run, killed at every moment and started again each time. What it said at last is with it."""
+    driver = Driver(tiny_params(tmp_path_factory.mktemp("killed"), deterministic=True))
+    cfg = load_config(driver.params)
+    said = {}
+    for moment in MOMENTS:
+        code, said[moment] = driver.run(moment)
+        assert code == -signal.SIGKILL, (moment, said[moment], (driver.params.parent / "driver.log").read_text())
+        driver.assert_nothing_is_left()
+        if moment == "manifest":
+            assert_audited(cfg, steps=6)
+    code, said["end"] = driver.run()
+    assert code == 0, (driver.params.parent / "driver.log").read_text()
+    driver.assert_nothing_is_left()
+    return cfg, said
+
+
+def test_a_killed_run_ends_bit_identical_to_one_that_nobody_touched(untouched, killed):
+    cfg, _ = killed
+    ours, theirs = histories(untouched), histories(cfg)
+    assert list(ours) == list(theirs) == list(steps_of(cfg))
+    for name, commits in ours.items():
+        for mine, other in zip(commits, theirs[name], strict=True):
+            for part in ("blobs", "state", "results", "parents", "config"):
+                assert getattr(mine, part) == getattr(other, part), (name, mine.seq, part)
+            assert mine.digest == other.digest
+            if TRAJECTORIES in mine.records:
+                logs = [decode_trajectories(open_store(c).read(m, TRAJECTORIES)) for c, m in ((untouched, mine), (cfg, other))]
+                assert logs[0] == logs[1]
+    last = ours["stage-2"][-1]
+    assert {WEIGHTS, OPTIMISER} <= last.blobs.keys()
+    assert last.blobs[WEIGHTS] != ours["warm-start"][-1].blobs[WEIGHTS], "nothing was learned, so nothing was shown"
+    assert ours["stage-1"][0].blobs[WEIGHTS] != ours["stage-1"][1].blobs[WEIGHTS] != last.blobs[WEIGHTS]
+
+
+def test_each_restart_goes_on_from_the_last_commit(killed):
+    _, said = killed
+    assert "stage-1 is" not in said["rollout"]
+    assert "commit stage-1 0" in said["rollout"]
+    assert "commit stage-1" not in said["manifest"]
+    assert "stage-1 is resumed at commit 1" in said["evaluation"]
+    assert "commit evaluate-stage-1 0" in said["evaluation"]
+    assert "evaluate-stage-1 is resumed at commit 1" in said["ledger"]
+    assert "commit evaluate-stage-1 0" not in said["ledger"]
+    assert "commit stage-2 0" not in said["ledger"] + said["end"]  # made, but nobody was told
+    assert "stage-2 is resumed at commit 1" in said["end"]
+    assert said["end"].count(" is done") == list(said["end"].splitlines()).index("commit stage-2 1")
+
+
+def test_the_ledger_has_each_point_once_and_both_runs_pass_their_audit(untouched, killed):
+    cfg, _ = killed
+    for each in (untouched, cfg):
+        assert repeated_points(each) == []
+        assert_audited(each)
+
+
+def test_no_item_is_lost_or_trained_twice(killed):
+    cfg, _ = killed
+    assert consumed(cfg) == expected_items(cfg)
+    assert len(set(consumed(cfg))) == len(consumed(cfg))
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_a_free_running_run_killed_at_random_times_loses_and_repeats_nothing(tmp_path, tiny_params, seed):
+    driver = Driver(tiny_params(tmp_path, seed=seed))
+    cfg = load_config(driver.params)
+    chance = random.Random(seed)
+    for _ in range(2):
+        with driver.start() as process:
+            for _ in range(chance.randrange(1, 14)):  # commits to let pass
+                while (line := process.stdout.readline()) and not line.startswith("commit"):
+                    pass
+            time.sleep(chance.uniform(0, 1))
+            process.kill()
+        driver.assert_nothing_is_left()
+    code, said = driver.run()
+    assert code == 0, (driver.params.parent / "driver.log").read_text()
+    driver.assert_nothing_is_left()
+    assert "report is" in said
+    assert consumed(cfg) == expected_items(cfg)
+    assert repeated_points(cfg) == []
+    assert_audited(cfg)
+
+
+def test_a_step_held_by_a_live_process_is_refused_with_who_holds_it(tmp_path, tiny_params):
+    cfg = load_config(tiny_params(tmp_path))
+    step = steps_of(cfg)["prepare"]
+    hold = "import sys, time; from pathlib import Path; from agentgym.store.posix import RunStore; "
+    hold += "lease = RunStore(Path(sys.argv[1]), lease_ttl_s=30).open('prepare', sys.argv[2]); lease.__enter__(); "
+    hold += "print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(cfg.store.path), key_of(step, cfg, {})], stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        try:
+            with pytest.raises(
+                LeaseHeld, match=rf"step prepare .* is held by process {holder.pid} on .*; wait for it or stop that process"
+            ):
+                run_step("prepare", cfg)
+        finally:
+            holder.kill()
+    assert str(run_step("prepare", cfg)) == "ran"  # nothing had been committed

@@ -1,0 +1,73 @@
+"""What the canary sees: weights that arrived, and weights that did not."""
+
+import asyncio
+
+import pytest
+import torch
+
+from agentgym.config import OptimiserConfig, RunConfig
+from agentgym.rollouts.policies.torch import TorchPolicy
+from agentgym.training import engine as engine_module
+from agentgym.training.checkpoint import new_checkpoint
+from agentgym.training.engine import Engine, canary_rows
+from agentgym.training.learner import EngineMismatch, Learner
+from agentgym.training.model import weights_of
+
+LR = 1e-5  # a typical rate of a large model: what one step changes is small
+
+
+@pytest.fixture
+def pair(make_model, tokenizer):
+    """(engine without environments, learner) that start from the same weights."""
+    checkpoint = new_checkpoint(make_model(), tokenizer)
+    learner = Learner(checkpoint.model, OptimiserConfig(lr=LR, warmup_steps=0), total_steps=10)
+    policy = TorchPolicy(checkpoint.another_model(), stop_id=checkpoint.renderer.stop_id, num_slots=2, context_tokens=64)
+    with asyncio.Runner() as runner:
+        yield Engine(RunConfig(), checkpoint, policy, None, runner, ""), learner
+
+
+def train(learner):
+    """Every weight moves by the learning rate, as in Adam's first step."""
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(LR * torch.sign(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))))
+
+
+def test_weights_that_arrived_pass_the_canary(pair):
+    engine, learner = pair
+    train(learner)
+    assert engine.publish(learner, 1) < engine_module.CANARY_TOLERANCE / 5
+    assert engine.policy.version == 1
+    assert all(torch.equal(tensor, weights_of(learner.model)[name]) for name, tensor in weights_of(engine.policy._model).items())
+
+
+def test_a_forgotten_publish_of_one_small_step_is_seen(pair, monkeypatch):
+    engine, learner = pair
+    train(learner)
+    monkeypatch.setattr("agentgym.rollouts.policies.torch.load_weights", lambda model, weights: None)
+    with pytest.raises(EngineMismatch, match="weights version 1 did not reach the engine: canary prompts differ by"):
+        engine.publish(learner, 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"]
+)
+def test_one_damaged_tensor_is_seen(pair, monkeypatch, name):
+    engine, learner = pair
+    publish = engine.policy.publish
+
+    async def damaging(weights, version):
+        await publish(weights, version)
+        with torch.no_grad():
+            dict(engine.policy._model.named_parameters())[name].mul_(1.01)
+
+    monkeypatch.setattr(engine.policy, "publish", damaging)
+    with pytest.raises(EngineMismatch, match="did not reach the engine"):
+        engine.publish(learner, 1)
+
+
+def test_canary_rows_are_fixed_and_inside_the_vocabulary(tokenizer):
+    rows = canary_rows(tokenizer)
+    assert rows == canary_rows(tokenizer)
+    assert all(0 <= token < len(tokenizer) for row in rows for token in row)
+    assert len({tuple(row) for row in rows}) == 4

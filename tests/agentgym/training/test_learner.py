@@ -1,0 +1,283 @@
+"""The learner against plain Hugging Face and against itself, split and packed in other ways."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from agentgym.algorithms.batch import Batch
+from agentgym.config import AlgorithmConfig, OptimiserConfig
+from agentgym.training import learner as learner_module
+from agentgym.training.learner import EngineMismatch, Learner, learning_rate
+from agentgym.training.model import weights_of
+
+OPTIMISER = OptimiserConfig(lr=1e-2, warmup_steps=0)
+ONE_UPDATE = AlgorithmConfig(minibatches=1)
+# two groups of three; actions at scattered places, observations between and after them
+ROWS = [
+    ([5, 9, 33, 12, 40, 41], [0, 0, 1, 1, 0, 1]),
+    ([5, 9, 12], [0, 0, 1]),
+    ([5, 9, 18, 19, 20, 21, 22, 23], [0, 0, 1, 0, 0, 1, 1, 0]),
+    ([6, 30, 31], [0, 1, 1]),
+    ([6, 30, 7, 8, 50], [0, 1, 0, 0, 1]),
+    ([6, 35], [0, 1]),
+]
+REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+
+
+def batch_of(rows=ROWS, rewards=REWARDS, groups=(0, 0, 0, 1, 1, 1), temperature=1.0):
+    starts = torch.cumsum(torch.tensor([0, *(len(ids) for ids, _ in rows)]), 0)
+    mask = torch.tensor([bool(m) for _, masks in rows for m in masks])
+    placed = torch.zeros(len(mask))
+    for row, (_, masks) in enumerate(rows):
+        placed[int(starts[row]) + max(index for index, m in enumerate(masks) if m)] = rewards[row]
+    ids = torch.tensor([token for ids, _ in rows for token in ids])
+    return Batch(ids, starts, mask, placed, torch.zeros(len(mask)), torch.tensor(groups), temperature)
+
+
+def on_policy(learner, batch):
+    return replace(batch, logprobs=learner.score(batch))
+
+
+@pytest.fixture
+def make_learner(make_model):
+    return lambda config=OPTIMISER, seed=0: Learner(make_model(seed), config, total_steps=10)
+
+
+def gradients(learner):
+    return {name: parameter.grad.clone() for name, parameter in learner.model.named_parameters()}
+
+
+def weights(learner):
+    return {name: tensor.clone() for name, tensor in weights_of(learner.model).items()}
+
+
+def assert_same(first, second, **tolerance):
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name], **(tolerance or {"atol": 0, "rtol": 0}), msg=name)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_equal_a_plain_forward_of_each_row(make_learner, plain, temperature):
+    learner = make_learner()
+    batch = batch_of(temperature=temperature)
+    twin = plain(learner.model)
+    expected, shifted = [], []
+    for ids, mask in ROWS:
+        with torch.no_grad():
+            logp = torch.log_softmax(twin(torch.tensor([ids])).logits[0] / temperature, -1)
+        positions = [index for index, m in enumerate(mask) if m]
+        expected += [float(logp[index - 1, ids[index]]) for index in positions]
+        shifted += [float(logp[index, ids[index]]) for index in positions]  # off by one
+    got = learner.action_logprobs(batch)[0].tolist()
+    assert got == pytest.approx(expected, abs=1e-4)
+    assert got != pytest.approx(shifted, abs=1e-1)
+    scores = learner.score(batch)
+    assert scores[batch.action_mask].tolist() == pytest.approx(expected, abs=1e-4)
+    assert not scores[~batch.action_mask].any()
+
+
+def test_entropies_are_those_of_the_distributions(make_learner, plain):
+    learner = make_learner()
+    ids, mask = ROWS[1]
+    with torch.no_grad():
+        logp = torch.log_softmax(plain(learner.model)(torch.tensor([ids])).logits[0, 1], -1)
+    entropy = learner.action_logprobs(batch_of([(ids, mask)], [1.0], (0,)))[1]
+    assert entropy.tolist() == pytest.approx([float(-(logp.exp() * logp).sum())], abs=1e-4)
+
+
+def test_an_action_without_anything_before_it_is_a_bug(make_learner):
+    with pytest.raises(AssertionError, match="a row's first token"):
+        make_learner().score(batch_of([([5, 6], [1, 1])], [1.0], (0,)))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 20])
+def test_gradients_and_metrics_do_not_depend_on_the_micro_batches(make_learner, monkeypatch, tokens):
+    whole, split = make_learner(), make_learner()
+    batch = on_policy(whole, batch_of())
+    metrics = whole.update(batch, ONE_UPDATE, step=1, seed=0)
+    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", tokens)
+    assert len(list(learner_module._micro_batches(batch))) > 1
+    assert split.update(batch, ONE_UPDATE, step=1, seed=0) == pytest.approx(metrics, abs=1e-5)
+    assert_same(gradients(whole), gradients(split), atol=1e-5, rtol=1e-4)
+    assert metrics["actor/grad_norm"] > 1e-2
+
+
+def test_supervised_gradients_do_not_depend_on_the_micro_batches(make_learner, monkeypatch):
+    whole, split = make_learner(), make_learner()
+    metrics = whole.supervised(batch_of(), step=1)
+    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 7)
+    assert split.supervised(batch_of(), step=1) == pytest.approx(metrics, abs=1e-5)
+    assert_same(gradients(whole), gradients(split), atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_and_metrics_do_not_depend_on_the_order_of_the_rows(make_learner):
+    one, other = make_learner(), make_learner()
+    batch = on_policy(one, batch_of())
+    metrics = one.update(batch, ONE_UPDATE, step=1, seed=0)
+    assert other.update(batch.select(torch.tensor([4, 0, 5, 2, 3, 1])), ONE_UPDATE, step=1, seed=0) == pytest.approx(metrics, abs=1e-5)
+    assert_same(gradients(one), gradients(other), atol=1e-5, rtol=1e-4)
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget(monkeypatch):
+    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 12)
+    batch = batch_of()
+    # lengths 6, 3, 8, 3, 5, 2: 2 * 6 fits, 3 * 8 does not, 2 * 8 does not, 2 * 5 fits, 3 * 5 does not
+    assert [rows.tolist() for rows in learner_module._micro_batches(batch)] == [[0, 1], [2], [3, 4], [5]]
+    assert [rows.tolist() for rows in learner_module._micro_batches(batch, torch.tensor([2, 4]))] == [[2], [4]]
+
+
+def test_observation_tokens_reach_no_loss(make_learner):
+    one, other = make_learner(), make_learner()
+    batch = on_policy(one, batch_of())
+    noise = torch.randn(len(batch.input_ids), generator=torch.Generator().manual_seed(0)) * ~batch.action_mask
+    metrics = one.update(batch, ONE_UPDATE, step=1, seed=0)
+    noisy = replace(batch, logprobs=batch.logprobs + noise, rewards=batch.rewards + noise)
+    assert other.update(noisy, ONE_UPDATE, step=1, seed=0) == metrics
+    assert_same(gradients(one), gradients(other))
+
+
+def test_what_follows_the_last_action_changes_nothing(make_learner):
+    one, other = make_learner(), make_learner()
+    ids, mask = ROWS[2]
+    shorter = [*ROWS[:2], (ids[:7], mask[:7]), *ROWS[3:]]
+    one.update(on_policy(one, batch_of()), ONE_UPDATE, step=1, seed=0)
+    other.update(on_policy(other, batch_of(shorter)), ONE_UPDATE, step=1, seed=0)
+    assert_same(gradients(one), gradients(other), atol=1e-5, rtol=1e-4)
+
+
+def test_the_first_update_follows_the_plain_policy_gradient(make_learner, plain):
+    """On-policy the ratio is 1 and nothing is clipped: the gradient is that of -mean over tokens of A log p."""
+    learner = make_learner(OptimiserConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9))
+    twin = plain(learner.model)
+    # groups 1,0,0 and 1,1,0: advantages 1.154701, -0.577350 twice; 0.577350 twice, -1.154701
+    advantages = [1.154701, -0.577350, -0.577350, 0.577350, 0.577350, -1.154701]
+    total = sum(sum(mask) for _, mask in ROWS)
+    for (ids, mask), advantage in zip(ROWS, advantages, strict=True):
+        logp = torch.log_softmax(twin(torch.tensor([ids])).logits[0], -1)
+        for index, action in enumerate(mask):
+            if action:
+                (-advantage * logp[index - 1, ids[index]] / total).backward(retain_graph=True)
+    learner.update(on_policy(learner, batch_of()), ONE_UPDATE, step=1, seed=0)
+    expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
+    assert_same(gradients(learner), expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_chunked_head_equals_the_whole(make_learner, monkeypatch, chunk):
+    whole, chunked = make_learner(), make_learner()
+    batch = batch_of()
+    expected = whole.action_logprobs(batch)
+    monkeypatch.setattr(learner_module, "HEAD_CHUNK_TOKENS", chunk)
+    got = chunked.action_logprobs(batch)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    (expected[0] ** 2).sum().backward()
+    (got[0] ** 2).sum().backward()
+    assert_same(gradients(whole), gradients(chunked), atol=1e-3, rtol=1e-4)
+
+
+def test_a_saved_optimiser_continues_to_the_bit(make_learner):
+    whole, resumed = make_learner(), make_learner(seed=1)
+    for step in (1, 2):
+        whole.supervised(batch_of(), step=step)
+    blob = whole.optimiser_blob()
+    for name, parameter in resumed.model.named_parameters():
+        parameter.data.copy_(weights_of(whole.model)[name])
+    forgetful = make_learner(seed=1)
+    forgetful.model.load_state_dict(whole.model.state_dict())
+    resumed.load_optimiser(blob)
+    assert resumed.optimiser_blob() == blob
+    metrics = [learner.supervised(batch_of(), step=3) for learner in (whole, resumed, forgetful)]
+    assert metrics[0] == metrics[1]
+    assert_same(weights(whole), weights(resumed))
+    assert not torch.equal(weights(whole)["model.norm.weight"], weights(forgetful)["model.norm.weight"])  # negative control
+
+
+def test_learning_rates_of_each_schedule():
+    def rates(schedule, steps, warmup=2):
+        config = OptimiserConfig(lr=1.0, warmup_steps=warmup, schedule=schedule, final_lr_fraction=0.1)
+        return [learning_rate(config, step, 10) for step in steps]
+
+    assert rates("constant", [1, 2, 3, 10, 99]) == pytest.approx([0.5, 1, 1, 1, 1])
+    # progress of step 6 of 2 .. 10 is one half: 0.1 + 0.9 * 0.5
+    assert rates("linear", [1, 2, 6, 10, 99]) == pytest.approx([0.5, 1, 0.55, 0.1, 0.1])
+    # progress 1/4: 0.5 * (1 + cos(pi / 4)) = 0.853553, 0.1 + 0.9 * 0.853553
+    assert rates("cosine", [1, 2, 4, 6, 10]) == pytest.approx([0.5, 1, 0.868198, 0.55, 0.1])
+    assert rates("constant", [1], warmup=0) == [1]
+
+
+def test_the_rate_of_the_step_is_the_one_applied(make_learner):
+    slow, fast = (make_learner(OptimiserConfig(lr=1e-2, warmup_steps=warmup, weight_decay=0.0)) for warmup in (10, 0))
+    before = weights(slow)
+    metrics = [learner.supervised(batch_of(), step=1) for learner in (slow, fast)]
+    assert [m["sft/lr"] for m in metrics] == pytest.approx([1e-3, 1e-2])
+    # Adam's first step moves each weight by the rate, whatever the gradient
+    moved = [(weights(learner)["model.norm.weight"] - before["model.norm.weight"]).abs().max() for learner in (slow, fast)]
+    assert [float(distance) for distance in moved] == pytest.approx([1e-3, 1e-2], rel=1e-2)
+
+
+def test_a_supervised_batch_without_actions_is_refused(make_learner):
+    learner = make_learner()
+    before = weights(learner)
+    batch = replace(batch_of(), action_mask=torch.zeros(len(batch_of().input_ids), dtype=torch.bool))
+    with pytest.raises(ValueError, match="without a single action token"):
+        learner.supervised(batch, step=1)
+    assert_same(before, weights(learner))
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_unchanged(make_learner):
+    learner = make_learner()
+    before = weights(learner)
+    hook = learner.model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(FloatingPointError, match="gradient norm nan is not finite; the weights were not changed"):
+        learner.supervised(batch_of(), step=1)
+    assert_same(before, weights(learner))
+    hook.remove()
+    learner.supervised(batch_of(), step=1)  # nothing of it is left behind
+    assert all(torch.isfinite(tensor).all() for tensor in weights(learner).values())
+
+
+def test_logged_probabilities_of_another_policy_stop_the_run(make_learner):
+    learner = make_learner()
+    before = weights(learner)
+    batch = on_policy(learner, batch_of())
+    shifted = replace(batch, logprobs=batch.logprobs.roll(1) * batch.action_mask)
+    with pytest.raises(EngineMismatch, match=r"step 7: engine and learner differ by KL .* \(limit 0.05, largest single difference"):
+        learner.update(shifted, ONE_UPDATE, step=7, seed=0)
+    with pytest.raises(EngineMismatch, match="KL nan"):
+        learner.update(replace(batch, logprobs=batch.logprobs * math.nan), ONE_UPDATE, step=7, seed=0)
+    with pytest.raises(EngineMismatch):  # sampled at another temperature than recorded
+        learner.update(replace(batch, temperature=0.5), ONE_UPDATE, step=7, seed=0)
+    assert_same(before, weights(learner))
+
+
+def test_an_update_raises_the_probability_of_what_won(make_learner):
+    learner = make_learner(OptimiserConfig(lr=1e-3, warmup_steps=0))
+    batch = on_policy(learner, batch_of())
+    metrics = learner.update(batch, AlgorithmConfig(minibatches=2, epochs=2), step=1, seed=0)
+    gain = torch.zeros(6).index_add_(0, batch.row, learner.score(batch) - batch.logprobs)
+    won = torch.tensor(REWARDS) == 1
+    assert gain[won].mean() > 0 > gain[~won].mean()
+    assert metrics["mismatch/kl"] == pytest.approx(0, abs=1e-8)
+    assert metrics["actor/rows_with_signal_frac"] == 1
+
+
+def test_a_batch_of_equal_groups_changes_nothing_and_says_so(make_learner):
+    learner = make_learner()
+    before = weights(learner)
+    metrics = learner.update(on_policy(learner, batch_of(rewards=[1.0] * 3 + [0.0] * 3)), ONE_UPDATE, step=1, seed=0)
+    assert metrics["actor/rows_with_signal_frac"] == 0
+    assert "actor/loss" not in metrics
+    assert_same(before, weights(learner))
+
+
+def test_minibatches_are_drawn_from_seed_and_step_alone(make_learner):
+    results = []
+    for seed in (3, 3, 4):
+        learner = make_learner()
+        learner.update(on_policy(learner, batch_of()), AlgorithmConfig(minibatches=3), step=1, seed=seed)
+        results.append(weights(learner))
+    assert_same(results[0], results[1])
+    assert not torch.equal(results[0]["model.norm.weight"], results[2]["model.norm.weight"])

@@ -1,0 +1,129 @@
+"""Models and tokenizers: reproducible, portable, and refused where they do not fit."""
+
+import json
+
+import pytest
+import torch
+
+from agentgym.attention import RAGGED, PackedRows
+from agentgym.config import ModelConfig
+from agentgym.training.checkpoint import new_checkpoint
+from agentgym.training.model import (
+    load_hub,
+    load_weights,
+    model_from_blobs,
+    new_model,
+    save_pretrained,
+    tokenizer_files,
+    tokenizer_from_files,
+    train_tokenizer,
+    weights_blob,
+    weights_of,
+)
+
+SMALL = ModelConfig(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, mlp_size=32, context_tokens=64)
+
+
+def small(seed):
+    return new_model(SMALL, vocab_size=300, eos_id=3, pad_id=0, seed=seed)
+
+
+def logits_of(model, ids):
+    layout = PackedRows(torch.tensor([0, len(ids)]))
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([ids]), position_ids=layout.position[None], use_cache=False, layout=layout).logits[0]
+
+
+def test_a_new_model_is_a_function_of_its_seed_alone():
+    torch.manual_seed(1)
+    first = weights_blob(small(7))
+    torch.manual_seed(2)
+    assert weights_blob(small(7)) == first
+    assert weights_blob(small(8)) != first
+
+
+def test_making_and_rebuilding_a_model_leave_the_global_generator_alone(make_model):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    model = small(7)
+    model_from_blobs(model.config.to_json_string(), weights_blob(model))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_weights_survive_the_way_through_bytes():
+    model = small(7)
+    again = model_from_blobs(model.config.to_json_string(), weights_blob(model))
+    assert weights_blob(again) == weights_blob(model)
+    assert torch.equal(logits_of(again, [5, 6, 7]), logits_of(model, [5, 6, 7]))
+    assert again.get_output_embeddings().weight is again.get_input_embeddings().weight  # still tied
+    assert again.config._attn_implementation == RAGGED
+
+
+def test_weights_that_do_not_fit_are_named_and_change_nothing():
+    model, other = small(7), weights_of(small(8))
+    before = weights_blob(model)
+    with pytest.raises(ValueError, match=r"parameters \['model.norm.weight'\] are on one side only"):
+        load_weights(model, {name: tensor for name, tensor in other.items() if name != "model.norm.weight"})
+    with pytest.raises(ValueError, match=r"parameters \['extra'\] are on one side only"):
+        load_weights(model, {**other, "extra": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"model.norm.weight is \(5,\), expected \(32,\)"):
+        load_weights(model, {**other, "model.norm.weight": torch.zeros(5)})
+    assert weights_blob(model) == before
+
+
+def test_a_saved_folder_is_an_ordinary_hugging_face_model(tmp_path, make_model, tokenizer):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    checkpoint = new_checkpoint(make_model(), tokenizer)
+    files = json.loads(checkpoint.tokenizer_json)
+    save_pretrained(tmp_path / "m", architecture=checkpoint.architecture, weights=weights_blob(checkpoint.model), tokenizer=files)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="sdpa").eval()
+    ids = [5, 6, 7, 80]
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.tensor([ids])).logits[0], logits_of(checkpoint.model, ids), atol=1e-4, rtol=1e-4)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "m")
+    messages = [{"role": "user", "content": "go to the red ball"}]
+    assert loaded.apply_chat_template(messages, tokenize=False) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert loaded("turn left 2")["input_ids"] == tokenizer("turn left 2")["input_ids"]
+
+
+def test_a_local_folder_loads_like_a_hub_repository(tmp_path, make_model, tokenizer):
+    source = make_model()
+    save_pretrained(
+        tmp_path, architecture=source.config.to_json_string(), weights=weights_blob(source), tokenizer=tokenizer_files(tokenizer)
+    )
+    model, loaded = load_hub(ModelConfig(source="hub", name=str(tmp_path)))
+    assert torch.equal(logits_of(model, [5, 6, 7]), logits_of(source, [5, 6, 7]))
+    assert weights_blob(model) == weights_blob(source)
+    new_checkpoint(model, loaded)  # its chat template is usable
+
+
+def test_the_engines_copy_shares_no_memory_with_the_learner(make_model, tokenizer):
+    checkpoint = new_checkpoint(make_model(), tokenizer)
+    copy = checkpoint.another_model()
+    assert weights_blob(copy) == weights_blob(checkpoint.model)
+    with torch.no_grad():
+        next(checkpoint.model.parameters()).add_(1)
+    assert weights_blob(copy) != weights_blob(checkpoint.model)
+
+
+def test_a_tokenizer_survives_the_way_through_text(tokenizer):
+    files = tokenizer_files(tokenizer)
+    again = tokenizer_from_files(files)
+    assert tokenizer_files(again)["tokenizer.json"] == files["tokenizer.json"]
+    assert tokenizer_files(tokenizer_from_files(tokenizer_files(again))) == tokenizer_files(again)
+    assert (again.chat_template, again.eos_token_id, again.pad_token_id) == (
+        tokenizer.chat_template,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
+    for text in ("turn left", "22 red\n\nballs", "it's <|end|>"):
+        assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+def test_the_tokenizer_spells_any_text_and_digits_one_by_one():
+    tokenizer = train_tokenizer(["step 12 12 12 12", "go"], 400)
+    for text in ("déjà vu 😀\n\t x", "12", " go  go"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == text
+    assert len(tokenizer("1212", add_special_tokens=False)["input_ids"]) == 4

@@ -1,0 +1,42 @@
+"""Demonstrations are what the policy would have sampled, and come round in seeded order."""
+
+from dataclasses import replace
+
+import pytest
+
+from agentgym.rollouts.chat import ChatRenderer
+from agentgym.rollouts.episode import EpisodeSettings, extract_action
+from agentgym.training.sft import _TextEpisode, demo_rows
+from agentgym.types import Item
+
+SETTINGS = EpisodeSettings(seed=0, step=0, max_turns=1, temperature=1.0, max_new_tokens=6, context_tokens=256)
+
+
+@pytest.mark.parametrize("action_format", ["plain", "react"])
+def test_a_demonstration_is_rendered_as_a_rollout_reads_it(tokenizer, action_format):
+    renderer = ChatRenderer(tokenizer)
+    episode = _TextEpisode(Item("babyai", 4), "task: go")
+    episode.steps = [("turn left", "you see", 0.0), ("move forward", "done", 1.0)]
+    episode.success = True
+    demo = episode.tokenise(renderer, replace(SETTINGS, action_format=action_format, system="rules"))
+    spans = [demo.input_ids[turn.start : turn.end] for turn in demo.turns]
+    assert [extract_action(renderer.text(span), action_format) for span in spans] == ["turn left", "move forward"]
+    assert all(span[-1] == renderer.stop_id for span in spans)
+    assert [i for i, action in enumerate(demo.action_mask) if action] == [i for turn in demo.turns for i in range(turn.start, turn.end)]
+    assert list(demo.input_ids[: demo.turns[0].start]) == renderer.start("task: go", "rules")
+    between = demo.input_ids[demo.turns[0].end : demo.turns[1].start]
+    assert list(between) == renderer.bridge("you see", stopped=True)
+    assert (demo.reward, demo.success) == (1.0, True)
+
+
+def test_every_epoch_shows_every_demonstration_once_in_another_order():
+    rows = [row for step in range(1, 8) for row in demo_rows(0, step, 10, 4)]  # 28 of 3 epochs
+    assert sorted(rows[:10]) == sorted(rows[10:20]) == list(range(10))
+    assert rows[:10] != rows[10:20]
+    assert len(set(rows[20:])) == 8
+
+
+def test_the_rows_of_a_step_depend_on_seed_and_step_alone():
+    assert demo_rows(0, 5, 10, 4) == demo_rows(0, 5, 10, 4)
+    assert demo_rows(0, 5, 10, 4) != demo_rows(1, 5, 10, 4)
+    assert len(demo_rows(0, 1, 3, 8)) == 8  # fewer demonstrations than a batch holds
