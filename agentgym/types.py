@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -107,8 +107,9 @@ class Trajectory:
     timing: dict[str, float] = field(default_factory=dict, compare=False)  # seconds; the only field not reproducible
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types; `from_json` gives an equal object back."""
-        return asdict(self)
+        """Plain JSON types; `from_json` gives an equal object back. By hand: `asdict` copies token by token, 20 times slower."""
+        row: dict[str, Any] = {name: getattr(self, name) for name in _TRAJECTORY_FIELDS}
+        return {**row, "item": asdict(self.item), "status": str(self.status), "turns": [asdict(turn) for turn in self.turns]}
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Trajectory:
@@ -124,3 +125,6 @@ class Trajectory:
                 "logprobs": tuple(row["logprobs"]),
             }
         )
+
+
+_TRAJECTORY_FIELDS = tuple(each.name for each in fields(Trajectory))

@@ -1,6 +1,7 @@
-"""A whole run small enough for a test: a minute of everything in seconds, with rewards and learning signal in it."""
+"""A whole run, small enough for a test: a minute of everything in seconds, with rewards and learning signal in it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,18 @@ def tiny_params(tmp_path_factory):
         return folder / "params.yaml"
 
     return write
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory, tiny_params):
+    """The folder of a deterministic tiny run that nobody touched; `half` in it is the same run after stage 1. Copy it, leave it whole."""
+    from agentgym.config import load_config
+    from agentgym.steps import run_step, steps_of
+
+    folder = tmp_path_factory.mktemp("whole")
+    cfg = load_config(tiny_params(folder, deterministic=True))
+    for name in steps_of(cfg):
+        assert str(run_step(name, cfg)) == "ran"
+        if name == "stage-1":
+            shutil.copytree(folder, folder / "half")
+    return folder

@@ -15,28 +15,17 @@ from agentgym.config import ConfigError, load_config
 from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories, encode_trajectories
 from agentgym.evaluation.evaluate import OUTCOMES
 from agentgym.rollouts.metrics import rollout_metrics
-from agentgym.steps import key_of, open_store, run_key, run_step, steps_of
+from agentgym.steps import key_of, open_store, run_key, steps_of
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.tracking import decode_points, encode_points
 from agentgym.training.checkpoint import WEIGHTS, load_checkpoint
 from agentgym.types import Status
 
 
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory, tiny_params):
-    folder = tmp_path_factory.mktemp("honest")
-    cfg = load_config(tiny_params(folder))
-    for name in steps_of(cfg):
-        run_step(name, cfg)
-        if name == "stage-1":
-            shutil.copytree(folder, folder / "half")
-    return folder
-
-
 @pytest.fixture
-def forger(honest, tmp_path, tiny_params):
-    shutil.copytree(honest, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("half"))
-    return Forger(load_config(tiny_params(tmp_path)))
+def forger(whole_run, tmp_path, tiny_params):
+    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("half"))
+    return Forger(load_config(tiny_params(tmp_path, deterministic=True)))
 
 
 class Forger:
@@ -134,9 +123,9 @@ def test_an_honest_run_passes_and_every_check_had_something_to_check(forger):
     assert all(check.counted > 10 for check in report.checks)
 
 
-def test_an_honest_run_that_is_only_half_done_passes_as_far_as_it_went(honest, tmp_path, tiny_params):
-    shutil.copytree(honest / "half", tmp_path, dirs_exist_ok=True)
-    cfg = load_config(tiny_params(tmp_path))
+def test_an_honest_run_that_is_only_half_done_passes_as_far_as_it_went(whole_run, tmp_path, tiny_params):
+    shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
+    cfg = load_config(tiny_params(tmp_path, deterministic=True))
     report = audit(cfg)
     assert report.ok, report.to_json()
     assert list(report.steps) == list(steps_of(cfg))[:6]

@@ -167,14 +167,9 @@ def assert_audited(cfg, steps=None):
     assert list(report.steps) == list(steps_of(cfg))[:steps]
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory, tiny_params):
-    """A deterministic run from beginning to end."""
-    driver = Driver(tiny_params(tmp_path_factory.mktemp("untouched"), deterministic=True))
-    code, said = driver.run()
-    assert code == 0, (driver.params.parent / "driver.log").read_text()
-    assert said.count(" is ran") == len(steps_of(load_config(driver.params)))
-    return load_config(driver.params)
+@pytest.fixture
+def untouched(whole_run):
+    return load_config(whole_run / "params.yaml")
 
 
 @pytest.fixture(scope="module")

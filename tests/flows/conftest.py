@@ -1,0 +1,89 @@
+"""A copy of this repository with a run small enough for a test, as a user would have cloned it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "model": {"hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 64},
+    "warm_start": {"num_demos": 60, "steps": 40, "batch_size": 16},
+    "rollout": {"items_per_step": 4, "group_size": 4},
+    "horizon": {"stage_steps": [1, 1, 2]},
+    "validation": {"every": 2, "num_items": 4},
+    "evaluation": {"num_items": 8, "num_samples": 2, "k": [1, 2], "num_bootstrap": 200},
+}
+
+
+class Project:
+    """A clone and the commands typed in it."""
+
+    def __init__(self, folder: Path, home: Path) -> None:
+        self.folder, self.home = folder, home
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DVC_", "MLFLOW_", "HF_", "MPL"))
+        }
+        self.environment = {**inherited, "HOME": str(home), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
+
+    def run(self, *command, timeout=240):
+        return subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+    def pipeline(self, *overrides):
+        return self.run("python", "-m", "flows.pipeline", *overrides)
+
+    def start(self, *command):
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def manifests(self):
+        """{path: bytes} of every commit in the store."""
+        return {path: path.read_bytes() for path in (self.folder / ".agentgym/store").glob("steps/*/manifests/*.json")}
+
+    def processes(self):
+        """Command lines of everything that runs in this project."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if (entry / "cwd").resolve() == self.folder.resolve():
+                        found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                except OSError:
+                    continue
+        return found
+
+
+def clone(folder: Path) -> Project:
+    files = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in files.stdout.split():
+        if (ROOT / name).is_file():
+            (folder / "project" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "project" / name)
+    params = yaml.safe_load((folder / "project/params.yaml").read_text())
+    for section, values in TINY.items():
+        params[section] |= values
+    (folder / "project/params.yaml").write_text(yaml.safe_dump(params))
+    (folder / "home").mkdir()
+    project = Project(folder / "project", folder / "home")
+    assert project.run("git", "init", "-q").returncode == 0
+    return project
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """A clone in which nothing ran."""
+    return clone(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A clone in which the pipeline ran once, and what it printed. Tests that change it must change it back."""
+    project = clone(tmp_path_factory.mktemp("finished"))
+    project.first = project.pipeline()
+    assert project.first.returncode == 0, project.first.stdout + project.first.stderr
+    return project

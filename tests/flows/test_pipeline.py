@@ -1,0 +1,131 @@
+"""The whole job as a user runs it: real Prefect, real DVC, real servers, real MLflow."""
+
+import json
+import re
+import signal
+import time
+
+import pytest
+from mlflow import MlflowClient
+
+STEPS = 13
+
+
+def test_one_command_runs_every_step_and_says_what_came_out(finished):
+    out = finished.first.stdout
+    assert f"0 of {STEPS} steps are done" in out
+    for line in ("untrained", "warm start", "stage 3", "avg@2 gain", "agentgym-babyai version 1, alias champion"):
+        assert line in out, out
+    report = finished.folder / re.search(r"^report\s+(\S+)", out, re.MULTILINE).group(1)
+    page = report.read_text()
+    assert "<script" not in page
+    assert "http" not in re.sub(r"data:image/png;base64,[^\"]*", "", page).replace("http://www.w3.org", "")
+
+
+def test_a_second_run_finds_everything_done_and_starts_nothing(finished):
+    before = finished.manifests()
+    again = finished.pipeline()
+    assert again.returncode == 0
+    assert f"all {STEPS} steps are done and verified" in again.stdout
+    assert "starting Prefect" not in again.stdout
+    assert finished.manifests() == before
+
+
+def test_nothing_is_left_running_and_nothing_is_written_to_the_home_directory(finished):
+    assert finished.processes() == []
+    assert list(finished.home.iterdir()) == []
+
+
+def test_mlflow_holds_one_parent_with_a_child_per_step_on_one_continuous_axis(finished):
+    client = MlflowClient(f"sqlite:///{finished.folder / '.agentgym/mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name("agentgym-babyai").experiment_id])
+    parents = [run for run in runs if run.data.tags["kind"] == "pipeline"]
+    children = {run.data.tags["step"]: run for run in runs if run.data.tags["kind"] == "step"}
+    assert len(parents) == 1
+    assert {"warm-start", "stage-1", "stage-2", "stage-3", "evaluate-stage-3", "report"} <= children.keys()
+    assert all(run.info.status == "FINISHED" for run in runs)
+    history = client.get_metric_history(parents[0].info.run_id, "rollout/success")
+    assert [point.step for point in sorted(history, key=lambda point: point.step)] == [1, 2, 3, 4]
+    evaluated = client.get_metric_history(parents[0].info.run_id, "eval/avg_at_2")
+    assert sorted(point.step for point in evaluated) == [0, 1, 2, 4]
+    names = {artifact.path for artifact in client.list_artifacts(parents[0].info.run_id)}
+    assert {"report.html", "learning_curve.png", "evaluation.png"} <= names
+    assert client.get_model_version_by_alias("agentgym-babyai", "champion").version == 1
+
+
+def test_dvc_repro_after_it_trains_nothing_and_a_second_one_runs_no_stage(finished):
+    before = finished.manifests()
+    first = finished.run("dvc", "repro")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert len(re.findall(r"^\S+: done · manifest", first.stdout, re.MULTILINE)) == STEPS
+    assert finished.manifests() == before
+    pointer = json.loads((finished.folder / "outputs/stage-3.json").read_text())
+    assert pointer["digest"] and "safetensors" not in json.dumps(pointer)
+    second = finished.run("dvc", "repro")
+    assert second.returncode == 0
+    assert "Running stage" not in second.stdout
+    assert "up to date" in second.stdout
+
+
+def test_another_evaluation_parameter_runs_evaluations_alone(finished):
+    plan = json.loads(finished.run("agentgym", "plan", "--json", "--set", "evaluation.num_items=10").stdout)["steps"]
+    actions = {step["name"]: step["action"] for step in plan}
+    assert {name for name, action in actions.items() if action == "run"} == {
+        name for name in actions if name.startswith("evaluate-") or name in ("register", "report")
+    }
+    why = {step["name"]: step["why"] for step in plan}
+    assert why["evaluate-warm-start"] == "changed: evaluation.num_items 8 -> 10"
+    before = finished.manifests()
+    ran = finished.pipeline("evaluation.num_items=10")
+    assert ran.returncode == 0, ran.stderr
+    added = {path.parts[-3].rpartition("-")[0] for path in finished.manifests().keys() - before.keys()}
+    assert added == {name for name, action in actions.items() if action == "run"}
+    assert before.items() <= finished.manifests().items()
+    # the same weights are not registered twice
+    assert "version 1" in ran.stdout
+
+
+def test_another_learning_rate_never_touches_the_old_checkpoint(finished):
+    plan = json.loads(finished.run("agentgym", "plan", "--json", "--set", "optimiser.lr=0.0005").stdout)["steps"]
+    assert next(step for step in plan if step["name"] == "stage-1")["why"] == "changed: optimiser.lr 0.001 -> 0.0005"
+    old = {path: path.read_bytes() for path in (finished.folder / ".agentgym/store").rglob("*") if path.is_file()}
+    ran = finished.run("agentgym", "step", "stage-1", "--set", "optimiser.lr=0.0005")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("stage-1: ran")
+    assert all(path.read_bytes() == content for path, content in old.items())
+
+
+def test_the_run_passes_its_audit_from_the_command_line(finished):
+    name = re.search(r"agentgym audit (r[0-9a-f]{12})", finished.first.stdout).group(1)
+    audit = finished.run("agentgym", "audit", name, "--episodes", "4")
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert audit.stdout.endswith("audit passed\n")
+    other = finished.run("agentgym", "audit", "r000000000000")
+    assert other.returncode == 2
+    assert name in other.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(fresh, number):
+    process = fresh.start("python", "-m", "flows.pipeline")
+    deadline = time.monotonic() + 120
+    while not list((fresh.folder / ".agentgym/store").glob("steps/warm-start-*/manifests/*.json")):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "the warm start never committed"
+        time.sleep(0.05)
+    assert any("envs serve" in command for command in fresh.processes())
+    process.send_signal(number)
+    code = process.wait(30)
+    assert code == (-signal.SIGKILL if number == signal.SIGKILL else 130), process.stdout.read()
+    process.stdout.close()
+    deadline = time.monotonic() + 30
+    while fresh.processes():
+        assert time.monotonic() < deadline, fresh.processes()
+        time.sleep(0.2)
+    before = fresh.manifests()
+    again = fresh.pipeline()
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert before.items() <= fresh.manifests().items()
+    audit = fresh.run("agentgym", "audit", "--episodes", "2")
+    assert audit.returncode == 0, audit.stdout
+    assert fresh.processes() == []
