@@ -124,7 +124,6 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
     for warning in splits.warnings:
         print(f"warning: {warning}")
-    print(
-        f"{cfg.env.name}: {len(splits.train)} train, {len(splits.validation)} validation, {len(splits.test)} test items, {splits.digest[:12]}"
-    )
+    sizes = f"{len(splits.train)} train, {len(splits.validation)} validation, {len(splits.test)} test items"
+    print(f"{cfg.env.name}: {sizes}, sha256 {splits.digest[:12]}")
     return 0

@@ -71,12 +71,13 @@ def register_policy(ctx: StepContext, checkpoint_step: str, run_key: str) -> Man
 def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manifest:
     """Curves, table and example episodes as one page; kept in the store and in MLflow."""
     cfg = ctx.cfg
-    titles = {step.name: step.title for step in steps}
+    titles = {step.name: step.title.removeprefix("evaluate ") for step in steps}
     ctx.progress.start("report", 3)
     evaluations = {name: manifest for name, manifest in ctx.parents.items() if name.startswith("evaluate-")}
     baseline = next(iter([m for m in evaluations.values() if "paired" in m.results])).results["paired"]["baseline"]
     compared = [name for name in evaluations if name == baseline or "paired" in evaluations[name].results]
-    rows = [_row(evaluations[name], titles[name]) for name in [*compared, *(name for name in evaluations if name not in compared)]]
+    others = [name for name in evaluations if name not in compared]
+    rows = {name: _row(evaluations[name], titles[name]) for name in [*compared, *others]}
     spans = stages(cfg.horizon)
     curve = learning_curve_png(
         _curves(ctx, [span.name for span in spans]),
@@ -91,7 +92,7 @@ def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manif
         ],
     )
     ctx.progress.advance()
-    figures = {"Success while training": curve, "Success before and after": evaluation_png(rows)}
+    figures = {"Success while training": curve, "Success before and after": evaluation_png([rows[name] for name in compared])}
     last = evaluations[compared[-1]]
     registered = ctx.parents["register"].results
     page = report_html(
@@ -103,10 +104,10 @@ def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manif
             "test items": str(last.results["num_items"]),
             "seed": str(cfg.seed),
         },
-        rows,
+        list(rows.values()),
         figures,
         [*_examples(ctx, evaluations[baseline], titles[baseline]), *_examples(ctx, last, titles[last.step])],
-        timings={titles[name]: manifest.timings.get("wall_s", 0.0) for name, manifest in ctx.parents.items()},
+        timings={name.replace("-", " "): manifest.timings.get("wall_s", 0.0) for name, manifest in ctx.parents.items()},
         confidence=cfg.evaluation.confidence,
         notes=ctx.parents["prepare"].results["warnings"],
     )
@@ -121,7 +122,10 @@ def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manif
 
 
 def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]:
-    return {name: Interval(**row) for name, row in manifest.results[part].items() if name != "baseline"}
+    """Greedy first; pass@1 is avg@n under another name, and left out."""
+    rows = manifest.results[part].items()
+    intervals = {name: Interval(**row) for name, row in rows if name not in ("baseline", "pass_at_1")}
+    return dict(sorted(intervals.items(), key=lambda item: item[0] != "greedy"))
 
 
 def _row(manifest: Manifest, title: str) -> EvaluationRow:

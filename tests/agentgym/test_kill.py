@@ -235,7 +235,8 @@ def test_no_item_is_lost_or_trained_twice(killed):
     assert len(set(consumed(cfg))) == len(consumed(cfg))
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_free_running_run_killed_at_random_times_loses_and_repeats_nothing(tmp_path, tiny_params, seed):
     driver = Driver(tiny_params(tmp_path, seed=seed))
     cfg = load_config(driver.params)

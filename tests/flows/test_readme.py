@@ -1,0 +1,80 @@
+"""Every command the README shows is run: here, or by CI itself."""
+
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+COMMANDS = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
+BY_CI = ("make pipeline", "make test")
+SERVERS = ("make ui", "python -m envs serve")
+
+
+def test_ci_runs_the_two_commands():
+    script = (ROOT / ".ci/run").read_text()
+    assert all(re.search(rf"^{command}", script, re.MULTILINE) for command in BY_CI)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith((*BY_CI, *SERVERS, "git clone"))])
+def test_commands_of_the_readme_work(finished, command):
+    if "path/to/model" in command:
+        command = command.replace("path/to/model", str(exported_model(finished)))
+    ended = finished.run(*shlex.split(command))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(SERVERS)])
+def test_servers_of_the_readme_come_up_and_end(finished, command):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    if command == "make ui":
+        (finished.folder / ".venv").unlink(missing_ok=True)
+        (finished.folder / ".venv").symlink_to(sys.prefix)
+        words, path = ["make", "--old-file=.venv/.installed", "ui", f"PORT={port}"], "/"
+    else:
+        words, path = [port if word == "36002" else word for word in shlex.split(command)], "/readyz"
+    process = subprocess.Popen(words, cwd=finished.folder, env=finished.environment, start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        assert answers(f"http://127.0.0.1:{port}{path}", process)
+        assert list(finished.home.iterdir()) == []
+    finally:
+        process.send_signal(signal.SIGINT)
+        subprocess.run(["pkill", "-INT", "-g", str(process.pid)], check=False)
+        process.wait(30)
+    deadline = time.monotonic() + 30
+    while finished.processes():
+        assert time.monotonic() < deadline, finished.processes()
+        time.sleep(0.2)
+
+
+def answers(url, process):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as reply:
+                return reply.status == 200
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.3)
+    return False
+
+
+def exported_model(project):
+    """The registered model as an ordinary folder, as a user would have one."""
+    found = sorted((project.folder / ".agentgym/mlflow-artifacts").rglob("config.json"))
+    tokenizer = next(path.parent for path in found[0].parents[1].rglob("tokenizer.json"))
+    for path in tokenizer.iterdir():
+        if path.parent != found[0].parent:
+            (found[0].parent / path.name).write_bytes(path.read_bytes())
+    return found[0].parent
