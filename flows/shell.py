@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
@@ -38,7 +39,9 @@ def main(module: str, flow: Any, argv: list[str] | None = None) -> int:
                 f"[bold]{flow.name}[/bold]: {len(done)} of {len(steps_of(cfg))} steps are done; starting Prefect", highlight=False
             )
             _quieten_console()
-            with prefect_api(cfg.state_dir):
+            with contextlib.ExitStack() as stack:
+                with console.status("starting a Prefect server"):
+                    stack.enter_context(prefect_api(cfg.state_dir))
                 flow(arguments.params, tuple(arguments.overrides))
             done = finished(cfg, open_store(cfg))
         else:
