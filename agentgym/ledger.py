@@ -31,7 +31,8 @@ def parent_run(cfg: RunConfig, run_key: str) -> str:
         "seed": str(cfg.seed),
         "data.sha256": data_digest(cfg.data.path, cfg.env.name),
     }
-    return tracker_of(cfg).parent_run(run_key, params=cfg.semantic(), tags=tags)
+    title = f"{cfg.algorithm.recipe} {'>'.join(map(str, cfg.horizon.max_turns))} seed {cfg.seed}"
+    return tracker_of(cfg).parent_run(run_key, params=cfg.semantic(), tags=tags, title=title)
 
 
 def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) -> str:

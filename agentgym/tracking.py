@@ -108,7 +108,9 @@ class Tracker:
             # without an explicit place MLflow freezes the working directory of whoever came first
             place = self.artifact_root.as_uri() if self.uri.startswith("sqlite:") else None
             try:
-                return str(self.client.create_experiment(self.experiment, artifact_location=place))
+                # the UI opens on training runs and their charts, not on traces and judges
+                tags = {"mlflow.experimentKind": "custom_model_development"}
+                return str(self.client.create_experiment(self.experiment, artifact_location=place, tags=tags))
             except MlflowException:
                 found = self.client.get_experiment_by_name(self.experiment)  # another process was first
                 if found is None:
@@ -120,10 +122,13 @@ class Tracker:
             )
         return str(found.experiment_id)
 
-    def parent_run(self, run_key: str, *, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
-        """The run that gathers a whole pipeline; found by `run_key`, else created. Nested params become dotted names."""
+    def parent_run(self, run_key: str, *, params: Mapping[str, Any], tags: Mapping[str, str], title: str = "") -> str:
+        """The run that gathers a whole pipeline; found by `run_key`, else created as `title` and the key's beginning.
+
+        Nested params become dotted names.
+        """
         identity = {"run_key": run_key, "kind": "pipeline"}
-        return self._find_or_create(f"r{run_key[:12]}", identity, params, tags)
+        return self._find_or_create(f"{title} r{run_key[:12]}".strip(), identity, params, tags)
 
     def child_run(self, parent_id: str, name: str, step_key: str, *, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
         """The run of one step below `parent_id`; found by `step_key`, else created."""

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from agentgym.config import EnvConfig
-from agentgym.deploy import local
+from agentgym.deploy import owned
 from agentgym.deploy.local import local_env
 
 
@@ -57,7 +57,7 @@ def test_a_server_that_exits_is_reported_at_once_with_its_last_words(tmp_path):
 
 
 def test_a_server_that_never_listens_is_given_up_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "STOP_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(owned, "STOP_TIMEOUT_S", 0.3)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: real([sys.executable, "-c", stubborn], **options))
