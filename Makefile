@@ -15,7 +15,6 @@ export DVC_SITE_CACHE_DIR = $(STATE)/dvc
 export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
-export HF_HUB_OFFLINE ?= 1
 
 .PHONY: install pipeline test slow check ui clean
 

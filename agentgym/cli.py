@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -58,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
     audit = commands.add_parser("audit", parents=[common], help="is a run what it says it is")
     audit.add_argument("run_name", nargs="?", metavar="RUN", help="the run's name, r and 12 hex digits (default: the configured one)")
-    audit.add_argument("--episodes", type=int, default=32, help="logged episodes to replay and rescore per step")
+    audit.add_argument("--episodes", type=_positive, default=32, help="logged episodes to replay and rescore per step")
     audit.add_argument("--json", action="store_true")
     audit.set_defaults(run=_audit)
 
@@ -68,19 +67,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
+
+
 def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from agentgym.progress import Bars
     from agentgym.steps import open_store, pointer, run_step
+    from agentgym.store.files import discard, write_temp
 
     with Bars(Console(stderr=True)) as bars:
         outcome = run_step(arguments.name, cfg, progress=bars)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = arguments.out.with_name(f".{arguments.out.name}.{os.getpid()}")
-        temporary.write_text(pointer(open_store(cfg), outcome) + "\n")
-        temporary.replace(arguments.out)
+        temporary = write_temp(arguments.out.parent, f"{pointer(open_store(cfg), outcome)}\n".encode())
+        try:
+            temporary.replace(arguments.out)
+        finally:
+            discard(temporary)
     print(f"{arguments.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
     return 0
 
@@ -119,9 +127,9 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.data import load_splits
+    from agentgym.steps import load_data
 
-    splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    splits = load_data(cfg)
     for warning in splits.warnings:
         print(f"warning: {warning}")
     sizes = f"{len(splits.train)} train, {len(splits.validation)} validation, {len(splits.test)} test items"

@@ -44,7 +44,7 @@ class DataConfig(Section):
 
 
 class EnvConfig(Section):
-    name: str = "babyai"
+    name: str = Field(default="babyai", pattern="^[a-z0-9-]+$")
     options: dict[str, Any] = Field(default_factory=dict)  # handed to the environment as they are
     endpoints: tuple[str, ...] = _operational(())  # running servers; empty: one local process is started
     max_sessions: PositiveInt = _operational(256)  # per server
@@ -123,7 +123,7 @@ class AlgorithmConfig(Section):
 
 class HorizonConfig(Section):
     kind: Literal["fixed", "stepwise"] = "stepwise"  # stepwise is ScalingInter
-    max_turns: tuple[PositiveInt, ...] = (4, 8, 12)  # per stage
+    max_turns: tuple[PositiveInt, ...] = Field(default=(4, 8, 12), min_length=1)  # per stage
     stage_steps: tuple[PositiveInt, ...] = (15, 15, 30)  # optimiser steps per stage
 
     @model_validator(mode="after")
@@ -145,7 +145,7 @@ class EvaluationConfig(Section):
     num_items: PositiveInt = 512  # of the test split
     num_samples: PositiveInt = 4  # per item, beside one greedy episode
     temperature: PositiveFloat = 1.0
-    k: tuple[PositiveInt, ...] = (1, 4)  # of pass@k
+    k: tuple[PositiveInt, ...] = Field(default=(1, 4), min_length=1)  # of pass@k
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     num_bootstrap: PositiveInt = 2000
     seed: NonNegativeInt = 1
@@ -170,7 +170,7 @@ class ValidationConfig(Section):
 
 
 class RegistryConfig(Section):
-    model_name: str = "agentgym-babyai"
+    model_name: str = Field(default="agentgym-babyai", pattern=r"^[\w .-]+$")  # MLflow refuses / and :, at the end of a run
     alias: str = "champion"
 
 

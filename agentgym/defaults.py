@@ -9,7 +9,6 @@ from pathlib import Path
 def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
     """Set environment variables that are not set yet. Call before importing torch, mlflow, matplotlib or prefect."""
     state = state_dir.resolve()
-    state.mkdir(parents=True, exist_ok=True)  # Prefect makes its own folder, but not the one above
     for name, value in {
         "DO_NOT_TRACK": "1",
         "DVC_NO_ANALYTICS": "1",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sqlite3
 from functools import cache
 from pathlib import Path
 
@@ -9,7 +12,9 @@ from agentgym.config import RunConfig
 from agentgym.data import data_digest
 from agentgym.store.manifest import Manifest
 from agentgym.store.posix import RunStore
-from agentgym.tracking import Tracker, deliver_committed
+from agentgym.tracking import SUPERSEDED, StaleRun, Tracker, deliver_committed
+
+logger = logging.getLogger(__name__)
 
 
 @cache
@@ -20,6 +25,27 @@ def _tracker(uri: str, experiment: str, artifact_root: Path) -> Tracker:
 def tracker_of(cfg: RunConfig) -> Tracker:
     """The configured ledger; one client per process."""
     return _tracker(cfg.tracking_uri, cfg.tracking.experiment, (cfg.state_dir / "mlflow-artifacts").resolve())
+
+
+def ledger_identity(cfg: RunConfig) -> str:
+    """Another text where the ledger is another one, also at the same place, and after a run was deleted or set aside in it.
+
+    Empty where none can be seen. Spares MLflow's import.
+    """
+    place = f"{cfg.tracking_uri} {cfg.tracking.experiment}"
+    if not cfg.tracking_uri.startswith("sqlite:"):
+        return place
+    path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
+    query = """
+        select experiment_id, creation_time, (select count(*) from runs where lifecycle_stage = 'deleted'),
+            (select count(*) from tags where key = 'kind' and value = ?)
+        from experiments where name = ?"""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+            row = database.execute(query, (SUPERSEDED, cfg.tracking.experiment)).fetchone()
+    except sqlite3.Error:  # not there, or busy: the long way finds out
+        return ""
+    return f"{place} {row}" if row else ""
 
 
 def parent_run(cfg: RunConfig, run_key: str) -> str:
@@ -45,9 +71,16 @@ def deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: s
     tracker = tracker_of(cfg)
     parent_id = parent_run(cfg, run_key)
     child_id = child_run(cfg, parent_id, manifest, title)
-    deliver_committed(tracker, store, manifest.step, manifest.key, [child_id, *([parent_id] if headline else [])])
+    try:
+        deliver_committed(tracker, store, manifest.step, manifest.key, [child_id, *([parent_id] if headline else [])])
+    except StaleRun as stale:
+        logger.warning("%s; its pipeline is set aside there (tag kind=%s) and written again as a new run", stale, SUPERSEDED)
+        tracker.supersede(parent_id)  # the other steps follow when they are confirmed: it is another ledger now
+        deliver_step(cfg, store, manifest, run_key, title=title, headline=headline)
+        return
     if manifest.done:
         tracker.set_tags(child_id, {"manifest": manifest.digest})
         tracker.end_run(child_id)
         if manifest.step == "report":
+            tracker.log_artifacts(parent_id, {name: store.read(manifest, name) for name in (*manifest.blobs, *manifest.records)})
             tracker.end_run(parent_id)

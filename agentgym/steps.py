@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentgym.config import ConfigError, RunConfig, config_digest
-from agentgym.context import NoProgress, Progress, StepContext
-from agentgym.data import data_digest
+from agentgym.context import METRICS, NoProgress, Progress, StepContext
+from agentgym.data import Splits, data_digest, load_splits
+from agentgym.ledger import deliver_step, ledger_identity
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
-from agentgym.store.manifest import Manifest
+from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.posix import RunStore
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
     """Every step of a run in an order that respects parents."""
     model = ("seed", "deterministic", "env", "model")
     episodes = ("rollout.max_new_tokens", "rollout.system_prompt", "rollout.action_format")
-    demonstrations = (*model, "warm_start", "rollout.system_prompt")
+    demonstrations = (*model, "warm_start", "rollout.system_prompt", "rollout.action_format")
     training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation")
     evaluation = ("deterministic", "env", "model.context_tokens", *episodes, "evaluation")
     env_source = f"envs.{cfg.env.name}"
@@ -142,6 +143,18 @@ def run_key(cfg: RunConfig) -> str:
     """Names a run: everything that changes any of its results, as 64 hex digits."""
     sources = {name: source_digest(step.modules) for name, step in steps_of(cfg).items()}
     return config_digest({"config": cfg.semantic(), "data": data_digest(cfg.data.path, cfg.env.name), "sources": sources})
+
+
+def load_data(cfg: RunConfig) -> Splits:
+    """The configured items, checked, also against what the run asks of them. Errors: ConfigError."""
+    splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    for key, asked, name, items in (
+        ("evaluation.num_items", cfg.evaluation.num_items, "test", splits.test),
+        ("rollout.items_per_step", cfg.rollout.items_per_step, "train", splits.train),
+    ):
+        if asked > len(items):
+            raise ConfigError(f"{key} {asked} is more than the {len(items)} {name} items of {cfg.env.name}; lower it")
+    return splits
 
 
 def open_store(cfg: RunConfig) -> RunStore:
@@ -249,17 +262,22 @@ def local_environment(cfg: RunConfig, expert: bool) -> Iterator[list[str]]:
 
 def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
     """Bring MLflow up to the last commit. A small mark spares the import when nothing is new; points never repeat."""
-    tracked = "metrics.jsonl" in manifest.records or manifest.done
-    mark = cfg.state_dir / "delivered" / run_key(cfg)[:16] / f"{step.name}-{manifest.key[:16]}"
-    ledger = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
-    known = mark.is_file() and mark.read_text() == manifest.digest and (ledger.is_file() or not cfg.tracking_uri.startswith("sqlite:"))
-    if not tracked or known:
+    if METRICS not in manifest.records and not manifest.done:
         return
-    from agentgym.ledger import deliver_step
-
+    mark = cfg.state_dir / "delivered" / run_key(cfg)[:16] / f"{step.name}-{manifest.key[:16]}"
+    if mark.is_file() and mark.read_text() == _mark(cfg, manifest):
+        return
     deliver_step(cfg, store, manifest, run_key(cfg), title=step.title, headline=step.headline)
+    if step.name == "register":
+        from agentgym.evaluation.publish import confirm_registration
+
+        confirm_registration(cfg, store, manifest, finished(cfg, store), run_key(cfg))
     mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.write_text(manifest.digest)
+    mark.write_text(_mark(cfg, manifest))
+
+
+def _mark(cfg: RunConfig, manifest: Manifest) -> str:
+    return sha256(f"{manifest.digest} {manifest.created_at!r} {ledger_identity(cfg)}".encode())
 
 
 def _is_module(name: str) -> bool:
@@ -269,9 +287,7 @@ def _is_module(name: str) -> bool:
 
 
 def _prepare(ctx: StepContext) -> Manifest:
-    from agentgym.data import load_splits
-
-    splits = load_splits(ctx.cfg.data.path, ctx.cfg.env.name, validation_fraction=ctx.cfg.data.validation_fraction, seed=ctx.cfg.seed)
+    splits = load_data(ctx.cfg)
     for warning in splits.warnings:
         logger.warning("%s", warning)
     sizes = {name: len(getattr(splits, name)) for name in ("train", "validation", "test")}

@@ -28,10 +28,15 @@ METRIC_NAME = re.compile(r"[A-Za-z0-9_\-.: /]{1,250}")  # what MLflow accepts
 MAX_BATCH = 1000  # metrics of one log_batch; MLflow refuses more
 MAX_PARAMS = 100  # params of one log_batch
 MAX_PARAM_CHARS = 6000
+SUPERSEDED = "superseded"  # value of the tag `kind`
 
 
 class LedgerError(ValueError):
     """The ledger cannot take what it was given."""
+
+
+class StaleRun(LedgerError):
+    """An MLflow run tells of commits that are gone: someone deleted them, or the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,11 @@ class Tracker:
         if self.client.get_run(run_id).info.status != status:
             self.client.set_terminated(run_id, status)
 
+    def supersede(self, run_id: str) -> None:
+        """Set a run aside: it keeps its numbers and is never found again by its key. Nothing is deleted in the ledger."""
+        self.set_tags(run_id, {"kind": SUPERSEDED})
+        self.end_run(run_id, "KILLED")
+
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
@@ -187,12 +197,15 @@ class Tracker:
         if "step_key" not in tags:
             raise ValueError(f"tags {sorted(tags)} must hold step_key; without it a retry would register {name} twice")
         plain = {key: str(value) for key, value in tags.items()}
-        version = self._find_version(name, plain["step_key"])
+        version = self.find_version(name, plain["step_key"])
         if version is None:
             model_id = self._find_logged_model(name, plain["step_key"]) or self._log_model(run_id, model_dir, name, plain, step, task)
             self._create_registered(name)
             source = self.client.get_logged_model(model_id).artifact_location
             version = str(self.client.create_model_version(name, source, run_id=run_id, tags=plain, model_id=model_id).version)
+        else:
+            for key, value in plain.items():  # the same weights, evaluated anew: the latest numbers count
+                self.client.set_model_version_tag(name, version, key, value)
         if alias is not None:
             self.client.set_registered_model_alias(name, alias, version)
         return version
@@ -229,7 +242,8 @@ class Tracker:
         for start in range(0, len(missing), MAX_PARAMS):
             self.client.log_batch(run_id, params=missing[start : start + MAX_PARAMS])
 
-    def _find_version(self, name: str, step_key: str) -> str | None:
+    def find_version(self, name: str, step_key: str) -> str | None:
+        """The registered version made under this key, if any."""
         versions = self.client.search_model_versions(f"name = '{name}' and tags.step_key = '{step_key}'")
         return min((str(found.version) for found in versions), key=int, default=None)
 
@@ -276,6 +290,7 @@ def deliver_committed(tracker: Tracker, store: RunStore, step: str, key: str, ru
 
     Result: how many commits were delivered. A tag on each run remembers the last one, which saves work and no more: it
     is written after the points, it goes when the ledger goes, and delivering again changes nothing.
+    Errors: StaleRun where a run knows of commits that the store does not.
     """
     delivered = 0
     for run_id in run_ids:
@@ -287,13 +302,7 @@ def deliver_committed(tracker: Tracker, store: RunStore, step: str, key: str, ru
             if known is not None and _mark(known) == last:
                 pending = pending[1:]
             else:
-                logger.warning(
-                    "MLflow run %s holds points of commits of %s that the store no longer has; delivering the committed ones beside them. "
-                    "Delete that run and run again for a clean ledger",
-                    run_id,
-                    step,
-                )
-                pending = store.history(step, key)
+                raise StaleRun(f"MLflow run {run_id} holds points of commits of {step} that the store no longer has")
         if not pending:
             continue
         tracker.deliver([run_id], [point for manifest in pending for point in _points(store, manifest)])

@@ -51,6 +51,7 @@ def run(seed: int, state: Path, *, picture: bool) -> dict[str, Any]:
     store = open_store(cfg)
     done = finished(cfg, store)
     if picture:
+        (ROOT / "docs").mkdir(exist_ok=True)
         (ROOT / "docs/learning_curve.png").write_bytes(store.read(done["report"], "learning_curve.png"))
     return {
         "seed": seed,

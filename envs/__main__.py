@@ -74,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(f"--options is not JSON: {error}")
     except ValueError as error:
         return _refuse(str(error))
+    if arguments.check:
+        return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = ServerSettings(
         max_sessions=arguments.max_sessions,
@@ -121,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--expert", action="store_true", help="offer POST /expert; training refuses such servers")
     serve.add_argument("--expert-timeout", type=_positive_float, default=5.0, metavar="S", help="(default: %(default)s)")
     serve.add_argument("--port-file", type=Path, metavar="PATH", help="gets the port once the server listens")
+    serve.add_argument("--check", action="store_true", help="only say whether name and options are right")
     serve.add_argument("--owner-pipe", action="store_true", help="exit when stdin is closed: the server cannot outlive its owner")
     return parser
 

@@ -23,17 +23,21 @@ def pipeline(params: str = "params.yaml", overrides: tuple[str, ...] = ()) -> di
     params: a parameter file; overrides: `key.path=value` over it. Result: what happened to each step.
     """
     cfg = load_config(params, overrides)
-    pull_data(cfg.data.path)
-    servers, endpoints = environments_up(cfg)
+    with Bars(Console()) as bars:
+        bars.start("dataset", 1)
+        pull_data(cfg.data.path)
+        bars.advance()
+        bars.start("environment", 1)
+        servers, endpoints = environments_up(cfg)
+        bars.advance()
 
-    def environment(expert: bool) -> AbstractContextManager[list[str]]:
-        return local_environment(cfg, True) if expert else nullcontext(endpoints)
+        def environment(expert: bool) -> AbstractContextManager[list[str]]:
+            return local_environment(cfg, True) if expert else nullcontext(endpoints)
 
-    try:
-        with Bars(Console()) as bars:
+        try:
             return {name: str(step_task(step)(name, cfg, environment, bars)) for name, step in steps_of(cfg).items()}
-    finally:
-        environments_down(servers)
+        finally:
+            environments_down(servers)
 
 
 if __name__ == "__main__":

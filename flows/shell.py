@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from agentgym.config import ConfigError, RunConfig, load_config
-from agentgym.data import load_splits
+from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.passk import Interval
 from agentgym.evaluation.report import label
-from agentgym.steps import confirm, finished, open_store, run_key, steps_of
+from agentgym.steps import confirm, finished, load_data, open_store, run_key, steps_of
 from agentgym.store.manifest import Manifest
+from tasks.data import dataset_pointer
 from tasks.prefect_server import prefect_api
 
 
@@ -33,22 +34,17 @@ def main(module: str, flow: Any, argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         cfg = load_config(arguments.params, arguments.overrides)
-        done = _done(cfg)
-        if len(done) < len(steps_of(cfg)):
-            console.print(
-                f"[bold]{flow.name}[/bold]: {len(done)} of {len(steps_of(cfg))} steps are done; starting Prefect", highlight=False
-            )
+        num_done, num_steps = len(_done(cfg)), len(steps_of(cfg))
+        if num_done < num_steps:
+            console.print(f"[bold]{flow.name}[/bold]: {num_done} of {num_steps} steps are done; starting Prefect", highlight=False)
             _quieten_console()
             with contextlib.ExitStack() as stack:
                 with console.status("starting a Prefect server"):
                     stack.enter_context(prefect_api(cfg.state_dir))
                 flow(arguments.params, tuple(arguments.overrides))
-            done = finished(cfg, open_store(cfg))
-        else:
-            store = open_store(cfg)
-            for name, step in steps_of(cfg).items():
-                confirm(cfg, store, step, done[name])
-            console.print(f"[bold]{flow.name}[/bold]: all {len(done)} steps are done and verified", highlight=False)
+        done = _confirmed(cfg)
+        if num_done == num_steps:
+            console.print(f"[bold]{flow.name}[/bold]: all {num_done} steps are done and verified", highlight=False)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -64,20 +60,31 @@ def main(module: str, flow: Any, argv: list[str] | None = None) -> int:
 
 
 def _quieten_console() -> None:
-    """Prefect's progress lines would tear the bars apart; the API and its UI still get all of them."""
-    for logger in [logging.getLogger(), *(logging.getLogger(name) for name in list(logging.root.manager.loggerDict))]:
-        for handler in logger.handlers:
+    """Prefect's progress lines would tear the bars apart; the API and its UI still get all of them. Our warnings stay."""
+    for name in ("", *logging.root.manager.loggerDict):
+        for handler in logging.getLogger(name).handlers:
             if isinstance(handler, PrefectConsoleHandler):
-                handler.setLevel(logging.ERROR)
+                handler.setLevel(logging.WARNING if name.startswith("agentgym") else logging.ERROR)
 
 
 def _done(cfg: RunConfig) -> dict[str, Manifest]:
-    """What the store holds already. Data that is present is checked before anything starts; data that is not is pulled later."""
-    if not cfg.data.path.is_dir():
-        return {}
-    done = finished(cfg, open_store(cfg))
-    if "prepare" not in done:
-        load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    """What the store holds already. What is left to do is checked before anything starts, but for data that is yet to be pulled."""
+    dataset_pointer(cfg.data.path)
+    is_pulled = cfg.data.path.is_dir()
+    done = finished(cfg, open_store(cfg)) if is_pulled else {}
+    if len(done) < len(steps_of(cfg)):
+        check_local_env(cfg.env)
+        if is_pulled:
+            load_data(cfg)
+    return done
+
+
+def _confirmed(cfg: RunConfig) -> dict[str, Manifest]:
+    """Every step's result, its bytes verified and in MLflow."""
+    store = open_store(cfg)
+    done = finished(cfg, store)
+    for name, step in steps_of(cfg).items():
+        confirm(cfg, store, step, done[name])
     return done
 
 
@@ -119,7 +126,7 @@ def summarise(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> No
         "check": f"agentgym audit {run}",
     }
     for title, text in rows.items():
-        console.print(f"{title:<9}{text}", highlight=False, soft_wrap=True)
+        console.print(f"{title:<9}{text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _baseline(evaluations: dict[str, Manifest]) -> str:

@@ -12,6 +12,16 @@ from prefect.cache_policies import NO_CACHE
 from agentgym.config import ConfigError
 
 
+def dataset_pointer(path: Path) -> Path | None:
+    """The `.dvc` file beside the dataset; None for a folder of one's own. Errors: ConfigError where there is neither."""
+    pointer = path.with_name(f"{path.name}.dvc")
+    if pointer.is_file():
+        return pointer
+    if not path.is_dir():
+        raise ConfigError(f"data.path {path} does not exist, and there is no {pointer} to pull it by")
+    return None
+
+
 @task(name="pull data", retries=2, retry_delay_seconds=[2, 10], timeout_seconds=1800, cache_policy=NO_CACHE)
 def pull_data(path: Path) -> str:
     """`dvc pull` of the dataset. Result: what DVC said.
@@ -19,10 +29,8 @@ def pull_data(path: Path) -> str:
     A folder that DVC does not track is somebody's own data and is left as it is.
     Errors: RuntimeError with DVC's last words.
     """
-    pointer = path.with_name(f"{path.name}.dvc")
-    if not pointer.is_file():
-        if not path.is_dir():
-            raise ConfigError(f"data.path {path} does not exist, and there is no {pointer} to pull it by")
+    pointer = dataset_pointer(path)
+    if pointer is None:
         return f"{path} is not tracked by DVC"
     done = subprocess.run([sys.executable, "-m", "dvc", "pull", str(pointer)], capture_output=True, text=True, timeout=1700, check=False)
     if done.returncode:

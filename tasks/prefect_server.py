@@ -6,6 +6,7 @@ Prefect's own temporary server outlives a killed client; this one watches a pipe
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import sys
 import time
@@ -35,25 +36,39 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
     if configured:
         yield configured
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     log_path = state_dir / "logs" / "prefect-server.log"
     environment = {"PREFECT_UI_ENABLED": "0", "PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
-    with owned_process([sys.executable, "-m", "tasks.prefect_server", str(port)], log_path=log_path, env=environment) as process:
-        api = f"http://127.0.0.1:{port}/api"
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not _healthy(api):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"Prefect server did not come up within {START_TIMEOUT_S:g} s\n{tail(log_path)}")
-            time.sleep(POLL_S)
-        with temporary_settings({PREFECT_API_URL: api}):
-            try:
-                yield api
-            finally:
-                # what is still queued would try the ended server for a minute when the interpreter exits
-                APILogWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
-                EventsWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
+    with contextlib.ExitStack() as stack:
+        with _alone(state_dir / "logs" / "prefect-server.lock"):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            command = [sys.executable, "-m", "tasks.prefect_server", str(port)]
+            process = stack.enter_context(owned_process(command, log_path=log_path, env=environment))
+            api = f"http://127.0.0.1:{port}/api"
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not _healthy(api):
+                if process.poll() is not None:
+                    raise RuntimeError(f"Prefect server exited with code {process.returncode} while starting\n{tail(log_path)}")
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"Prefect server did not come up within {START_TIMEOUT_S:g} s\n{tail(log_path)}")
+                time.sleep(POLL_S)
+        stack.enter_context(temporary_settings({PREFECT_API_URL: api}))
+        try:
+            yield api
+        finally:
+            # what is still queued would try the ended server for a minute when the interpreter exits
+            APILogWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
+            EventsWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One server of a project starts at a time: two would create the tables of their one database at once, and one would fail."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # ends with its holder, who has START_TIMEOUT_S
+        yield
 
 
 def _healthy(api: str) -> bool:

@@ -12,9 +12,10 @@ from agentgym.audit.lines import Line
 from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
 from agentgym.context import METRICS, TRAJECTORIES
-from agentgym.data import Splits, load_splits, splits_from_json
+from agentgym.data import Splits, splits_from_json
 from agentgym.evaluation.evaluate import OUTCOMES, Array, evaluation_metrics, outcomes, paired, score
 from agentgym.rollouts.metrics import rollout_metrics
+from agentgym.steps import load_data
 from agentgym.store.manifest import Manifest
 from agentgym.store.posix import RunStore
 from agentgym.training.learner import learning_rate
@@ -31,7 +32,7 @@ def read_splits(cfg: RunConfig, store: RunStore, lines: Sequence[Line], tally: T
         recorded = splits_from_json(store.read(prepare, "splits.json"))
     except (LookupError, ValueError):
         return None  # content has said so
-    loaded = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    loaded = load_data(cfg)
     for name in ("train", "validation", "test"):
         tally.expect("prepare commit 0", f"{name} items", getattr(loaded, name), getattr(recorded, name))
         tally.expect("prepare commit 0", f"number of {name} items", len(getattr(loaded, name)), prepare.results.get(name))

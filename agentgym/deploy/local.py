@@ -16,13 +16,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from agentgym.config import EnvConfig
+from agentgym.config import ConfigError, EnvConfig
 from agentgym.deploy.owned import owned_process, tail
 from envs.wire import ErrorKind, ErrorReply
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
+BAD_INPUT = 2  # exit code of a server that refuses its name or options
 
 
 @contextmanager
@@ -30,12 +31,14 @@ def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[
     """Endpoints of one server on a free loopback port, ready for sessions; its output is appended to log_path.
 
     The server watches a pipe that only this process holds, so it ends even if this process is killed.
-    Errors: RuntimeError with the end of its log, where it exits or is not ready within env.start_timeout_s.
+    Errors: ConfigError where it refuses its name or options; RuntimeError with the end of its log, where it exits or is
+    not ready within env.start_timeout_s.
     """
-    with tempfile.TemporaryDirectory(prefix="agentgym-env-") as folder:
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{env.name}-", dir=log_path.parent) as folder:
         port_file = Path(folder) / "port"
-        command = [sys.executable, "-m", "envs", "serve", env.name, "--owner-pipe", "--port", "0", "--port-file", str(port_file)]
-        command += ["--options", json.dumps(env.options), "--max-sessions", str(env.max_sessions), "--session-ttl", str(env.session_ttl_s)]
+        command = [*_serve(env), "--owner-pipe", "--port", "0", "--port-file", str(port_file)]
+        command += ["--max-sessions", str(env.max_sessions), "--session-ttl", str(env.session_ttl_s)]
         if expert:
             command.append("--expert")
         with owned_process(command, log_path=log_path, env={"OMP_NUM_THREADS": "1"}) as process:
@@ -44,11 +47,25 @@ def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[
             yield [endpoint]
 
 
+def check_local_env(env: EnvConfig) -> None:
+    """Errors: ConfigError where a local server would refuse the environment's name or options."""
+    if env.endpoints:
+        return
+    checked = subprocess.run([*_serve(env), "--check"], capture_output=True, text=True, timeout=env.start_timeout_s, check=False)
+    if checked.returncode == BAD_INPUT:
+        raise ConfigError(f"env: {checked.stderr.strip().splitlines()[-1].removeprefix('python -m envs: ')}")
+
+
+def _serve(env: EnvConfig) -> list[str]:
+    return [sys.executable, "-m", "envs", "serve", env.name, "--options", json.dumps(env.options)]
+
+
 def _wait_until_ready(process: subprocess.Popen[bytes], env: EnvConfig, log_path: Path, port_file: Path) -> str:
     deadline = time.monotonic() + env.start_timeout_s
     state = "it does not listen yet"
     while time.monotonic() < deadline:
         if process.poll() is not None:
+            check_local_env(env)
             raise RuntimeError(f"environment server {env.name!r} exited with code {process.returncode} while starting\n{tail(log_path)}")
         if port_file.exists():
             endpoint = f"http://127.0.0.1:{port_file.read_text().strip()}"

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,7 +51,7 @@ def end_with_owner() -> None:
     """In a child: exit once stdin is closed, in order where that works and at once where it does not."""
 
     def watch() -> None:
-        while sys.stdin.buffer.read(4096):
+        while os.read(0, 4096):  # not sys.stdin: its lock would break the interpreter's own end
             pass
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(ORPHAN_GRACE_S)

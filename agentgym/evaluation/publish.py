@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentgym.config import RunConfig
 from agentgym.context import METRICS, TRAJECTORIES, StepContext, decode_trajectories
 from agentgym.evaluation.passk import Interval
 from agentgym.evaluation.report import (
@@ -23,7 +24,8 @@ from agentgym.evaluation.report import (
 from agentgym.ledger import parent_run, tracker_of
 from agentgym.rollouts.horizon import stages
 from agentgym.store.manifest import Manifest
-from agentgym.tracking import decode_points
+from agentgym.store.posix import RunStore
+from agentgym.tracking import LedgerError, decode_points
 from agentgym.training.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS
 from agentgym.training.model import save_pretrained
 from agentgym.types import Trajectory
@@ -34,31 +36,8 @@ if TYPE_CHECKING:
 
 def register_policy(ctx: StepContext, checkpoint_step: str, run_key: str) -> Manifest:
     """Put the checkpoint into the registry and move the alias to it; once per checkpoint, whatever is killed in between."""
-    manifest, evaluation = ctx.parents[checkpoint_step], ctx.parents[f"evaluate-{checkpoint_step}"]
-    summary = evaluation.results["summary"]
     ctx.progress.start("register the model", 1)
-    with tempfile.TemporaryDirectory() as folder:
-        save_pretrained(
-            Path(folder),
-            architecture=ctx.read(manifest, ARCHITECTURE).decode(),
-            weights=ctx.read(manifest, WEIGHTS),
-            tokenizer=json.loads(ctx.read(manifest, TOKENIZER)),
-        )
-        version = tracker_of(ctx.cfg).register_model(
-            parent_run(ctx.cfg, run_key),
-            Path(folder),
-            name=ctx.cfg.registry.model_name,
-            alias=ctx.cfg.registry.alias,
-            tags={
-                "step_key": manifest.digest,
-                "run_key": run_key,
-                "weights.sha256": manifest.blobs[WEIGHTS].digest,
-                "algorithm": ctx.cfg.algorithm.recipe,
-                "evaluation": evaluation.digest,
-                **{f"eval.{name}": f"{interval['mean']:.4f}" for name, interval in summary.items()},
-            },
-            step=int(manifest.state["global_step"]),
-        )
+    version = _register(ctx.cfg, ctx.store, ctx.parents[checkpoint_step], ctx.parents[f"evaluate-{checkpoint_step}"], run_key)
     ctx.progress.advance()
     return ctx.commit(
         done=True,
@@ -68,11 +47,49 @@ def register_policy(ctx: StepContext, checkpoint_step: str, run_key: str) -> Man
     )
 
 
+def confirm_registration(cfg: RunConfig, store: RunStore, registered: Manifest, done: Mapping[str, Manifest], run_key: str) -> None:
+    """Put the model back where the ledger was replaced since. Errors: LedgerError where it has another number there."""
+    name, checkpoint = cfg.registry.model_name, done[registered.results["checkpoint"]]
+    version = tracker_of(cfg).find_version(name, checkpoint.digest)
+    if version is None:
+        version = _register(cfg, store, checkpoint, done[f"evaluate-{checkpoint.step}"], run_key)
+    if version != registered.results["version"]:
+        raise LedgerError(
+            f"{name}: MLflow has this checkpoint as version {version}, the store as version {registered.results['version']}; "
+            f"delete {store.root}/steps/register-{registered.key[:16]} to register it again"
+        )
+
+
+def _register(cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(
+            Path(folder),
+            architecture=store.read(checkpoint, ARCHITECTURE).decode(),
+            weights=store.read(checkpoint, WEIGHTS),
+            tokenizer=json.loads(store.read(checkpoint, TOKENIZER)),
+        )
+        return tracker_of(cfg).register_model(
+            parent_run(cfg, run_key),
+            Path(folder),
+            name=cfg.registry.model_name,
+            alias=cfg.registry.alias,
+            tags={
+                "step_key": checkpoint.digest,
+                "run_key": run_key,
+                "weights.sha256": checkpoint.blobs[WEIGHTS].digest,
+                "algorithm": cfg.algorithm.recipe,
+                "evaluation": evaluation.digest,
+                **{f"eval.{name}": f"{interval['mean']:.4f}" for name, interval in evaluation.results["summary"].items()},
+            },
+            step=int(checkpoint.state["global_step"]),
+        )
+
+
 def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manifest:
-    """Curves, table and example episodes as one page; kept in the store and in MLflow."""
+    """Curves, table and example episodes as one page; MLflow gets them once they are committed."""
     cfg = ctx.cfg
     titles = {step.name: step.title.removeprefix("evaluate ") for step in steps}
-    ctx.progress.start("report", 3)
+    ctx.progress.start("report", 2)
     evaluations = {name: manifest for name, manifest in ctx.parents.items() if name.startswith("evaluate-")}
     baseline = next(iter([m for m in evaluations.values() if "paired" in m.results])).results["paired"]["baseline"]
     compared = [name for name in evaluations if name == baseline or "paired" in evaluations[name].results]
@@ -114,8 +131,6 @@ def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manif
     ctx.progress.advance()
     pictures = {"learning_curve.png": curve, "evaluation.png": figures["Success before and after"]}
     pages = {"report.html": page.encode()}  # it names durations, so two equal runs have different ones
-    tracker_of(cfg).log_artifacts(parent_run(cfg, run_key), pictures | pages)
-    ctx.progress.advance()
     return ctx.commit(
         done=True, state={}, blobs={**pictures}, records=pages, results={"before": evaluations[baseline].results, "after": last.results}
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentgym.store.posix import RunStore
-from agentgym.tracking import LedgerError, Point, Tracker, decode_points, deliver_committed, encode_points
+from agentgym.tracking import LedgerError, Point, StaleRun, Tracker, decode_points, deliver_committed, encode_points
 
 RUN_KEY, KEY = "12" * 32, "ab" * 32
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -183,17 +183,24 @@ def test_a_ledger_that_was_lost_is_filled_again(tracker: Tracker, store: RunStor
     assert fresh.points(run) == before
 
 
-def test_points_of_a_deleted_step_folder_are_not_mistaken_for_the_new_ones(
-    tracker: Tracker, store: RunStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_points_of_a_deleted_step_folder_are_not_mistaken_for_the_new_ones(tracker: Tracker, store: RunStore) -> None:
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
-    for time_ms in (1000, 2000):
-        with store.open("stage-1", KEY) as writer:
-            commit(writer, [Point(0, time_ms, {"loss": 3.0})])
-        assert deliver_committed(tracker, store, "stage-1", KEY, [run]) == 1
-        shutil.rmtree(store.root)
-    assert f"MLflow run {run} holds points of commits" in caplog.text
-    assert tracker.points(run) == [("loss", 0, 1000, 3.0), ("loss", 0, 2000, 3.0)]
+    child = tracker.child_run(run, "stage 1", KEY, params={}, tags={})
+    with store.open("stage-1", KEY) as writer:
+        commit(writer, [Point(0, 1000, {"loss": 3.0})])
+    assert deliver_committed(tracker, store, "stage-1", KEY, [run]) == 1
+    shutil.rmtree(store.root)
+    with store.open("stage-1", KEY) as writer:
+        commit(writer, [Point(0, 2000, {"loss": 3.0})])
+    with pytest.raises(StaleRun, match=f"MLflow run {run} holds points of commits of stage-1 that the store no longer has"):
+        deliver_committed(tracker, store, "stage-1", KEY, [run])
+    assert tracker.points(run) == [("loss", 0, 1000, 3.0)]
+    tracker.supersede(run)
+    again = tracker.parent_run(RUN_KEY, params={}, tags={})
+    assert again != run
+    assert tracker.child_run(again, "stage 1", KEY, params={}, tags={}) != child
+    assert tracker.points(run) == [("loss", 0, 1000, 3.0)]  # set aside, not lost
+    assert tracker.client.get_run(run).info.lifecycle_stage == "active"
 
 
 @pytest.fixture(scope="module")

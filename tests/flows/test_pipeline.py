@@ -129,6 +129,10 @@ def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(f
         assert time.monotonic() < deadline, fresh.processes()
         time.sleep(0.2)
     before = fresh.manifests()
+    plan = {step["name"]: step for step in json.loads(fresh.run("agentgym", "plan", "--json").stdout)["steps"]}
+    assert plan["initialise"]["action"] == "skip"
+    if plan["warm-start"]["action"] != "skip":  # the signal came before its last commit
+        assert (plan["warm-start"]["action"], plan["warm-start"]["why"]) == ("resume", "at 20 (commit 0)")
     again = fresh.pipeline()
     assert again.returncode == 0, again.stdout + again.stderr
     assert before.items() <= fresh.manifests().items()

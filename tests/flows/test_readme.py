@@ -1,5 +1,7 @@
 """Every command the README shows is run: here, or by CI itself."""
 
+import contextlib
+import os
 import re
 import shlex
 import signal
@@ -49,8 +51,8 @@ def test_servers_of_the_readme_come_up_and_end(finished, command):
         assert answers(f"http://127.0.0.1:{port}{path}", process)
         assert list(finished.home.iterdir()) == []
     finally:
-        process.send_signal(signal.SIGINT)
-        subprocess.run(["pkill", "-INT", "-g", str(process.pid)], check=False)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
         process.wait(30)
     deadline = time.monotonic() + 30
     while finished.processes():

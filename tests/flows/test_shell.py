@@ -15,6 +15,12 @@ import pytest
         ("model.context_tokens=64", "is too small for 12 turns"),
         ("algorithm.recipe=gpro", "algorithm.recipe 'gpro' is unknown; known: grpo"),
         ("no-equals-sign", "must look like key.path=value"),
+        ("env.options.veiw=compact", "env: babyai has no option 'veiw'; did you mean 'view'?"),
+        ("env.name=textcraft", "env: unknown environment 'textcraft'"),
+        ("env.name=foo.bar", "env.name: string should match pattern"),
+        ("registry.model_name=org/model", "registry.model_name: string should match pattern"),
+        ("evaluation.k=[]", "evaluation.k: tuple should have at least 1 item"),
+        ("data.path=nowhere", "data.path nowhere does not exist, and there is no nowhere.dvc to pull it by"),
     ],
 )
 def test_a_wrong_parameter_is_one_line_and_starts_nothing(fresh, override, line):
@@ -37,6 +43,35 @@ def test_an_eval_item_in_the_train_file_is_named_and_starts_nothing(fresh):
     assert leaked["item_id"] in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     assert not (fresh.folder / ".agentgym/store").exists()
+
+
+def test_more_test_items_than_there_are_start_nothing(fresh):
+    assert fresh.run("dvc", "pull").returncode == 0
+    ended = fresh.pipeline("evaluation.num_items=1000")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "error: evaluation.num_items 1000 is more than the 600 test items of babyai; lower it\n"
+
+
+def test_what_cannot_be_written_leaves_nothing_beside_it(fresh):
+    assert fresh.run("dvc", "pull").returncode == 0
+    (fresh.folder / "taken").mkdir()
+    before = set(fresh.folder.iterdir())
+    assert fresh.run("agentgym", "step", "prepare", "--out", "taken").returncode == 1
+    assert set(fresh.folder.iterdir()) - before <= {fresh.folder / ".agentgym"}
+
+
+def test_an_audit_of_no_episode_is_refused(fresh):
+    ended = fresh.run("agentgym", "audit", "--episodes", "0")
+    assert ended.returncode == 2
+    assert "0 is not positive" in ended.stderr
+
+
+def test_two_pipelines_may_start_at_once(fresh):
+    start = "from pathlib import Path; from tasks.prefect_server import prefect_api; prefect_api(Path('.agentgym')).__enter__()"
+    both = [fresh.start("python", "-c", f"import flows; {start}") for _ in range(2)]
+    for process in both:
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
 
 
 def test_a_step_whose_parent_is_not_done_says_which_to_run(fresh):

@@ -9,8 +9,8 @@ import urllib.request
 import psutil
 import pytest
 
-from agentgym.config import EnvConfig
-from agentgym.deploy import owned
+from agentgym.config import ConfigError, EnvConfig
+from agentgym.deploy import local, owned
 from agentgym.deploy.local import local_env
 
 
@@ -45,15 +45,24 @@ def test_no_process_is_left_after_an_exception(tmp_path):
     assert children() == before
 
 
-def test_a_server_that_exits_is_reported_at_once_with_its_last_words(tmp_path):
+def test_a_server_that_refuses_its_options_is_bad_input_at_once(tmp_path):
     started = time.monotonic()
     env = EnvConfig(options={"vew": "compact"})
     with (
-        pytest.raises(RuntimeError, match=r"exited with code 2(?s:.*)did you mean 'view'"),
+        pytest.raises(ConfigError, match=r"^env: babyai has no option 'vew'; did you mean 'view'\?$"),
         local_env(env, expert=False, log_path=tmp_path / "log"),
     ):
         pass
     assert time.monotonic() - started < 20
+
+
+def test_a_server_that_exits_is_reported_with_its_last_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "BAD_INPUT", None)
+    with (
+        pytest.raises(RuntimeError, match=r"exited with code 2(?s:.*)did you mean 'view'"),
+        local_env(EnvConfig(options={"vew": "compact"}), expert=False, log_path=tmp_path / "log"),
+    ):
+        pass
 
 
 def test_a_server_that_never_listens_is_given_up_and_ended(tmp_path, monkeypatch):

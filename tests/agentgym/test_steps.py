@@ -1,0 +1,97 @@
+"""What is in a step's key, what is checked before the first step, and how a lost ledger is filled again."""
+
+import shutil
+
+import pytest
+from mlflow import MlflowClient
+
+from agentgym.audit import audit
+from agentgym.config import ConfigError, load_config
+from agentgym.steps import finished, load_data, open_store, run_step, semantic_of, steps_of
+
+
+@pytest.fixture
+def run(whole_run, tmp_path, tiny_params):
+    """A finished run of one's own: its registered model lies where the ledger says, in the original's folder."""
+    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
+    return load_config(tiny_params(tmp_path, deterministic=True))
+
+
+def confirm_all(cfg):
+    assert {str(run_step(name, cfg)) for name in steps_of(cfg)} == {"done"}
+
+
+def test_demonstrations_in_another_action_format_are_another_step(tmp_path, tiny_params):
+    plain = load_config(tiny_params(tmp_path))
+    react = load_config(tiny_params(tmp_path), ["rollout.action_format=react"])
+    step = steps_of(plain)["initialise"]
+    assert semantic_of(step, plain) != semantic_of(step, react)
+
+
+@pytest.mark.parametrize("key", ["evaluation.num_items", "rollout.items_per_step"])
+def test_more_items_than_there_are_is_bad_input(tmp_path, tiny_params, key):
+    cfg = load_config(tiny_params(tmp_path), [f"{key}=1000"])
+    with pytest.raises(ConfigError, match=rf"^{key} 1000 is more than the \d+ (test|train) items of babyai; lower it$"):
+        load_data(cfg)
+
+
+@pytest.mark.parametrize("opened_before", [False, True])
+def test_a_ledger_that_was_deleted_gets_everything_again(run, opened_before):
+    (run.state_dir / "mlflow.db").unlink()
+    if opened_before:  # by `make ui`
+        MlflowClient(run.tracking_uri).search_experiments()
+    confirm_all(run)
+    report = audit(run, num_episodes=1)
+    assert report.ok, report.to_json()
+    client = MlflowClient(run.tracking_uri)
+    version = client.get_model_version_by_alias(run.registry.model_name, run.registry.alias)
+    assert str(version.version) == finished(run, open_store(run))["register"].results["version"]
+    parent = next(r for r in client.search_runs(["1"]) if r.data.tags["kind"] == "pipeline")
+    assert {"report.html", "learning_curve.png"} <= {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
+
+
+def test_a_step_that_was_deleted_and_run_again_is_in_the_ledger_once(run):
+    for folder in (run.store.path / "steps").glob("evaluate-stage-1-*"):
+        shutil.rmtree(folder)
+    assert str(run_step("evaluate-stage-1", run)) == "ran"
+    confirm_all(run)
+    report = audit(run, num_episodes=1)
+    assert report.ok, report.to_json()
+
+
+def test_a_run_deleted_in_the_ledger_is_written_again(run):
+    client = MlflowClient(run.tracking_uri)
+    for each in client.search_runs(["1"]):
+        client.delete_run(each.info.run_id)
+    confirm_all(run)
+    report = audit(run, num_episodes=1)
+    assert report.ok, report.to_json()
+
+
+def test_a_model_evaluated_anew_is_no_new_version_but_has_the_new_numbers(run, tmp_path):
+    again = load_config(tmp_path / "params.yaml", ["evaluation.num_items=6"])
+    for name in steps_of(again):
+        run_step(name, again)
+    client = MlflowClient(run.tracking_uri)
+    version = client.get_model_version_by_alias(run.registry.model_name, run.registry.alias)
+    last = finished(again, open_store(again))["evaluate-stage-2"]
+    assert (str(version.version), version.tags["evaluation"]) == ("1", last.digest)
+    for cfg in (run, again):
+        report = audit(cfg, num_episodes=1)
+        assert report.ok, report.to_json()
+
+
+def test_another_ledger_gets_everything_too(run, tmp_path):
+    other = run.model_copy(update={"tracking": run.tracking.model_copy(update={"uri": f"sqlite:///{tmp_path / 'other.db'}"})})
+    confirm_all(other)
+    report = audit(other, num_episodes=1)
+    assert report.ok, report.to_json()
+
+
+def test_a_model_under_another_number_is_said(run):
+    (run.state_dir / "mlflow.db").unlink()
+    client = MlflowClient(run.tracking_uri)
+    client.create_registered_model(run.registry.model_name)
+    client.create_model_version(run.registry.model_name, "somewhere")
+    with pytest.raises(ValueError, match=r"MLflow has this checkpoint as version 2, the store as version 1; delete .*/steps/register-"):
+        confirm_all(run)
