@@ -21,19 +21,24 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is resumable)."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run: Callable[[RunConfig, argparse.Namespace], int] = arguments.run
+    return guarded(lambda: run(load_config(arguments.params, arguments.set or ()), arguments), show_traceback=arguments.verbose)
+
+
+def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
+    """Run a command; its failures become one line and the exit code every command here has: see `main`. SIGTERM is Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return run(load_config(arguments.params, arguments.set or ()), arguments)
+        return command()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last commit", file=sys.stderr)
         return 130
-    except Exception as error:  # the last resort of a command; -v shows where
+    except Exception as error:  # the last resort: whoever called hears of it by the code
         print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
-        if arguments.verbose:
+        if show_traceback:
             raise
         return 1
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 from rich.table import Table
 
-from agentgym.config import ConfigError, RunConfig, load_config
+from agentgym.cli import guarded
+from agentgym.config import RunConfig, load_config
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.passk import Interval
 from agentgym.evaluation.report import label
@@ -30,41 +29,36 @@ def main(module: str, flow: Any, argv: list[str] | None = None) -> int:
     parser.add_argument("--params", default="params.yaml", help="parameter file (default: params.yaml)")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="over the parameter file")
     arguments = parser.parse_args(argv)
-    console = Console()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        cfg = load_config(arguments.params, arguments.overrides)
-        num_done, num_steps = len(_done(cfg)), len(steps_of(cfg))
-        if num_done < num_steps:
-            console.print(f"[bold]{flow.name}[/bold]: {num_done} of {num_steps} steps are done; starting Prefect", highlight=False)
-            _quieten_console()
-            with contextlib.ExitStack() as stack:
-                with console.status("starting a Prefect server"):
-                    stack.enter_context(prefect_api(cfg.state_dir))
-                flow(arguments.params, tuple(arguments.overrides))
-        done = _confirmed(cfg)
-        if num_done == num_steps:
-            console.print(f"[bold]{flow.name}[/bold]: all {num_done} steps are done and verified", highlight=False)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last commit", file=sys.stderr)
-        return 130
-    except Exception as error:  # the last resort of a command: one line, the traceback is in the flow run's log
-        logging.getLogger(__name__).debug("flow failed", exc_info=True)
-        print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    return guarded(lambda: _run(flow, arguments.params, tuple(arguments.overrides), Console()))
+
+
+def _run(flow: Any, params: str, overrides: tuple[str, ...], console: Console) -> int:
+    cfg = load_config(params, overrides)
+    num_done, num_steps = len(_done(cfg)), len(steps_of(cfg))
+    if num_done < num_steps:
+        console.print(f"[bold]{flow.name}[/bold]: {num_done} of {num_steps} steps are done; starting Prefect", highlight=False)
+        _quieten_console()
+        with contextlib.ExitStack() as stack:
+            with console.status("starting a Prefect server"):
+                stack.enter_context(prefect_api(cfg.state_dir))
+            flow(params, overrides)
+    done = _confirmed(cfg)
+    if num_done == num_steps:
+        console.print(f"[bold]{flow.name}[/bold]: all {num_done} steps are done and verified", highlight=False)
     summarise(cfg, done, console)
     return 0
 
 
 def _quieten_console() -> None:
     """Prefect's progress lines would tear the bars apart; the API and its UI still get all of them. Our warnings stay."""
+
+    def worth_a_line(record: logging.LogRecord) -> bool:
+        return record.levelno >= (logging.WARNING if record.name.startswith("agentgym") else logging.ERROR)
+
     for name in ("", *logging.root.manager.loggerDict):
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, PrefectConsoleHandler):
-                handler.setLevel(logging.WARNING if name.startswith("agentgym") else logging.ERROR)
+        for handler in logging.getLogger(name).handlers:  # one handler may serve several loggers
+            if isinstance(handler, PrefectConsoleHandler) and not handler.filters:
+                handler.addFilter(worth_a_line)
 
 
 def _done(cfg: RunConfig) -> dict[str, Manifest]:
