@@ -79,7 +79,7 @@ class ModelConfig(Section):
 
 
 class OptimiserConfig(Section):
-    lr: PositiveFloat = 1e-3
+    lr: PositiveFloat = 5e-4
     warmup_steps: NonNegativeInt = 10
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     final_lr_fraction: float = Field(default=0.1, ge=0, le=1)  # of lr, reached at the last step (cosine, linear)

@@ -102,22 +102,25 @@ class Learner:
         metrics["actor/lr"] = rate = learning_rate(self._config, step, self._total_steps)
         logs: list[dict[str, float]] = []
         order = np.random.Generator(np.random.Philox(key=[seed, step]))
+        num_minibatches = min(config.minibatches, max(len(signal), 1))
+        # over the whole batch: where few groups carry signal, few tokens must not count for all of it
+        weight = torch.zeros(len(batch.input_ids))
+        acted = batch.action_mask
+        weight[acted] = num_minibatches * aggregation_weights(batch.row[acted], batch.num_rows, recipe.aggregation)
         for _ in range(config.epochs):
             shuffled = signal[torch.from_numpy(order.permutation(len(signal)))]
-            for rows in shuffled.tensor_split(min(config.minibatches, max(len(signal), 1))):
+            for rows in shuffled.tensor_split(num_minibatches):
                 if len(rows):
-                    logs.append(self._policy_update(batch, rows.sort().values, old, advantages, config, rate))
+                    logs.append(self._policy_update(batch, rows.sort().values, old, advantages, weight, config, rate))
         for name in logs[0] if logs else ():
             metrics[f"actor/{name}"] = float(np.mean([log[name] for log in logs]))
         return metrics
 
     def _policy_update(
-        self, batch: Batch, rows: Tensor, old: Tensor, advantages: Tensor, config: AlgorithmConfig, rate: float
+        self, batch: Batch, rows: Tensor, old: Tensor, advantages: Tensor, weight: Tensor, config: AlgorithmConfig, rate: float
     ) -> dict[str, float]:
+        """One update of the weights from the named rows. weight: [N], of each token's loss."""
         recipe = RECIPES[config.recipe]
-        chosen = torch.isin(batch.row, rows) & batch.action_mask
-        weight = torch.zeros(len(batch.input_ids))
-        weight[chosen] = aggregation_weights(batch.row[chosen], batch.num_rows, recipe.aggregation)
         sums = {"loss": 0.0, "entropy": 0.0, "clip_frac": 0.0, "ratio_kl": 0.0}
         self._optimiser.zero_grad(set_to_none=True)
         for micro in _micro_batches(batch, rows):
@@ -136,7 +139,8 @@ class Learner:
                 sums["entropy"] += float((entropy * weight[tokens]).sum())
                 sums["clip_frac"] += float((outside * weight[tokens]).sum())
                 sums["ratio_kl"] += float(((ratio - 1 - (logprobs - before)) * weight[tokens]).sum())
-        return {**sums, "grad_norm": self._apply(rate, sums["loss"])}
+        norm, share = self._apply(rate, sums["loss"]), float(weight[torch.isin(batch.row, rows)].sum())
+        return {"loss": sums.pop("loss"), "grad_norm": norm, **{name: value / share for name, value in sums.items()}}
 
     def supervised(self, batch: Batch, *, step: int) -> dict[str, float]:
         """One optimiser step of maximum likelihood on the action tokens of demonstrations. step: from 1."""

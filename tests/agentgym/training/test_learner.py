@@ -264,6 +264,20 @@ def test_an_update_raises_the_probability_of_what_won(make_learner):
     assert metrics["actor/rows_with_signal_frac"] == 1
 
 
+def test_groups_without_signal_thin_the_gradient_instead_of_vanishing_from_its_mean(make_learner):
+    # both groups of ROWS carry signal, 12 action tokens; a third group of equal rewards adds 7 without: each weight falls from
+    # 1/12 to 1/19 and the gradient with it
+    batch = batch_of()
+    wider = batch_of(ROWS + ROWS[3:] + ROWS[3:4], [*REWARDS, 1.0, 1.0, 1.0, 1.0], (0, 0, 0, 1, 1, 1, 2, 2, 2, 2))
+    config = OptimiserConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9)
+    alone, beside = make_learner(config), make_learner(config)
+    alone.update(on_policy(alone, batch), ONE_UPDATE, step=1, seed=0)
+    beside.update(on_policy(beside, wider), ONE_UPDATE, step=1, seed=0)
+    share = 12 / 19
+    thinned = {name: gradient * share for name, gradient in gradients(alone).items()}
+    assert_same(thinned, gradients(beside), atol=1e-6, rtol=1e-4)
+
+
 def test_a_batch_of_equal_groups_changes_nothing_and_says_so(make_learner):
     learner = make_learner()
     before = weights(learner)
