@@ -53,12 +53,15 @@ def _quieten_console() -> None:
     """Prefect's progress lines would tear the bars apart; the API and its UI still get all of them. Our warnings stay."""
 
     def worth_a_line(record: logging.LogRecord) -> bool:
-        return record.levelno >= (logging.WARNING if record.name.startswith("agentgym") else logging.ERROR)
+        return record.levelno >= logging.ERROR and not record.name.startswith("agentgym")
 
     for name in ("", *logging.root.manager.loggerDict):
         for handler in logging.getLogger(name).handlers:  # one handler may serve several loggers
             if isinstance(handler, PrefectConsoleHandler) and not handler.filters:
                 handler.addFilter(worth_a_line)
+    assert logging.lastResort is not None
+    # warnings go to whatever sys.stderr is at the time: while bars are shown, that is a proxy that prints above them
+    logging.getLogger("agentgym").addHandler(logging.lastResort)
 
 
 def _done(cfg: RunConfig) -> dict[str, Manifest]:
