@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,8 +15,6 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.context import Progress
 from agentgym.steps import Environment, Outcome, Step, local_environment, run_step
 from agentgym.store.lease import LeaseHeld
-
-logger = logging.getLogger(__name__)
 
 STEP_TIMEOUT_S = 24 * 3600.0
 

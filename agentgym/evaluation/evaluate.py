@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from agentgym.config import EvaluationConfig
-from agentgym.context import StepContext, decode_trajectories, now_ms
+from agentgym.context import TRAJECTORIES, StepContext, decode_trajectories, now_ms
 from agentgym.data import splits_from_json
 from agentgym.evaluation.passk import Interval, num_failed, paired_differences, summarise
 from agentgym.rollouts.metrics import rollout_metrics
@@ -57,7 +57,7 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
                 )
             if first + len(chunk) < len(items):
                 ctx.commit(done=False, state={"global_step": version, "num_items": first + len(chunk)}, blobs={}, trajectories=trajectories)
-    earlier = [decode_trajectories(ctx.read(commit, "trajectories.jsonl.gz")) for commit in ctx.store.history(ctx.step, ctx.writer.key)]
+    earlier = [decode_trajectories(ctx.read(commit, TRAJECTORIES)) for commit in ctx.store.history(ctx.step, ctx.writer.key)]
     everything = [trajectory for part in earlier for trajectory in part] + trajectories
     greedy, samples = outcomes(everything, items, settings.num_samples)
     results = score(greedy, samples, settings)
