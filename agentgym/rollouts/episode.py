@@ -45,6 +45,7 @@ class EpisodeSettings:
     context_tokens: int
     system: str = ""  # the task manual, or nothing
     action_format: Literal["plain", "react"] = "plain"
+    read_last: bool = False  # append the observation after the last turn too, where it fits: a critic values that state
 
 
 @dataclass(slots=True)
@@ -117,9 +118,12 @@ async def run_episode(policy: Policy, session: OpenSession, renderer: ChatRender
         if reply.terminated or reply.truncated:
             episode.success = reply.success
             return Status.TERMINATED
-        if turn + 1 < settings.max_turns:
+        if turn + 1 < settings.max_turns or settings.read_last:
             following = renderer.bridge(reply.observation, stopped=completion.stop_reason == "stop")
-            if len(episode.input_ids) + len(following) + settings.max_new_tokens > settings.context_tokens:
+            if turn + 1 == settings.max_turns:
+                if len(episode.input_ids) + len(following) <= settings.context_tokens:
+                    episode.read(following)
+            elif len(episode.input_ids) + len(following) + settings.max_new_tokens > settings.context_tokens:
                 return Status.MAX_TOKENS  # without the observation nobody will answer: a trajectory never exceeds the context
             episode.read(following)
     return Status.MAX_TURNS
