@@ -238,7 +238,7 @@ class RayConfig(Section):
     rank_gpus: NonNegativeFloat = _operational(0.0)
     max_lost_workers: NonNegativeInt = _operational(8)  # replaced within one step of the pipeline; one more ends it
     placement_timeout_s: PositiveFloat = _operational(120.0)  # until the cluster has room
-    collective_timeout_s: PositiveFloat = _operational(600.0)  # of one exchange between the ranks
+    rank_timeout_s: PositiveFloat = _operational(1800.0)  # of one call of the ranks, and of each exchange between them
     job_attempts: PositiveInt = _operational(2)  # of one step, each under a name of its own
     job_timeout_s: PositiveFloat = _operational(24 * 3600.0)  # of one job
 
@@ -295,6 +295,9 @@ class RunConfig(Section):
                 f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions {self.env.max_sessions}; "
                 "lower it or raise the other"
             )
+        for name in ("worker", "rank"):
+            if not getattr(self.ray, f"{name}_cpus") + getattr(self.ray, f"{name}_gpus"):
+                raise ValueError(f"ray.{name}_cpus and ray.{name}_gpus are both 0; Ray places only what takes room, a fraction is enough")
         is_http = self.ray.address.startswith(("http://", "https://"))
         if self.compute == "ray" and self.deterministic:
             raise ValueError(
