@@ -237,7 +237,7 @@ class RayConfig(Section):
     rank_cpus: NonNegativeFloat = _operational(1.0)  # of one rank, and of a job that trains in its own process
     rank_gpus: NonNegativeFloat = _operational(0.0)
     max_lost_workers: NonNegativeInt = _operational(8)  # replaced within one step of the pipeline; one more ends it
-    placement_timeout_s: PositiveFloat = _operational(120.0)  # until the cluster has room
+    placement_timeout_s: PositiveFloat = _operational(120.0)  # until the cluster has room, and then until a process is there
     rank_timeout_s: PositiveFloat = _operational(1800.0)  # of one call of the ranks, and of each exchange between them
     job_attempts: PositiveInt = _operational(2)  # of one step, each under a name of its own
     job_timeout_s: PositiveFloat = _operational(24 * 3600.0)  # of one job
