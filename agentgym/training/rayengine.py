@@ -196,7 +196,7 @@ class RayEngine:
         return trajectories
 
     def publish(self, learner: RayLearner, version: int) -> float:
-        """Rank 0 puts the weights into the object store, every worker takes them from there and sings the canary's song.
+        """Rank 0 puts the weights into the object store, every worker takes them from there and answers the canary.
 
         Result: the largest difference, nats. Errors: EngineMismatch, WorkersLost.
         """
@@ -205,7 +205,7 @@ class RayEngine:
 
         async def all_of_them() -> float:
             await asyncio.gather(*(self._survive(worker, self._update(worker)) for worker in tuple(self.workers)))
-            await self._pick()  # where all were lost, the first replacement has sung
+            await self._pick()  # where all were lost, the first replacement has answered
             return max(worker.gap for worker in self.workers)
 
         return self._run(all_of_them())
