@@ -204,7 +204,7 @@ def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None, 
                 raise RuntimeError(f"{cell.title} did not end within {timeout_s:g} s\n{tail(log_path)}")
     if process.returncode:
         kind = ConfigError if process.returncode == BAD_INPUT else RuntimeError
-        raise kind(f"{cell.title}: exit code {process.returncode}: {_last_line(log_path)}; its log is {log_path}")
+        raise kind(f"{cell.title}: {_last_line(log_path)}; its log is {log_path}")
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -278,4 +278,4 @@ def _check_comparable(a: Cell, b: Cell) -> None:
 
 def _last_line(log_path: Path) -> str:
     lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1].removeprefix("failed: ").removeprefix("error: ") if lines else "it said nothing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 from prefect import flow
 from prefect.futures import PrefectFuture, as_completed
+from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 
 from agentgym.cli import guarded, positive
@@ -55,7 +57,9 @@ def compare(comparison: str = DEFAULT, overrides: tuple[str, ...] = (), parallel
         failed = _run_cells(waiting, parallel or _num_cores(), described.wait_s, bars)
     write_task(described, cells, Path(out))
     if failed:
-        raise CellsFailed(f"{len(failed)} of {len(cells)} cells failed, the others are in the table: {'; '.join(failed)}")
+        raise CellsFailed(
+            f"{len(failed)} of {len(cells)} cells failed, the others are in the table" + "".join(f"\n  {line}" for line in failed)
+        )
 
 
 def _run_cells(cells: Sequence[Cell], parallel: int, wait_s: float, bars: Bars) -> list[str]:
@@ -109,6 +113,9 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
     failure = None
     if waiting:
         _quieten_console()
+        for handler in logging.getLogger("prefect.task_runs").handlers + logging.getLogger("prefect.flow_runs").handlers:
+            if isinstance(handler, PrefectConsoleHandler):
+                handler.setLevel(logging.CRITICAL)  # a failed cell is named at the end, in one line
         with contextlib.ExitStack() as stack:
             with console.status("starting a Prefect server"):
                 stack.enter_context(prefect_api(cells[0].cfg.state_dir))
