@@ -48,7 +48,7 @@ def refusal(path, *overrides):
             "model.context_tokens 100 is too small for 12 turns of rollout.max_new_tokens 6 + observation_tokens 32 = 456; raise it",
         ),
         ("rollout: {concurrency: 999}", "rollout.concurrency 999 is above env.max_sessions 256; lower it or raise the other"),
-        ("algorithm: {recipe: gpro}", "algorithm.recipe 'gpro' is unknown; known: grpo"),
+        ("algorithm: {recipe: gpro}", "algorithm.recipe 'gpro' is unknown; known: dapo, dr_grpo, grpo, ppo"),
         ("evaluation: {k: [1, 8]}", "evaluation.k [1, 8] needs num_samples >= 8, got 4; pass@k is undefined for n < k"),
         ("model: {source: hub}", "model.name is empty; with source hub name a repository or folder"),
         ("model: {hidden_size: 64, num_heads: 4}", "must be a whole head dimension >= 32 (vLLM)"),

@@ -8,9 +8,12 @@ import torch
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import AlgorithmConfig, OptimiserConfig
+from agentgym.training import checkpoint, networks
 from agentgym.training import learner as learner_module
-from agentgym.training.learner import EngineMismatch, Learner, learning_rate
+from agentgym.training.learner import EngineMismatch, Learner
 from agentgym.training.model import weights_of
+from agentgym.training.networks import PolicyNet
+from agentgym.training.optimise import learning_rate
 
 OPTIMISER = OptimiserConfig(lr=1e-2, warmup_steps=0)
 ONE_UPDATE = AlgorithmConfig(minibatches=1)
@@ -33,7 +36,9 @@ def batch_of(rows=ROWS, rewards=REWARDS, groups=(0, 0, 0, 1, 1, 1), temperature=
     for row, (_, masks) in enumerate(rows):
         placed[int(starts[row]) + max(index for index, m in enumerate(masks) if m)] = rewards[row]
     ids = torch.tensor([token for ids, _ in rows for token in ids])
-    return Batch(ids, starts, mask, placed, torch.zeros(len(mask)), torch.tensor(groups), temperature)
+    return Batch(
+        ids, starts, mask, placed, torch.zeros(len(mask)), torch.tensor(groups), torch.zeros(len(rows), dtype=torch.bool), temperature
+    )
 
 
 def on_policy(learner, batch):
@@ -70,7 +75,7 @@ def test_log_probs_equal_a_plain_forward_of_each_row(make_learner, plain, temper
         positions = [index for index, m in enumerate(mask) if m]
         expected += [float(logp[index - 1, ids[index]]) for index in positions]
         shifted += [float(logp[index, ids[index]]) for index in positions]  # off by one
-    got = learner.action_logprobs(batch)[0].tolist()
+    got = PolicyNet(learner.model)(batch)[0].tolist()
     assert got == pytest.approx(expected, abs=1e-4)
     assert got != pytest.approx(shifted, abs=1e-1)
     scores = learner.score(batch)
@@ -83,7 +88,7 @@ def test_entropies_are_those_of_the_distributions(make_learner, plain):
     ids, mask = ROWS[1]
     with torch.no_grad():
         logp = torch.log_softmax(plain(learner.model)(torch.tensor([ids])).logits[0, 1], -1)
-    entropy = learner.action_logprobs(batch_of([(ids, mask)], [1.0], (0,)))[1]
+    entropy = PolicyNet(learner.model)(batch_of([(ids, mask)], [1.0], (0,)))[1]
     assert entropy.tolist() == pytest.approx([float(-(logp.exp() * logp).sum())], abs=1e-4)
 
 
@@ -168,9 +173,9 @@ def test_the_first_update_follows_the_plain_policy_gradient(make_learner, plain)
 def test_a_chunked_head_equals_the_whole(make_learner, monkeypatch, chunk):
     whole, chunked = make_learner(), make_learner()
     batch = batch_of()
-    expected = whole.action_logprobs(batch)
-    monkeypatch.setattr(learner_module, "HEAD_CHUNK_TOKENS", chunk)
-    got = chunked.action_logprobs(batch)
+    expected = PolicyNet(whole.model)(batch)
+    monkeypatch.setattr(networks, "HEAD_CHUNK_TOKENS", chunk)
+    got = PolicyNet(chunked.model)(batch)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     (expected[0] ** 2).sum().backward()
@@ -182,13 +187,13 @@ def test_a_saved_optimiser_continues_to_the_bit(make_learner):
     whole, resumed = make_learner(), make_learner(seed=1)
     for step in (1, 2):
         whole.supervised(batch_of(), step=step)
-    blob = whole.optimiser_blob()
+    blob = whole.blobs()[checkpoint.OPTIMISER]
     for name, parameter in resumed.model.named_parameters():
         parameter.data.copy_(weights_of(whole.model)[name])
     forgetful = make_learner(seed=1)
     forgetful.model.load_state_dict(whole.model.state_dict())
-    resumed.load_optimiser(blob)
-    assert resumed.optimiser_blob() == blob
+    resumed.load_optimisers({checkpoint.OPTIMISER: blob})
+    assert resumed.blobs()[checkpoint.OPTIMISER] == blob
     metrics = [learner.supervised(batch_of(), step=3) for learner in (whole, resumed, forgetful)]
     assert metrics[0] == metrics[1]
     assert_same(weights(whole), weights(resumed))
