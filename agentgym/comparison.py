@@ -144,9 +144,9 @@ def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cel
     if not rows:
         raise ConfigError("the comparison has no cell; name recipes and horizons, or cells")
     cells = tuple(_cell(comparison, row, seed, overrides) for row in rows for seed in row.seeds)
-    owners: dict[str, Cell] = {}
+    owners: dict[tuple[str, str], Cell] = {}
     for cell in cells:
-        other = owners.setdefault(config_digest(cell.cfg.semantic()), cell)
+        other = owners.setdefault((config_digest(cell.cfg.semantic()), cell.until), cell)
         if other is not cell:
             raise ConfigError(f"{other.title} and {cell.title} are the same run; remove one, or change what sets them apart")
     return cells

@@ -116,7 +116,7 @@ def deliver_comparison(name: str, key: str, cells: Sequence[CellPoints], files: 
         run_id = parent_run(cell.cfg, cell.run_key)
         tracker.set_tags(run_id, {f"comparison.{name}": key[:12]})
         cell_tags = {**cell.tags, "run": f"r{cell.run_key[:12]}", "run_id": run_id}
-        cell_id = tracker.cell_run(comparison_id, cell.title, cell.run_key, params=cell.cfg.semantic(), tags=cell_tags)
+        cell_id = tracker.cell_run(comparison_id, cell.title, params=cell.cfg.semantic(), tags=cell_tags)
         tracker.deliver([cell_id], cell.points)
         for finished_id in (cell_id, run_id):  # a run that is to be reported, too, goes on under its id
             tracker.end_run(finished_id)

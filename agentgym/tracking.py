@@ -145,12 +145,12 @@ class Tracker:
         identity = {"comparison_key": comparison_key, "kind": "comparison"}
         return self._find_or_create(f"{title} {comparison_key[:8]}", identity, params, tags)
 
-    def cell_run(self, comparison_id: str, title: str, run_key: str, *, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
-        """A comparison's own view of one of its runs; found by the run's key, else created.
+    def cell_run(self, comparison_id: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
+        """A comparison's own view of one of its runs; found by its title, else created.
 
         The run itself stays where it is: it may belong to several comparisons, and MLflow gives a run one parent.
         """
-        identity = {"mlflow.parentRunId": comparison_id, "run_key": run_key, "kind": "cell"}
+        identity = {"mlflow.parentRunId": comparison_id, "cell": title, "kind": "cell"}
         return self._find_or_create(title, identity, params, tags)
 
     def deliver(self, run_ids: Sequence[str], points: Iterable[Point]) -> None:
