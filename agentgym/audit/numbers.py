@@ -11,9 +11,9 @@ import numpy as np
 from agentgym.audit.lines import Line
 from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
-from agentgym.context import METRICS, TRAJECTORIES
+from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES
 from agentgym.data import Splits, splits_from_json
-from agentgym.evaluation.evaluate import OUTCOMES, Array, evaluation_metrics, outcomes, paired, score
+from agentgym.evaluation.evaluate import Array, evaluation_metrics, outcomes, paired, score
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.steps import load_data
 from agentgym.store.manifest import Manifest

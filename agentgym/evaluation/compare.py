@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 
 from agentgym.comparison import Cell, Comparison, comparison_key, contrast_rows, write_file
-from agentgym.context import METRICS
+from agentgym.context import METRICS, OUTCOMES
 from agentgym.evaluation.compare_report import AXES, result_files
-from agentgym.evaluation.evaluate import OUTCOMES
 from agentgym.evaluation.passk import FloatArray, Interval, per_item
 from agentgym.ledger import CellPoints, deliver_comparison
 from agentgym.steps import finished, open_store
@@ -144,7 +143,9 @@ def crossed_bootstrap(values: FloatArray, *, confidence: float, num_bootstrap: i
         drawn = items @ weight.T
         per_seed = np.divide(items @ (filled * weight).T, drawn, out=np.zeros((count, num_seeds)), where=drawn > 0)
         counted = seeds * (drawn > 0)
-        means.append((counted * per_seed).sum(axis=1) / counted.sum(axis=1))
+        # a replicate that drew only what failed has no mean
+        total = counted.sum(axis=1)
+        means.append(np.divide((counted * per_seed).sum(axis=1), total, out=np.full(count, np.nan), where=total > 0))
     low, high = np.nanquantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(float(np.nanmean(values, axis=1).mean()), float(low), float(high), int(valid.any(axis=0).sum()))
 

@@ -18,6 +18,7 @@ Table = Mapping[str, Any]  # as `compare.table` returns it
 RowJson = Mapping[str, Any]
 
 _COLOURS = ("#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#1f2933")  # Okabe and Ito: safe for colour-blind eyes
+_OTHERS = "other recipes"
 _MARKERS = "os^DvPX"
 # what training costs: name in a table -> title of an axis
 AXES = {"step": "optimiser step", "turns": "turns played", "tokens": "tokens", "cpu_s": "CPU-seconds"}
@@ -54,7 +55,8 @@ def results_png(table: Table) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    rows = table["rows"]
+    # rows on validation items are there to choose settings by, not to be set beside test results
+    rows = [row for row in table["rows"] if row["evaluation"]["split"] == "test"] or table["rows"]
     keys = list(rows[0]["success"])
     places = _places(rows)
     figure = Figure(figsize=(10.0, 1.1 + 0.3 * (max(places) + 1)), facecolor="white")
@@ -81,8 +83,8 @@ def results_png(table: Table) -> bytes:
         axes.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
     interval = f"{100 * table['confidence']:g} % interval over seeds and items"
     caption = f"success · dot and line: mean and {interval} · small dots: seeds · bar: from the start"
-    figure.supxlabel(caption, fontsize=9, color=MUTED, y=0.0, va="top")
     figure.tight_layout(w_pad=1.2)
+    figure.text(0.5, 0.0, caption, fontsize=9, color=MUTED, ha="center", va="top")
     return png_of(figure)
 
 
@@ -96,8 +98,8 @@ def curves_png(table: Table) -> bytes | None:
         return None
     shown = [axis for axis in AXES if any(curve[axis][-1] for rows in lines.values() for row in rows for curve in _curves(row))]
     colours = _colour_table(lines)
-    figure = Figure(figsize=(10.0, 0.5 + 2.1 * len(lines)), facecolor="white")
-    grid = figure.subplots(len(lines), len(shown), squeeze=False, sharey=True, sharex="col")
+    figure = Figure(figsize=(10.0, 0.5 + 1.9 * len(lines)), facecolor="white")
+    grid = figure.subplots(len(lines), len(shown), squeeze=False, sharey=True)
     values = [value for rows in lines.values() for row in rows for curve in _curves(row) for value in curve["success"]]
     for (title, rows), panels in zip(lines.items(), grid, strict=True):
         for number, (axis, axes) in enumerate(zip(shown, panels, strict=True)):
@@ -119,8 +121,10 @@ def curves_png(table: Table) -> bytes | None:
                 axes.set_xlabel(AXES[axis], fontsize=9)
             if number == 0:
                 axes.set_ylabel("validation success", fontsize=9)
+                horizons = {row["horizon"] for row in rows}
+                title = f"{title}, {horizons.pop()}" if title == _OTHERS and len(horizons) == 1 else title
                 axes.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
-            if number == len(shown) - 1:
+            if number == len(shown) - 1 and len(rows) > 1:
                 _label_ends(axes, ends)
     figure.tight_layout(w_pad=0.8, h_pad=0.8)
     return png_of(figure)
@@ -212,12 +216,12 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _places(rows: Sequence[RowJson]) -> list[float]:
-    """Where each row stands, from the top; a gap before another recipe or group."""
-    places, place = [], 0.0
-    for row, before in zip(rows, [None, *rows], strict=False):
-        if before is not None:
-            place += 1.0 if (row["group"], row["recipe"]) == (before["group"], before["recipe"]) else 1.5
-        places.append(place)
+    """Where each row stands, from the top; a gap around the rows of one recipe and between groups."""
+    blocks = [(row["group"], row["recipe"]) for row in rows]
+    alone = [(group, "" if not group and blocks.count((group, recipe)) == 1 else recipe) for group, recipe in blocks]
+    places = [0.0]
+    for block, before in zip(alone[1:], alone[:-1], strict=True):
+        places.append(places[-1] + (1.0 if block == before else 1.6))
     return places
 
 
@@ -226,16 +230,18 @@ def _panel_lines(rows: Sequence[RowJson]) -> dict[str, list[RowJson]]:
     lines: dict[str, list[RowJson]] = {}
     for row in rows:
         alike = [other for other in rows if (other["recipe"], other["group"]) == (row["recipe"], row["group"])]
-        title = row["group"] or (row["recipe"] if len(alike) > 1 else "other recipes")
+        title = row["name"] if row["group"] and len(alike) == 1 else row["group"] or (row["recipe"] if len(alike) > 1 else _OTHERS)
         lines.setdefault(title, []).append(row)
-    return dict(sorted(lines.items(), key=lambda item: item[0] == "other recipes" or bool(item[1][0]["group"])))
+    return dict(sorted(lines.items(), key=lambda item: (bool(item[1][0]["group"]), item[0] == _OTHERS)))
 
 
 def _series(row: RowJson, together: Sequence[RowJson]) -> str:
-    """What tells a row from those it is drawn with."""
-    same_recipe = len({other["recipe"] for other in together}) == 1
-    unique = len({other["horizon"] for other in together}) == len(together)
-    return str(row["horizon"] if same_recipe and unique and row["horizon"] else row["name"])
+    """What tells a row from those it is drawn with: its horizon, its recipe, or only its name."""
+    for what, other in (("horizon", "recipe"), ("recipe", "horizon")):
+        alike, apart = {each[other] for each in together}, {each[what] for each in together}
+        if len(alike) == 1 and len(apart) == len(together) and all(apart):
+            return str(row[what])
+    return str(row["name"])
 
 
 def _colour_table(lines: Mapping[str, Sequence[RowJson]]) -> dict[str, tuple[str, str]]:

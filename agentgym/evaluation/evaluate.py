@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from agentgym.config import EvaluationConfig
-from agentgym.context import TRAJECTORIES, StepContext, decode_trajectories, now_ms
+from agentgym.context import OUTCOMES, TRAJECTORIES, StepContext, decode_trajectories, now_ms
 from agentgym.data import splits_from_json
 from agentgym.evaluation.passk import Interval, num_failed, paired_differences, summarise
 from agentgym.rollouts.metrics import rollout_metrics
@@ -20,7 +20,6 @@ from agentgym.training.engine import open_engine
 from agentgym.training.model import set_threads
 from agentgym.types import Item, Trajectory
 
-OUTCOMES = "outcomes.json"
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
