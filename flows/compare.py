@@ -113,7 +113,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
     failure = None
     if waiting:
         _quieten_console()
-        for handler in logging.getLogger("prefect.task_runs").handlers + logging.getLogger("prefect.flow_runs").handlers:
+        for handler in logging.getLogger().handlers:
             if isinstance(handler, PrefectConsoleHandler):
                 handler.setLevel(logging.CRITICAL)  # a failed cell is named at the end, in one line
         with contextlib.ExitStack() as stack:

@@ -109,7 +109,7 @@ def curves_png(table: Table) -> bytes | None:
                 colour, marker = colours[_series(row, rows)]
                 x, low, mean, high = _mean_curve(row, axis)
                 axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
-                axes.plot(x, mean, color=colour, linewidth=1.7, marker=marker, markersize=3.2)
+                axes.plot(x, mean, color=colour, linewidth=1.7, marker=marker, markersize=3.2, clip_on=False)
                 ends.append((mean[-1], _series(row, rows), (colour, marker)))
             axes.set_ylim(max(0.0, min(values) - 0.05), min(1.03, max(values) + 0.05))
             axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
@@ -122,7 +122,8 @@ def curves_png(table: Table) -> bytes | None:
             if number == 0:
                 axes.set_ylabel("validation success", fontsize=9)
                 horizons = {row["horizon"] for row in rows}
-                title = f"{title}, {horizons.pop()}" if title == _OTHERS and len(horizons) == 1 else title
+                if title == _OTHERS and len(horizons) == 1:
+                    title = f"{title}, {horizons.pop()}" if len(rows) > 1 else rows[0]["name"]
                 axes.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
             if number == len(shown) - 1 and len(rows) > 1:
                 _label_ends(axes, ends)

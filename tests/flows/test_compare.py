@@ -7,6 +7,8 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+from agentgym.algorithms.recipe import RECIPES
+
 SMALL = {
     "name": "small",
     "title": "Two recipes, two horizons",
@@ -140,7 +142,13 @@ def test_a_wrong_comparison_is_one_line_and_starts_nothing(fresh, changes, argum
 
 def test_comparisons_of_the_repository_are_valid(fresh):
     assert fresh.run("dvc", "pull").returncode == 0
-    for name in ("default", "learn"):
-        shown = fresh.run("agentgym", "compare", f"comparisons/{name}.yaml")
-        assert shown.returncode == 0, shown.stderr
-        assert "No cell is done." in shown.stdout
+    files = sorted((fresh.folder / "comparisons").glob("*.yaml"))
+    assert files
+    for file in files:
+        named = {recipe["algorithm"]["recipe"] for recipe in yaml.safe_load(file.read_text())["recipes"].values()}
+        shown = fresh.run("agentgym", "compare", str(file))
+        if named <= RECIPES.keys():
+            assert shown.returncode == 0, shown.stderr
+            assert "No cell is done." in shown.stdout
+        else:  # benchmarks/learn.py leaves such a file out
+            assert (shown.returncode, "is unknown" in shown.stderr) == (2, True)
