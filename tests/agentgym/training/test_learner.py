@@ -196,8 +196,8 @@ def test_the_critic_learns_the_outcome(make_model):
     batch = on_policy(learner, batch_of())
     logs = [learner.update(batch, config, step=step, seed=0) for step in range(1, 81)]
     assert logs[0]["critic/loss"] == pytest.approx(0.25, abs=0.1)  # half of the outcomes, a head of zeros: 0.5 * mean of r
-    assert logs[-1]["critic/loss"] < 0.1 * logs[0]["critic/loss"]
-    assert logs[-1]["critic/explained_variance"] > 0.8
+    # three of the twelve states open rows of outcomes 1, 0, 0 and three of 1, 1, 0: no critic can know; 0.5 * 6 * (2 / 9) / 12
+    assert logs[-1]["critic/loss"] == pytest.approx(1 / 18, abs=1e-3)
     assert_same(before, weights(learner))  # the policy waits for it
     assert "actor/loss" not in logs[-1]
 
