@@ -2,39 +2,16 @@
 
 import asyncio
 import socket
-import threading
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 
 import pytest
-import uvicorn
 
 from agentgym.rollouts import client
 from agentgym.rollouts.client import EnvError, EnvPool, check_endpoints
 from agentgym.types import Item
-from envs.babyai import spec
-from envs.server import ServerSettings, make_app
 
 ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
-
-
-@contextmanager
-def serving(options=None, **settings):
-    """(endpoint, sessions) of a BabyAI server in a thread."""
-    app = make_app(spec(options or {}), ServerSettings(**{"drain_timeout_s": 0.1, **settings}))
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        while not (server.started and app.state.sessions.ready):
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.sessions
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
 
 
 @asynccontextmanager
@@ -84,7 +61,7 @@ async def play(pool, key, actions=ACTIONS, task_id=3):
     return told
 
 
-def test_an_episode_is_played_and_its_session_closed():
+def test_an_episode_is_played_and_its_session_closed(serving):
     async def main(endpoint):
         async with pool_of(endpoint) as pool:
             assert (await check_endpoints(pool, expect_env="babyai", allow_expert=True, expect_options={"view": "compact"}))[
@@ -106,7 +83,7 @@ def test_an_episode_is_played_and_its_session_closed():
         assert not sessions._by_id
 
 
-def test_a_reply_lost_on_the_way_does_not_act_twice():
+def test_a_reply_lost_on_the_way_does_not_act_twice(serving):
     async def main(endpoint, sessions):
         async with pool_of(endpoint) as direct:
             expected = await play(direct, "direct")
@@ -147,7 +124,7 @@ def test_a_server_that_does_not_answer_in_time_is_an_error():
     asyncio.run(main())
 
 
-def test_a_lost_session_is_an_error_at_once():
+def test_a_lost_session_is_an_error_at_once(serving):
     async def main(endpoint, sessions):
         async with pool_of(endpoint) as pool, pool.session(Item("babyai", 0), "k") as session:
             await session.close()
@@ -162,7 +139,7 @@ def test_a_lost_session_is_an_error_at_once():
         asyncio.run(main(endpoint, sessions))
 
 
-def test_a_full_server_is_waited_for(monkeypatch):
+def test_a_full_server_is_waited_for(serving, monkeypatch):
     monkeypatch.setattr("envs.sessions.RETRY_AFTER_S", 0.3)
 
     async def main(endpoint):
@@ -176,7 +153,7 @@ def test_a_full_server_is_waited_for(monkeypatch):
         asyncio.run(main(endpoint))
 
 
-def test_another_server_takes_what_one_refuses():
+def test_another_server_takes_what_one_refuses(serving):
     async def main(first, second, full):
         async with pool_of(first, second) as pool:
             async with pool.session(Item("babyai", 0), "a"), pool.session(Item("babyai", 1), "b"):
@@ -188,7 +165,7 @@ def test_another_server_takes_what_one_refuses():
         asyncio.run(main(first, second, full))
 
 
-def test_sessions_spread_over_the_servers_and_a_dead_one_is_left_out():
+def test_sessions_spread_over_the_servers_and_a_dead_one_is_left_out(serving):
     async def main(first, second, dead, counts):
         async with pool_of(first, second, dead) as pool, asyncio.TaskGroup() as group:
             release = asyncio.Event()
@@ -208,7 +185,7 @@ def test_sessions_spread_over_the_servers_and_a_dead_one_is_left_out():
         asyncio.run(main(first, second, "http://127.0.0.1:9", [sessions_1, sessions_2]))
 
 
-def test_characters_no_server_can_read_are_replaced_and_endless_actions_cut():
+def test_characters_no_server_can_read_are_replaced_and_endless_actions_cut(serving):
     async def main(endpoint):
         async with pool_of(endpoint) as pool, pool.session(Item("babyai", 0), "k") as session:
             for text in ("\ud800", "\x00\x1b[2J", "x" * 100_000):
@@ -218,7 +195,7 @@ def test_characters_no_server_can_read_are_replaced_and_endless_actions_cut():
         asyncio.run(main(endpoint))
 
 
-def test_servers_that_are_not_what_was_configured_are_refused(monkeypatch):
+def test_servers_that_are_not_what_was_configured_are_refused(serving, monkeypatch):
     async def main(plain, other, expert):
         async with pool_of(plain) as pool:
             with pytest.raises(ValueError, match=f"{plain} serves 'babyai', but env.name is 'textcraft'"):
