@@ -84,7 +84,9 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.progress import Bars
     from agentgym.steps import open_store, pointer, run_step
     from agentgym.store.files import discard, write_temp
+    from agentgym.tracking import check_server
 
+    check_server(cfg.tracking_uri)
     with Bars(Console(stderr=True)) as bars:
         outcome = run_step(arguments.name, cfg, progress=bars)
     if arguments.out is not None:

@@ -48,7 +48,7 @@ async def cutting_proxy(endpoint, cuts):
 
 
 def pool_of(*endpoints, **settings):
-    return EnvPool(endpoints, **{"request_timeout_s": 5.0, **settings})
+    return EnvPool(endpoints, **{"request_timeout_s": 5.0, "patience_s": 0.0, **settings})
 
 
 async def play(pool, key, actions=ACTIONS, task_id=3):
