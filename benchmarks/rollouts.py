@@ -15,7 +15,6 @@ import heapq
 import json
 import multiprocessing
 import random
-import resource
 import socket
 import statistics
 import sys
@@ -24,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,7 +56,8 @@ class Latency:
     def __call__(self, task_id: int, turn: int) -> float:
         if self.median_s == 0:
             return 0.0
-        return min(self.median_s * random.Random(f"{task_id}-{turn}").lognormvariate(0, self.sigma), LONGEST_S)
+        drawn = random.Random(f"{task_id}-{turn}").lognormvariate(0, self.sigma)  # noqa: S311 - no secret
+        return min(self.median_s * drawn, LONGEST_S)
 
 
 class Endless:
@@ -99,7 +99,7 @@ class FakeEngine:
         else:
             await asyncio.sleep(self.seconds)
         # fresh objects, as an engine's would be
-        return Completion(tuple(list(self.ids)), tuple(-0.5 - 0.001 * token for token in self.ids), "stop", 0)
+        return Completion((*self.ids,), tuple(-0.5 - 0.001 * token for token in self.ids), "stop", 0)
 
     async def _run(self) -> None:
         while self._waiting:
