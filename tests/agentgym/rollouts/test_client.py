@@ -1,21 +1,28 @@
 """The client against real servers on loopback, also over connections that break."""
 
 import asyncio
+import os
+import signal
 import socket
 import time
 from contextlib import asynccontextmanager
 
 import pytest
 
+from agentgym.config import EnvConfig
+from agentgym.deploy.local import local_env
 from agentgym.rollouts import client
+from agentgym.rollouts.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError, EnvPool, check_endpoints
-from agentgym.types import Item
+from agentgym.rollouts.collect import collect
+from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.types import Completion, Item, Status
 
 ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
 
 
 @asynccontextmanager
-async def cutting_proxy(endpoint, cuts):
+async def cutting_proxy(endpoint, cuts, at=0):
     """Forwards to endpoint; while cuts[route] > 0 the reply to that route is thrown away and the connection closed."""
     port = int(endpoint.rsplit(":", 1)[1])
 
@@ -40,7 +47,7 @@ async def cutting_proxy(endpoint, cuts):
         upstream_writer.close()
         writer.close()
 
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    server = await asyncio.start_server(handle, "127.0.0.1", at)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
@@ -163,6 +170,73 @@ def test_another_server_takes_what_one_refuses(serving):
 
     with serving(max_sessions=1) as (first, full), serving(max_sessions=64) as (second, _):
         asyncio.run(main(first, second, full))
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 30.0])
+def test_a_server_that_restarts_is_waited_for(serving, patience_s):
+    async def main(endpoint):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        async with pool_of(f"http://127.0.0.1:{port}", max_retries=0, patience_s=patience_s) as pool:
+            playing = asyncio.create_task(play(pool, "k"))
+            await asyncio.sleep(1)
+            async with cutting_proxy(endpoint, {}, at=port):
+                if patience_s:
+                    assert len(await asyncio.wait_for(playing, 30)) == len(ACTIONS) + 1
+                else:
+                    with pytest.raises(EnvError, match=r"/create: unreachable: .*\(tried 1 times\)"):
+                        await playing
+
+    with serving() as (endpoint, _):
+        asyncio.run(main(endpoint))
+
+
+def test_episodes_of_a_server_that_is_killed_are_played_on_another(tokenizer, tmp_path):
+    renderer = ChatRenderer(tokenizer)
+
+    class Turning:
+        num_asked = 0
+        victim = 0
+
+        async def generate(self, prompt_ids, sampling):
+            self.num_asked += 1
+            if self.num_asked == 40:
+                os.kill(self.victim, signal.SIGKILL)
+            await asyncio.sleep(0.01)
+            ids = tuple(renderer.action_ids("turn left"))
+            return Completion(ids, (-1.0,) * len(ids), "stop", 0)
+
+        async def publish(self, weights, version): ...
+
+    async def main(endpoints):
+        async with pool_of(*endpoints, patience_s=20.0) as pool:
+            policy = Turning()
+            policy.victim = (await pool.info())[0].pid
+            return await collect(
+                [Item("babyai", task) for task in range(24)],
+                num_samples=1,
+                pool=pool,
+                policy=policy,
+                renderer=renderer,
+                settings=EpisodeSettings(seed=0, step=1, max_turns=6, temperature=1.0, max_new_tokens=6, context_tokens=512),
+                concurrency=12,
+                episode_timeout_s=60,
+                max_attempts=3,
+                max_env_error_frac=0.0,
+            )
+
+    env = EnvConfig(options={"levels": ["GoToObj"]})
+    with (
+        local_env(env, expert=False, log_path=tmp_path / "a.log") as first,
+        local_env(env, expert=False, log_path=tmp_path / "b.log") as other,
+    ):
+        began = time.monotonic()
+        trajectories = asyncio.run(main([*first, *other]))
+    assert time.monotonic() - began < 60
+    assert [trajectory.item.task_id for trajectory in trajectories] == list(range(24))
+    assert {trajectory.status for trajectory in trajectories} <= {Status.MAX_TURNS, Status.TERMINATED}
+    assert {trajectory.num_attempts for trajectory in trajectories} == {1, 2}
 
 
 def test_sessions_spread_over_the_servers_and_a_dead_one_is_left_out(serving):
