@@ -433,6 +433,7 @@ def _prepare_environment() -> None:
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",
         "GIT_PYTHON_REFRESH": "quiet",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # stdout is for what the command says
         # MLflow's own 7 retries hold a caller up for four minutes at a time; what could not be delivered is delivered later
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
         "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
