@@ -11,7 +11,7 @@ from pathlib import Path
 from agentgym.config import RunConfig
 from agentgym.data import data_digest
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 from agentgym.tracking import SUPERSEDED, StaleRun, Tracker, deliver_committed
 
 logger = logging.getLogger(__name__)

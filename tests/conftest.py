@@ -1,6 +1,10 @@
-"""A tiny tokenizer and tiny models: real ones, small enough for every test."""
+"""A tiny tokenizer and tiny models, real ones, small enough for every test; and an S3 server."""
 
 import copy
+import secrets
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +55,37 @@ def plain():
         return twin
 
     return make
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory):
+    """URL of a running S3 server (moto); it ends with the tests, however they end."""
+    from agentgym.deploy.owned import owned_process, tail
+
+    folder = tmp_path_factory.mktemp("s3")
+    command = [sys.executable, str(Path(__file__).with_name("s3_server.py")), str(folder / "port")]
+    with owned_process(command, log_path=folder / "log", env={}) as server:
+        deadline = time.monotonic() + 120
+        while not (folder / "port").exists():
+            assert server.poll() is None, tail(folder / "log")
+            assert time.monotonic() < deadline, tail(folder / "log")
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{(folder / 'port').read_text()}"
+
+
+@pytest.fixture
+def s3_uri(s3_endpoint, monkeypatch):
+    """s3://bucket/prefix of an empty place on that server; the environment names the server, as AWS programs read it."""
+    import boto3
+
+    for name, value in {
+        "AWS_ENDPOINT_URL": s3_endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": "/dev/null",
+        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+    }.items():
+        monkeypatch.setenv(name, value)
+    boto3.client("s3").create_bucket(Bucket="tests")
+    return f"s3://tests/{secrets.token_hex(8)}"

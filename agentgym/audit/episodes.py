@@ -20,7 +20,7 @@ from agentgym.rollouts.episode import extract_action
 from agentgym.rollouts.horizon import max_turns
 from agentgym.steps import local_environment
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 from agentgym.training.engine import open_pool
 from agentgym.training.learner import Learner
 from agentgym.types import Item, Status, Trajectory
