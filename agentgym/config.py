@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from agentgym.algorithms.recipe import RECIPES
+from agentgym.algorithms.recipe import RECIPES, Aggregation, KlEstimator, KlPlace, Truncated
 
 
 class ConfigError(ValueError):
@@ -108,13 +108,31 @@ class RolloutConfig(Section):
     episode_timeout_s: PositiveFloat = _operational(120.0)
     max_attempts: PositiveInt = _operational(3)  # of an episode whose environment failed
     max_env_error_frac: float = _operational(0.1, ge=0, le=1)  # the run stops above this share of failed episodes
+    max_staleness: int = Field(default=0, ge=0, le=1)  # updates the sampling weights may lag; 1: rollouts overlap the update
 
 
 class AlgorithmConfig(Section):
     recipe: str = "grpo"
-    truncated: Literal["zero", "mask"] | None = None  # None: the recipe's own
+    # what is None is the recipe's own
+    truncated: Truncated | None = None  # what an episode cut by the horizon counts as; bootstrap needs a critic
+    aggregation: Aggregation | None = None  # of token losses
+    constant_length: PositiveInt | None = None  # aggregation constant: action tokens; None: of the longest possible episode
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.28
+    dual_clip: float = Field(default=3.0, gt=1)  # recipes with a dual clip: largest loss per unit of negative advantage
+    gamma: float = Field(default=1.0, gt=0, le=1)  # discount per action token
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    critic_lr: PositiveFloat = 1e-3
+    critic_warmup_steps: NonNegativeInt = 5  # optimiser steps in which the critic alone learns
+    value_clip: PositiveFloat = 0.2
+    kl_coef: float = Field(default=0.0, ge=0)  # of the penalty against the model training started from; 0: no reference model
+    kl_estimator: KlEstimator | None = None
+    kl_place: KlPlace | None = None
+    entropy_coef: float = Field(default=0.0, ge=0)  # of the entropy bonus
+    max_refills: NonNegativeInt = 3  # dynamic sampling: rounds of further items in place of groups with equal rewards
+    overlong_buffer: float = Field(default=0.2, gt=0, le=1)  # last share of the budget in which the penalty grows
+    overlong_penalty: PositiveFloat = 1.0  # reward taken at the end of the budget
+    shuffle_rewards: bool = False  # a control: outcomes are dealt to episodes at random, nothing can be learned
     epochs: PositiveInt = 1  # passes over one batch
     minibatches: PositiveInt = 2  # optimiser updates per pass
     importance_cap: PositiveFloat = 2.0  # of the train/engine importance weight (truncated importance sampling)
@@ -122,14 +140,25 @@ class AlgorithmConfig(Section):
 
 
 class HorizonConfig(Section):
-    kind: Literal["fixed", "stepwise"] = "stepwise"  # stepwise is ScalingInter
-    max_turns: tuple[PositiveInt, ...] = Field(default=(4, 8, 12), min_length=1)  # per stage
+    # stepwise is ScalingInter: one stage per value of max_turns; adaptive: one stage, the next value when success stops growing
+    kind: Literal["fixed", "stepwise", "adaptive"] = "stepwise"
+    max_turns: tuple[PositiveInt, ...] = Field(default=(4, 8, 12), min_length=1)
     stage_steps: tuple[PositiveInt, ...] = (15, 15, 30)  # optimiser steps per stage
+    window: PositiveInt = 5  # adaptive: optimiser steps whose mean success is compared with that of as many before
+    min_gain: float = Field(default=0.02, ge=0)  # adaptive: a smaller gain ends the present horizon
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.kind == "fixed" and len(self.max_turns) != 1:
             raise ValueError(f"horizon.max_turns {list(self.max_turns)} has {len(self.max_turns)} values; a fixed horizon takes one")
+        if self.kind == "adaptive":
+            if list(self.max_turns) != sorted(set(self.max_turns)):
+                raise ValueError(f"horizon.max_turns {list(self.max_turns)} of an adaptive horizon must grow from value to value")
+            if len(self.stage_steps) != 1:
+                raise ValueError(
+                    f"horizon.stage_steps {list(self.stage_steps)} has {len(self.stage_steps)} values; an adaptive horizon is one stage"
+                )
+            return self
         if list(self.max_turns) != sorted(self.max_turns):
             raise ValueError(f"horizon.max_turns {list(self.max_turns)} must not decrease; sort it or use a fixed horizon")
         if len(self.stage_steps) != len(self.max_turns):
@@ -216,6 +245,14 @@ class RunConfig(Section):
                 f"rollout.group_size {self.rollout.group_size} leaves {self.algorithm.recipe} nothing to compare; "
                 "use at least 2, or a recipe without groups"
             )
+        if recipe.dynamic_sampling and self.algorithm.truncated == "mask":
+            raise ValueError(f"algorithm.truncated mask empties the groups that {self.algorithm.recipe} compares; use zero")
+        if self.algorithm.truncated == "bootstrap" and not recipe.needs_critic:
+            raise ValueError(
+                f"algorithm.truncated bootstrap needs a critic, and recipe {self.algorithm.recipe} has none; use zero or mask, or ppo"
+            )
+        if self.deterministic and self.rollout.max_staleness:
+            raise ValueError("rollout.max_staleness 1 overlaps rollouts with the update, which no run repeats; use 0 with deterministic")
         longest = max(*self.horizon.max_turns, self.evaluation.max_turns, self.validation.max_turns)
         needed = longest * (self.rollout.max_new_tokens + self.rollout.observation_tokens)
         if needed > self.model.context_tokens:

@@ -97,12 +97,11 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
         ("agentgym.training.sft", *env_modules),
         _initialise,
     )
-    baseline = None
     if cfg.warm_start.enabled:
         add_evaluation(current, "evaluate the untrained model", None, headline=False)
         current = add("warm-start", "warm start (SFT)", ("initialise",), demonstrations, ("agentgym.training.sft",), _warm_start)
     baseline = add_evaluation(current, "evaluate the warm start" if cfg.warm_start.enabled else "evaluate the initial model", None)
-    spans = stages(cfg.horizon)
+    base, spans = current, stages(cfg.horizon)
     for stage in spans:
 
         def train(ctx: StepContext, stage: Any = stage) -> Manifest:
@@ -110,8 +109,10 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
 
             return train_stage(ctx, stage)
 
-        title = f"stage {stage.index}/{len(spans)} · max_turns {stage.max_turns}"
-        current = add(stage.name, title, ("prepare", current), training, ("agentgym.training.rl", *env_modules), train, True)
+        turns = " > ".join(map(str, cfg.horizon.max_turns)) if cfg.horizon.kind == "adaptive" else stage.max_turns
+        title = f"stage {stage.index}/{len(spans)} · max_turns {turns}"
+        reference = (base,) if cfg.algorithm.kl_coef and base != current else ()
+        current = add(stage.name, title, ("prepare", current, *reference), training, ("agentgym.training.rl", *env_modules), train, True)
         add_evaluation(current, f"evaluate stage {stage.index}/{len(spans)}", baseline)
     evaluations = tuple(name for name in table if name.startswith("evaluate-"))
 

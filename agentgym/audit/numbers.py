@@ -18,7 +18,7 @@ from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.steps import load_data
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.training.learner import learning_rate
+from agentgym.training.optimise import learning_rate
 
 Tables = dict[str, tuple[Array, Array]]  # evaluation step -> outcomes, recomputed
 
