@@ -13,7 +13,7 @@ from pathlib import Path
 from agentgym.config import RunConfig
 from agentgym.data import data_digest
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 from agentgym.tracking import SUPERSEDED, LedgerUnavailable, StaleRun, Tracker, deliver_committed, reaching
 
 logger = logging.getLogger(__name__)

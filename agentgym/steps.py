@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from agentgym.config import ConfigError, RunConfig, config_digest
@@ -22,7 +21,8 @@ from agentgym.ledger import Paced, deliver_step, ledger_identity
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.manifest import Manifest, sha256
-from agentgym.store.posix import RunStore
+from agentgym.store.posix import posix_store
+from agentgym.store.runstore import RunStore
 from agentgym.tracking import reaching
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,12 @@ def load_data(cfg: RunConfig) -> Splits:
 
 
 def open_store(cfg: RunConfig) -> RunStore:
-    return RunStore(cfg.store.path, lease_ttl_s=cfg.store.lease_ttl_s)
+    """Errors: ConfigError where store.uri cannot be used as it is."""
+    if cfg.store.uri:
+        from agentgym.store.s3 import s3_store
+
+        return s3_store(cfg.store.uri, lease_ttl_s=cfg.store.lease_ttl_s)
+    return posix_store(cfg.store.path, lease_ttl_s=cfg.store.lease_ttl_s)
 
 
 def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
@@ -326,7 +331,7 @@ def pointer(store: RunStore, outcome: Outcome) -> str:
             "step": manifest.step,
             "key": manifest.key,
             "digest": manifest.digest,
-            "store": Path(store.root).as_posix(),
+            "store": store.root,
             "results": manifest.results,
         },
         indent=1,

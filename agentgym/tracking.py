@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)
 
