@@ -6,15 +6,16 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from agentgym.config import RunConfig
 from agentgym.data import data_digest
-from agentgym.store.manifest import Manifest
+from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking import SUPERSEDED, LedgerUnavailable, StaleRun, Tracker, deliver_committed, reaching
+from agentgym.tracking import SUPERSEDED, LedgerUnavailable, Point, StaleRun, Tracker, deliver_committed, reaching
 
 logger = logging.getLogger(__name__)
 
@@ -120,3 +121,41 @@ def _deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: 
         if manifest.step == "report":
             tracker.log_artifacts(parent_id, {name: store.read(manifest, name) for name in (*manifest.blobs, *manifest.records)})
             tracker.end_run(parent_id)
+
+
+@dataclass(frozen=True, slots=True)
+class CellPoints:
+    """What a comparison shows of one of its runs."""
+
+    title: str
+    cfg: RunConfig
+    run_key: str
+    tags: Mapping[str, str]
+    points: Sequence[Point]
+
+
+def deliver_comparison(name: str, key: str, cells: Sequence[CellPoints], files: Mapping[str, bytes]) -> None:
+    """One run with the table and figures, a run per cell below it, and a tag on the run each cell stands for.
+
+    Skipped where this ledger has these files already. Doing it again changes nothing.
+    """
+    cfg = cells[0].cfg
+    content = sha256(b"".join(sha256(f"{path} ".encode() + data).encode() for path, data in sorted(files.items())))
+    mark = cfg.state_dir / "delivered" / f"comparison-{key[:16]}"
+    identity = ledger_identity(cfg)
+    if identity and mark.is_file() and mark.read_text() == f"{content} {identity}":
+        return
+    tracker = tracker_of(cfg)
+    comparison_id = tracker.comparison_run(key, name, params={}, tags={"comparison": name})
+    for cell in cells:
+        run_id = parent_run(cell.cfg, cell.run_key)
+        tracker.set_tags(run_id, {f"comparison.{name}": key[:12]})
+        cell_tags = {**cell.tags, "run": f"r{cell.run_key[:12]}", "run_id": run_id}
+        cell_id = tracker.cell_run(comparison_id, cell.title, params=cell.cfg.semantic(), tags=cell_tags)
+        tracker.deliver(cell_id, cell.points)
+        for finished_id in (cell_id, run_id):  # a run that is to be reported, too, goes on under its id
+            tracker.end_run(finished_id)
+    tracker.log_artifacts(comparison_id, files)
+    tracker.end_run(comparison_id)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.write_text(f"{content} {ledger_identity(cfg)}")
