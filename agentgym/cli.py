@@ -9,12 +9,16 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentgym.defaults import set_process_defaults
 
 set_process_defaults()
 
 from agentgym.config import ConfigError, RunConfig, load_config  # noqa: E402
+
+if TYPE_CHECKING:
+    from agentgym.data import Splits
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,6 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     compare.set_defaults(run=_compare, params=None)
 
     data = commands.add_parser("data", help="the dataset").add_subparsers(required=True, metavar="COMMAND")
+    importing = data.add_parser("import", parents=[common], help="import the published lists at a revision, with `dvc import`")
+    importing.add_argument("--rev", required=True, help="commit id, tag or branch; the commit it means is pinned")
+    importing.add_argument("--url", help="git repository (default: AgentGym-RL-Data-ID on the Hugging Face Hub)")
+    importing.add_argument("--out", type=Path, default=Path("data/hub/AgentGym-RL-Data-ID"), help="folder (default: %(default)s)")
+    importing.set_defaults(run=_import)
     validate = data.add_parser("validate", parents=[common], help="check files, schema, splits and leakage")
     validate.set_defaults(run=_validate)
     return parser
@@ -100,11 +109,13 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.progress import Bars
     from agentgym.steps import open_store, pointer, run_when_free, run_with_parents
     from agentgym.store.files import discard, write_temp
+    from agentgym.tracking import check_server
 
     if arguments.owner_pipe:
         from agentgym.deploy.owned import end_with_owner
 
         end_with_owner()
+    check_server(cfg.tracking_uri)
     with Bars(Console(stderr=True)) as bars:
         if arguments.with_parents:
             outcomes = run_with_parents(arguments.name, cfg, wait_s=arguments.wait, progress=bars)
@@ -155,6 +166,27 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.data import PUBLISHED_COUNTS, DataError, load_splits
+    from agentgym.dataset import HUB_URL, import_dataset
+
+    imported = import_dataset(arguments.url or HUB_URL, arguments.rev, arguments.out)
+    said = "imported into" if imported.is_new else "was imported already into"
+    print(f"{imported.url} at {imported.sha} {said} {imported.path}")
+    print(f"licence: {imported.licence or 'not known here; see its repository'}")
+    for env in dict.fromkeys((cfg.env.name, *PUBLISHED_COUNTS)):
+        try:
+            splits = load_splits(imported.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+        except DataError as error:
+            if env == cfg.env.name:
+                raise
+            print(f"warning: {error}")
+            continue
+        _describe(env, splits)
+    print(f"keep in git: {imported.pointer}; to train on it: --set data.path={imported.path}")
+    return 0
+
+
 def _compare(_: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.comparison import cells_of, load_comparison
     from agentgym.evaluation.compare import read_rows, table
@@ -168,11 +200,17 @@ def _compare(_: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.dataset import check_pin
     from agentgym.steps import load_data
 
     splits = load_data(cfg)
+    check_pin(cfg.data.path)
+    _describe(cfg.env.name, splits)
+    return 0
+
+
+def _describe(env: str, splits: Splits) -> None:
     for warning in splits.warnings:
         print(f"warning: {warning}")
     sizes = f"{len(splits.train)} train, {len(splits.validation)} validation, {len(splits.test)} test items"
-    print(f"{cfg.env.name}: {sizes}, sha256 {splits.digest[:12]}")
-    return 0
+    print(f"{env}: {sizes}, sha256 {splits.digest[:12]}")

@@ -211,7 +211,8 @@ class TrackingConfig(Section):
 
 
 class StoreConfig(Section):
-    path: Path = _operational(Path(".agentgym/store"))
+    path: Path = _operational(Path(".agentgym/store"))  # logs and other local state lie beside it, wherever the store is
+    uri: str = _operational("", pattern=r"^$|^s3://[a-z0-9][a-z0-9.-]+(/[\w.-]+)*$")  # s3://bucket/prefix; empty: the folder `path`
     keep_checkpoints: PositiveInt = _operational(2)  # resumable commits kept per unfinished step
     lease_ttl_s: PositiveFloat = _operational(30.0)  # a silent holder on another host is fenced off after this
 

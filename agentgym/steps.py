@@ -13,18 +13,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from agentgym.config import ConfigError, RunConfig, config_digest
 from agentgym.context import METRICS, NoProgress, Progress, StepContext
 from agentgym.data import Splits, data_digest, load_splits
-from agentgym.ledger import deliver_step, ledger_identity
+from agentgym.ledger import Paced, deliver_step, ledger_identity
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest, sha256
-from agentgym.store.posix import RunStore
+from agentgym.store.posix import posix_store
+from agentgym.store.runstore import RunStore
+from agentgym.tracking import reaching
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,12 @@ def load_data(cfg: RunConfig) -> Splits:
 
 
 def open_store(cfg: RunConfig) -> RunStore:
-    return RunStore(cfg.store.path, lease_ttl_s=cfg.store.lease_ttl_s)
+    """Errors: ConfigError where store.uri cannot be used as it is."""
+    if cfg.store.uri:
+        from agentgym.store.s3 import s3_store
+
+        return s3_store(cfg.store.uri, lease_ttl_s=cfg.store.lease_ttl_s)
+    return posix_store(cfg.store.path, lease_ttl_s=cfg.store.lease_ttl_s)
 
 
 def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
@@ -239,10 +245,11 @@ def run_step(
             parents=parents,
             environment=environment or (lambda expert: local_environment(cfg, expert)),
             progress=progress or NoProgress(),
-            on_commit=lambda manifest: deliver(cfg, store, step, manifest),
+            on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
         )
         logger.info("step %s (%s): %s", name, key[:12], f"resumes after commit {head.seq}" if head else "starts")
-        manifest = step.run(ctx)
+        with reaching(cfg.tracking_uri):  # steps that speak to MLflow themselves
+            manifest = step.run(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
 
 
@@ -312,7 +319,10 @@ def local_environment(cfg: RunConfig, expert: bool) -> Iterator[list[str]]:
 
 
 def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
-    """Bring MLflow up to the last commit. A small mark spares the import when nothing is new; points never repeat."""
+    """Bring MLflow up to the last commit. A small mark spares the import when nothing is new; points never repeat.
+
+    Errors: LedgerUnavailable.
+    """
     if METRICS not in manifest.records and not manifest.done:
         return
     mark = cfg.state_dir / "delivered" / run_key(cfg)[:16] / f"{step.name}-{manifest.key[:16]}"
@@ -322,7 +332,8 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
     if step.name == "register":
         from agentgym.evaluation.publish import confirm_registration
 
-        confirm_registration(cfg, store, manifest, finished(cfg, store), run_key(cfg))
+        with reaching(cfg.tracking_uri):
+            confirm_registration(cfg, store, manifest, finished(cfg, store), run_key(cfg))
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(_mark(cfg, manifest))
 
@@ -370,7 +381,7 @@ def pointer(store: RunStore, outcome: Outcome) -> str:
             "step": manifest.step,
             "key": manifest.key,
             "digest": manifest.digest,
-            "store": Path(store.root).as_posix(),
+            "store": store.root,
             "results": manifest.results,
         },
         indent=1,

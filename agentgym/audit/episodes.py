@@ -18,7 +18,7 @@ from agentgym.data import Splits
 from agentgym.rollouts.client import EnvError, EnvPool
 from agentgym.rollouts.episode import extract_action
 from agentgym.steps import local_environment
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 from agentgym.training.engine import open_pool
 from agentgym.training.learner import Learner
 from agentgym.training.rl import resolved

@@ -17,7 +17,7 @@ from agentgym.evaluation.evaluate import Array, evaluation_metrics, outcomes, pa
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.steps import load_data
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 from agentgym.training.optimise import learning_rate
 
 Tables = dict[str, tuple[Array, Array]]  # evaluation step -> outcomes, recomputed

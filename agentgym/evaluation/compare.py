@@ -30,7 +30,7 @@ from agentgym.evaluation.passk import FloatArray, Interval, per_item
 from agentgym.ledger import CellPoints, deliver_comparison
 from agentgym.steps import finished, open_store
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 from agentgym.tracking import Point, decode_points
 
 VALIDATION = "validation/success"
