@@ -23,7 +23,7 @@ import yaml
 from agentgym.config import ConfigError, RunConfig
 from agentgym.store.keys import object_name, package_folders
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)
 

@@ -156,7 +156,7 @@ def _import_ray() -> Any:
 
 def _forget_token() -> None:
     """Ray keeps the first token it saw, and this process may have been on another cluster."""
-    from ray._raylet import AuthenticationTokenLoader
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled
 
     AuthenticationTokenLoader.instance().reset_cache()
 

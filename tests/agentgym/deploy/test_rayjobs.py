@@ -18,6 +18,7 @@ ray = pytest.mark.ray
 
 
 def test_a_cluster_that_does_not_answer_is_named_at_once(tmp_path, tiny_params):
+    pytest.importorskip("ray")
     cfg = load_config(tiny_params(tmp_path), ["compute=ray-job", "ray.address=http://127.0.0.1:9"])
     began = time.monotonic()
     with pytest.raises(
@@ -28,6 +29,8 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(tmp_path, tiny_params):
 
 
 def test_another_server_at_the_address_is_not_taken_for_a_cluster(tmp_path, tiny_params):
+    pytest.importorskip("ray")
+
     class Page(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -128,11 +131,11 @@ def test_a_cancelled_job_is_stopped_and_a_lost_orchestrator_finds_its_job_again(
     base = f"r{run_key(cfg)[:12]}-ws-a"
 
     with orchestrate(prepared, log) as process:  # cancelled while it trains
-        wait_for(lambda: list(store.root.glob("steps/warm-start-*/manifests/000000.json")))
+        wait_for(lambda: list(cfg.store.path.glob("steps/warm-start-*/manifests/000000.json")))
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 130, log.read_text()
     assert jobs(client, base) == {f"{base}1": "STOPPED"}
-    assert list(store.root.glob("steps/warm-start-*/leases/000001.released"))  # it had the time to end in order
+    assert list(cfg.store.path.glob("steps/warm-start-*/leases/000001.released"))  # it had the time to end in order
 
     with orchestrate(prepared, log) as process:  # killed while it trains
         wait_for(lambda: jobs(client, base).get(f"{base}2") == "RUNNING")

@@ -28,6 +28,7 @@ STEP = "import sys; from agentgym.cli import main; sys.exit(main(['step', *sys.a
 
 
 def test_a_cluster_that_does_not_answer_is_named_at_once(tmp_path, tiny_params):
+    pytest.importorskip("ray")
     cfg = load_config(tiny_params(tmp_path), ["compute=ray", "ray.address=127.0.0.1:9"])
     began = time.monotonic()
     with (
@@ -46,6 +47,8 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(tmp_path, tiny_params):
     ],
 )
 def test_what_ray_could_not_use_is_bad_input(tmp_path, tiny_params, override, message):
+    pytest.importorskip("ray")
+
     def use():
         with open_cluster(load_config(tiny_params(tmp_path), ["compute=ray", override]), num_ranks=1, num_workers=1):
             pass
@@ -124,7 +127,7 @@ def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(war
     store, handler, before = open_store(cfg), signal.getsignal(signal.SIGTERM), auth_settings()
 
     with subprocess.Popen([sys.executable, "-c", STEP, "stage-1", "--params", str(warm), "--set", "compute=ray"]) as process:
-        wait_for(lambda: list(store.root.glob("steps/stage-1-*/manifests/000000.json")))
+        wait_for(lambda: list(cfg.store.path.glob("steps/stage-1-*/manifests/000000.json")))
         process.kill()
     wait_for(lambda: not local_ray(), 60)
     assert list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}{process.pid}-*"))  # nobody was there to remove it
