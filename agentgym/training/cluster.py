@@ -129,7 +129,7 @@ def connected(address: str, *, num_cpus: float) -> Iterator[None]:
         handler = signal.getsignal(signal.SIGTERM)
         with _environment_kept("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"), contextlib.ExitStack() as stack:
             _forget_token()
-            options = {"log_to_driver": True, "logging_level": logging.ERROR, "configure_logging": True}
+            options: dict[str, Any] = {"log_to_driver": True, "configure_logging": False}
             try:
                 if address:
                     _join(ray, address, options)
