@@ -66,6 +66,11 @@ def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) ->
     return tracker_of(cfg).child_run(parent_id, title, manifest.key, params=manifest.config, tags={"step": manifest.step})
 
 
+def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tuple[str, str]:
+    """(experiment id, run id) of a step in MLflow, for a link to it."""
+    return tracker_of(cfg).experiment_id, child_run(cfg, parent_run(cfg, run_key), manifest, title)
+
+
 def deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: str, *, title: str, headline: bool) -> None:
     """Points up to the last commit, on the step's run and, for headline steps, on the parent; a finished step ends its run."""
     tracker = tracker_of(cfg)

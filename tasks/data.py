@@ -10,6 +10,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import ConfigError
+from tasks.retries import may_help
 
 
 def dataset_pointer(path: Path) -> Path | None:
@@ -22,7 +23,15 @@ def dataset_pointer(path: Path) -> Path | None:
     return None
 
 
-@task(name="pull data", retries=2, retry_delay_seconds=[2, 10], timeout_seconds=1800, cache_policy=NO_CACHE)
+@task(
+    name="pull data",
+    retries=2,
+    retry_delay_seconds=[2, 10],
+    retry_condition_fn=may_help,
+    timeout_seconds=1800,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
 def pull_data(path: Path) -> str:
     """`dvc pull` of the dataset. Result: what DVC said.
 
