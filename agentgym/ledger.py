@@ -12,9 +12,21 @@ from agentgym.config import RunConfig
 from agentgym.data import data_digest
 from agentgym.store.manifest import Manifest
 from agentgym.store.posix import RunStore
-from agentgym.tracking import SUPERSEDED, StaleRun, Tracker, deliver_committed
+from agentgym.tracking import SPOOL, SUPERSEDED, StaleRun, Tracker, decode_points, deliver_committed
 
 logger = logging.getLogger(__name__)
+
+CURVE = (  # what a person looks at first; everything else is in MLflow
+    "sft/loss",
+    "rollout/max_turns",
+    "rollout/success",
+    "validation/success",
+    "rollout/turns_mean",
+    "rollout/env_error_frac",
+    "mismatch/kl",
+    "eval/greedy",
+    "eval/pass_at_1",
+)
 
 
 @cache
@@ -69,6 +81,17 @@ def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) ->
 def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tuple[str, str]:
     """(experiment id, run id) of a step in MLflow, for a link to it."""
     return tracker_of(cfg).experiment_id, child_run(cfg, parent_run(cfg, run_key), manifest, title)
+
+
+def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
+    """A step's main metrics, a row per point: {"step": 3, "rollout_success": 0.25, ...}; None where a metric was not measured."""
+    commits = [commit for commit in store.history(manifest.step, manifest.key) if SPOOL in commit.records]
+    points = [point for commit in commits for point in decode_points(store.read(commit, SPOOL))]
+    return [{"step": point.step, **{key.replace("/", "_"): _short(point.metrics.get(key)) for key in CURVE}} for point in points]
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
 
 
 def deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: str, *, title: str, headline: bool) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from agentgym.config import ConfigError, RunConfig, config_digest
 from agentgym.context import METRICS, NoProgress, Progress, StepContext
 from agentgym.data import Splits, data_digest, load_splits
-from agentgym.ledger import deliver_step, ledger_identity
+from agentgym.ledger import curve, deliver_step, ledger_identity
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.manifest import Manifest, sha256
@@ -312,7 +312,7 @@ def _warm_start(ctx: StepContext) -> Manifest:
 
 
 def pointer(store: RunStore, outcome: Outcome) -> str:
-    """What DVC keeps of a step: where its result lies, its digest and its numbers. Never weights."""
+    """What DVC keeps of a step: where its result lies, its digest, its numbers and their course. Never weights."""
     manifest = outcome.manifest
     return json.dumps(
         {
@@ -321,6 +321,7 @@ def pointer(store: RunStore, outcome: Outcome) -> str:
             "digest": manifest.digest,
             "store": Path(store.root).as_posix(),
             "results": manifest.results,
+            "curve": curve(store, manifest),
         },
         indent=1,
         sort_keys=True,

@@ -10,31 +10,19 @@ from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
 
-from prefect.artifacts import create_link_artifact, create_progress_artifact, create_table_artifact, update_progress_artifact
+from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
 
 from agentgym.config import RunConfig
-from agentgym.context import METRICS, Progress
-from agentgym.ledger import step_run
+from agentgym.context import Progress
+from agentgym.ledger import curve, step_run
 from agentgym.steps import Outcome, open_store, run_key
 from agentgym.store.manifest import Manifest
-from agentgym.tracking import decode_points
 from tasks.services import STATE, running
 
 logger = logging.getLogger(__name__)
 
 EVERY_S = 5.0  # between two updates: each is a request to the server
 LAST_UPDATE_S = 10.0
-COLUMNS = {
-    "rollout/max_turns": "max_turns",
-    "rollout/success": "success",
-    "validation/success": "validation success",
-    "rollout/turns_mean": "turns",
-    "rollout/env_error_frac": "env errors",
-    "sft/loss": "loss",
-    "mismatch/kl": "mismatch KL",
-    "actor/grad_norm": "gradient norm",
-    "time/step_s": "seconds",
-}
 
 
 class _Watched:
@@ -95,20 +83,18 @@ def _publish(key: str, watched: _Watched, stop: threading.Event) -> None:
 
 
 def result_artifacts(cfg: RunConfig, outcome: Outcome) -> None:
-    """A table of the step's numbers, and a link to its MLflow run where an MLflow server is known."""
+    """A table of the step's numbers; its description links the step's MLflow run where an MLflow server is known."""
     name, manifest = outcome.step.name, outcome.manifest
     experiment, run = step_run(cfg, run_key(cfg), manifest, outcome.step.title)
     server = mlflow_server(cfg)
-    link = f"{server}/#/experiments/{experiment}/runs/{run}" if server else ""
-    where = f"[MLflow run {run[:8]}]({link})" if link else f"MLflow run {run} (`make up` or `make ui` shows it)"
+    page = f"{server}/#/experiments/{experiment}/runs/{run}"
+    where = f"[MLflow run {run[:8]}]({page})" if server else f"MLflow run {run} (`make up` or `make ui` shows it)"
     create_table_artifact(
         table=step_table(cfg, manifest),
         key=f"step-{name}",
         description=f"**{outcome.step.title}**: {outcome} · {where} · manifest `{manifest.digest[:12]}` · "
         f"{manifest.timings.get('wall_s', 0.0):.1f} s",
     )
-    if link:
-        create_link_artifact(link, link_text=f"{outcome.step.title}: metrics in MLflow", key=f"mlflow-{name}")
 
 
 def mlflow_server(cfg: RunConfig) -> str | None:
@@ -127,20 +113,12 @@ def step_table(cfg: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
             {"metric": metric, **_interval(value), **({"gain": _interval(gains[metric])["mean"]} if metric in gains else {})}
             for metric, value in manifest.results["summary"].items()
         ]
-    store = open_store(cfg)
-    commits = [commit for commit in store.history(manifest.step, manifest.key) if METRICS in commit.records]
-    points = [point for commit in commits for point in decode_points(store.read(commit, METRICS))]
-    if points:
-        return [
-            {"step": point.step, **{title: _short(point.metrics[key]) for key, title in COLUMNS.items() if key in point.metrics}}
-            for point in points
-        ]
+    rows = curve(open_store(cfg), manifest)
+    if rows:
+        measured = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+        return [{key: "" if row[key] is None else row[key] for key in measured} for row in rows]
     return [{"result": key, "value": str(value)} for key, value in manifest.results.items()]
 
 
 def _interval(value: dict[str, Any]) -> dict[str, Any]:
-    return {name: _short(value[name]) for name in ("mean", "low", "high")}
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
+    return {name: float(f"{value[name]:.4g}") for name in ("mean", "low", "high")}

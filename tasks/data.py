@@ -25,6 +25,7 @@ def dataset_pointer(path: Path) -> Path | None:
 
 @task(
     name="pull data",
+    task_run_name="pull data",
     retries=2,
     retry_delay_seconds=[2, 10],
     retry_condition_fn=may_help,

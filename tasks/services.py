@@ -109,6 +109,7 @@ def down(state: Path) -> int:
     with _alone(state):
         services = running(state)
         if services is None:
+            _forget(state)  # of a supervisor that was killed
             print("nothing is running")
             return 0
         _stop(state)

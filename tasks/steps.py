@@ -39,6 +39,7 @@ def _run(name: str, cfg: RunConfig, environment: Environment | None, progress: P
 
 @task(
     name="environments up",
+    task_run_name="environments up",
     retries=1,
     retry_delay_seconds=2,
     retry_condition_fn=may_help,
@@ -52,7 +53,7 @@ def environments_up(cfg: RunConfig) -> tuple[AbstractContextManager[list[str]], 
     return servers, servers.__enter__()
 
 
-@task(name="environments down", timeout_seconds=120, cache_policy=NO_CACHE, persist_result=False)
+@task(name="environments down", task_run_name="environments down", timeout_seconds=120, cache_policy=NO_CACHE, persist_result=False)
 def environments_down(servers: AbstractContextManager[list[str]]) -> None:
     """End what `environments_up` started."""
     servers.__exit__(None, None, None)
