@@ -314,15 +314,7 @@ def _warm_start(ctx: StepContext) -> Manifest:
 def pointer(store: RunStore, outcome: Outcome) -> str:
     """What DVC keeps of a step: where its result lies, its digest, its numbers and their course. Never weights."""
     manifest = outcome.manifest
-    return json.dumps(
-        {
-            "step": manifest.step,
-            "key": manifest.key,
-            "digest": manifest.digest,
-            "store": Path(store.root).as_posix(),
-            "results": manifest.results,
-            "curve": curve(store, manifest),
-        },
-        indent=1,
-        sort_keys=True,
-    )
+    identity = {"step": manifest.step, "key": manifest.key, "digest": manifest.digest, "store": Path(store.root).as_posix()}
+    # in a list, because `dvc metrics` takes for a metric whatever is not in one
+    content = {"manifest": [identity], "results": manifest.results, "curve": curve(store, manifest)}
+    return json.dumps(content, indent=1, sort_keys=True)

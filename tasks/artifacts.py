@@ -7,7 +7,7 @@ import contextvars
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
@@ -75,7 +75,7 @@ def _publish(key: str, watched: _Watched, stop: threading.Event) -> None:
         published = shown
         try:
             if artifact is None:
-                artifact = create_progress_artifact(shown[0], key=key, description=shown[1])
+                artifact = cast(UUID, create_progress_artifact(shown[0], key=key, description=shown[1]))
             else:
                 update_progress_artifact(artifact, progress=shown[0], description=shown[1])
         except Exception as error:  # whatever ails the server, a step must not fail because it cannot be watched

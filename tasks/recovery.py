@@ -13,7 +13,6 @@ from datetime import timedelta
 
 from prefect import get_client, runtime
 from prefect.automations import Automation
-from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, TaskRunFilter, TaskRunFilterState, TaskRunFilterStateType
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
@@ -37,21 +36,19 @@ _ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
 def automations(max_attempts: int = MAX_ATTEMPTS, max_retries_per_hour: int = MAX_RETRIES_PER_HOUR) -> list[Automation]:
     """The rules, for runs of deployments alone: what a person started in a terminal is theirs to start again."""
     attempts = [str(count) for count in range(max_attempts)]
-    retry = ChangeFlowRunState(
-        state=StateType.SCHEDULED, name="AwaitingRetry", message="its process was lost; it goes on from the last commit"
-    )
+    retry = _change(StateType.SCHEDULED, "its process was lost; it goes on from the last commit", name="AwaitingRetry")
     return [
         _automation(
             "agentgym: a silent run has crashed",
             f"No heartbeat for {SILENCE_S} s: worker and process are gone.",
             _trigger(after=["heartbeat"], expect=["heartbeat", "Cancelling", "Paused", "Suspended", *_ENDED], within_s=SILENCE_S),
-            ChangeFlowRunState(state=StateType.CRASHED, message=f"no heartbeat for {SILENCE_S} s: worker and process are gone"),
+            _change(StateType.CRASHED, f"no heartbeat for {SILENCE_S} s: worker and process are gone"),
         ),
         _automation(
             "agentgym: a run that never started has crashed",
             f"Pending for {START_TIMEOUT_S} s: its worker died while it started the run.",
             _trigger(after=["Pending"], expect=["Running", "AwaitingConcurrencySlot", "Cancelling", *_ENDED], within_s=START_TIMEOUT_S),
-            ChangeFlowRunState(state=StateType.CRASHED, message=f"did not start within {START_TIMEOUT_S} s"),
+            _change(StateType.CRASHED, f"did not start within {START_TIMEOUT_S} s"),
         ),
         _automation(
             "agentgym: a crashed run goes on",
@@ -63,18 +60,18 @@ def automations(max_attempts: int = MAX_ATTEMPTS, max_retries_per_hour: int = MA
             "agentgym: a run that keeps crashing has failed",
             f"After {max_attempts} attempts somebody must look.",
             _trigger(expect=["Crashed"], run_counts=[str(max_attempts)]),
-            ChangeFlowRunState(
-                state=StateType.FAILED,
-                message=f"crashed {max_attempts} times; see its logs, then `prefect flow-run retry` goes on from the last commit",
+            _change(
+                StateType.FAILED,
+                f"crashed {max_attempts} times; see its logs, then `prefect flow-run retry` goes on from the last commit",
             ),
         ),
         _automation(
             "agentgym: a run that crashes fast has failed",
             f"{max_retries_per_hour} retries within an hour, also of attempts that died before they ran.",
             _trigger(expect=["AwaitingRetry"], threshold=max_retries_per_hour, within_s=3600),
-            ChangeFlowRunState(
-                state=StateType.FAILED,
-                message=f"crashed {max_retries_per_hour} times within an hour; see its logs, "
+            _change(
+                StateType.FAILED,
+                f"crashed {max_retries_per_hour} times within an hour; see its logs, "
                 "then `prefect flow-run retry` goes on from the last commit",
             ),
         ),
@@ -84,20 +81,19 @@ def automations(max_attempts: int = MAX_ATTEMPTS, max_retries_per_hour: int = MA
 def apply_automations(wanted: Sequence[Automation]) -> None:
     """Make the server have exactly these of ours; others are left alone."""
     with get_client(sync_client=True) as client:
-        known = {found.name: found for found in _read_automations(client)}
         for automation in wanted:
-            if automation.name in known:
-                client.delete_automation(known[automation.name].id)
+            for known in client.read_automations_by_name(automation.name):
+                assert known.id is not None
+                client.delete_automation(known.id)
             automation.create()
-
-
-def _read_automations(client: SyncPrefectClient) -> Sequence[Automation]:
-    found: Sequence[Automation] = client.read_automations()
-    return found
 
 
 def _automation(name: str, description: str, trigger: EventTrigger, action: ChangeFlowRunState) -> Automation:
     return Automation(name=name, description=description, trigger=trigger, actions=[action])
+
+
+def _change(state: StateType, message: str, name: str | None = None) -> ChangeFlowRunState:
+    return ChangeFlowRunState(state=state, name=name, message=message, force=False)
 
 
 def _trigger(

@@ -7,6 +7,7 @@ import pytest
 from prefect import flow, get_client
 from prefect.server.events.schemas.automations import Automation as ServerAutomation
 from prefect.server.events.schemas.events import ReceivedEvent
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Running
 
 from tasks.prefect_server import prefect_api
@@ -66,7 +67,8 @@ def test_a_real_server_schedules_a_crashed_run_again_and_gives_up_after_the_last
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))  # of the server, a process of its own
-    with prefect_api(tmp_path / "state"), get_client(sync_client=True) as client:
+    # whatever server this project may have running is not the test's
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_api(tmp_path / "state"), get_client(sync_client=True) as client:
         apply_automations(automations(max_attempts=2))
         apply_automations(automations(max_attempts=2))
         assert sorted(found.name for found in client.read_automations()) == sorted(f"agentgym: {name}" for name in RULES)
