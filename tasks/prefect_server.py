@@ -19,7 +19,8 @@ from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from agentgym.deploy.owned import end_with_owner, owned_process, tail
-from tasks.services import STATE, healthy, is_stale
+from tasks.services import STATE, is_stale
+from tasks.supervisor import healthy
 
 START_TIMEOUT_S = 180.0
 POLL_S = 0.1

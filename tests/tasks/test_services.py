@@ -14,8 +14,9 @@ import pytest
 
 from agentgym.config import ConfigError
 from agentgym.store.lease import process_start
-from tasks import services
-from tasks.services import MAX_RESTARTS, TOML, TOML_MARK, _port, _Service, down, is_stale, running, status, up
+from tasks import supervisor
+from tasks.services import TOML, TOML_MARK, _port, down, is_stale, running, status, up
+from tasks.supervisor import MAX_RESTARTS, Service
 
 
 @pytest.fixture
@@ -95,8 +96,8 @@ def test_a_port_that_was_asked_for_and_is_taken_is_an_error_the_usual_one_is_rep
 
 def test_a_service_that_dies_is_started_again_and_stays_down_when_it_dies_too_often(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(services.time, "monotonic", lambda: now[0])
-    service = _Service("broken", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], tmp_path / "log", {})
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
+    service = Service("broken", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], tmp_path / "log", {})
     starts = 0
     for _ in range(40):
         if service.keep() and service.process is not None:
@@ -115,7 +116,7 @@ def test_a_command_that_knows_nothing_of_owners_ends_with_its_owner(tmp_path):
             sys.executable,
             "-c",
             "import sys, time\nfrom pathlib import Path\nfrom agentgym.deploy.owned import owned_process\n"
-            "keep = [sys.executable, '-m', 'tasks.services', 'keep', 'sh', '-c', 'sleep 300 & echo $! > pid; wait']\n"
+            "keep = [sys.executable, '-m', 'tasks.supervisor', 'keep', 'sh', '-c', 'sleep 300 & echo $! > pid; wait']\n"
             "with owned_process(keep, log_path=Path('log'), env={}): time.sleep(300)",
         ],
         cwd=tmp_path,
