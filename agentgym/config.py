@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from agentgym.algorithms.recipe import RECIPES
+from agentgym.algorithms.recipe import RECIPES, Aggregation, KlEstimator, KlPlace, Truncated
 
 
 class ConfigError(ValueError):
@@ -108,13 +109,31 @@ class RolloutConfig(Section):
     episode_timeout_s: PositiveFloat = _operational(120.0)
     max_attempts: PositiveInt = _operational(3)  # of an episode whose environment failed
     max_env_error_frac: float = _operational(0.1, ge=0, le=1)  # the run stops above this share of failed episodes
+    max_staleness: int = Field(default=0, ge=0, le=1)  # updates the sampling weights may lag; 1: rollouts overlap the update
 
 
 class AlgorithmConfig(Section):
     recipe: str = "grpo"
-    truncated: Literal["zero", "mask"] | None = None  # None: the recipe's own
+    # what is None is the recipe's own
+    truncated: Truncated | None = None  # what an episode cut by the horizon counts as; bootstrap needs a critic
+    aggregation: Aggregation | None = None  # of token losses
+    constant_length: PositiveInt | None = None  # aggregation constant: action tokens; None: of the longest possible episode
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.28
+    dual_clip: float = Field(default=3.0, gt=1)  # recipes with a dual clip: largest loss per unit of negative advantage
+    gamma: float = Field(default=1.0, gt=0, le=1)  # discount per action token
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    critic_lr: PositiveFloat = 1e-3
+    critic_warmup_steps: NonNegativeInt = 5  # optimiser steps in which the critic alone learns
+    value_clip: PositiveFloat = 0.2
+    kl_coef: float = Field(default=0.0, ge=0)  # of the penalty against the model training started from; 0: no reference model
+    kl_estimator: KlEstimator | None = None
+    kl_place: KlPlace | None = None
+    entropy_coef: float = Field(default=0.0, ge=0)  # of the entropy bonus
+    max_refills: NonNegativeInt = 3  # dynamic sampling: rounds of further items in place of groups with equal rewards
+    overlong_buffer: float = Field(default=0.2, gt=0, le=1)  # last share of the budget in which the penalty grows
+    overlong_penalty: PositiveFloat = 1.0  # reward taken at the end of the budget
+    shuffle_rewards: bool = False  # a control: outcomes are dealt to episodes at random, nothing can be learned
     epochs: PositiveInt = 1  # passes over one batch
     minibatches: PositiveInt = 2  # optimiser updates per pass
     importance_cap: PositiveFloat = 2.0  # of the train/engine importance weight (truncated importance sampling)
@@ -122,14 +141,25 @@ class AlgorithmConfig(Section):
 
 
 class HorizonConfig(Section):
-    kind: Literal["fixed", "stepwise"] = "stepwise"  # stepwise is ScalingInter
-    max_turns: tuple[PositiveInt, ...] = Field(default=(4, 8, 12), min_length=1)  # per stage
+    # stepwise is ScalingInter: one stage per value of max_turns; adaptive: one stage, the next value when success stops growing
+    kind: Literal["fixed", "stepwise", "adaptive"] = "stepwise"
+    max_turns: tuple[PositiveInt, ...] = Field(default=(4, 8, 12), min_length=1)
     stage_steps: tuple[PositiveInt, ...] = (15, 15, 30)  # optimiser steps per stage
+    window: PositiveInt = 5  # adaptive: optimiser steps whose mean success is compared with that of as many before
+    min_gain: float = Field(default=0.02, ge=0)  # adaptive: a smaller gain ends the present horizon
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.kind == "fixed" and len(self.max_turns) != 1:
             raise ValueError(f"horizon.max_turns {list(self.max_turns)} has {len(self.max_turns)} values; a fixed horizon takes one")
+        if self.kind == "adaptive":
+            if list(self.max_turns) != sorted(set(self.max_turns)):
+                raise ValueError(f"horizon.max_turns {list(self.max_turns)} of an adaptive horizon must grow from value to value")
+            if len(self.stage_steps) != 1:
+                raise ValueError(
+                    f"horizon.stage_steps {list(self.stage_steps)} has {len(self.stage_steps)} values; an adaptive horizon is one stage"
+                )
+            return self
         if list(self.max_turns) != sorted(self.max_turns):
             raise ValueError(f"horizon.max_turns {list(self.max_turns)} must not decrease; sort it or use a fixed horizon")
         if len(self.stage_steps) != len(self.max_turns):
@@ -142,7 +172,8 @@ class HorizonConfig(Section):
 
 class EvaluationConfig(Section):
     max_turns: PositiveInt = 12  # one horizon for every evaluation
-    num_items: PositiveInt = 512  # of the test split
+    split: Literal["test", "validation"] = "test"  # validation: to choose settings by
+    num_items: PositiveInt = 512  # of the split
     num_samples: PositiveInt = 4  # per item, beside one greedy episode
     temperature: PositiveFloat = 1.0
     k: tuple[PositiveInt, ...] = Field(default=(1, 4), min_length=1)  # of pass@k
@@ -180,7 +211,8 @@ class TrackingConfig(Section):
 
 
 class StoreConfig(Section):
-    path: Path = _operational(Path(".agentgym/store"))
+    path: Path = _operational(Path(".agentgym/store"))  # logs and other local state lie beside it, wherever the store is
+    uri: str = _operational("", pattern=r"^$|^s3://[a-z0-9][a-z0-9.-]+(/[\w.-]+)*$")  # s3://bucket/prefix; empty: the folder `path`
     keep_checkpoints: PositiveInt = _operational(2)  # resumable commits kept per unfinished step
     lease_ttl_s: PositiveFloat = _operational(30.0)  # a silent holder on another host is fenced off after this
 
@@ -215,6 +247,14 @@ class RunConfig(Section):
                 f"rollout.group_size {self.rollout.group_size} leaves {self.algorithm.recipe} nothing to compare; "
                 "use at least 2, or a recipe without groups"
             )
+        if recipe.dynamic_sampling and self.algorithm.truncated == "mask":
+            raise ValueError(f"algorithm.truncated mask empties the groups that {self.algorithm.recipe} compares; use zero")
+        if self.algorithm.truncated == "bootstrap" and not recipe.needs_critic:
+            raise ValueError(
+                f"algorithm.truncated bootstrap needs a critic, and recipe {self.algorithm.recipe} has none; use zero or mask, or ppo"
+            )
+        if self.deterministic and self.rollout.max_staleness:
+            raise ValueError("rollout.max_staleness 1 overlaps rollouts with the update, which no run repeats; use 0 with deterministic")
         longest = max(*self.horizon.max_turns, self.evaluation.max_turns, self.validation.max_turns)
         needed = longest * (self.rollout.max_new_tokens + self.rollout.observation_tokens)
         if needed > self.model.context_tokens:
@@ -241,13 +281,16 @@ class RunConfig(Section):
         return self.tracking.uri or f"sqlite:///{(self.state_dir / 'mlflow.db').resolve()}"
 
 
-def load_config(path: Path | str = "params.yaml", overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+def load_config(path: Path | str = "params.yaml", overrides: Sequence[str] = (), *, layers: Sequence[Mapping[str, Any]] = ()) -> RunConfig:
     """Read a params file, apply `key.path=value` overrides, validate.
 
     A file may begin with `extends: OTHER` (a path relative to itself): its values then lie over the other file's.
+    layers: mappings shaped like the file, each laid over what came before it, under the overrides.
     Errors: ConfigError with one line, also for a missing file or broken YAML.
     """
-    tree = _read_tree(Path(path))
+    tree = read_tree(Path(path))
+    for layer in layers:
+        tree = _merge(tree, layer)
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -256,7 +299,7 @@ def load_config(path: Path | str = "params.yaml", overrides: list[str] | tuple[s
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_first_line(error)) from None
+        raise ConfigError(first_line(error)) from None
 
 
 def config_digest(semantic: dict[str, Any]) -> str:
@@ -264,7 +307,8 @@ def config_digest(semantic: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(semantic, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The mapping a YAML file holds, laid over the file it extends, if any. Errors: ConfigError with one line."""
     if path.resolve() in extended_by:
         raise ConfigError(f"{path} extends itself, by way of {', '.join(str(other) for other in extended_by)}; remove one `extends`")
     if not path.is_file():
@@ -276,10 +320,10 @@ def _read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
     base = tree.pop("extends", None)
-    return tree if base is None else _merge(_read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
+    return tree if base is None else _merge(read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in over.items():
         # env.options is replaced whole: options of two environments must not mix
@@ -311,13 +355,13 @@ def _assign(tree: dict[str, Any], keys: list[str], value: Any, override: str) ->
     tree[keys[-1]] = value
 
 
-def _first_line(error: ValidationError) -> str:
-    """The first problem as one line, an unknown key with the nearest known one."""
+def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str:
+    """The first problem as one line, an unknown key with the nearest known one. root: what was validated."""
     problem = error.errors(include_url=False)[0]
     where = [str(part) for part in problem["loc"]]
     path = ".".join(where)
     if problem["type"] == "extra_forbidden":
-        known = _known_keys(where[:-1])
+        known = _known_keys(where[:-1], root)
         near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.6)
         hint = f"did you mean {'.'.join([*where[:-1], near[0]])}?" if near else f"known: {', '.join(known)}"
         return f"unknown key {path}; {hint}"
@@ -328,11 +372,14 @@ def _first_line(error: ValidationError) -> str:
     return f"{path}: {message}, got {came[:80]} ({type(problem['input']).__name__})"
 
 
-def _known_keys(path: list[str]) -> list[str]:
-    model: type[BaseModel] = RunConfig
+def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
+    model = root
     for key in path:
+        if key.isdigit():  # of a list: its entries have one model
+            continue
         annotation = model.model_fields[key].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        inner = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not inner:
             return []
-        model = annotation
+        model = inner[0]
     return sorted(model.model_fields)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated
@@ -16,7 +15,7 @@ from agentgym.progress import Bars
 from agentgym.steps import finished, local_environment, open_store, steps_of
 from agentgym.store.manifest import Manifest
 from tasks.data import pull_data
-from tasks.recovery import end_with_worker, settle_interrupted_attempt
+from tasks.recovery import begin_attempt
 from tasks.steps import environments_down, environments_up, step_task
 
 Wanted = Callable[[str], bool]  # step name -> does this flow run it
@@ -72,9 +71,7 @@ def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
     Result: what happened to each step. Errors: ConfigError before anything starts.
     """
     cfg = run.config()
-    logging.getLogger("agentgym").setLevel(logging.INFO)  # into the run's logs; what reaches a terminal is the handlers' business
-    end_with_worker()
-    settle_interrupted_attempt()
+    begin_attempt()
     with Bars(Console()) as bars:
         bars.start("dataset", 1)
         pull_data(cfg.data.path)

@@ -17,6 +17,7 @@ from agentgym.context import Progress
 from agentgym.ledger import curve, step_run
 from agentgym.steps import Outcome, open_store, run_key
 from agentgym.store.manifest import Manifest
+from agentgym.tracking import LedgerUnavailable
 from tasks.services import STATE, running
 
 logger = logging.getLogger(__name__)
@@ -82,13 +83,23 @@ def _publish(key: str, watched: _Watched, stop: threading.Event) -> None:
             logger.warning("progress of %s is not shown in Prefect: %s: %s", key.removeprefix("progress-"), type(error).__name__, error)
 
 
-def result_artifacts(cfg: RunConfig, outcome: Outcome) -> None:
+def result_artifact(cfg: RunConfig, outcome: Outcome) -> None:
     """A table of the step's numbers; its description links the step's MLflow run where an MLflow server is known."""
+    try:
+        _create_table(cfg, outcome)
+    except Exception as error:  # the step is done: neither Prefect nor MLflow being away may undo that
+        logger.warning("%s is done but has no table in Prefect: %s: %s", outcome.step.name, type(error).__name__, error)
+
+
+def _create_table(cfg: RunConfig, outcome: Outcome) -> None:
     name, manifest = outcome.step.name, outcome.manifest
-    experiment, run = step_run(cfg, run_key(cfg), manifest, outcome.step.title)
-    server = mlflow_server(cfg)
-    page = f"{server}/#/experiments/{experiment}/runs/{run}"
-    where = f"[MLflow run {run[:8]}]({page})" if server else f"MLflow run {run} (`make up` or `make ui` shows it)"
+    try:
+        experiment, run = step_run(cfg, run_key(cfg), manifest, outcome.step.title)
+        server = mlflow_server(cfg)
+        page = f"{server}/#/experiments/{experiment}/runs/{run}"
+        where = f"[MLflow run {run[:8]}]({page})" if server else f"MLflow run {run} (`make up` or `make ui` shows it)"
+    except LedgerUnavailable:
+        where = "MLflow is out of reach"
     create_table_artifact(
         table=step_table(cfg, manifest),
         key=f"step-{name}",

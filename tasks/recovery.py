@@ -115,6 +115,14 @@ def _trigger(
     )
 
 
+def begin_attempt() -> None:
+    """What a flow of ours does first: its logs are the library's too, it ends with its worker, and it tidies up after an attempt
+    that was killed."""
+    logging.getLogger("agentgym").setLevel(logging.INFO)  # into the run's logs; what reaches a terminal is the handlers' business
+    end_with_worker()
+    settle_interrupted_attempt()
+
+
 def settle_interrupted_attempt() -> int:
     """In a flow run's second or later attempt: what the attempt before left unfinished has crashed; Prefect itself would show
     those task runs as running for ever. Result: how many there were."""

@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from agentgym.config import RunConfig
 from agentgym.context import NoProgress, Progress
 from agentgym.steps import Environment, Outcome, Step, local_environment, run_step
-from tasks.artifacts import progress_artifact, result_artifacts
+from tasks.artifacts import progress_artifact, result_artifact
 from tasks.retries import may_help
 
 STEP_TIMEOUT_S = 24 * 3600.0
@@ -33,7 +33,7 @@ def step_task(step: Step) -> Task[Any, Outcome]:
 def _run(name: str, cfg: RunConfig, environment: Environment | None, progress: Progress | None) -> Outcome:
     with progress_artifact(name, progress or NoProgress()) as shown:
         outcome = run_step(name, cfg, environment=environment, progress=shown)
-    result_artifacts(cfg, outcome)
+    result_artifact(cfg, outcome)
     return outcome
 
 

@@ -1,30 +1,134 @@
-"""Advantage functions: pure, tensors in, tensors out."""
+"""Advantage functions: pure, tensors in, tensors out.
+
+"Next", "discount" and "sum" run over action tokens, whatever observations lie between them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+EPS = 1e-6
 
-def grpo_advantages(returns: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
-    """Standardise each return within its group.
 
-    returns: [B] undiscounted outcome; group_ids: [B] int64, 0 .. G - 1. Result: [B].
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What an advantage function may look at: the n action tokens of a global batch of B rows, in row order."""
+
+    row: Tensor  # [n] int64, ascending
+    rewards: Tensor  # [n] float32: the outcome on each row's last action token, plus what is paid per token
+    group_ids: Tensor  # [B] int64, 0 .. G - 1, equal for samples of one item
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
+    values: Tensor | None = None  # [n] of the state each token is chosen in
+    end_values: Tensor | None = None  # [B] of the state after the last action: 0 where the episode was over
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.group_ids)
+
+    @property
+    def returns(self) -> Tensor:
+        """[B] undiscounted sum of each row's rewards."""
+        return torch.zeros(self.num_rows).index_add_(0, self.row, self.rewards)
+
+
+# Result: ([n] advantages, [n] targets of the critic or None)
+AdvantageFunction = Callable[[Experience], tuple[Tensor, Tensor | None]]
+
+
+def grpo(experience: Experience) -> tuple[Tensor, None]:
+    """Each return standardised within its group, the same for every action token of the row.
+
     The deviation is the sample one (n - 1). A group whose returns are all equal gets zeros, and so does a group left
     with one member: there is nothing to compare it with.
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
     """
-    num_groups = int(group_ids.max()) + 1
-    sizes = torch.zeros(num_groups).index_add_(0, group_ids, torch.ones_like(returns))
-    means = torch.zeros(num_groups).index_add_(0, group_ids, returns) / sizes.clamp(min=1)
-    centred = returns - means[group_ids]
-    variances = torch.zeros(num_groups).index_add_(0, group_ids, centred**2) / (sizes - 1).clamp(min=1)
-    advantages = centred / (variances.sqrt()[group_ids] + eps)
-    low = torch.full((num_groups,), torch.inf).scatter_reduce(0, group_ids, returns, "amin")
-    high = torch.full((num_groups,), -torch.inf).scatter_reduce(0, group_ids, returns, "amax")
-    return torch.where((low == high)[group_ids], 0.0, advantages)
+    centred, sizes = _centred(experience)
+    groups = experience.group_ids
+    variances = torch.zeros(len(sizes)).index_add_(0, groups, centred**2) / (sizes - 1).clamp(min=1)
+    return (centred / (variances.sqrt()[groups] + EPS))[experience.row], None
 
 
-ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": grpo_advantages}
+def dr_grpo(experience: Experience) -> tuple[Tensor, None]:
+    """Each return minus its group's mean. Source: arXiv:2503.20783."""
+    return _centred(experience)[0][experience.row], None
+
+
+def rloo(experience: Experience) -> tuple[Tensor, None]:
+    """Each return minus the mean of the others in its group; a group of one gets zero. Source: arXiv:2402.14740."""
+    centred, sizes = _centred(experience)
+    own = sizes[experience.group_ids]
+    return (centred * own / (own - 1).clamp(min=1))[experience.row], None
+
+
+def reinforce_plus_plus(experience: Experience) -> tuple[Tensor, None]:
+    """The discounted sum of what follows each token, whitened over the global batch. Source: arXiv:2501.03262."""
+    return whiten(_backwards(experience, experience.rewards, experience.gamma)), None
+
+
+def reinforce_plus_plus_baseline(experience: Experience) -> tuple[Tensor, None]:
+    """Each return minus its group's mean, whitened over the global batch's tokens. Source: arXiv:2501.03262."""
+    return whiten(_centred(experience)[0][experience.row]), None
+
+
+def gae(experience: Experience) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over action tokens, whitened; the critic's targets are advantage + value, not whitened.
+
+    Source: arXiv:1506.02438. Errors: ValueError where there are no values.
+    """
+    values, ends = experience.values, experience.end_values
+    if values is None or ends is None:
+        raise ValueError("GAE needs a critic's values; use a recipe that has a critic")
+    is_last = _is_last(experience.row)
+    following = torch.where(is_last, ends[experience.row], values.roll(-1))
+    deltas = experience.rewards + experience.gamma * following - values
+    advantages = _backwards(experience, deltas, experience.gamma * experience.gae_lambda)
+    return whiten(advantages), advantages + values
+
+
+def whiten(values: Tensor) -> Tensor:
+    """Mean 0 and sample deviation (n - 1) 1 over all of [n]; zeros where all are equal or alone."""
+    if len(values) < 2 or bool((values == values[0]).all()):
+        return torch.zeros_like(values)
+    return (values - values.mean()) / (values.std() + EPS)
+
+
+def _centred(experience: Experience) -> tuple[Tensor, Tensor]:
+    """([B] return minus its group's mean, exactly 0 in a group of equal returns; [G] sizes of the groups)."""
+    returns, groups = experience.returns, experience.group_ids
+    num_groups = int(groups.max()) + 1
+    sizes = torch.zeros(num_groups).index_add_(0, groups, torch.ones_like(returns))
+    means = torch.zeros(num_groups).index_add_(0, groups, returns) / sizes.clamp(min=1)
+    low = torch.full((num_groups,), torch.inf).scatter_reduce(0, groups, returns, "amin")
+    high = torch.full((num_groups,), -torch.inf).scatter_reduce(0, groups, returns, "amax")
+    return torch.where((low == high)[groups], 0.0, returns - means[groups]), sizes
+
+
+def _is_last(row: Tensor) -> Tensor:
+    """[n] true on the last token of each row."""
+    return torch.cat([row[1:] != row[:-1], torch.ones(1, dtype=torch.bool)])
+
+
+def _backwards(experience: Experience, values: Tensor, discount: float) -> Tensor:
+    """[n] of sums v_t + discount * v_t+1 + discount^2 * v_t+2 ... to the end of each row."""
+    counts = torch.bincount(experience.row, minlength=experience.num_rows)
+    column = torch.arange(len(values)) - (torch.cumsum(counts, 0) - counts)[experience.row]
+    padded = torch.zeros(experience.num_rows, int(counts.max()) + 1)
+    padded[experience.row, column] = values
+    for step in range(padded.shape[1] - 2, -1, -1):
+        padded[:, step] += discount * padded[:, step + 1]
+    return padded[experience.row, column]
+
+
+ADVANTAGES: dict[str, AdvantageFunction] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce++": reinforce_plus_plus,
+    "reinforce++-baseline": reinforce_plus_plus_baseline,
+    "gae": gae,
+}

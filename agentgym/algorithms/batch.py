@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentgym.algorithms.recipe import Truncated
 from agentgym.types import Status, Trajectory
+
+CUT = (Status.MAX_TURNS, Status.MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Batch:
     rewards: Tensor  # [N] float32, outcome on the last action token
     logprobs: Tensor  # [N] float32, of the sampling policy; 0 where action_mask is false
     group_ids: Tensor  # [B] int64, equal for samples of one item
+    cut: Tensor  # [B] bool, true where the horizon or the context ended the episode, not the environment
     temperature: float  # the actions were sampled at
 
     @property
@@ -49,19 +53,56 @@ class Batch:
             self.rewards[tokens],
             self.logprobs[tokens],
             self.group_ids[rows],
+            self.cut[rows],
             self.temperature,
         )
 
+    def with_shuffled_outcomes(self, *, seed: int, step: int) -> Batch:
+        """The same rows with each other's outcomes: a control under which nothing can be learned."""
+        places = self.rewards.new_zeros(self.num_rows, dtype=torch.int64).scatter_reduce(
+            0, self.row[self.action_mask], self.action_mask.nonzero()[:, 0], "amax"
+        )  # of each row's last action token
+        order = np.random.Generator(np.random.Philox(key=[seed, step + 3_000_000])).permutation(self.num_rows)
+        rewards = torch.zeros_like(self.rewards)
+        rewards[places] = self.rewards[places[torch.from_numpy(order)]]
+        return replace(self, rewards=rewards)
 
-def to_batch(trajectories: Sequence[Trajectory], *, truncated: Truncated) -> Batch:
-    """Pack the trajectories that may be learned from, in order.
 
-    Failed environments never enter, nor do rows without a single action; with truncated "mask" neither do episodes cut
-    by the horizon or the context.
+def learnable(trajectories: Sequence[Trajectory], *, truncated: Truncated) -> list[Trajectory]:
+    """Those that may be learned from, in order.
+
+    Failed environments never are, nor rows without a single action; with truncated "mask" neither are episodes cut by
+    the horizon or the context.
+    """
+    return [t for t in trajectories if t.status.is_valid and any(t.action_mask) and not (truncated == "mask" and t.status in CUT)]
+
+
+def groups_with_signal(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The episodes of items whose rewards differ: only these tell better from worse. Source: DAPO, arXiv:2503.14476."""
+    rewards: dict[str, set[float]] = {}
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            rewards.setdefault(trajectory.item.item_id, set()).add(trajectory.reward)
+    return [trajectory for trajectory in trajectories if len(rewards.get(trajectory.item.item_id, ())) > 1]
+
+
+def overlong_penalty(trajectory: Trajectory, *, context_tokens: int, buffer: float, penalty: float) -> float:
+    """From 0 to -`penalty` over the last `buffer` (a share, 0 .. 1) of the budget of turns or tokens, whichever is nearer its end.
+
+    DAPO (arXiv:2503.14476) counts the tokens of one answer; an episode of many turns has two budgets.
+    """
+    used = max(len(trajectory.turns) / trajectory.max_turns, len(trajectory.input_ids) / context_tokens)
+    return -penalty * min(1.0, max(0.0, (used - (1 - buffer)) / buffer))
+
+
+def to_batch(
+    trajectories: Sequence[Trajectory], *, truncated: Truncated = "zero", penalty: Callable[[Trajectory], float] = lambda _: 0.0
+) -> Batch:
+    """Pack the trajectories that may be learned from (see `learnable`), in order. penalty: added to each one's outcome.
+
     Errors: ValueError where nothing is left, or where samples of different temperatures meet.
     """
-    cut = (Status.MAX_TURNS, Status.MAX_TOKENS)
-    kept = [t for t in trajectories if t.status.is_valid and any(t.action_mask) and not (truncated == "mask" and t.status in cut)]
+    kept = learnable(trajectories, truncated=truncated)
     if not kept:
         raise ValueError(f"none of {len(trajectories)} trajectories can be learned from: {sorted({str(t.status) for t in trajectories})}")
     temperatures = {trajectory.temperature for trajectory in kept}
@@ -76,9 +117,10 @@ def to_batch(trajectories: Sequence[Trajectory], *, truncated: Truncated) -> Bat
         rewards=torch.zeros(sum(lengths)),
         logprobs=torch.tensor([logprob for t in kept for logprob in t.logprobs], dtype=torch.float32),
         group_ids=torch.tensor([groups.setdefault(t.item.item_id, len(groups)) for t in kept]),
+        cut=torch.tensor([t.status in CUT for t in kept]),
         temperature=temperatures.pop(),
     )
-    outcomes = torch.tensor([t.reward for t in kept], dtype=torch.float32)
+    outcomes = torch.tensor([(t.reward or 0.0) + penalty(t) for t in kept], dtype=torch.float32)
     for row, trajectory in enumerate(kept):
         last_action = max(index for index, action in enumerate(trajectory.action_mask) if action)
         batch.rewards[int(batch.starts[row]) + last_action] = outcomes[row]

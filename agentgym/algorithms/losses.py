@@ -1,41 +1,78 @@
-"""Policy losses and what is measured beside them: pure, tensors in, tensors out."""
+"""Losses and what is measured beside them: pure, tensors in, tensors out. All [n] over action tokens unless said."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
-
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from agentgym.algorithms.recipe import Aggregation, KlEstimator
 
 
-def clip_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """The clipped surrogate of each action token, to be minimised.
+def clip_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """The clipped surrogate of each action token, to be minimised: -min(rho A, clip(rho) A).
 
-    All [n]; old_logprobs: the learner's own before the update. Result: [n], -min(rho A, clip(rho) A).
-    Source: PPO, arXiv:1707.06347; separate bounds: DAPO, arXiv:2503.14476.
+    old_logprobs: the learner's own before the update. dual_clip: c > 1; where A < 0 the loss is at most -c A, so that a
+    token the policy has left far behind cannot dominate.
+    Source: PPO, arXiv:1707.06347; separate bounds: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729.
     """
     ratio = (logprobs - old_logprobs).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
-LOSSES: dict[str, Callable[..., Tensor]] = {"clip": clip_loss}
+def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
+    """Half the squared error of the critic, the worse of the plain and of the one that moved at most `clip`. Source: as PPO."""
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    return 0.5 * torch.maximum((values - targets) ** 2, (near - targets) ** 2)
 
 
-def aggregation_weights(rows: Tensor, num_rows: int, aggregation: Literal["token", "sequence"]) -> Tensor:
-    """What each token's loss is multiplied by before summing, so that no split into micro-batches changes the sum.
+def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
+    """An estimate per token, from samples of the policy, of KL(policy || reference), nats.
 
-    rows: [n] int64, the row of each action token. token: every token of the batch counts the same (DAPO). sequence: the
-    mean over each row's tokens, then over rows (GRPO as published). Result: [n], summing to 1.
+    With d = log pi - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 are unbiased as values. As losses
+    on samples of the same policy k2 has the gradient of the reverse KL, k3 that of the forward KL, and k1 none on average.
+    Source: arXiv:2506.09477, arXiv:2512.21852.
+    """
+    d = logprobs - reference
+    if estimator == "k1":
+        return d
+    return 0.5 * d**2 if estimator == "k2" else (-d).exp() + d - 1
+
+
+def preference_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """Direct preference optimisation of pairs. chosen, rejected: [P], sums over the actions of all turns of log pi - log pi_ref.
+
+    Result: [P]. Source: arXiv:2305.18290; over whole trajectories: ETO, arXiv:2403.02502.
+    """
+    margin = beta * (chosen - rejected)
+    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+
+
+def aggregation_weights(rows: Tensor, num_rows: int, aggregation: Aggregation, constant: float | None = None) -> Tensor:
+    """What each token's loss is multiplied by before summing, so that no split over micro-batches or ranks changes the sum.
+
+    rows: [n] int64, the row of each action token of the global batch. token: every token of the batch counts the same
+    (DAPO). sequence: the mean over each row's tokens, then over rows (GRPO as published). constant: the sum over each
+    row's tokens by `constant`, then the mean over rows (Dr.GRPO). Result: [n]; sums to 1 but for `constant`.
     """
     if aggregation == "token":
         return torch.full((len(rows),), 1.0 / max(len(rows), 1))
     counts = torch.bincount(rows, minlength=num_rows)
-    return 1.0 / (counts[rows] * (counts > 0).sum())
+    acting = (counts > 0).sum()
+    if aggregation == "sequence":
+        return 1.0 / (counts[rows] * acting)
+    if constant is None:
+        raise ValueError("aggregation 'constant' needs the constant it divides by")
+    return torch.ones(len(rows)) / (constant * acting)
 
 
 def importance_weights(learner_logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
-    """min(w, cap) with w = pi_learner / pi_engine of each action token: truncated importance sampling. All [n]."""
+    """min(w, cap) with w = pi_learner / pi_engine of each action token: truncated importance sampling."""
     return (learner_logprobs - engine_logprobs).exp().clamp(max=cap)
 
 
@@ -43,7 +80,8 @@ def mismatch(learner_logprobs: Tensor, engine_logprobs: Tensor) -> dict[str, flo
     """How far the engine that sampled is from the learner that trains, over action tokens. Both [n], n >= 1.
 
     kl: mean of k3 = w - 1 - log w, an unbiased estimate of KL(engine || learner), nats per token; max_abs: largest
-    difference of a log-probability; ess: effective sample size of the weights as a share of n.
+    difference of a log-probability; ess: effective sample size of the weights as a share of n; outside_frac: share of
+    weights outside [0.9, 1.1].
     """
     log_ratio = (learner_logprobs - engine_logprobs).double()
     weights = log_ratio.exp()
@@ -51,4 +89,5 @@ def mismatch(learner_logprobs: Tensor, engine_logprobs: Tensor) -> dict[str, flo
         "kl": float((weights - 1 - log_ratio).mean()),
         "max_abs": float(log_ratio.abs().max()),
         "ess": float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
+        "outside_frac": float(((weights < 0.9) | (weights > 1.1)).double().mean()),
     }

@@ -5,25 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Truncated = Literal["zero", "mask"]
+Truncated = Literal["zero", "mask", "bootstrap"]
+Aggregation = Literal["token", "sequence", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
+KlPlace = Literal["reward", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Names of functions in `advantages.py` and `losses.py`, and what they need.
+    """The name of a function in `advantages.py`, how its loss is shaped, and what it needs.
 
     truncated: what an episode cut by the horizon or the context counts as. `zero`: its reward so far (0 for an outcome
-    reward), so that being too slow is a failure; `mask`: it leaves the loss and the group statistics.
+    reward), so that being too slow is a failure; `mask`: it leaves the loss and the group statistics; `bootstrap`: the
+    critic's value of the state it was cut in stands for what would have come. `zero` is the default of every row, PPO's
+    too: runs are judged at a horizon, and a policy whose delays cost nothing learns to delay.
+    kl_estimator, kl_place: of the penalty against the reference model, where `algorithm.kl_coef` is above 0.
     """
 
     advantages: str
-    policy_loss: str
-    aggregation: Literal["token", "sequence"]
+    aggregation: Aggregation
     needs_groups: bool
-    truncated: Truncated
+    truncated: Truncated = "zero"
+    needs_critic: bool = False
+    dual_clip: bool = False
+    kl_estimator: KlEstimator = "k3"
+    kl_place: KlPlace = "loss"
+    dynamic_sampling: bool = False  # groups of equal rewards are replaced by groups of further items
+    overlong: bool = False  # episodes near the end of their budget are penalised
 
 
 RECIPES: dict[str, Recipe] = {
     # DeepSeekMath, arXiv:2402.03300; token-mean over the global batch as in DAPO, arXiv:2503.14476
-    "grpo": Recipe("grpo", "clip", "token", needs_groups=True, truncated="zero"),
+    "grpo": Recipe("grpo", "token", needs_groups=True),
+    # arXiv:2503.20783: no division by a deviation, none by a length
+    "dr_grpo": Recipe("dr_grpo", "constant", needs_groups=True),
+    # arXiv:2503.14476
+    "dapo": Recipe("grpo", "token", needs_groups=True, dynamic_sampling=True, overlong=True),
+    # arXiv:2402.14740; its KL belongs to the reward
+    "rloo": Recipe("rloo", "token", needs_groups=True, kl_estimator="k1", kl_place="reward"),
+    # arXiv:2501.03262
+    "reinforce++": Recipe("reinforce++", "token", needs_groups=False, kl_estimator="k1", kl_place="reward"),
+    "reinforce++-baseline": Recipe("reinforce++-baseline", "token", needs_groups=True, kl_estimator="k2"),
+    # arXiv:1707.06347, GAE arXiv:1506.02438, dual clip arXiv:1912.09729
+    "ppo": Recipe("gae", "token", needs_groups=False, needs_critic=True, dual_clip=True, kl_estimator="k1", kl_place="reward"),
 }

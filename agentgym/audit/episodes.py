@@ -17,12 +17,11 @@ from agentgym.config import RunConfig
 from agentgym.data import Splits
 from agentgym.rollouts.client import EnvError, EnvPool
 from agentgym.rollouts.episode import extract_action
-from agentgym.rollouts.horizon import max_turns
 from agentgym.steps import local_environment
-from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 from agentgym.training.engine import open_pool
 from agentgym.training.learner import Learner
+from agentgym.training.rl import resolved
 from agentgym.types import Item, Status, Trajectory
 
 LOGPROB_TOLERANCE = 1e-3  # nats; float32 forwards of other shapes agree to 1e-5
@@ -42,7 +41,7 @@ def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> 
             step, rollout = int(commit.state["global_step"]), cfg.rollout
             by_id = {item.item_id: item for item in splits.train}
             items = [by_id[item_id] for item_id in commit.state["consumed"] if item_id in by_id]
-            turns = max_turns(cfg.horizon, step)
+            turns = int(commit.state["max_turns"])  # lineage checks it
             expected = [
                 (step - 1, item, sample, step, turns, rollout.temperature) for item in items for sample in range(rollout.group_size)
             ]
@@ -50,7 +49,7 @@ def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> 
                 fixed = (0, step, cfg.validation.max_turns, cfg.validation.temperature)
                 expected += [(step, item, *fixed) for item in splits.validation[: cfg.validation.num_items]]
         else:
-            chunk = splits.test[: cfg.evaluation.num_items][first : int(commit.state["num_items"])]
+            chunk = getattr(splits, cfg.evaluation.split)[: cfg.evaluation.num_items][first : int(commit.state["num_items"])]
             first = int(commit.state["num_items"])
             version = int(line.checkpoint.state["global_step"]) if line.checkpoint else -1
             rest, samples = (0, cfg.evaluation.max_turns), range(1, 1 + cfg.evaluation.num_samples)
@@ -58,10 +57,17 @@ def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> 
             expected += [(version, item, sample, *rest, cfg.evaluation.temperature) for item in chunk for sample in samples]
         tally.expect(where, "number of episodes", len(expected), len(episodes))
         for (version, *wanted), episode in zip(expected, episodes, strict=False):
-            versions = sorted({turn.version for turn in episode.turns} or {version})
+            lag = cfg.rollout.max_staleness if episode.item.split == "train" else 0
+            versions = [turn.version for turn in episode.turns]
             got = [episode.item, episode.sample, episode.step, episode.max_turns, episode.temperature]
             tally.expect(place(where, episode), "[item, sample, step, max_turns, temperature]", wanted, got)
-            tally.expect(place(where, episode), "versions of the weights", [version], versions)
+            fit = versions == sorted(versions) and all(version - lag <= each <= version for each in versions)
+            tally.expect(
+                place(where, episode),
+                "versions of the weights",
+                [version] * len(versions),
+                versions if not fit else [version] * len(versions),
+            )
             outcome = sum(turn.reward for turn in episode.turns) if episode.status.is_valid else None
             tally.expect(place(where, episode), "reward as the sum of its turns'", outcome, episode.reward)
 
@@ -71,7 +77,7 @@ def check_tokens(cfg: RunConfig, store: RunStore, line: Line, system: str, tally
     checkpoint = load(store, line.final if line.name == "initialise" else line.checkpoint)
     if checkpoint is None or not line.episodes:
         return
-    renderer = checkpoint.renderer
+    renderer, reads_last = checkpoint.renderer, line.stage(cfg) is not None and resolved(cfg).truncated == "bootstrap"
     start, bridge, text = cache(renderer.start), cache(renderer.bridge), cache(renderer.text)
     for commit in line.commits:
         for episode in line.episodes.get(commit.seq, ()):
@@ -91,6 +97,10 @@ def check_tokens(cfg: RunConfig, store: RunStore, line: Line, system: str, tally
                 if number < len(episode.turns):
                     rebuilt += answer
                     mask += [False] * len(answer)
+                elif reads_last and episode.status is Status.MAX_TURNS and episode.item.split == "train":
+                    if len(rebuilt) + len(answer) <= cfg.model.context_tokens:
+                        rebuilt += answer
+                        mask += [False] * len(answer)
                 elif episode.status is Status.MAX_TOKENS:
                     full = len(rebuilt) + len(answer) + cfg.rollout.max_new_tokens > cfg.model.context_tokens
                     tally.expect(where, "context used up", True, full)
@@ -113,9 +123,9 @@ def check_replay(cfg: RunConfig, lines: Sequence[Line], num_episodes: int, tally
     chosen = [(where, episode) for where, episode in chosen if episode.status.is_valid]
     if not chosen:
         return ""
-    with local_environment(cfg, False) as endpoints, open_pool(cfg, endpoints, allow_expert=False) as (pool, runner):
-        runner.run(_replay(pool, chosen, cfg.rollout.concurrency, tally))
-        return runner.run(pool.info())[0].instructions if cfg.rollout.system_prompt else ""
+    with local_environment(cfg, False) as endpoints, open_pool(cfg, endpoints, allow_expert=False) as (pool, loop):
+        loop.run(_replay(pool, chosen, cfg.rollout.concurrency, tally))
+        return loop.run(pool.info())[0].instructions if cfg.rollout.system_prompt else ""
 
 
 async def _replay(pool: EnvPool, chosen: Sequence[tuple[str, Trajectory]], concurrency: int, tally: Tally) -> None:
@@ -149,40 +159,42 @@ async def _replay(pool: EnvPool, chosen: Sequence[tuple[str, Trajectory]], concu
 
 
 def check_logprobs(cfg: RunConfig, store: RunStore, line: Line, num_episodes: int, tally: Tally) -> None:
-    """Train episodes were sampled by the commit before theirs, validation episodes by their own, evaluations by the checkpoint."""
+    """Every turn is scored under the weights it names; the episodes check says whether those are the right ones."""
     if line.checkpoint is None:
         return
-    groups: dict[int, tuple[Manifest, list[tuple[str, Trajectory]]]] = {}  # by the seq that sampled them; -1 is the parent
-    before = (-1, line.checkpoint)
+    versions = {int(line.checkpoint.state["global_step"]): (-1, line.checkpoint)}  # of the weights: (seq, where they lie)
+    if line.stage(cfg) is not None:
+        versions |= {int(commit.state["global_step"]): (commit.seq, commit) for commit in line.commits}
+    groups: dict[int, list[tuple[str, Trajectory]]] = {}
     for commit in line.commits:
         for episode in line.episodes.get(commit.seq, ()):
-            own = episode.item.split == "validation" and line.stage(cfg) is not None
-            seq, source = (commit.seq, commit) if own else before
-            if any(episode.action_mask) and episode.status.is_valid:
-                groups.setdefault(seq, (source, []))[1].append((place(line.at(commit), episode), episode))
-            else:
+            if not any(episode.action_mask) or not episode.status.is_valid:
                 tally.skipped += 1
-        if line.stage(cfg) is not None:
-            before = (commit.seq, commit)
-    for seq, (source, episodes) in groups.items():
+                continue
+            for version in sorted({turn.version for turn in episode.turns} & versions.keys()):
+                groups.setdefault(version, []).append((place(line.at(commit), episode), episode))
+    for version, episodes in groups.items():
+        seq, source = versions[version]
         checkpoint = load(store, source)
         if checkpoint is None:
             tally.skipped += len(episodes)
             continue
         learner = Learner(checkpoint.model.eval(), cfg.optimiser, total_steps=1)
         for where, episode in draw(episodes, num_episodes, cfg.seed, line.name, seq):
-            _check_one(learner, where, episode, tally)
+            _check_one(learner, where, episode, version, tally)
 
 
-def _check_one(learner: Learner, where: str, episode: Trajectory, tally: Tally) -> None:
-    """Greedy actions were logged with their probabilities at temperature 1."""
+def _check_one(learner: Learner, where: str, episode: Trajectory, version: int, tally: Tally) -> None:
+    """The turns that version sampled. Greedy actions were logged with their probabilities at temperature 1."""
     vocabulary = learner.model.get_input_embeddings().num_embeddings
     if not all(0 <= token < vocabulary for token in episode.input_ids):
         tally.fail(f"{where}: token ids outside 0 .. {vocabulary - 1}")
         return
-    batch = to_batch([replace(episode, temperature=episode.temperature or 1.0)], truncated="zero")
+    batch = to_batch([replace(episode, temperature=episode.temperature or 1.0)])
     scores = learner.score(batch).tolist()
     for number, turn in enumerate(episode.turns, 1):
+        if turn.version != version:
+            continue
         gaps = [abs(a - b) for a, b in zip(scores[turn.start : turn.end], episode.logprobs[turn.start : turn.end], strict=True)]
         if not gaps:
             tally.fail(f"{where} turn {number}: an action of no token")

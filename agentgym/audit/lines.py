@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
 from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.data import ItemStream, Splits
-from agentgym.rollouts.horizon import Stage, max_turns, stages
+from agentgym.rollouts.horizon import Stage, advance, max_turns, stages
 from agentgym.steps import Step, key_of, semantic_of, steps_of
 from agentgym.store.manifest import Manifest, ManifestError
-from agentgym.store.posix import BlobMissing, DigestMismatch, RunStore
+from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
 from agentgym.tracking import Point, decode_points
 from agentgym.training.checkpoint import Checkpoint, load_checkpoint
+from agentgym.training.rl import horizon_state
 from agentgym.training.sft import DEMOS
 from agentgym.types import Trajectory
 
@@ -120,10 +123,22 @@ def check_lineage(cfg: RunConfig, line: Line, splits: Splits | None, tally: Tall
         tally.expect(where, "configuration", semantic_of(line.step, cfg), commit.config)
         if stage is None or splits is None:
             continue
-        step = stage.first_step + index
-        stream = ItemStream(splits.train, seed=cfg.seed, position=(step - 1) * cfg.rollout.items_per_step)
-        items = [item.item_id for item in stream.next(cfg.rollout.items_per_step)]
-        expected = {"global_step": step, "stream_position": stream.position, "consumed": items, "max_turns": max_turns(cfg.horizon, step)}
+        step, asked = stage.first_step + index, cfg.rollout.items_per_step
+        before = line.commits[index - 1] if index else line.checkpoint
+        assert before is not None
+        stream = ItemStream(splits.train, seed=cfg.seed, position=int(before.state.get("stream_position", 0)))
+        most = asked * (1 + cfg.algorithm.max_refills) if RECIPES[cfg.algorithm.recipe].dynamic_sampling else asked
+        count = min(max(len(commit.state.get("consumed", ())), asked), most)
+        items = [item.item_id for item in stream.next(count)]
+        horizon = horizon_state(before)
+        success = next((point.metrics.get("rollout/success", 0.0) for point in line.points.get(commit.seq, ())), 0.0)
+        expected = {
+            "global_step": step,
+            "stream_position": stream.position,
+            "consumed": items,
+            "max_turns": max_turns(cfg.horizon, step, horizon),
+            "horizon": json.loads(json.dumps(asdict(advance(cfg.horizon, horizon, success)))),
+        }
         for name, value in expected.items():
             tally.expect(where, name, value, commit.state.get(name))
         tally.expect(where, "done at the stage's last step", step == stage.last_step, commit.done)

@@ -45,6 +45,7 @@ class EpisodeSettings:
     context_tokens: int
     system: str = ""  # the task manual, or nothing
     action_format: Literal["plain", "react"] = "plain"
+    read_last: bool = False  # append the observation after the last turn too, where it fits: a critic values that state
 
 
 @dataclass(slots=True)
@@ -117,11 +118,15 @@ async def run_episode(policy: Policy, session: OpenSession, renderer: ChatRender
         if reply.terminated or reply.truncated:
             episode.success = reply.success
             return Status.TERMINATED
-        if turn + 1 < settings.max_turns:
-            following = renderer.bridge(reply.observation, stopped=completion.stop_reason == "stop")
-            if len(episode.input_ids) + len(following) + settings.max_new_tokens > settings.context_tokens:
-                return Status.MAX_TOKENS  # without the observation nobody will answer: a trajectory never exceeds the context
-            episode.read(following)
+        is_last = turn + 1 == settings.max_turns
+        if is_last and not settings.read_last:
+            break
+        following = renderer.bridge(reply.observation, stopped=completion.stop_reason == "stop")
+        needed = len(episode.input_ids) + len(following) + (0 if is_last else settings.max_new_tokens)
+        if needed > settings.context_tokens:
+            # without the observation nobody will answer: a trajectory never exceeds the context
+            return Status.MAX_TURNS if is_last else Status.MAX_TOKENS
+        episode.read(following)
     return Status.MAX_TURNS
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import fmean
 
 from agentgym.config import HorizonConfig
 
@@ -14,7 +15,7 @@ class Stage:
     """A span of optimiser steps with one horizon."""
 
     index: int  # from 1
-    max_turns: int
+    max_turns: int  # the largest, where it grows within the stage
     first_step: int  # inclusive, from 1
     last_step: int  # inclusive
 
@@ -26,18 +27,44 @@ class Stage:
 def stages(config: HorizonConfig) -> tuple[Stage, ...]:
     """The stages in order; together they cover every optimiser step once."""
     ends = list(accumulate(config.stage_steps))
+    if config.kind == "adaptive":
+        return (Stage(1, config.max_turns[-1], 1, ends[-1]),)
     return tuple(
         Stage(index + 1, turns, end - steps + 1, end)
         for index, (turns, steps, end) in enumerate(zip(config.max_turns, config.stage_steps, ends, strict=True))
     )
 
 
-def max_turns(config: HorizonConfig, step: int) -> int:
-    """The horizon at optimiser step 1, 2, ...: a pure function of the step, so that a resumed run cannot shift it.
+@dataclass(frozen=True, slots=True)
+class HorizonState:
+    """What an adaptive horizon remembers; part of every commit."""
 
-    After the last stage its horizon stays. Source: ScalingInter-RL, arXiv:2509.08755.
+    level: int = 0  # index into max_turns
+    recent: tuple[float, ...] = ()  # success of the optimiser steps at this level, newest last
+
+
+def max_turns(config: HorizonConfig, step: int, state: HorizonState = HorizonState()) -> int:
+    """The horizon at optimiser step 1, 2, ...: a pure function of step and recorded state, so that a resumed run cannot shift it.
+
+    After the last stage its horizon stays. Source: ScalingInter-RL, arXiv:2509.08755; adaptive is ours.
     """
     if step < 1:
         raise ValueError(f"optimiser steps count from 1, got {step}")
+    if config.kind == "adaptive":
+        return config.max_turns[state.level]
     ends = list(accumulate(config.stage_steps))
     return config.max_turns[min(bisect_right(ends, step - 1), len(ends) - 1)]
+
+
+def advance(config: HorizonConfig, state: HorizonState, success: float) -> HorizonState:
+    """The state after a step that succeeded with this share: an adaptive horizon grows once success stops growing.
+
+    Success of the last `window` steps is compared with that of the `window` before, all at the present level.
+    """
+    if config.kind != "adaptive":
+        return state
+    recent = (*state.recent, success)[-2 * config.window :]
+    stalled = len(recent) == 2 * config.window and fmean(recent[config.window :]) - fmean(recent[: config.window]) < config.min_gain
+    if stalled and state.level + 1 < len(config.max_turns):
+        return HorizonState(state.level + 1)
+    return HorizonState(state.level, recent)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentgym.rollouts.chat import ChatRenderer
-from agentgym.store.manifest import Blob, Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import RunStore
 from agentgym.training.model import TokenizerFiles, model_from_blobs, tokenizer_files, tokenizer_from_files, weights_blob
 
 ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMISER = "config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors"
+CRITIC, CRITIC_OPTIMISER = "critic.safetensors", "critic_optimizer.safetensors"
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,13 @@ class Checkpoint:
     architecture: str  # config.json
     tokenizer_json: bytes
 
-    def blobs(self) -> dict[str, bytes | Blob]:
+    def files(self) -> dict[str, bytes]:
+        """What a commit holds beside the weights."""
+        return {ARCHITECTURE: self.architecture.encode(), TOKENIZER: self.tokenizer_json}
+
+    def blobs(self) -> dict[str, bytes]:
         """What a commit of the present weights holds."""
-        return {ARCHITECTURE: self.architecture.encode(), WEIGHTS: weights_blob(self.model), TOKENIZER: self.tokenizer_json}
+        return {**self.files(), WEIGHTS: weights_blob(self.model)}
 
     def another_model(self) -> Any:
         """An independent copy of the model: the engine's own weights."""

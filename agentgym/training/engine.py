@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,21 +19,68 @@ from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.training.checkpoint import Checkpoint
 from agentgym.training.learner import EngineMismatch, Learner
-from agentgym.training.model import weights_of
+from agentgym.training.model import set_threads
 from agentgym.types import Item, Trajectory
+
+T = TypeVar("T")
+CLOSE_TIMEOUT_S = 30.0
 
 CANARY_TOLERANCE = 1e-4  # nats; fp32 engine and learner agree to 1e-5, a forgotten publish shows as about 100 x the learning rate
 
 
+class LoopThread:
+    """An event loop in a thread of its own: any thread may run coroutines in it, several at a time."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        set_threads()  # a setting of each thread
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Its result. Who stops waiting (Ctrl-C) cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def cancel(self) -> None:
+        """End what still runs."""
+
+        async def finish() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), CLOSE_TIMEOUT_S)
+
+        self.run(finish())
+
+    def close(self) -> None:
+        """End the thread."""
+        try:
+            self.cancel()
+            self.run(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+
 @dataclass
 class Engine:
-    """Generates episodes. `publish` and `collect` are synchronous: the event loop runs inside."""
+    """Generates episodes. `publish` and `collect` may be called from two threads: rollouts go on while weights change."""
 
     cfg: RunConfig
     checkpoint: Checkpoint
     policy: TorchPolicy
     pool: EnvPool
-    runner: asyncio.Runner
+    loop: LoopThread
     system: str
 
     def collect(
@@ -45,6 +93,7 @@ class Engine:
         temperature: float,
         seed: int,
         first_sample: int = 0,
+        read_last: bool = False,
         progress: Callable[[int], None] = lambda _: None,
     ) -> list[Trajectory]:
         """Trajectories in admission order; see `agentgym.rollouts.collect.collect`."""
@@ -58,8 +107,9 @@ class Engine:
             context_tokens=self.cfg.model.context_tokens,
             system=self.system,
             action_format=rollout.action_format,
+            read_last=read_last,
         )
-        return self.runner.run(
+        return self.loop.run(
             collect(
                 items,
                 num_samples=num_samples,
@@ -82,21 +132,25 @@ class Engine:
 
         Result: the canary's largest difference, nats. Errors: EngineMismatch.
         """
-        self.runner.run(self.policy.publish(weights_of(learner.model), version))
+        self.loop.run(self.policy.publish(learner.weights(), version))
         rows = canary_rows(self.checkpoint.tokenizer)
         tokens = [token for row in rows for token in row]
         starts = torch.cumsum(torch.tensor([0, *map(len, rows)]), 0)
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[starts[:-1]] = False
         zeros = torch.zeros(len(tokens))
-        batch = Batch(torch.tensor(tokens), starts, mask, zeros, zeros, torch.zeros(len(rows), dtype=torch.int64), 1.0)
-        ours, theirs = learner.score(batch)[mask], torch.cat(self.policy.score(rows))
+        groups = torch.zeros(len(rows), dtype=torch.int64)
+        batch = Batch(torch.tensor(tokens), starts, mask, zeros, zeros, groups, groups.bool(), 1.0)
+        ours, theirs = learner.score(batch)[mask], torch.cat(self.loop.run(self._canary(rows)))
         gap = float((ours - theirs).abs().max())
         if not gap <= CANARY_TOLERANCE:
             raise EngineMismatch(
                 f"weights version {version} did not reach the engine: canary prompts differ by {gap:.3g} nats (limit {CANARY_TOLERANCE:g})"
             )
         return gap
+
+    async def _canary(self, rows: list[list[int]]) -> list[torch.Tensor]:
+        return self.policy.score(rows)
 
 
 def canary_rows(tokenizer: Any) -> list[list[int]]:
@@ -115,19 +169,23 @@ def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Sequence[str]
         context_tokens=cfg.model.context_tokens,
     )
     policy.version = version
-    with open_pool(cfg, endpoints, allow_expert=False) as (pool, runner):
-        system = (runner.run(pool.info()))[0].instructions if cfg.rollout.system_prompt else ""
-        yield Engine(cfg, checkpoint, policy, pool, runner, system)
+    with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop):
+        system = loop.run(pool.info())[0].instructions if cfg.rollout.system_prompt else ""
+        yield Engine(cfg, checkpoint, policy, pool, loop, system)
 
 
 @contextmanager
-def open_pool(cfg: RunConfig, endpoints: Sequence[str], *, allow_expert: bool) -> Iterator[tuple[EnvPool, asyncio.Runner]]:
+def open_pool(cfg: RunConfig, endpoints: Sequence[str], *, allow_expert: bool) -> Iterator[tuple[EnvPool, LoopThread]]:
     """A client of the servers, checked, and the event loop it lives in."""
-    with asyncio.Runner() as runner:
+    loop = LoopThread()
+    try:
         pool = EnvPool(endpoints, request_timeout_s=cfg.env.request_timeout_s)
-        runner.run(pool.__aenter__())
+        loop.run(pool.__aenter__())
         try:
-            runner.run(check_endpoints(pool, expect_env=cfg.env.name, allow_expert=allow_expert, expect_options=cfg.env.options))
-            yield pool, runner
+            loop.run(check_endpoints(pool, expect_env=cfg.env.name, allow_expert=allow_expert, expect_options=cfg.env.options))
+            yield pool, loop
         finally:
-            runner.run(pool.__aexit__(None, None, None))
+            loop.cancel()  # rollouts nobody waits for must not see the pool close under them
+            loop.run(pool.__aexit__(None, None, None))
+    finally:
+        loop.close()

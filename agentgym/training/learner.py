@@ -1,199 +1,309 @@
-"""What updates the weights, for reinforcement learning and supervised learning alike."""
+"""What updates the weights, for reinforcement learning, supervised learning and preferences alike.
+
+Every rank runs the same code on the same batch: it computes its share of the rows, and sums over ranks make the rest
+global. Denominators, statistics and the order of updates never depend on how many ranks or micro-batches there are.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 
-from agentgym.algorithms.advantages import ADVANTAGES
+from agentgym.algorithms.advantages import ADVANTAGES, Experience
 from agentgym.algorithms.batch import Batch
-from agentgym.algorithms.losses import LOSSES, aggregation_weights, importance_weights, mismatch
+from agentgym.algorithms.losses import (
+    aggregation_weights,
+    clip_loss,
+    importance_weights,
+    kl_penalty,
+    mismatch,
+    preference_loss,
+    value_loss,
+)
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.attention import PackedRows, require_ragged
 from agentgym.config import AlgorithmConfig, OptimiserConfig
+from agentgym.training.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS
+from agentgym.training.networks import PolicyNet, ValueNet
+from agentgym.training.optimise import Optimised
+from agentgym.training.ranks import Alone, Ranks
 
 MICRO_BATCH_TOKENS = 16_384  # tokens of one forward and backward
-HEAD_CHUNK_TOKENS = 4_096  # action tokens whose logits exist at one time
+
+Share = tuple[Tensor, bool]  # rows of one micro-batch, and whether they count; ranks without work still join the forward
 
 
 class EngineMismatch(RuntimeError):
     """The engine does not sample from the policy the learner trains."""
 
 
-def learning_rate(config: OptimiserConfig, step: int, total_steps: int) -> float:
-    """The rate at optimiser step 1 .. total_steps: a pure function of the step, never 0 at the first update."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * shape)
-
-
 class Learner:
-    """Holds the trained weights and the optimiser's state."""
+    """Holds the trained weights and the state of their optimisers."""
 
-    def __init__(self, model: Any, config: OptimiserConfig, *, total_steps: int) -> None:
-        require_ragged(model)
+    def __init__(
+        self,
+        model: Any,
+        config: OptimiserConfig,
+        *,
+        total_steps: int,
+        ranks: Ranks | None = None,
+        critic: ValueNet | None = None,
+        critic_lr: float | None = None,
+        reference: Any = None,
+    ) -> None:
+        """model, reference: causal language models built with RAGGED attention; the reference is never trained."""
+        self.ranks = ranks or Alone()
         self.model = model.train()
-        self._config, self._total_steps = config, total_steps
-        self._optimiser = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+        self._net = PolicyNet(model)
+        self._reference = PolicyNet(reference.eval().requires_grad_(False)) if reference is not None else None
+        self._critic = critic
+        for network in (self._net, self._critic, self._reference):
+            if network is not None:
+                self.ranks.shard(network)
+        self._policy = Optimised(model, config, total_steps=total_steps, ranks=self.ranks)
+        self._values = None
+        if critic is not None:
+            own = config.model_copy(update={"lr": critic_lr or config.lr})
+            self._values = Optimised(critic.train(), own, total_steps=total_steps, ranks=self.ranks)
 
-    def action_logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) of every action token, [n] each, at the temperature it was sampled at."""
-        assert not batch.action_mask[batch.starts[:-1]].any(), "a row's first token has nothing before it that could have sampled it"
-        layout = PackedRows(batch.starts)
-        decoder, head = self.model.get_decoder(), self.model.get_output_embeddings()
-        hidden = decoder(
-            input_ids=batch.input_ids[None], position_ids=layout.position[None], use_cache=False, layout=layout
-        ).last_hidden_state[0]
-        positions = batch.action_mask.nonzero()[:, 0]
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's parameters by name, whole and detached."""
+        return self._policy.weights()
 
-        def head_logprobs(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            logp = torch.log_softmax(head(states).float() / batch.temperature, -1)
-            return logp.gather(1, targets[:, None])[:, 0], -(logp.detach().exp() * logp.detach()).sum(-1)
+    def blobs(self) -> dict[str, bytes]:
+        """All that a commit must hold for another learner to go on from here."""
+        blobs = {WEIGHTS: self._policy.weights_blob(), OPTIMISER: self._policy.state_blob()}
+        if self._values is not None:
+            blobs |= {CRITIC: self._values.weights_blob(), CRITIC_OPTIMISER: self._values.state_blob()}
+        return blobs
 
-        parts = [
-            checkpoint(head_logprobs, hidden[chunk - 1], batch.input_ids[chunk], use_reentrant=False)
-            if len(positions) > HEAD_CHUNK_TOKENS
-            else head_logprobs(hidden[chunk - 1], batch.input_ids[chunk])
-            for chunk in torch.split(positions, HEAD_CHUNK_TOKENS)
-        ]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    def load_optimisers(self, blobs: Mapping[str, bytes]) -> None:
+        """Go on with the optimisers' state of `blobs`; weights come with the models."""
+        self._policy.load_state(blobs[OPTIMISER])
+        if self._values is not None:
+            self._values.load_state(blobs[CRITIC_OPTIMISER])
 
-    @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:
         """[N] log-probabilities under the present weights; 0 where action_mask is false."""
-        result = torch.zeros(len(batch.input_ids))
-        for rows in _micro_batches(batch):
-            part = batch.select(rows)
-            tokens = torch.isin(batch.row, rows) & batch.action_mask
-            result[tokens] = self.action_logprobs(part)[0]
-        return result
+        return self._scores(self._net, batch)
 
     def update(self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int) -> dict[str, float]:
         """One optimiser step of the recipe: `epochs` x `minibatches` updates of the weights.
 
         step: from 1. Result: metrics by name.
         Errors: EngineMismatch where engine and learner disagree by more than `max_mismatch_kl`; FloatingPointError where
-        a loss or gradient is not finite (the weights are then unchanged).
+        a loss or gradient is not finite (the weights are then unchanged); ValueError for a batch without action tokens,
+        or where the recipe needs a critic or a reference that is not there.
         """
-        recipe = RECIPES[config.recipe]
+        recipe, acted = RECIPES[config.recipe], batch.action_mask
+        if not acted.any():
+            raise ValueError("a batch without a single action token; there is nothing to learn from")
+        row = batch.row[acted]
         old = self.score(batch)
-        gap = mismatch(old[batch.action_mask], batch.logprobs[batch.action_mask])
+        gap = mismatch(old[acted], batch.logprobs[acted])
         if not gap["kl"] <= config.max_mismatch_kl:
             raise EngineMismatch(
                 f"step {step}: engine and learner differ by KL {gap['kl']:.3g} nats per token (limit {config.max_mismatch_kl:g}, largest "
-                f"single difference {gap['max_abs']:.3g}); the engine holds other weights, another precision or another temperature"
+                f"single difference {gap['max_abs']:.3g}); the engine holds other weights, another precision or another temperature, "
+                "or rollout.max_staleness lets it fall too far behind"
             )
-        advantages = ADVANTAGES[recipe.advantages](batch.returns, batch.group_ids)
-        signal = advantages.nonzero()[:, 0]
-        metrics = {f"mismatch/{name}": value for name, value in gap.items()}
-        metrics["actor/rows_with_signal_frac"] = len(signal) / batch.num_rows
-        metrics["actor/lr"] = rate = learning_rate(self._config, step, self._total_steps)
-        logs: list[dict[str, float]] = []
-        order = np.random.Generator(np.random.Philox(key=[seed, step]))
+        metrics = {f"mismatch/{name}": value for name, value in gap.items()} | {"actor/lr": self._policy.rate(step)}
+
+        rewards, reference = batch.rewards[acted], None
+        in_loss = (config.kl_place or recipe.kl_place) == "loss"
+        estimator = config.kl_estimator or recipe.kl_estimator
+        if config.kl_coef:
+            if self._reference is None:
+                raise ValueError(f"algorithm.kl_coef {config.kl_coef:g} needs a reference model; none was given to the learner")
+            reference = self._scores(self._reference, batch)
+            metrics["actor/reference_kl"] = float(kl_penalty(old[acted], reference[acted], "k3").mean())
+            if not in_loss:
+                rewards = rewards - config.kl_coef * kl_penalty(old[acted], reference[acted], estimator)
+
+        values = ends = None
+        if recipe.needs_critic:
+            if self._critic is None:
+                raise ValueError(f"recipe {config.recipe} needs a critic; none was given to the learner")
+            values, ends = self._estimate(batch)
+            ends = torch.where(batch.cut, ends, 0.0) if (config.truncated or recipe.truncated) == "bootstrap" else torch.zeros_like(ends)
+        experience = Experience(row, rewards, batch.group_ids, config.gamma, config.gae_lambda, values, ends)
+        given, targets = ADVANTAGES[recipe.advantages](experience)
+        advantages = torch.zeros(len(batch.input_ids))
+        advantages[acted] = given
+
+        every_row = recipe.needs_critic or bool(config.entropy_coef) or (reference is not None and in_loss)
+        signal = torch.arange(batch.num_rows) if every_row else torch.unique(row[given != 0])
+        metrics["actor/rows_with_signal_frac"] = len(torch.unique(row[given != 0])) / batch.num_rows
         num_minibatches = min(config.minibatches, max(len(signal), 1))
         # over the whole batch: where few groups carry signal, few tokens must not count for all of it
         weight = torch.zeros(len(batch.input_ids))
-        acted = batch.action_mask
-        weight[acted] = num_minibatches * aggregation_weights(batch.row[acted], batch.num_rows, recipe.aggregation)
+        aggregation = config.aggregation or recipe.aggregation
+        weight[acted] = num_minibatches * aggregation_weights(row, batch.num_rows, aggregation, config.constant_length)
+
+        def policy_loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            logprobs, entropy = self._net(part, bool(config.entropy_coef))
+            before, share = old[tokens], weight[tokens]
+            losses = clip_loss(
+                logprobs,
+                before,
+                advantages[tokens],
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                dual_clip=config.dual_clip if recipe.dual_clip else None,
+            ) * importance_weights(before, batch.logprobs[tokens], config.importance_cap)
+            if config.entropy_coef:
+                losses = losses - config.entropy_coef * entropy
+            if reference is not None and in_loss:
+                losses = losses + config.kl_coef * kl_penalty(logprobs, reference[tokens], estimator)
+            ratio = (logprobs.detach() - before).exp()
+            outside = (ratio > 1 + config.clip_high) | (ratio < 1 - config.clip_low)
+            drift = ratio - 1 - (logprobs.detach() - before)
+            sums = {"entropy": entropy.detach() * share, "clip_frac": outside * share, "ratio_kl": drift * share}
+            return (losses * share).sum(), sums
+
+        token_weight = torch.zeros(len(batch.input_ids))
+        token_weight[acted] = num_minibatches / len(row)
+
+        def critic_loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            assert self._critic is not None
+            assert targets is not None
+            assert values is not None
+            own = torch.searchsorted(acted.nonzero()[:, 0], tokens.nonzero()[:, 0])
+            losses = value_loss(self._critic(part)[0], values[own], targets[own], clip=config.value_clip)
+            return (losses * token_weight[tokens]).sum(), {}
+
+        warming = recipe.needs_critic and step <= config.critic_warmup_steps
+        logs: dict[str, list[float]] = {}
+        order = np.random.Generator(np.random.Philox(key=[seed, step]))
         for _ in range(config.epochs):
             shuffled = signal[torch.from_numpy(order.permutation(len(signal)))]
-            for rows in shuffled.tensor_split(num_minibatches):
-                if len(rows):
-                    logs.append(self._policy_update(batch, rows.sort().values, old, advantages, weight, config, rate))
-        for name in logs[0] if logs else ():
-            metrics[f"actor/{name}"] = float(np.mean([log[name] for log in logs]))
+            for chosen in shuffled.tensor_split(num_minibatches):
+                if not len(chosen):
+                    continue
+                rows = chosen.sort().values
+                if not warming:
+                    share = float(weight[torch.isin(batch.row, rows)].sum())
+                    _collect(logs, "actor", self._step(self._net, self._policy, batch, rows, step, policy_loss), share)
+                if targets is not None and self._values is not None and self._critic is not None:
+                    _collect(logs, "critic", self._step(self._critic, self._values, batch, rows, step, critic_loss), 1.0)
+        metrics |= {name: float(np.mean(each)) for name, each in logs.items()}
+        if values is not None and targets is not None:
+            spread = float(targets.var()) if len(targets) > 1 else 0.0
+            metrics["critic/value_mean"] = float(values.mean())
+            metrics["critic/explained_variance"] = 1 - float((targets - values).var()) / spread if spread else 0.0
         return metrics
-
-    def _policy_update(
-        self, batch: Batch, rows: Tensor, old: Tensor, advantages: Tensor, weight: Tensor, config: AlgorithmConfig, rate: float
-    ) -> dict[str, float]:
-        """One update of the weights from the named rows. weight: [N], of each token's loss."""
-        recipe = RECIPES[config.recipe]
-        sums = {"loss": 0.0, "entropy": 0.0, "clip_frac": 0.0, "ratio_kl": 0.0}
-        self._optimiser.zero_grad(set_to_none=True)
-        for micro in _micro_batches(batch, rows):
-            part = batch.select(micro)
-            tokens = torch.isin(batch.row, micro) & batch.action_mask
-            logprobs, entropy = self.action_logprobs(part)
-            before, token_advantages = old[tokens], advantages[batch.row[tokens]]
-            losses = LOSSES[recipe.policy_loss](logprobs, before, token_advantages, clip_low=config.clip_low, clip_high=config.clip_high)
-            losses = losses * importance_weights(before, batch.logprobs[tokens], config.importance_cap)
-            loss = (losses * weight[tokens]).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                ratio = (logprobs - before).exp()
-                outside = (ratio > 1 + config.clip_high) | (ratio < 1 - config.clip_low)
-                sums["loss"] += float(loss.detach())
-                sums["entropy"] += float((entropy * weight[tokens]).sum())
-                sums["clip_frac"] += float((outside * weight[tokens]).sum())
-                sums["ratio_kl"] += float(((ratio - 1 - (logprobs - before)) * weight[tokens]).sum())
-        norm, share = self._apply(rate, sums["loss"]), float(weight[torch.isin(batch.row, rows)].sum())
-        return {"loss": sums.pop("loss"), "grad_norm": norm, **{name: value / share for name, value in sums.items()}}
 
     def supervised(self, batch: Batch, *, step: int) -> dict[str, float]:
         """One optimiser step of maximum likelihood on the action tokens of demonstrations. step: from 1."""
         num_tokens = int(batch.action_mask.sum())
         if not num_tokens:
             raise ValueError("a supervised batch without a single action token; check the action mask of the demonstrations")
-        total = 0.0
-        self._optimiser.zero_grad(set_to_none=True)
-        for rows in _micro_batches(batch):
-            loss = -self.action_logprobs(batch.select(rows))[0].sum() / num_tokens
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        rate = learning_rate(self._config, step, self._total_steps)
-        return {"sft/loss": total, "sft/lr": rate, "sft/grad_norm": self._apply(rate, total)}
 
-    def _apply(self, rate: float, loss: float) -> float:
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.grad_clip))
-        if not (math.isfinite(norm) and math.isfinite(loss)):
-            raise FloatingPointError(f"loss {loss} with gradient norm {norm} is not finite; the weights were not changed")
-        for group in self._optimiser.param_groups:
-            group["lr"] = rate
-        self._optimiser.step()
-        return norm
+        def loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return -self._net(part)[0].sum() / num_tokens, {}
 
-    def optimiser_blob(self) -> bytes:
-        """The optimiser's state as safetensors, by parameter name."""
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            for key, value in self._optimiser.state.get(parameter, {}).items():
-                tensors[f"{name}:{key}"] = value.contiguous()
-        return bytes(save_safetensors(tensors))
+        done = self._step(self._net, self._policy, batch, torch.arange(batch.num_rows), step, loss)
+        return {"sft/loss": done["loss"], "sft/lr": self._policy.rate(step), "sft/grad_norm": done["grad_norm"]}
 
-    def load_optimiser(self, blob: bytes) -> None:
-        """The inverse of `optimiser_blob`, for a model of the same parameters."""
-        saved: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in load_safetensors(blob).items():
-            parameter, _, key = name.rpartition(":")
-            saved.setdefault(parameter, {})[key] = tensor
-        for name, parameter in self.model.named_parameters():
-            if name in saved:
-                self._optimiser.state[parameter] = saved[name]
+    def prefer(self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int) -> dict[str, float]:
+        """One optimiser step of direct preference optimisation: row 2i of the batch is preferred to row 2i + 1.
+
+        reference: [N] log-probabilities under the reference policy (`score` of it); step: from 1.
+        Errors: ValueError for an odd number of rows or a row without actions.
+        """
+        if batch.num_rows % 2 or len(torch.unique(batch.row[batch.action_mask])) != batch.num_rows:
+            raise ValueError(f"preferences come as pairs of rows that act, got {batch.num_rows} rows; check the pairs")
+        num_pairs = batch.num_rows // 2
+
+        def loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            gain = self._net(part)[0] - reference[tokens]
+            sums = torch.zeros(part.num_rows).index_add(0, part.row[part.action_mask], gain)
+            losses = preference_loss(sums[0::2], sums[1::2], beta=beta, label_smoothing=label_smoothing) / num_pairs
+            margin = (sums[0::2] - sums[1::2]).detach()
+            return losses.sum(), {"accuracy": (margin > 0) / num_pairs, "margin": beta * margin / num_pairs}
+
+        done = self._step(self._net, self._policy, batch, torch.arange(batch.num_rows), step, loss, unit=2)
+        return {f"dpo/{name}": value for name, value in done.items()} | {"dpo/lr": self._policy.rate(step)}
+
+    def _step(
+        self,
+        network: nn.Module,
+        optimised: Optimised,
+        batch: Batch,
+        rows: Tensor,
+        step: int,
+        loss_of: Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]],
+        unit: int = 1,
+    ) -> dict[str, float]:
+        """One update of one network. loss_of: (rows of one micro-batch, their action tokens in the batch [N] bool) -> its
+        share of the loss, and of what is logged. unit: so many neighbouring rows stay together."""
+        network.train()
+        optimised.zero_grad()
+        sums: dict[str, Tensor] = {}
+        for own, counts in self._shares(batch, rows, unit):
+            loss, logged = loss_of(batch.select(own), torch.isin(batch.row, own) & batch.action_mask)
+            (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+            for name, value in {"loss": loss.detach(), **logged}.items():
+                sums[name] = sums.get(name, torch.zeros(())) + value.sum() * counts
+        totals = self.ranks.all_sum(torch.stack([value.float() for value in sums.values()]))
+        result = dict(zip(sums, totals.tolist(), strict=True))
+        return {**result, "grad_norm": optimised.apply(step, result["loss"])}
+
+    @torch.no_grad()
+    def _scores(self, network: PolicyNet, batch: Batch) -> Tensor:
+        result = torch.zeros(len(batch.input_ids))
+        for own, counts in self._shares(batch, torch.arange(batch.num_rows)):
+            scores = network(batch.select(own))[0]
+            if counts:
+                result[torch.isin(batch.row, own) & batch.action_mask] = scores
+        return self.ranks.all_sum(result)
+
+    @torch.no_grad()
+    def _estimate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """([n] values of the action tokens' states, [B] of the rows' ends)."""
+        assert self._critic is not None
+        values, ends = torch.zeros(len(batch.input_ids)), torch.zeros(batch.num_rows)
+        for own, counts in self._shares(batch, torch.arange(batch.num_rows)):
+            at_tokens, at_ends = self._critic(batch.select(own))
+            if counts:
+                values[torch.isin(batch.row, own) & batch.action_mask] = at_tokens
+                ends[own] = at_ends
+        return self.ranks.all_sum(values)[batch.action_mask], self.ranks.all_sum(ends)
+
+    def _shares(self, batch: Batch, rows: Tensor, unit: int = 1) -> Iterator[Share]:
+        """This rank's micro-batches; as many on every rank, because a forward of sharded weights needs all of them."""
+        per_rank = [list(_micro_batches(batch, _deal(rows, rank, self.ranks.size, unit), unit)) for rank in range(self.ranks.size)]
+        mine, idle = per_rank[self.ranks.rank], rows[:unit]
+        for index in range(max(map(len, per_rank))):
+            yield (mine[index], True) if index < len(mine) else (idle, False)
 
 
-def _micro_batches(batch: Batch, rows: Tensor | None = None) -> Iterator[Tensor]:
-    """Consecutive rows whose padded size stays under the token budget; at least one row each."""
+def _collect(logs: dict[str, list[float]], prefix: str, done: dict[str, float], share: float) -> None:
+    """Loss and norm as they are, weighted sums as means over the rows that took part."""
+    for name, value in done.items():
+        logs.setdefault(f"{prefix}/{name}", []).append(value if name in ("loss", "grad_norm") else value / share)
+
+
+def _deal(rows: Tensor, rank: int, size: int, unit: int) -> Tensor:
+    return rows.view(-1, unit)[rank::size].reshape(-1)
+
+
+def _micro_batches(batch: Batch, rows: Tensor | None = None, unit: int = 1) -> Iterator[Tensor]:
+    """Consecutive rows whose padded size stays under the token budget; at least `unit` rows each, and a multiple of it."""
     lengths = (batch.starts[1:] - batch.starts[:-1]).tolist()
     chosen: list[int] = []
     longest = 0
-    for row in range(batch.num_rows) if rows is None else rows.tolist():
-        longest = max(longest, lengths[row])
-        if chosen and longest * (len(chosen) + 1) > MICRO_BATCH_TOKENS:
+    wanted = list(range(batch.num_rows)) if rows is None else rows.tolist()
+    for first in range(0, len(wanted), unit):
+        block = wanted[first : first + unit]
+        new = max(lengths[row] for row in block)
+        if chosen and max(longest, new) * (len(chosen) + unit) > MICRO_BATCH_TOKENS:
             yield torch.tensor(chosen)
-            chosen, longest = [], lengths[row]
-        chosen.append(row)
+            chosen, longest = [], 0
+        chosen += block
+        longest = max(longest, new)
     if chosen:
         yield torch.tensor(chosen)

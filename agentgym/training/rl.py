@@ -4,60 +4,87 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 
-from agentgym.algorithms.batch import to_batch
+from safetensors.torch import load as load_safetensors
+
+from agentgym.algorithms.batch import groups_with_signal, learnable, overlong_penalty, to_batch
 from agentgym.algorithms.recipe import RECIPES
+from agentgym.config import AlgorithmConfig, ConfigError, RunConfig
 from agentgym.context import StepContext, now_ms
 from agentgym.data import ItemStream, splits_from_json
-from agentgym.rollouts.horizon import Stage, max_turns
+from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
-from agentgym.training.checkpoint import OPTIMISER, load_checkpoint
-from agentgym.training.engine import open_engine
+from agentgym.training.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, Checkpoint, load_checkpoint
+from agentgym.training.engine import Engine, open_engine
 from agentgym.training.learner import Learner
-from agentgym.training.model import set_threads
+from agentgym.training.model import load_weights, set_threads
+from agentgym.training.networks import ValueNet
+from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)
+
+MAX_SKIPPED = 10  # optimiser steps in a row without an episode to learn from
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     """Train from the last commit, or from the parent's weights, to the stage's last optimiser step; commit each step."""
     set_threads()
-    cfg = ctx.cfg
-    parent = next(manifest for name, manifest in ctx.parents.items() if name != "prepare")
-    start = ctx.head or parent
+    cfg, algorithm = ctx.cfg, resolved(ctx.cfg)
+    start = ctx.head or next(manifest for name, manifest in ctx.parents.items() if name != "prepare")
     splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
     checkpoint = load_checkpoint(ctx.store, start)
-    learner = Learner(checkpoint.model, cfg.optimiser, total_steps=sum(cfg.horizon.stage_steps))
+    learner = make_learner(ctx, start, checkpoint)
     step = int(start.state["global_step"])
-    if "stream_position" in start.state:  # a stage went before; the warm start's optimiser is another one
-        learner.load_optimiser(ctx.read(start, OPTIMISER))
+    horizon = horizon_state(start)
     stream = ItemStream(splits.train, seed=cfg.seed, position=int(start.state.get("stream_position", 0)))
-    truncated = cfg.algorithm.truncated or RECIPES[cfg.algorithm.recipe].truncated
+    skipped = 0
     ctx.progress.start(f"stage {stage.index} · max_turns {stage.max_turns}", stage.last_step - stage.first_step + 1)
     ctx.progress.advance(step + 1 - stage.first_step)
 
-    with ctx.environment(False) as endpoints, open_engine(cfg, checkpoint, endpoints, version=step) as engine:
+    with (
+        ctx.environment(False) as endpoints,
+        ThreadPoolExecutor(1) as ahead,
+        open_engine(cfg, checkpoint, endpoints, version=step) as engine,
+    ):
+        pending: Future[Rollouts] | None = None
         while step < stage.last_step:
             step += 1
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
 
             # generate
-            turns = max_turns(cfg.horizon, step)
-            items = stream.next(cfg.rollout.items_per_step)
-            trajectories = engine.collect(
-                items, num_samples=cfg.rollout.group_size, step=step, max_turns=turns, temperature=cfg.rollout.temperature, seed=cfg.seed
-            )
-            generated = time.perf_counter()
+            turns = max_turns(cfg.horizon, step, horizon)
+            rollouts = pending.result() if pending else generate(cfg, engine, stream, step, turns)
+            waited = time.perf_counter() - began
+            metrics = rollout_metrics(rollouts.trajectories)
+            horizon = advance(cfg.horizon, horizon, metrics.get("rollout/success", 0.0))
+            if cfg.rollout.max_staleness and step < stage.last_step:
+                pending = ahead.submit(generate, cfg, engine, stream, step + 1, max_turns(cfg.horizon, step + 1, horizon))
 
             # prepare experience
-            batch = to_batch(trajectories, truncated=truncated)
+            kept = learnable(rollouts.kept, truncated=algorithm.truncated or "zero")
+            skipped = 0 if kept else skipped + 1
+            if skipped > MAX_SKIPPED:
+                raise RuntimeError(
+                    f"step {step}: no episode to learn from in {skipped} optimiser steps in a row (recipe {algorithm.recipe}, truncated "
+                    f"{algorithm.truncated}, success {metrics.get('rollout/success', 0.0):.2f}); every group had equal rewards or was cut. "
+                    "Use easier or harder items, a longer horizon, or another recipe"
+                )
 
             # train
-            metrics = rollout_metrics(trajectories) | learner.update(batch, cfg.algorithm, step=step, seed=cfg.seed)
+            updating = time.perf_counter()
+            metrics["actor/skipped_updates"] = float(not kept)
+            if kept:
+                batch = to_batch(kept, penalty=lambda trajectory: _penalty(cfg, trajectory))
+                if algorithm.shuffle_rewards:
+                    batch = batch.with_shuffled_outcomes(seed=cfg.seed, step=step)
+                metrics |= learner.update(batch, algorithm, step=step, seed=cfg.seed)
             updated = time.perf_counter()
             metrics["sync/canary_max_abs"] = engine.publish(learner, step)
+            metrics["time/cpu_s"] = time.process_time() - cpu_began  # of this process: neither servers nor validation
             validation = []
             if cfg.validation.every and step % cfg.validation.every == 0:
                 validation = engine.collect(
@@ -70,22 +97,121 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 )
                 metrics["validation/success"] = rollout_metrics(validation)["rollout/success"]
             metrics |= {
-                "time/generate_s": generated - began,
-                "time/update_s": updated - generated,
+                "sync/staleness_max": float(max((step - 1 - turn.version for t in rollouts.trajectories for turn in t.turns), default=0)),
+                "time/generate_s": rollouts.seconds,
+                "time/wait_s": waited,
+                "time/update_s": updated - updating,
                 "time/step_s": time.perf_counter() - began,
             }
             manifest = ctx.commit(
                 done=step == stage.last_step,
                 state={
                     "global_step": step,
-                    "stream_position": stream.position,
-                    "consumed": [item.item_id for item in items],
+                    "stream_position": rollouts.position,
+                    "consumed": [item.item_id for item in rollouts.items],
                     "max_turns": turns,
+                    "horizon": asdict(horizon),
                 },
-                blobs={**checkpoint.blobs(), OPTIMISER: learner.optimiser_blob()},
+                blobs={**checkpoint.files(), **learner.blobs()},
                 points=[Point(step, now_ms(), metrics)],
-                trajectories=[*trajectories, *validation],
+                trajectories=[*rollouts.trajectories, *validation],
             )
-            logger.info("step %d: success %.2f in %.1f s", step, metrics["rollout/success"], metrics["time/step_s"])
-            ctx.progress.advance(1, f"success {metrics['rollout/success']:.2f}")
+            logger.info("step %d: success %.2f in %.1f s", step, metrics.get("rollout/success", 0.0), metrics["time/step_s"])
+            ctx.progress.advance(1, f"success {metrics.get('rollout/success', 0.0):.2f}")
     return manifest
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The episodes of one optimiser step."""
+
+    items: list[Item]  # consumed from the stream, in order
+    trajectories: list[Trajectory]  # of all of them, in admission order
+    kept: list[Trajectory]  # those the recipe wants to learn from
+    position: int  # of the stream after them
+    seconds: float
+
+
+def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, step: int, turns: int) -> Rollouts:
+    """`items_per_step` groups; with dynamic sampling those of equal rewards are replaced, as often as the recipe allows."""
+    began, rollout, recipe = time.perf_counter(), cfg.rollout, RECIPES[cfg.algorithm.recipe]
+    items: list[Item] = []
+    trajectories: list[Trajectory] = []
+    kept: list[Trajectory] = []
+    missing, read_last = rollout.items_per_step, resolved(cfg).truncated == "bootstrap"
+    for _ in range(1 + (cfg.algorithm.max_refills if recipe.dynamic_sampling else 0)):
+        new = stream.next(missing)
+        episodes = engine.collect(
+            new,
+            num_samples=rollout.group_size,
+            step=step,
+            max_turns=turns,
+            temperature=rollout.temperature,
+            seed=cfg.seed,
+            read_last=read_last,
+        )
+        items += new
+        trajectories += episodes
+        kept += groups_with_signal(episodes) if recipe.dynamic_sampling else episodes
+        missing = rollout.items_per_step - len({trajectory.item for trajectory in kept})
+        if missing <= 0:
+            break
+    return Rollouts(items, trajectories, kept, stream.position, time.perf_counter() - began)
+
+
+def make_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> Learner:
+    """The learner as `start` left it, with the critic and the reference its recipe needs.
+
+    Errors: ConfigError where `start` was trained without the critic the recipe needs.
+    """
+    cfg, recipe = ctx.cfg, RECIPES[ctx.cfg.algorithm.recipe]
+    goes_on = "stream_position" in start.state  # a stage went before; the warm start's optimiser is another one
+    critic = reference = None
+    if recipe.needs_critic:
+        critic = ValueNet(checkpoint.another_model())
+        if CRITIC in start.blobs:
+            load_weights(critic, load_safetensors(ctx.read(start, CRITIC)))
+        elif goes_on:
+            raise ConfigError(
+                f"recipe {cfg.algorithm.recipe} needs a critic, and {start.step} commit {start.seq} has no {CRITIC}: it was trained "
+                "without one; train that stage with this recipe too, or use a recipe without a critic"
+            )
+    if cfg.algorithm.kl_coef:
+        base = next(manifest for name, manifest in ctx.parents.items() if name in ("warm-start", "initialise"))
+        reference = load_checkpoint(ctx.store, base).model
+    learner = Learner(
+        checkpoint.model,
+        cfg.optimiser,
+        total_steps=sum(cfg.horizon.stage_steps),
+        critic=critic,
+        critic_lr=cfg.algorithm.critic_lr,
+        reference=reference,
+    )
+    if goes_on:
+        learner.load_optimisers({name: ctx.read(start, name) for name in (OPTIMISER, CRITIC_OPTIMISER) if name in start.blobs})
+    return learner
+
+
+def resolved(cfg: RunConfig) -> AlgorithmConfig:
+    """The algorithm's settings with the recipe's own where none is given."""
+    recipe, algorithm = RECIPES[cfg.algorithm.recipe], cfg.algorithm
+    longest = cfg.rollout.max_new_tokens * max(cfg.horizon.max_turns)
+    own = {"truncated": recipe.truncated, "aggregation": recipe.aggregation, "constant_length": longest}
+    return algorithm.model_copy(update={name: value for name, value in own.items() if getattr(algorithm, name) is None})
+
+
+def horizon_state(manifest: Manifest) -> HorizonState:
+    """As a commit recorded it; the beginning where there is none."""
+    recorded = manifest.state.get("horizon", {})
+    return HorizonState(int(recorded.get("level", 0)), tuple(recorded.get("recent", ())))
+
+
+def _penalty(cfg: RunConfig, trajectory: Trajectory) -> float:
+    if not RECIPES[cfg.algorithm.recipe].overlong:
+        return 0.0
+    return overlong_penalty(
+        trajectory,
+        context_tokens=cfg.model.context_tokens,
+        buffer=cfg.algorithm.overlong_buffer,
+        penalty=cfg.algorithm.overlong_penalty,
+    )

@@ -38,9 +38,9 @@ def initialise(ctx: StepContext) -> Manifest:
         order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len(splits.train))
         items = [splits.train[index] for index in order[: cfg.warm_start.num_demos]]
         ctx.progress.start("expert demonstrations", len(items))
-        with ctx.environment(True) as endpoints, open_pool(cfg, endpoints, allow_expert=True) as (pool, runner):
-            system = runner.run(pool.info())[0].instructions if cfg.rollout.system_prompt else ""
-            texts = runner.run(_demonstrate(pool, items, cfg.rollout.concurrency, cfg.rollout.episode_timeout_s, ctx.progress.advance))
+        with ctx.environment(True) as endpoints, open_pool(cfg, endpoints, allow_expert=True) as (pool, loop):
+            system = loop.run(pool.info())[0].instructions if cfg.rollout.system_prompt else ""
+            texts = loop.run(_demonstrate(pool, items, cfg.rollout.concurrency, cfg.rollout.episode_timeout_s, ctx.progress.advance))
     if cfg.model.source == "hub":
         model, tokenizer = load_hub(cfg.model)
     else:
@@ -77,14 +77,14 @@ def warm_start(ctx: StepContext) -> Manifest:
     learner = Learner(checkpoint.model, settings.optimiser, total_steps=settings.steps)
     step = int(start.state.get("sft_step", 0))
     if OPTIMISER in start.blobs:
-        learner.load_optimiser(ctx.read(start, OPTIMISER))
+        learner.load_optimisers({OPTIMISER: ctx.read(start, OPTIMISER)})
     ctx.progress.start("warm start", settings.steps)
     ctx.progress.advance(step)
     points: list[Point] = []
     while step < settings.steps:
         step += 1
         metrics = learner.supervised(
-            to_batch([demos[index] for index in demo_rows(ctx.cfg.seed, step, len(demos), settings.batch_size)], truncated="zero"),
+            to_batch([demos[index] for index in demo_rows(ctx.cfg.seed, step, len(demos), settings.batch_size)]),
             step=step,
         )
         points.append(Point(step, now_ms(), metrics))
@@ -93,7 +93,7 @@ def warm_start(ctx: StepContext) -> Manifest:
             manifest = ctx.commit(
                 done=step == settings.steps,
                 state={"global_step": 0, "sft_step": step},
-                blobs={**checkpoint.blobs(), OPTIMISER: learner.optimiser_blob()},
+                blobs={**checkpoint.files(), **learner.blobs()},
                 results={"loss": metrics["sft/loss"]},
                 points=points,
             )

@@ -130,7 +130,7 @@ def test_up_says_where_everything_is_and_a_second_time_starts_nothing(deployed):
 
 def test_every_flow_is_deployed_on_a_process_pool_and_a_kubernetes_pool(deployed):
     listed = deployed.prefect("deployment", "ls")
-    for flow in ("pipeline", "prepare", "train", "evaluate"):
+    for flow in ("pipeline", "prepare", "train", "evaluate", "compare"):
         for pool in ("local", "kubernetes"):
             assert f"{flow}/{pool}" in listed
     known = deployed.prefect("deployment", "inspect", "pipeline/kubernetes")

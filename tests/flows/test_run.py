@@ -69,7 +69,7 @@ def test_a_flow_whose_start_is_missing_names_the_flow_that_makes_it():
 def test_every_flow_is_deployed_on_both_pools_with_a_description_tags_and_a_limit():
     deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     found = {(deployment["entrypoint"], deployment["name"]) for deployment in deployments}
-    assert found >= {(f"flows/{name}.py:{name}", pool) for name in FLOWS for pool in ("local", "kubernetes")}
+    assert found >= {(f"flows/{name}.py:{name}", pool) for name in (*FLOWS, "compare") for pool in ("local", "kubernetes")}
     for deployment in deployments:
         name = deployment["entrypoint"].partition(":")[2]
         assert deployment["tags"] == ["agentgym", deployment["name"], name]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from agentgym.algorithms.losses import aggregation_weights, clip_loss, importance_weights, mismatch
+from agentgym.algorithms.losses import aggregation_weights, clip_loss, importance_weights, kl_penalty, mismatch, preference_loss, value_loss
 
 
 def loss_and_gradient(ratio, advantage, **bounds):
@@ -40,6 +40,68 @@ def test_the_two_bounds_are_separate():
     assert loss_and_gradient(0.85, -1.0, clip_low=0.1, clip_high=0.6) == pytest.approx((0.9, 0.0), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (5.0, -2.0, 6.0, 0.0),  # 10 without the second clip, -3 A with it, and no gradient
+        (2.0, -2.0, 4.0, 4.0),  # below it nothing changes
+        (0.5, -2.0, 1.6, 0.0),  # nor on the other side
+        (5.0, 2.0, -2.56, 0.0),  # nor where the advantage is positive
+    ],
+)
+def test_dual_clip_bounds_the_loss_of_a_negative_advantage(ratio, advantage, loss, gradient):
+    bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+    assert loss_and_gradient(ratio, advantage, **bounds) == pytest.approx((loss, gradient), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "gradient"),
+    [
+        (0.55, 0.5 * 0.45**2, -0.45),  # within 0.2 of the old 0.5
+        (0.9, 0.5 * 0.3**2, 0.0),  # moved too far towards the target of 1: held at 0.7
+        (0.1, 0.5 * 0.9**2, -0.9),  # moved away: the plain error is the worse one
+    ],
+)
+def test_the_clipped_value_loss_takes_the_worse_of_the_two(value, loss, gradient):
+    values = torch.tensor([value], requires_grad=True)
+    result = value_loss(values, torch.tensor([0.5]), torch.tensor([1.0]), clip=0.2)
+    result.sum().backward()
+    assert (float(result.detach()), float(values.grad)) == pytest.approx((loss, gradient), abs=1e-6)
+
+
+@pytest.mark.parametrize(("estimator", "value", "gradient"), [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", 0.106531, 0.393469)])
+def test_kl_estimators_by_hand(estimator, value, gradient):
+    # d = 0.5: exp(-0.5) = 0.606531; d/dx of k3 = 1 - exp(-d)
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    penalty = kl_penalty(logprobs, torch.tensor([-1.5]), estimator)
+    penalty.sum().backward()
+    assert (float(penalty.detach()), float(logprobs.grad)) == pytest.approx((value, gradient), abs=1e-6)
+
+
+def test_k1_and_k3_are_unbiased_as_values_and_k2_is_not():
+    """Policy (0.8, 0.2) against reference (0.5, 0.5): KL = 0.192745; sampled from the policy."""
+    policy, reference = torch.tensor([0.8] * 4 + [0.2]).log(), torch.tensor([0.5] * 5).log()
+    means = {name: float(kl_penalty(policy, reference, name).mean()) for name in ("k1", "k2", "k3")}
+    assert means["k1"] == pytest.approx(0.192745, abs=1e-5)
+    assert means["k3"] == pytest.approx(0.192745, abs=1e-5)
+    assert means["k2"] != pytest.approx(0.192745, abs=1e-2)
+
+
+def test_preference_loss_by_hand():
+    # beta 0.1: margins 0.1 * (2 - -1) = 0.3 and 0.1 * (0 - 1) = -0.1; log(1 + exp(-z)) = 0.554355, 0.744397
+    losses = preference_loss(torch.tensor([2.0, 0.0]), torch.tensor([-1.0, 1.0]), beta=0.1)
+    assert losses.tolist() == pytest.approx([0.554355, 0.744397], abs=1e-5)
+    # smoothing 0.1: 0.9 * 0.554355 + 0.1 * 0.854355
+    assert float(preference_loss(torch.tensor(2.0), torch.tensor(-1.0), beta=0.1, label_smoothing=0.1)) == pytest.approx(0.584355, abs=1e-5)
+
+
+def test_constant_aggregation_divides_by_the_same_length_for_every_row():
+    # two rows act: each token counts 1 / (10 * 2), long rows more than short ones
+    assert aggregation_weights(torch.tensor([0, 0, 0, 2]), 3, "constant", 10).tolist() == pytest.approx([0.05] * 4)
+    with pytest.raises(ValueError, match="needs the constant"):
+        aggregation_weights(torch.tensor([0]), 1, "constant")
+
+
 def test_token_aggregation_counts_every_token_the_same():
     assert aggregation_weights(torch.tensor([0, 0, 0, 2]), 3, "token").tolist() == [0.25] * 4
 
@@ -49,11 +111,11 @@ def test_sequence_aggregation_counts_every_row_with_actions_the_same():
     assert aggregation_weights(torch.tensor([0, 0, 0, 2]), 3, "sequence").tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_a_weighted_sum_does_not_depend_on_the_split_into_micro_batches(aggregation):
     rows, losses = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([1.0, 5.0, 3.0, 8.0, 2.0, 4.0])
-    weights = aggregation_weights(rows, 3, aggregation)
-    whole = {"token": 23 / 6, "sequence": (3 + 8 + 3) / 3}[aggregation]
+    weights = aggregation_weights(rows, 3, aggregation, 4)
+    whole = {"token": 23 / 6, "sequence": (3 + 8 + 3) / 3, "constant": 23 / 12}[aggregation]
     assert float((losses * weights).sum()) == pytest.approx(whole)
     assert sum(float((losses * weights)[rows == row].sum()) for row in range(3)) == pytest.approx(whole)
     # negative control: the mean of micro-batch means is another number
@@ -67,7 +129,12 @@ def test_importance_weights_are_capped_from_above_alone():
 
 
 def test_mismatch_of_equal_policies_is_nothing():
-    assert mismatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0])) == {"kl": 0.0, "max_abs": 0.0, "ess": 1.0}
+    assert mismatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0])) == {
+        "kl": 0.0,
+        "max_abs": 0.0,
+        "ess": 1.0,
+        "outside_frac": 0.0,
+    }
 
 
 def test_mismatch_against_hand_values():
@@ -76,6 +143,7 @@ def test_mismatch_against_hand_values():
     assert gap["kl"] == pytest.approx(0.25, abs=1e-6)
     assert gap["max_abs"] == pytest.approx(math.log(2), abs=1e-6)
     assert gap["ess"] == pytest.approx(0.735294, abs=1e-6)
+    assert mismatch(torch.tensor([0.2, 0.05, 0.0, -0.2]), torch.zeros(4))["outside_frac"] == 0.5  # 1.22 and 0.82
 
 
 def test_mismatch_is_measured_from_the_engine_and_never_negative():

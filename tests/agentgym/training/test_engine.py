@@ -1,7 +1,5 @@
 """What the canary sees: weights that arrived, and weights that did not."""
 
-import asyncio
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from agentgym.config import OptimiserConfig, RunConfig
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.training import engine as engine_module
 from agentgym.training.checkpoint import new_checkpoint
-from agentgym.training.engine import Engine, canary_rows
+from agentgym.training.engine import Engine, LoopThread, canary_rows
 from agentgym.training.learner import EngineMismatch, Learner
 from agentgym.training.model import weights_of
 
@@ -22,8 +20,9 @@ def pair(make_model, tokenizer):
     checkpoint = new_checkpoint(make_model(), tokenizer)
     learner = Learner(checkpoint.model, OptimiserConfig(lr=LR, warmup_steps=0), total_steps=10)
     policy = TorchPolicy(checkpoint.another_model(), stop_id=checkpoint.renderer.stop_id, num_slots=2, context_tokens=64)
-    with asyncio.Runner() as runner:
-        yield Engine(RunConfig(), checkpoint, policy, None, runner, ""), learner
+    loop = LoopThread()
+    yield Engine(RunConfig(), checkpoint, policy, None, loop, ""), learner
+    loop.close()
 
 
 def train(learner):

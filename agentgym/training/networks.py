@@ -1,0 +1,71 @@
+"""The two networks that are trained: one forward each, so that wrapping them for several ranks wraps all there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from agentgym.algorithms.batch import Batch
+from agentgym.attention import PackedRows, require_ragged
+
+HEAD_CHUNK_TOKENS = 4_096  # action tokens whose logits exist at one time
+
+
+class PolicyNet(nn.Module):
+    """Log-probabilities of the actions of a batch."""
+
+    def __init__(self, model: Any) -> None:
+        """model: a causal language model built with RAGGED attention."""
+        super().__init__()
+        require_ragged(model)
+        self.model = model
+
+    def forward(self, batch: Batch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """(log-probabilities, entropies) of every action token, [n] each, at the temperature it was sampled at."""
+        hidden, positions = _states(self.model.get_decoder(), batch)
+        head = self.model.get_output_embeddings()
+
+        def head_logprobs(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            logp = torch.log_softmax(head(states).float() / batch.temperature, -1)
+            spread = logp if entropy_gradient else logp.detach()
+            return logp.gather(1, targets[:, None])[:, 0], -(spread.exp() * spread).sum(-1)
+
+        parts = [
+            checkpoint(head_logprobs, hidden[chunk - 1], batch.input_ids[chunk], use_reentrant=False)
+            if len(positions) > HEAD_CHUNK_TOKENS
+            else head_logprobs(hidden[chunk - 1], batch.input_ids[chunk])
+            for chunk in torch.split(positions, HEAD_CHUNK_TOKENS)
+        ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+class ValueNet(nn.Module):
+    """The critic: a body like the policy's and a linear head that begins at zero."""
+
+    def __init__(self, model: Any) -> None:
+        """model: a causal language model of its own, whose output head is not used."""
+        super().__init__()
+        require_ragged(model)
+        self.config = model.config
+        self.body = model.get_decoder()
+        like = next(self.body.parameters())
+        self.head = nn.Linear(model.config.hidden_size, 1, dtype=like.dtype, device=like.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """([n] value of the state each action token is chosen in, [B] value of the state at each row's end)."""
+        hidden, positions = _states(self.body, batch)
+        values = self.head(hidden).float()[:, 0]
+        return values[positions - 1], values[batch.starts[1:] - 1]
+
+
+def _states(decoder: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """([N, H] hidden states of the packed tokens, [n] places of the action tokens)."""
+    assert not batch.action_mask[batch.starts[:-1]].any(), "a row's first token has nothing before it that could have sampled it"
+    layout = PackedRows(batch.starts)
+    hidden = decoder(input_ids=batch.input_ids[None], position_ids=layout.position[None], use_cache=False, layout=layout)
+    return hidden.last_hidden_state[0], batch.action_mask.nonzero()[:, 0]

@@ -1,0 +1,49 @@
+"""How many processes hold the weights. Every rank is given the whole batch and takes its share of the rows."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class Ranks(Protocol):
+    """One process's view of all that train together. Every method but the properties is entered by all ranks or by none."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def shard(self, module: nn.Module) -> None:
+        """Spread the parameters over the ranks, in place; gradients are then summed over them, not averaged."""
+        ...
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks of tensors of one shape."""
+        ...
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The full tensor of which `tensor` may be this rank's part."""
+        ...
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `whole`: this rank's part, laid out like `like`."""
+        ...
+
+
+class Alone:
+    """One process: nothing to share."""
+
+    rank, size = 0, 1
+
+    def shard(self, module: nn.Module) -> None: ...
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        return whole
