@@ -13,8 +13,8 @@ from datetime import timedelta
 
 from prefect import get_client, runtime
 from prefect.automations import Automation
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, TaskRunFilter, TaskRunFilterState, TaskRunFilterStateType
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import StateType, TaskRun
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.states import Crashed
@@ -29,6 +29,7 @@ START_TIMEOUT_S = 300  # from Pending to Running: importing the flow takes 10 to
 MAX_ATTEMPTS = 10  # of one flow run
 MAX_RETRIES_PER_HOUR = 10  # also counts attempts that died before they ran
 END_GRACE_S = 8.0
+PAGE = 200  # what the server gives at once
 
 _ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
 
@@ -129,12 +130,13 @@ def settle_interrupted_attempt() -> int:
     flow_run_id, attempt = runtime.flow_run.id, int(runtime.flow_run.run_count or 1)
     if flow_run_id is None or attempt < 2:
         return 0
-    unfinished = [StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED, StateType.CANCELLING]
     with get_client(sync_client=True) as client:
-        left = client.read_task_runs(
-            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])),
-            task_run_filter=TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=unfinished), name=None)),
-        )
+        mine = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+        known: list[TaskRun] = []
+        while page := client.read_task_runs(flow_run_filter=mine, limit=PAGE, offset=len(known)):
+            known += page
+        # one whose process died in the same moment may have no state at all
+        left = [task_run for task_run in known if task_run.state is None or not task_run.state.is_final()]
         for task_run in left:
             message = f"interrupted with attempt {attempt - 1} of its flow run; attempt {attempt} goes on from the last commit"
             client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
