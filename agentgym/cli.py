@@ -26,7 +26,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     run: Callable[[RunConfig, argparse.Namespace], int] = arguments.run
-    return guarded(lambda: run(load_config(arguments.params, arguments.set or ()), arguments), show_traceback=arguments.verbose)
+
+    def command() -> int:
+        own = arguments.params is None  # a comparison names its parameters itself
+        return run(RunConfig() if own else load_config(arguments.params, arguments.set or ()), arguments)
+
+    return guarded(command, show_traceback=arguments.verbose)
 
 
 def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
@@ -58,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     step = commands.add_parser("step", parents=[common], help="one step of the pipeline, as dvc.yaml runs it")
     step.add_argument("name")
     step.add_argument("--out", type=Path, help="also write a pointer to the result (URI, digest, numbers) to this file")
+    step.add_argument("--with-parents", action="store_true", help="first bring the steps it needs to their end")
+    step.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for a step another process runs (default: 0)")
+    step.add_argument("--owner-pipe", action="store_true", help="end when standard input closes, so that no owner leaves it behind")
     step.set_defaults(run=_step)
 
     plan = commands.add_parser("plan", parents=[common], help="what would run, resume or be skipped, and why")
@@ -66,9 +74,16 @@ def _parser() -> argparse.ArgumentParser:
 
     audit = commands.add_parser("audit", parents=[common], help="is a run what it says it is")
     audit.add_argument("run_name", nargs="?", metavar="RUN", help="the run's name, r and 12 hex digits (default: the configured one)")
-    audit.add_argument("--episodes", type=_positive, default=32, help="logged episodes to replay and rescore per step")
+    audit.add_argument("--episodes", type=positive, default=32, help="logged episodes to replay and rescore per step")
     audit.add_argument("--json", action="store_true")
     audit.set_defaults(run=_audit)
+
+    compare = commands.add_parser("compare", help="the table of a comparison, from what its runs left in the store")
+    compare.add_argument("file", type=Path, help="the comparison, for example comparisons/default.yaml")
+    compare.add_argument("--set", action="append", metavar="key.path=value", help="over every run's parameters, as for flows.compare")
+    compare.add_argument("-v", "--verbose", action="store_true")
+    compare.add_argument("--json", action="store_true")
+    compare.set_defaults(run=_compare, params=None)
 
     data = commands.add_parser("data", help="the dataset").add_subparsers(required=True, metavar="COMMAND")
     importing = data.add_parser("import", parents=[common], help="import the published lists at a revision, with `dvc import`")
@@ -81,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An argument's type. Errors: ArgumentTypeError."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return int(text)
@@ -91,19 +107,29 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from agentgym.progress import Bars
-    from agentgym.steps import open_store, pointer, run_step
+    from agentgym.steps import open_store, pointer, run_when_free, run_with_parents
     from agentgym.store.files import discard, write_temp
+    from agentgym.tracking import check_server
 
+    if arguments.owner_pipe:
+        from agentgym.deploy.owned import end_with_owner
+
+        end_with_owner()
+    check_server(cfg.tracking_uri)
     with Bars(Console(stderr=True)) as bars:
-        outcome = run_step(arguments.name, cfg, progress=bars)
+        if arguments.with_parents:
+            outcomes = run_with_parents(arguments.name, cfg, wait_s=arguments.wait, progress=bars)
+        else:
+            outcomes = [run_when_free(arguments.name, cfg, wait_s=arguments.wait, progress=bars)]
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = write_temp(arguments.out.parent, f"{pointer(open_store(cfg), outcome)}\n".encode())
+        temporary = write_temp(arguments.out.parent, f"{pointer(open_store(cfg), outcomes[-1])}\n".encode())
         try:
             temporary.replace(arguments.out)
         finally:
             discard(temporary)
-    print(f"{arguments.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
+    for outcome in outcomes:
+        print(f"{outcome.step.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
     return 0
 
 
@@ -158,6 +184,18 @@ def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             continue
         _describe(env, splits)
     print(f"keep in git: {imported.pointer}; to train on it: --set data.path={imported.path}")
+    return 0
+
+
+def _compare(_: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.comparison import cells_of, load_comparison
+    from agentgym.evaluation.compare import read_rows, table
+    from agentgym.evaluation.compare_report import table_markdown
+
+    comparison = load_comparison(arguments.file)
+    cells = cells_of(comparison, arguments.set or ())
+    result = table(comparison, cells, *read_rows(cells))
+    print(json.dumps(result, indent=1) if arguments.json else table_markdown(result), end="\n" if arguments.json else "")
     return 0
 
 

@@ -18,6 +18,7 @@ from agentgym.types import Trajectory
 
 TRAJECTORIES = "trajectories.jsonl.gz"
 METRICS = "metrics.jsonl"
+OUTCOMES = "outcomes.json"  # of an evaluation
 
 
 class Progress(Protocol):

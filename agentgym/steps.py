@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,14 +18,18 @@ from typing import Any, Literal
 from agentgym.config import ConfigError, RunConfig, config_digest
 from agentgym.context import METRICS, NoProgress, Progress, StepContext
 from agentgym.data import Splits, data_digest, load_splits
-from agentgym.ledger import deliver_step, ledger_identity
+from agentgym.ledger import Paced, deliver_step, ledger_identity
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
+from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.posix import posix_store
 from agentgym.store.runstore import RunStore
+from agentgym.tracking import reaching
 
 logger = logging.getLogger(__name__)
+
+WAIT_POLL_S = 0.5
 
 Environment = Callable[[bool], AbstractContextManager[list[str]]]
 
@@ -150,7 +155,7 @@ def load_data(cfg: RunConfig) -> Splits:
     """The configured items, checked, also against what the run asks of them. Errors: ConfigError."""
     splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
     for key, asked, name, items in (
-        ("evaluation.num_items", cfg.evaluation.num_items, "test", splits.test),
+        ("evaluation.num_items", cfg.evaluation.num_items, cfg.evaluation.split, getattr(splits, cfg.evaluation.split)),
         ("rollout.items_per_step", cfg.rollout.items_per_step, "train", splits.train),
     ):
         if asked > len(items):
@@ -227,6 +232,7 @@ def run_step(
     with store.open(name, key) as writer:
         head = writer.head
         if head is not None and head.done:  # another process was faster
+            confirm(cfg, store, step, head)
             return Outcome(step, head, "done")
         for manifest in (*parents.values(), *((head,) if head else ())):
             store.verify(manifest)
@@ -239,11 +245,57 @@ def run_step(
             parents=parents,
             environment=environment or (lambda expert: local_environment(cfg, expert)),
             progress=progress or NoProgress(),
-            on_commit=lambda manifest: deliver(cfg, store, step, manifest),
+            on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
         )
         logger.info("step %s (%s): %s", name, key[:12], f"resumes after commit {head.seq}" if head else "starts")
-        manifest = step.run(ctx)
+        with reaching(cfg.tracking_uri):  # steps that speak to MLflow themselves
+            manifest = step.run(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
+
+
+def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
+    """These steps and all that they need, in order. Errors: ConfigError for an unknown name."""
+    table = steps_of(cfg)
+    needed = set(names)
+    if unknown := needed - table.keys():
+        raise ConfigError(f"unknown step {min(unknown)!r}; this configuration has: {', '.join(table)}")
+    for name in reversed(table):  # parents come before their children
+        if name in needed:
+            needed.update(table[name].parents)
+    return tuple(name for name in table if name in needed)
+
+
+def run_with_parents(name: str, cfg: RunConfig, *, wait_s: float = 0.0, progress: Progress | None = None) -> list[Outcome]:
+    """Bring a step and all that it needs to their end, with one environment server that starts when it is first needed.
+
+    wait_s and errors: see `run_when_free`.
+    """
+    with contextlib.ExitStack() as stack:
+        running: list[list[str]] = []  # endpoints, once there is a server
+
+        def environment(expert: bool) -> AbstractContextManager[list[str]]:
+            if expert:
+                return local_environment(cfg, True)
+            if not running:
+                running.append(stack.enter_context(local_environment(cfg, False)))
+            return contextlib.nullcontext(running[0])
+
+        steps = with_parents(cfg, name)
+        return [run_when_free(step, cfg, wait_s=wait_s, environment=environment, progress=progress) for step in steps]
+
+
+def run_when_free(
+    name: str, cfg: RunConfig, *, wait_s: float, environment: Environment | None = None, progress: Progress | None = None
+) -> Outcome:
+    """`run_step`, after up to `wait_s` seconds for another process that is at work on the step; then LeaseHeld."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return run_step(name, cfg, environment=environment, progress=progress)
+        except LeaseHeld:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(WAIT_POLL_S)
 
 
 def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
@@ -267,7 +319,10 @@ def local_environment(cfg: RunConfig, expert: bool) -> Iterator[list[str]]:
 
 
 def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
-    """Bring MLflow up to the last commit. A small mark spares the import when nothing is new; points never repeat."""
+    """Bring MLflow up to the last commit. A small mark spares the import when nothing is new; points never repeat.
+
+    Errors: LedgerUnavailable.
+    """
     if METRICS not in manifest.records and not manifest.done:
         return
     mark = cfg.state_dir / "delivered" / run_key(cfg)[:16] / f"{step.name}-{manifest.key[:16]}"
@@ -277,7 +332,8 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
     if step.name == "register":
         from agentgym.evaluation.publish import confirm_registration
 
-        confirm_registration(cfg, store, manifest, finished(cfg, store), run_key(cfg))
+        with reaching(cfg.tracking_uri):
+            confirm_registration(cfg, store, manifest, finished(cfg, store), run_key(cfg))
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(_mark(cfg, manifest))
 

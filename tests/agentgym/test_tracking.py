@@ -108,9 +108,9 @@ def test_delivering_again_leaves_one_point_each(tracker: Tracker) -> None:
     points = [
         Point(step, 1000 + step, {f"m{index:03d}": step + index / 7 for index in range(400)}) for step in range(3)
     ]  # 1,200: two batches
-    tracker.deliver([run], points[:1])
-    tracker.deliver([run], points)
-    tracker.deliver([run], points)
+    tracker.deliver(run, points[:1])
+    tracker.deliver(run, points)
+    tracker.deliver(run, points)
     expected = sorted((f"m{index:03d}", step, 1000 + step, step + index / 7) for index in range(400) for step in range(3))
     assert tracker.points(run) == expected
 
@@ -162,7 +162,7 @@ def test_a_kill_between_points_and_their_mark_repeats_nothing(tracker: Tracker, 
     with store.open("stage-1", KEY) as writer:
         commit(writer, [Point(0, 1000, {"loss": 3.0})])
     with monkeypatch.context() as patch:
-        patch.setattr(tracker, "set_tags", killed)
+        patch.setattr(tracker.client._tracking_client.store, "_set_tags", killed)
         with pytest.raises(KeyboardInterrupt):
             deliver_committed(tracker, store, "stage-1", KEY, [run])
     assert tracker.points(run) == [("loss", 0, 1000, 3.0)]
