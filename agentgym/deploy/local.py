@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -35,16 +35,17 @@ def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[
     not ready within env.start_timeout_s.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{env.name}-", dir=log_path.parent) as folder:
-        port_file = Path(folder) / "port"
-        command = [*_serve(env), "--owner-pipe", "--port", "0", "--port-file", str(port_file)]
-        command += ["--max-sessions", str(env.max_sessions), "--session-ttl", str(env.session_ttl_s)]
-        if expert:
-            command.append("--expert")
-        with owned_process(command, log_path=log_path, env={"OMP_NUM_THREADS": "1"}) as process:
+    with ExitStack() as stack:
+        with tempfile.TemporaryDirectory(prefix=f"{env.name}-", dir=log_path.parent) as folder:  # gone once the port is known
+            port_file = Path(folder) / "port"
+            command = [*_serve(env), "--owner-pipe", "--port", "0", "--port-file", str(port_file)]
+            command += ["--max-sessions", str(env.max_sessions), "--session-ttl", str(env.session_ttl_s)]
+            if expert:
+                command.append("--expert")
+            process = stack.enter_context(owned_process(command, log_path=log_path, env={"OMP_NUM_THREADS": "1"}))
             endpoint = _wait_until_ready(process, env, log_path, port_file)
-            logger.info("environment %s at %s, process %d", env.name, endpoint, process.pid)
-            yield [endpoint]
+        logger.info("environment %s at %s, process %d", env.name, endpoint, process.pid)
+        yield [endpoint]
 
 
 def check_local_env(env: EnvConfig) -> None:

@@ -187,7 +187,7 @@ class Learner:
                 if not warming:
                     share = float(weight[torch.isin(batch.row, rows)].sum())
                     _collect(logs, "actor", self._step(self._net, self._policy, batch, rows, step, policy_loss), share)
-                if self._values is not None and self._critic is not None:
+                if targets is not None and self._values is not None and self._critic is not None:
                     _collect(logs, "critic", self._step(self._critic, self._values, batch, rows, step, critic_loss), 1.0)
         metrics |= {name: float(np.mean(each)) for name, each in logs.items()}
         if values is not None and targets is not None:

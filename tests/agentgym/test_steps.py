@@ -7,7 +7,9 @@ from mlflow import MlflowClient
 
 from agentgym.audit import audit
 from agentgym.config import ConfigError, load_config
+from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.steps import finished, load_data, open_store, run_step, semantic_of, steps_of
+from agentgym.tracking import decode_points
 
 
 @pytest.fixture
@@ -66,6 +68,29 @@ def test_a_run_deleted_in_the_ledger_is_written_again(run):
     confirm_all(run)
     report = audit(run, num_episodes=1)
     assert report.ok, report.to_json()
+
+
+def test_an_evaluation_on_validation_items_is_another_one_and_passes_its_audit(run, tmp_path):
+    held_out = load_config(tmp_path / "params.yaml", ["evaluation.split=validation", "evaluation.num_items=6"])
+    assert str(run_step("evaluate-warm-start", held_out)) == "ran"
+    store = open_store(held_out)
+    manifest = finished(held_out, store)["evaluate-warm-start"]
+    played = {trajectory.item.split for trajectory in decode_trajectories(store.read(manifest, TRAJECTORIES))}
+    assert played == {"validation"}
+    report = audit(held_out, num_episodes=1)
+    assert report.ok, report.to_json()
+
+
+def test_every_training_step_says_what_it_cost(run):
+    store = open_store(run)
+    costs = [
+        point.metrics["time/cpu_s"]
+        for name in ("stage-1", "stage-2")
+        for commit in store.history(name, finished(run, store)[name].key)
+        for point in decode_points(store.read(commit, METRICS))
+    ]
+    assert len(costs) == 4
+    assert all(cost > 0 for cost in costs)
 
 
 def test_a_model_evaluated_anew_is_no_new_version_but_has_the_new_numbers(run, tmp_path):

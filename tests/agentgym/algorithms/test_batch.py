@@ -1,10 +1,12 @@
 """What enters a batch, and where its rewards lie."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from agentgym.algorithms.batch import to_batch
-from agentgym.types import Item, Status, Trajectory
+from agentgym.algorithms.batch import groups_with_signal, overlong_penalty, to_batch
+from agentgym.types import Item, Status, Trajectory, Turn
 
 
 def trajectory(ids, mask, reward=1.0, status=Status.TERMINATED, task_id=0, env="babyai", temperature=1.0):
@@ -100,3 +102,51 @@ def test_select_keeps_every_field_of_the_chosen_rows_in_the_order_asked_for():
     assert part.group_ids.tolist() == [0, 0]
     assert part.returns.tolist() == [0.75, 0.25]
     assert part.temperature == 0.5
+
+
+def group(task_id, *rewards):
+    return [trajectory([1, 2], [0, 1], reward, task_id=task_id) for reward in rewards]
+
+
+def test_only_groups_whose_rewards_differ_carry_signal():
+    lost = trajectory([1, 2], [0, 1], task_id=3, status=Status.ENV_ERROR)
+    rows = [*group(1, 1.0, 1.0), *group(2, 0.0, 1.0), *group(3, 1.0), lost, *group(4, 0.0, 0.0)]
+    assert [row.item.task_id for row in groups_with_signal(rows)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("turns", "tokens", "expected"),
+    [
+        (7, 10, 0.0),  # 70 % of 10 turns: before the last quarter
+        (9, 10, -0.3),  # 90 %: 0.15 / 0.25 of 0.5
+        (10, 10, -0.5),
+        (1, 95, -0.4),  # 95 % of 100 tokens: 0.2 / 0.25 of 0.5
+    ],
+)
+def test_the_overlong_penalty_grows_over_the_last_part_of_either_budget(turns, tokens, expected):
+    turn = Turn("a", "o", 0.0, 0, 1, 0)
+    episode = replace(trajectory([1] * tokens, [0] * tokens), turns=(turn,) * turns, max_turns=10)
+    assert overlong_penalty(episode, context_tokens=100, buffer=0.25, penalty=0.5) == pytest.approx(expected)
+
+
+def test_a_penalty_is_part_of_the_outcome_and_lies_where_it_lies():
+    batch = to_batch([trajectory([7, 8, 9], [0, 1, 0], reward=1.0)], penalty=lambda _: -0.25)
+    assert batch.rewards.tolist() == [0, 0.75, 0]
+
+
+def test_cut_episodes_are_marked():
+    rows = [trajectory([1, 2], [0, 1], status=status) for status in (Status.TERMINATED, Status.MAX_TURNS, Status.MAX_TOKENS)]
+    assert to_batch(rows).cut.tolist() == [False, True, True]
+
+
+def test_shuffled_outcomes_are_the_same_ones_on_other_rows_last_actions():
+    rows = [trajectory([1] * (3 + n), [0, 1, *[0] * n, 1], reward=float(n)) for n in range(20)]
+    batch = to_batch(rows)
+    shuffled = batch.with_shuffled_outcomes(seed=0, step=1)
+    assert shuffled.returns.tolist() != batch.returns.tolist()
+    assert sorted(shuffled.returns.tolist()) == sorted(batch.returns.tolist())
+    assert shuffled.rewards[~shuffled.action_mask].abs().sum() == 0
+    ends = batch.starts[1:] - 1
+    assert torch.equal(shuffled.rewards[ends], shuffled.returns)
+    assert torch.equal(batch.with_shuffled_outcomes(seed=0, step=1).rewards, shuffled.rewards)
+    assert not torch.equal(batch.with_shuffled_outcomes(seed=0, step=2).rewards, shuffled.rewards)

@@ -3,7 +3,7 @@
 import pytest
 
 from agentgym.config import HorizonConfig
-from agentgym.rollouts.horizon import max_turns, stages
+from agentgym.rollouts.horizon import HorizonState, advance, max_turns, stages
 
 PUBLISHED = HorizonConfig(max_turns=(10, 20, 30), stage_steps=(100, 100, 100))
 
@@ -40,3 +40,28 @@ def test_a_fixed_horizon_is_one_stage():
 def test_steps_count_from_one():
     with pytest.raises(ValueError, match="count from 1, got 0"):
         max_turns(PUBLISHED, 0)
+
+
+ADAPTIVE = HorizonConfig(kind="adaptive", max_turns=(4, 8, 12), stage_steps=(20,), window=2, min_gain=0.05)
+
+
+def test_an_adaptive_horizon_grows_when_success_stops_growing():
+    state, turns = HorizonState(), []
+    # 4 turns: means of pairs .15 then .35 (gain .2), .25 -> .40 (.15), .35 -> .41 (.06), .40 -> .42 (.02): grows
+    for step, success in enumerate([0.1, 0.2, 0.3, 0.4, 0.4, 0.42, 0.42, 0.5, 0.5, 0.5, 0.5, 0.9], 1):
+        turns.append(max_turns(ADAPTIVE, step, state))
+        state = advance(ADAPTIVE, state, success)
+    assert turns == [4] * 7 + [8] * 4 + [12]
+    assert state == HorizonState(2, (0.9,))
+
+
+def test_the_longest_horizon_stays():
+    state = HorizonState(2)
+    for _ in range(9):
+        state = advance(ADAPTIVE, state, 0.5)
+    assert state == HorizonState(2, (0.5,) * 4)
+
+
+def test_an_adaptive_horizon_is_one_stage_and_other_kinds_have_no_state():
+    assert [(span.first_step, span.last_step, span.max_turns) for span in stages(ADAPTIVE)] == [(1, 20, 12)]
+    assert advance(PUBLISHED, HorizonState(), 0.5) == HorizonState()

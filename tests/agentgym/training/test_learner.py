@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load as load_safetensors
 
 from agentgym.algorithms.batch import Batch
+from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlgorithmConfig, OptimiserConfig
 from agentgym.training import checkpoint, networks
 from agentgym.training import learner as learner_module
 from agentgym.training.learner import EngineMismatch, Learner
-from agentgym.training.model import weights_of
+from agentgym.training.model import load_weights, weights_of
 from agentgym.training.networks import PolicyNet
 from agentgym.training.optimise import learning_rate
 
@@ -95,6 +97,124 @@ def test_entropies_are_those_of_the_distributions(make_learner, plain):
 def test_an_action_without_anything_before_it_is_a_bug(make_learner):
     with pytest.raises(AssertionError, match="a row's first token"):
         make_learner().score(batch_of([([5, 6], [1, 1])], [1.0], (0,)))
+
+
+EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.05, "minibatches": 1, "critic_warmup_steps": 0, "constant_length": 6}
+
+
+@pytest.fixture
+def make_whole(make_model):
+    """A learner with a critic that has opinions, and a reference that is another policy."""
+
+    def make():
+        critic = networks.ValueNet(make_model(7))
+        with torch.no_grad():
+            critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+        return Learner(make_model(0), OPTIMISER, total_steps=10, critic=critic, reference=make_model(3))
+
+    return make
+
+
+def all_gradients(learner):
+    critic = {f"critic {name}": parameter.grad for name, parameter in learner._critic.named_parameters() if parameter.grad is not None}
+    return gradients(learner) | {name: gradient.clone() for name, gradient in critic.items()}
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("how", ["micro-batches", "order"])
+def test_loss_and_gradient_of_every_recipe_depend_neither_on_micro_batches_nor_on_packing(make_whole, monkeypatch, recipe, how):
+    whole, other = make_whole(), make_whole()
+    config = AlgorithmConfig(recipe=recipe, **EVERYTHING)
+    batch = on_policy(whole, batch_of())
+    metrics = whole.update(batch, config, step=1, seed=0)
+    if how == "order":
+        batch = batch.select(torch.tensor([4, 0, 5, 2, 3, 1]))
+    else:
+        monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 7)
+        assert len(list(learner_module._micro_batches(batch))) > 1
+    assert other.update(batch, config, step=1, seed=0) == pytest.approx(metrics, abs=1e-4)
+    assert_same(all_gradients(whole), all_gradients(other), atol=1e-4, rtol=1e-3)
+    assert metrics["actor/grad_norm"] > 1e-2
+    assert metrics["actor/reference_kl"] > 1e-2
+
+
+def test_what_a_recipe_needs_and_was_not_given_is_named(make_learner):
+    learner = make_learner()
+    batch = on_policy(learner, batch_of())
+    with pytest.raises(ValueError, match="recipe ppo needs a critic"):
+        learner.update(batch, AlgorithmConfig(recipe="ppo"), step=1, seed=0)
+    with pytest.raises(ValueError, match=r"algorithm\.kl_coef 0\.1 needs a reference model"):
+        learner.update(batch, AlgorithmConfig(kl_coef=0.1), step=1, seed=0)
+
+
+def test_a_batch_without_action_tokens_reaches_no_loss(make_whole):
+    learner = make_whole()
+    before = weights(learner)
+    batch = replace(batch_of(), action_mask=torch.zeros(len(batch_of().input_ids), dtype=torch.bool))
+    for recipe in ("grpo", "ppo"):
+        with pytest.raises(ValueError, match="without a single action token"):
+            learner.update(batch, AlgorithmConfig(recipe=recipe), step=1, seed=0)
+    assert_same(before, weights(learner))
+
+
+def test_the_critic_values_the_state_before_each_action_and_the_end_of_each_row(make_model, plain):
+    model = make_model(0)
+    critic = networks.ValueNet(model)
+    with torch.no_grad():
+        critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+        critic.head.bias.fill_(0.5)
+    values, ends = critic(batch_of())
+    expected, last = [], []
+    for ids, mask in ROWS:
+        hidden = plain(model).get_decoder()(torch.tensor([ids])).last_hidden_state[0]
+        of = (hidden @ critic.head.weight[0] + 0.5).tolist()
+        expected += [of[index - 1] for index, action in enumerate(mask) if action]
+        last.append(of[-1])
+    assert values.tolist() == pytest.approx(expected, abs=1e-3)
+    assert ends.tolist() == pytest.approx(last, abs=1e-3)
+
+
+def test_only_cut_rows_are_bootstrapped_and_only_where_asked(make_whole):
+    config = {"recipe": "ppo", **EVERYTHING, "kl_coef": 0.0}
+    cut = torch.tensor([False, True, False, False, False, True])
+    values = {}
+    for truncated in ("zero", "bootstrap"):
+        learner = make_whole()
+        batch = replace(on_policy(learner, batch_of()), cut=cut)
+        values[truncated] = learner.update(batch, AlgorithmConfig(truncated=truncated, **config), step=1, seed=0)["critic/loss"]
+    learner = make_whole()
+    batch = on_policy(learner, batch_of())  # nothing is cut: nothing to bootstrap
+    uncut = learner.update(batch, AlgorithmConfig(truncated="bootstrap", **config), step=1, seed=0)["critic/loss"]
+    assert values["zero"] == pytest.approx(uncut, rel=1e-5)
+    assert values["bootstrap"] != pytest.approx(uncut, rel=1e-3)
+
+
+def test_the_critic_learns_the_outcome(make_model):
+    learner = Learner(make_model(0), OPTIMISER, total_steps=99, critic=networks.ValueNet(make_model(0)), critic_lr=3e-3)
+    config = AlgorithmConfig(recipe="ppo", minibatches=1, critic_warmup_steps=99)
+    before = weights(learner)
+    batch = on_policy(learner, batch_of())
+    logs = [learner.update(batch, config, step=step, seed=0) for step in range(1, 81)]
+    assert logs[0]["critic/loss"] == pytest.approx(0.25, abs=0.1)  # half of the outcomes, a head of zeros: 0.5 * mean of r
+    # three of the twelve states open rows of outcomes 1, 0, 0 and three of 1, 1, 0: no critic can know; 0.5 * 6 * (2 / 9) / 12
+    assert logs[-1]["critic/loss"] == pytest.approx(1 / 18, abs=1e-3)
+    assert_same(before, weights(learner))  # the policy waits for it
+    assert "actor/loss" not in logs[-1]
+
+
+def test_a_saved_critic_continues_to_the_bit(make_whole):
+    config = AlgorithmConfig(recipe="ppo", **EVERYTHING)
+    whole, resumed = make_whole(), make_whole()
+    batch = on_policy(whole, batch_of())
+    whole.update(batch, config, step=1, seed=0)
+    blobs = whole.blobs()
+    load_weights(resumed.model, load_safetensors(blobs[checkpoint.WEIGHTS]))
+    load_weights(resumed._critic, load_safetensors(blobs[checkpoint.CRITIC]))
+    resumed.load_optimisers(blobs)
+    assert resumed.blobs() == blobs
+    for learner in (whole, resumed):
+        learner.update(replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
+    assert resumed.blobs() == whole.blobs()
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 20])
