@@ -176,7 +176,7 @@ class OfflineConfig(Section):
     num_items: PositiveInt = 128  # train items sampled at the start of a stage, rollout.group_size times each
     per_item: PositiveInt = 4  # most pairs (dpo) or successes (agent_evol) of one item
     pairs_per_step: PositiveInt = 32  # dpo: of one optimiser step
-    dpo_lr: PositiveFloat = 2e-4  # in place of optimiser.lr: at the rate of the others likelihoods of both sides fall until nothing is left
+    dpo_lr: PositiveFloat = 1e-4  # in place of optimiser.lr: at rates of the other recipes both sides of a pair soon lose all likelihood
     beta: PositiveFloat = 0.5  # dpo: how strongly the policy is held to the one the stage began with
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # dpo: assumed share of pairs that are the wrong way round
     chunk_items: PositiveInt = _operational(64)  # committed at a time

@@ -67,8 +67,8 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
     model = ("seed", "deterministic", "env", "model")
     episodes = ("rollout.max_new_tokens", "rollout.system_prompt", "rollout.action_format")
     demonstrations = (*model, "warm_start", "rollout.system_prompt", "rollout.action_format")
-    training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation")
-    training += () if RECIPES[cfg.algorithm.recipe].loop == "rl" else ("offline",)
+    offline = () if RECIPES[cfg.algorithm.recipe].loop == "rl" else ("offline",)
+    training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation", *offline)
     evaluation = ("deterministic", "env", "model.context_tokens", *episodes, "evaluation")
     env_source = f"envs.{cfg.env.name}"
     env_modules = ("envs.server", *((env_source,) if _is_module(env_source) else ()))
