@@ -6,20 +6,42 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from agentgym.config import RunConfig
 from agentgym.data import data_digest
-from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
-from agentgym.tracking import SUPERSEDED, LedgerUnavailable, StaleRun, Tracker, deliver_committed, reaching
+from agentgym.store.manifest import Manifest, sha256
+from agentgym.store.runstore import RunStore
+from agentgym.tracking import (
+    SPOOL,
+    SUPERSEDED,
+    LedgerUnavailable,
+    Point,
+    StaleRun,
+    Tracker,
+    decode_points,
+    deliver_committed,
+    reaching,
+)
 
 logger = logging.getLogger(__name__)
 
 SHARE = 0.01  # of a run's time that deliveries may take
 MAX_WAIT_S = 60.0  # how old the newest points may be in MLflow
+CURVE = (  # what a person looks at first; everything else is in MLflow
+    "sft/loss",
+    "rollout/max_turns",
+    "rollout/success",
+    "validation/success",
+    "rollout/turns_mean",
+    "rollout/env_error_frac",
+    "mismatch/kl",
+    "eval/greedy",
+    "eval/pass_at_1",
+)
 
 
 @cache
@@ -71,6 +93,23 @@ def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) ->
     return tracker_of(cfg).child_run(parent_id, title, manifest.key, params=manifest.config, tags={"step": manifest.step})
 
 
+def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tuple[str, str]:
+    """(experiment id, run id) of a step in MLflow, for a link to it. Errors: LedgerUnavailable."""
+    with reaching(cfg.tracking_uri):
+        return tracker_of(cfg).experiment_id, child_run(cfg, parent_run(cfg, run_key), manifest, title)
+
+
+def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
+    """A step's main metrics, a row per point: {"step": 3, "rollout_success": 0.25, ...}; None where a metric was not measured."""
+    commits = [commit for commit in store.history(manifest.step, manifest.key) if SPOOL in commit.records]
+    points = [point for commit in commits for point in decode_points(store.read(commit, SPOOL))]
+    return [{"step": point.step, **{key.replace("/", "_"): _short(point.metrics.get(key)) for key in CURVE}} for point in points]
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
 class Paced:
     """Delivers a step's commits a few at a time, so that it takes one hundredth of the run and no more.
 
@@ -120,3 +159,41 @@ def _deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: 
         if manifest.step == "report":
             tracker.log_artifacts(parent_id, {name: store.read(manifest, name) for name in (*manifest.blobs, *manifest.records)})
             tracker.end_run(parent_id)
+
+
+@dataclass(frozen=True, slots=True)
+class CellPoints:
+    """What a comparison shows of one of its runs."""
+
+    title: str
+    cfg: RunConfig
+    run_key: str
+    tags: Mapping[str, str]
+    points: Sequence[Point]
+
+
+def deliver_comparison(name: str, key: str, cells: Sequence[CellPoints], files: Mapping[str, bytes]) -> None:
+    """One run with the table and figures, a run per cell below it, and a tag on the run each cell stands for.
+
+    Skipped where this ledger has these files already. Doing it again changes nothing.
+    """
+    cfg = cells[0].cfg
+    content = sha256(b"".join(sha256(f"{path} ".encode() + data).encode() for path, data in sorted(files.items())))
+    mark = cfg.state_dir / "delivered" / f"comparison-{key[:16]}"
+    identity = ledger_identity(cfg)
+    if identity and mark.is_file() and mark.read_text() == f"{content} {identity}":
+        return
+    tracker = tracker_of(cfg)
+    comparison_id = tracker.comparison_run(key, name, params={}, tags={"comparison": name})
+    for cell in cells:
+        run_id = parent_run(cell.cfg, cell.run_key)
+        tracker.set_tags(run_id, {f"comparison.{name}": key[:12]})
+        cell_tags = {**cell.tags, "run": f"r{cell.run_key[:12]}", "run_id": run_id}
+        cell_id = tracker.cell_run(comparison_id, cell.title, params=cell.cfg.semantic(), tags=cell_tags)
+        tracker.deliver(cell_id, cell.points)
+        for finished_id in (cell_id, run_id):  # a run that is to be reported, too, goes on under its id
+            tracker.end_run(finished_id)
+    tracker.log_artifacts(comparison_id, files)
+    tracker.end_run(comparison_id)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.write_text(f"{content} {ledger_identity(cfg)}")

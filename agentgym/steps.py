@@ -7,25 +7,31 @@ but how they show it.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import ConfigError, RunConfig, config_digest
 from agentgym.context import METRICS, NoProgress, Progress, StepContext
 from agentgym.data import Splits, data_digest, load_splits
-from agentgym.ledger import Paced, deliver_step, ledger_identity
+from agentgym.ledger import Paced, curve, deliver_step, ledger_identity
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
+from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest, sha256
-from agentgym.store.posix import RunStore
+from agentgym.store.posix import posix_store
+from agentgym.store.runstore import RunStore
 from agentgym.tracking import reaching
 
 logger = logging.getLogger(__name__)
+
+WAIT_POLL_S = 0.5
 
 Environment = Callable[[bool], AbstractContextManager[list[str]]]
 
@@ -61,7 +67,8 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
     model = ("seed", "deterministic", "env", "model")
     episodes = ("rollout.max_new_tokens", "rollout.system_prompt", "rollout.action_format")
     demonstrations = (*model, "warm_start", "rollout.system_prompt", "rollout.action_format")
-    training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation")
+    offline = () if RECIPES[cfg.algorithm.recipe].loop == "rl" else ("offline",)
+    training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation", *offline)
     evaluation = ("deterministic", "env", "model.context_tokens", *episodes, "evaluation")
     env_source = f"envs.{cfg.env.name}"
     env_modules = ("envs.server", *((env_source,) if _is_module(env_source) else ()))
@@ -102,18 +109,19 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
         add_evaluation(current, "evaluate the untrained model", None, headline=False)
         current = add("warm-start", "warm start (SFT)", ("initialise",), demonstrations, ("agentgym.training.sft",), _warm_start)
     baseline = add_evaluation(current, "evaluate the warm start" if cfg.warm_start.enabled else "evaluate the initial model", None)
-    base, spans = current, stages(cfg.horizon)
+    base, spans, loop = current, stages(cfg.horizon), RECIPES[cfg.algorithm.recipe].loop
+    trainer = "agentgym.training.rl" if loop == "rl" else "agentgym.training.offline"
     for stage in spans:
 
         def train(ctx: StepContext, stage: Any = stage) -> Manifest:
-            from agentgym.training.rl import train_stage
-
-            return train_stage(ctx, stage)
+            manifest: Manifest = importlib.import_module(trainer).train_stage(ctx, stage)
+            return manifest
 
         turns = " > ".join(map(str, cfg.horizon.max_turns)) if cfg.horizon.kind == "adaptive" else stage.max_turns
         title = f"stage {stage.index}/{len(spans)} · max_turns {turns}"
-        reference = (base,) if cfg.algorithm.kl_coef and base != current else ()
-        current = add(stage.name, title, ("prepare", current, *reference), training, ("agentgym.training.rl", *env_modules), train, True)
+        reference = (base,) if (cfg.algorithm.kl_coef or loop == "evolve") and base != current else ()
+        demos = ("initialise",) if loop in ("sft", "evolve") else ()
+        current = add(stage.name, title, ("prepare", current, *reference, *demos), training, (trainer, *env_modules), train, True)
         add_evaluation(current, f"evaluate stage {stage.index}/{len(spans)}", baseline)
     evaluations = tuple(name for name in table if name.startswith("evaluate-"))
 
@@ -150,8 +158,13 @@ def run_key(cfg: RunConfig) -> str:
 def load_data(cfg: RunConfig) -> Splits:
     """The configured items, checked, also against what the run asks of them. Errors: ConfigError."""
     splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    if RECIPES[cfg.algorithm.recipe].loop in ("dpo", "evolve") and cfg.offline.num_items > len(splits.train) // 3:
+        raise ConfigError(
+            f"offline.num_items {cfg.offline.num_items} is more than a third of the {len(splits.train)} train items of {cfg.env.name}, so "
+            "that one stage could meet an item twice; lower it"
+        )
     for key, asked, name, items in (
-        ("evaluation.num_items", cfg.evaluation.num_items, "test", splits.test),
+        ("evaluation.num_items", cfg.evaluation.num_items, cfg.evaluation.split, getattr(splits, cfg.evaluation.split)),
         ("rollout.items_per_step", cfg.rollout.items_per_step, "train", splits.train),
     ):
         if asked > len(items):
@@ -160,7 +173,12 @@ def load_data(cfg: RunConfig) -> Splits:
 
 
 def open_store(cfg: RunConfig) -> RunStore:
-    return RunStore(cfg.store.path, lease_ttl_s=cfg.store.lease_ttl_s)
+    """Errors: ConfigError where store.uri cannot be used as it is."""
+    if cfg.store.uri:
+        from agentgym.store.s3 import s3_store
+
+        return s3_store(cfg.store.uri, lease_ttl_s=cfg.store.lease_ttl_s)
+    return posix_store(cfg.store.path, lease_ttl_s=cfg.store.lease_ttl_s)
 
 
 def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
@@ -223,6 +241,7 @@ def run_step(
     with store.open(name, key) as writer:
         head = writer.head
         if head is not None and head.done:  # another process was faster
+            confirm(cfg, store, step, head)
             return Outcome(step, head, "done")
         for manifest in (*parents.values(), *((head,) if head else ())):
             store.verify(manifest)
@@ -241,6 +260,51 @@ def run_step(
         with reaching(cfg.tracking_uri):  # steps that speak to MLflow themselves
             manifest = step.run(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
+
+
+def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
+    """These steps and all that they need, in order. Errors: ConfigError for an unknown name."""
+    table = steps_of(cfg)
+    needed = set(names)
+    if unknown := needed - table.keys():
+        raise ConfigError(f"unknown step {min(unknown)!r}; this configuration has: {', '.join(table)}")
+    for name in reversed(table):  # parents come before their children
+        if name in needed:
+            needed.update(table[name].parents)
+    return tuple(name for name in table if name in needed)
+
+
+def run_with_parents(name: str, cfg: RunConfig, *, wait_s: float = 0.0, progress: Progress | None = None) -> list[Outcome]:
+    """Bring a step and all that it needs to their end, with one environment server that starts when it is first needed.
+
+    wait_s and errors: see `run_when_free`.
+    """
+    with contextlib.ExitStack() as stack:
+        running: list[list[str]] = []  # endpoints, once there is a server
+
+        def environment(expert: bool) -> AbstractContextManager[list[str]]:
+            if expert:
+                return local_environment(cfg, True)
+            if not running:
+                running.append(stack.enter_context(local_environment(cfg, False)))
+            return contextlib.nullcontext(running[0])
+
+        steps = with_parents(cfg, name)
+        return [run_when_free(step, cfg, wait_s=wait_s, environment=environment, progress=progress) for step in steps]
+
+
+def run_when_free(
+    name: str, cfg: RunConfig, *, wait_s: float, environment: Environment | None = None, progress: Progress | None = None
+) -> Outcome:
+    """`run_step`, after up to `wait_s` seconds for another process that is at work on the step; then LeaseHeld."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return run_step(name, cfg, environment=environment, progress=progress)
+        except LeaseHeld:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(WAIT_POLL_S)
 
 
 def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
@@ -288,8 +352,6 @@ def _mark(cfg: RunConfig, manifest: Manifest) -> str:
 
 
 def _is_module(name: str) -> bool:
-    import importlib.util
-
     return importlib.util.find_spec(name) is not None
 
 
@@ -319,16 +381,9 @@ def _warm_start(ctx: StepContext) -> Manifest:
 
 
 def pointer(store: RunStore, outcome: Outcome) -> str:
-    """What DVC keeps of a step: where its result lies, its digest and its numbers. Never weights."""
+    """What DVC keeps of a step: where its result lies, its digest, its numbers and their course. Never weights."""
     manifest = outcome.manifest
-    return json.dumps(
-        {
-            "step": manifest.step,
-            "key": manifest.key,
-            "digest": manifest.digest,
-            "store": Path(store.root).as_posix(),
-            "results": manifest.results,
-        },
-        indent=1,
-        sort_keys=True,
-    )
+    identity = {"step": manifest.step, "key": manifest.key, "digest": manifest.digest, "store": store.root}
+    # in a list, because `dvc metrics` takes for a metric whatever is not in one
+    content = {"manifest": [identity], "results": manifest.results, "curve": curve(store, manifest)}
+    return json.dumps(content, indent=1, sort_keys=True)

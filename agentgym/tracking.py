@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,19 @@ class Tracker:
         """The run of one step below `parent_id`; found by `step_key`, else created."""
         identity = {"mlflow.parentRunId": parent_id, "step_key": step_key, "kind": "step"}
         return self._find_or_create(name, identity, params, tags)
+
+    def comparison_run(self, comparison_key: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
+        """The run that holds a comparison's table and figures; found by `comparison_key`, else created as `title`."""
+        identity = {"comparison_key": comparison_key, "kind": "comparison"}
+        return self._find_or_create(f"{title} {comparison_key[:8]}", identity, params, tags)
+
+    def cell_run(self, comparison_id: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
+        """A comparison's own view of one of its runs; found by its title, else created.
+
+        The run itself stays where it is: it may belong to several comparisons, and MLflow gives a run one parent.
+        """
+        identity = {"mlflow.parentRunId": comparison_id, "cell": title, "kind": "cell"}
+        return self._find_or_create(title, identity, params, tags)
 
     def deliver(self, run_id: str, points: Iterable[Point], tags: Mapping[str, str] | None = None) -> None:
         """Write points with their own timestamps, then the tags. Delivering a point again changes nothing: MLflow's SQL

@@ -12,7 +12,7 @@ from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
 from agentgym.ledger import tracker_of
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 from agentgym.tracking import Tracker
 from agentgym.training.checkpoint import WEIGHTS
 

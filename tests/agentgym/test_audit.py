@@ -12,8 +12,7 @@ from safetensors.torch import load, save
 
 from agentgym.audit import CHECKS, audit
 from agentgym.config import ConfigError, load_config
-from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories, encode_trajectories
-from agentgym.evaluation.evaluate import OUTCOMES
+from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES, decode_trajectories, encode_trajectories
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.steps import key_of, open_store, run_key, steps_of
 from agentgym.store.manifest import Blob, Manifest

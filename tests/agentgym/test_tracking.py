@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentgym.store.posix import RunStore
+from agentgym.store.posix import posix_store
+from agentgym.store.runstore import RunStore
 from agentgym.tracking import LedgerError, Point, StaleRun, Tracker, decode_points, deliver_committed, encode_points
 
 RUN_KEY, KEY = "12" * 32, "ab" * 32
@@ -34,7 +35,7 @@ def tracker(migrated_db: Path, tmp_path: Path) -> Tracker:
 
 @pytest.fixture
 def store(tmp_path: Path) -> RunStore:
-    return RunStore(tmp_path / "store", lease_ttl_s=30.0)
+    return posix_store(tmp_path / "store", lease_ttl_s=30.0)
 
 
 def commit(writer: Any, points: list[Point], *, done: bool = False) -> None:
