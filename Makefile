@@ -16,7 +16,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline test slow check ui clean
+.PHONY: install pipeline test slow check up down ui clean
 
 install: $(INSTALLED)
 
@@ -44,6 +44,12 @@ check: install  ## format, lint, types, layers, fast tests
 	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory test
 
+up: install  ## Prefect server, worker and MLflow of this project; ports: make up PREFECT_PORT=4200 MLFLOW_PORT=5000
+	@$(BIN)/python -m tasks.services up $(if $(PREFECT_PORT),--prefect-port $(PREFECT_PORT)) $(if $(MLFLOW_PORT),--mlflow-port $(MLFLOW_PORT))
+
+down: install  ## end them
+	@$(BIN)/python -m tasks.services down
+
 ui: install  ## MLflow on http://127.0.0.1:5000 until Ctrl-C
 	@mkdir -p $(STATE)
 	@echo "MLflow: http://127.0.0.1:$(or $(PORT),5000)"
@@ -51,4 +57,5 @@ ui: install  ## MLflow on http://127.0.0.1:5000 until Ctrl-C
 		--host 127.0.0.1 --port $(or $(PORT),5000) --workers 1
 
 clean:  ## forget all runs (the environment in .venv stays)
+	@if test -e .agentgym/services.json; then $(BIN)/python -m tasks.services down; fi
 	rm -rf .agentgym outputs dvc.lock .dvc/cache .dvc/tmp .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -20,7 +20,7 @@ from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import ConfigError, RunConfig, config_digest
 from agentgym.context import METRICS, NoProgress, Progress, StepContext
 from agentgym.data import Splits, data_digest, load_splits
-from agentgym.ledger import Paced, deliver_step, ledger_identity
+from agentgym.ledger import Paced, curve, deliver_step, ledger_identity
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.lease import LeaseHeld
@@ -381,16 +381,9 @@ def _warm_start(ctx: StepContext) -> Manifest:
 
 
 def pointer(store: RunStore, outcome: Outcome) -> str:
-    """What DVC keeps of a step: where its result lies, its digest and its numbers. Never weights."""
+    """What DVC keeps of a step: where its result lies, its digest, its numbers and their course. Never weights."""
     manifest = outcome.manifest
-    return json.dumps(
-        {
-            "step": manifest.step,
-            "key": manifest.key,
-            "digest": manifest.digest,
-            "store": store.root,
-            "results": manifest.results,
-        },
-        indent=1,
-        sort_keys=True,
-    )
+    identity = {"step": manifest.step, "key": manifest.key, "digest": manifest.digest, "store": store.root}
+    # in a list, because `dvc metrics` takes for a metric whatever is not in one
+    content = {"manifest": [identity], "results": manifest.results, "curve": curve(store, manifest)}
+    return json.dumps(content, indent=1, sort_keys=True)
