@@ -16,7 +16,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline test slow check up down ui clean
+.PHONY: install pipeline test slow ray check up down ui clean
 
 install: $(INSTALLED)
 
@@ -36,6 +36,10 @@ test: install  ## the tests
 
 slow: install  ## what takes minutes
 	@$(BIN)/python -m pytest -m "slow" $(ARGS)
+
+ray: install  ## what starts Ray
+	@$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
+	@$(BIN)/python -m pytest -m "ray" $(ARGS)
 
 check: install  ## format, lint, types, layers, fast tests
 	$(BIN)/ruff format --check .

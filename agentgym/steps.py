@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 WAIT_POLL_S = 0.5
 
 Environment = Callable[[bool], AbstractContextManager[list[str]]]
+STAYS_HERE = ("prepare", "initialise", "register", "report")  # whatever the compute: they need no accelerator
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,13 @@ def run_step(
         return Outcome(step, done[name], "done")
     parents = {parent: done[parent] for parent in step.parents}
     key = key_of(step, cfg, done)
+    if cfg.compute == "ray-job" and name not in STAYS_HERE:
+        from agentgym.deploy.rayjobs import run_as_job
+
+        head = store.head(name, key)
+        manifest = run_as_job(name, cfg, store, run_key=run_key(cfg), key=key)
+        confirm(cfg, store, step, manifest)
+        return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
     with store.open(name, key) as writer:
         head = writer.head
         if head is not None and head.done:  # another process was faster
