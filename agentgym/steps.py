@@ -23,6 +23,7 @@ from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.posix import RunStore
+from agentgym.tracking import LedgerAway, ledger_errors
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +205,7 @@ def run_step(
 
     environment: offer_expert -> endpoints of running servers; without it the step starts and ends its own.
     Errors: ConfigError where the name is unknown or a parent is not done; LeaseHeld where another process runs the step;
-    DigestMismatch where stored content is not what was committed.
+    DigestMismatch where stored content is not what was committed; LedgerAway where MLflow is away when the step ends.
     """
     table = steps_of(cfg)
     if name not in table:
@@ -234,10 +235,11 @@ def run_step(
             parents=parents,
             environment=environment or (lambda expert: local_environment(cfg, expert)),
             progress=progress or NoProgress(),
-            on_commit=lambda manifest: deliver(cfg, store, step, manifest),
+            on_commit=lambda manifest: _deliver_or_go_on(cfg, store, step, manifest),
         )
         logger.info("step %s (%s): %s", name, key[:12], f"resumes after commit {head.seq}" if head else "starts")
-        manifest = step.run(ctx)
+        with ledger_errors(cfg.tracking_uri):
+            manifest = step.run(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
 
 
@@ -262,19 +264,33 @@ def local_environment(cfg: RunConfig, expert: bool) -> Iterator[list[str]]:
 
 
 def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
-    """Bring MLflow up to the last commit. A small mark spares the import when nothing is new; points never repeat."""
+    """Bring MLflow up to the last commit. A small mark spares the import when nothing is new; points never repeat.
+
+    Errors: LedgerAway.
+    """
     if METRICS not in manifest.records and not manifest.done:
         return
     mark = cfg.state_dir / "delivered" / run_key(cfg)[:16] / f"{step.name}-{manifest.key[:16]}"
     if mark.is_file() and mark.read_text() == _mark(cfg, manifest):
         return
-    deliver_step(cfg, store, manifest, run_key(cfg), title=step.title, headline=step.headline)
-    if step.name == "register":
-        from agentgym.evaluation.publish import confirm_registration
+    with ledger_errors(cfg.tracking_uri):
+        deliver_step(cfg, store, manifest, run_key(cfg), title=step.title, headline=step.headline)
+        if step.name == "register":
+            from agentgym.evaluation.publish import confirm_registration
 
-        confirm_registration(cfg, store, manifest, finished(cfg, store), run_key(cfg))
+            confirm_registration(cfg, store, manifest, finished(cfg, store), run_key(cfg))
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(_mark(cfg, manifest))
+
+
+def _deliver_or_go_on(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
+    """A step goes on while the ledger is away: a later commit brings it up to date, and the last one must."""
+    try:
+        deliver(cfg, store, step, manifest)
+    except LedgerAway as error:
+        if manifest.done:
+            raise
+        logger.warning("commit %d of %s: %s", manifest.seq, step.name, error)
 
 
 def _mark(cfg: RunConfig, manifest: Manifest) -> str:

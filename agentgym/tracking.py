@@ -5,13 +5,15 @@ MLflow is imported where it is first used, so that spooling metrics costs nothin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import re
+import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version as installed_version
@@ -29,6 +31,7 @@ MAX_BATCH = 1000  # metrics of one log_batch; MLflow refuses more
 MAX_PARAMS = 100  # params of one log_batch
 MAX_PARAM_CHARS = 6000
 SUPERSEDED = "superseded"  # value of the tag `kind`
+BUSY_TIMEOUT_S = 60  # whole seconds to wait for somebody else's write to an SQLite ledger
 
 
 class LedgerError(ValueError):
@@ -37,6 +40,33 @@ class LedgerError(ValueError):
 
 class StaleRun(LedgerError):
     """An MLflow run tells of commits that are gone: someone deleted them, or the store."""
+
+
+class LedgerAway(RuntimeError):
+    """The ledger cannot be reached or cannot write now; nothing that was committed is lost."""
+
+
+@contextlib.contextmanager
+def ledger_errors(uri: str) -> Iterator[None]:
+    """Errors: LedgerAway, one line, in place of MLflow's many ways to say that it cannot be reached or cannot write."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_away(error):
+            raise
+        reason = " ".join(str(error).split())[:500]
+        raise LedgerAway(
+            f"MLflow at {uri} cannot be reached or cannot write ({reason}); what was committed is safe, "
+            "the same command brings MLflow up to date once it is back"
+        ) from error
+
+
+def _is_away(error: Exception) -> bool:
+    """MLflow gives both to whoever cannot connect, a locked or full database, and a server's 5xx."""
+    exceptions, database = sys.modules.get("mlflow.exceptions"), sys.modules.get("sqlalchemy.exc")  # not imported: not theirs
+    if exceptions is not None and isinstance(error, exceptions.MlflowException):
+        return error.error_code in ("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR")
+    return database is not None and isinstance(error, database.OperationalError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +129,11 @@ class Tracker:
         from mlflow import MlflowClient
 
         _quieten()
-        if self.uri.startswith("sqlite:"):
-            Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+        uri = self.uri
+        if uri.startswith("sqlite:"):
+            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            uri = f"{uri}?timeout={BUSY_TIMEOUT_S}"  # SQLite's own is 5 s, less than a busy machine's commit may take
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
     @cached_property
     def experiment_id(self) -> str:
@@ -202,7 +234,8 @@ class Tracker:
             model_id = self._find_logged_model(name, plain["step_key"]) or self._log_model(run_id, model_dir, name, plain, step, task)
             self._create_registered(name)
             source = self.client.get_logged_model(model_id).artifact_location
-            version = str(self.client.create_model_version(name, source, run_id=run_id, tags=plain, model_id=model_id).version)
+            self.client.create_model_version(name, source, run_id=run_id, tags=plain, model_id=model_id)
+            version = self._oldest_version(name, plain["step_key"])
         else:
             for key, value in plain.items():  # the same weights, evaluated anew: the latest numbers count
                 self.client.set_model_version_tag(name, version, key, value)
@@ -244,8 +277,17 @@ class Tracker:
 
     def find_version(self, name: str, step_key: str) -> str | None:
         """The registered version made under this key, if any."""
-        versions = self.client.search_model_versions(f"name = '{name}' and tags.step_key = '{step_key}'")
-        return min((str(found.version) for found in versions), key=int, default=None)
+        return min(self._versions(name, step_key), key=int, default=None)
+
+    def _oldest_version(self, name: str, step_key: str) -> str:
+        """A request whose reply was lost with the server is sent again by MLflow's client: a second version of the same model goes."""
+        version, *repeated = sorted(self._versions(name, step_key), key=int)
+        for other in repeated:
+            self.client.delete_model_version(name, other)
+        return version
+
+    def _versions(self, name: str, step_key: str) -> list[str]:
+        return [str(found.version) for found in self.client.search_model_versions(f"name = '{name}' and tags.step_key = '{step_key}'")]
 
     def _find_logged_model(self, name: str, step_key: str) -> str | None:
         """A whole model left by an attempt that was killed before it registered; half ones are removed."""
@@ -381,7 +423,12 @@ def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _prepare_environment() -> None:
     """Must run before MLflow is imported. What the user set wins."""
-    for name, value in {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "GIT_PYTHON_REFRESH": "quiet"}.items():
+    for name, value in {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "GIT_PYTHON_REFRESH": "quiet",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5",  # a minute in all, doubling; MLflow's own 7 hold a training step up for four
+    }.items():
         os.environ.setdefault(name, value)
 
 
