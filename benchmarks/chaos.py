@@ -36,9 +36,6 @@ import psutil
 import yaml
 from pipeline import machine
 
-from agentgym.config import RunConfig, load_config
-from agentgym.steps import finished, open_store
-
 ROOT = Path(__file__).parents[1]
 OWNER = "AGENTGYM_CHAOS_OWNER"  # in the environment of every process of a project; how they are found
 TINY = {
@@ -52,6 +49,18 @@ TINY = {
 FLOW = ("-m", "flows.pipeline")
 STAGE = ("-m", "agentgym", "step", "stage-1")
 PREPARATION = ("prepare", "initialise", "warm-start")  # what stage-1 stands on
+
+# what the store holds, by the project's own source: keys change with it
+LINEAGE = """
+import json, sys
+from agentgym.config import load_config
+from agentgym.steps import finished, open_store
+cfg = load_config("params.yaml", sys.argv[1:])
+store, done = open_store(cfg), finished(cfg, open_store(cfg))
+stages = [final for name, final in done.items() if name.startswith("stage-")]
+items = [item for final in stages for commit in store.history(final.step, final.key) for item in commit.state["consumed"]]
+print(json.dumps([list(done), items]))
+"""
 
 POLL_S = 0.1
 GONE_WITHIN_S = 30.0  # after a command ended
@@ -145,9 +154,10 @@ class Project:
             return f"after {step}"
         return f"{step}, {len(list(last.parents[1].glob('manifests/*.json')))} commits made"
 
-    def config(self, overrides: Sequence[str]) -> RunConfig:
-        places = (f"store.path={self.state / 'store'}", f"data.path={self.folder / 'data/AgentGym-RL-Data-ID'}")
-        return load_config(self.folder / "params.yaml", (*overrides, *places))
+    def lineage(self, overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(steps that are done, ids of the items trained on in the order of the committed optimiser steps)."""
+        done, items = json.loads(self.must("-c", LINEAGE, *overrides).splitlines()[-1])
+        return tuple(done), tuple(items)
 
     def clear(self) -> None:
         """Forget every run. The place itself stays: it may be a disk of its own."""
@@ -454,9 +464,8 @@ def observe(project: Project, prepared: Prepared, setting: Setting, kinds: Seque
         wall_s = time.monotonic() - began
         if process.returncode:
             raise RuntimeError(f"the undisturbed run ended with {process.returncode}\n{log.read_text()[-2000:]}")
-        cfg = project.config(overrides)
         spans = {name: (times[0], times[-1]) for name, times in seen.items() if times}
-        return Reference(wall_s, spans, tuple(finished(cfg, open_store(cfg))), tuple(consumed(cfg)), num_versions(project))
+        return Reference(wall_s, spans, *project.lineage(overrides), num_versions(project))
 
 
 def attempt(project: Project, prepared: Prepared, kind: Kind, reference: Reference, seed: int, number: int) -> Trial:
@@ -549,16 +558,14 @@ def is_open(port: int) -> bool:
 
 def check_result(project: Project, overrides: Sequence[str], reference: Reference, trial: Trial) -> None:
     """What the run says of itself, and what its store and its ledger hold, read without its help."""
-    cfg = project.config(overrides)
     settings = [word for override in overrides for word in ("--set", override)]
     words = [sys.executable, "-m", "agentgym", "audit", "--json", "--episodes", "4", *settings]
     audit = subprocess.run(
         words, cwd=project.folder, env=project.environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
     )
     trial.failures["audit"] = audit_failures(audit)
-    done = tuple(finished(cfg, open_store(cfg)))
+    done, items = project.lineage(overrides)
     trial.failures["steps"] = [] if done == reference.steps else [f"done are {done}, undisturbed {reference.steps}"]
-    items = tuple(consumed(cfg))
     trial.failures["items"] = [] if items == reference.consumed else [f"trained on {items}, undisturbed {reference.consumed}"]
     trial.failures["points"] = repeated_points(project.state / "mlflow.db")
     repeated = repeated_models(project.state / "mlflow.db")
@@ -575,13 +582,6 @@ def audit_failures(audit: subprocess.CompletedProcess[str]) -> list[str]:
         return [f"audit ended with {audit.returncode}: {audit.stderr[-500:]}"]
     bad = [f"{check['name']}: {(check['failures'] or ['failed'])[0]}" for check in report["checks"] if not check["ok"]]
     return bad or ([] if audit.returncode == 0 else [f"audit ended with {audit.returncode}"])
-
-
-def consumed(cfg: RunConfig) -> list[str]:
-    """Item ids in the committed lineage, in order."""
-    store, done = open_store(cfg), finished(cfg, open_store(cfg))
-    stages = [manifest for name, manifest in done.items() if name.startswith("stage-")]
-    return [item for final in stages for commit in store.history(final.step, final.key) for item in commit.state["consumed"]]
 
 
 def repeated_points(database: Path) -> list[str]:
