@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentgym.defaults import set_process_defaults
 
@@ -16,13 +17,21 @@ set_process_defaults()
 
 from agentgym.config import ConfigError, RunConfig, load_config  # noqa: E402
 
+if TYPE_CHECKING:
+    from agentgym.data import Splits
+
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is resumable)."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     run: Callable[[RunConfig, argparse.Namespace], int] = arguments.run
-    return guarded(lambda: run(load_config(arguments.params, arguments.set or ()), arguments), show_traceback=arguments.verbose)
+
+    def command() -> int:
+        own = arguments.params is None  # a comparison names its parameters itself
+        return run(RunConfig() if own else load_config(arguments.params, arguments.set or ()), arguments)
+
+    return guarded(command, show_traceback=arguments.verbose)
 
 
 def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
@@ -54,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     step = commands.add_parser("step", parents=[common], help="one step of the pipeline, as dvc.yaml runs it")
     step.add_argument("name")
     step.add_argument("--out", type=Path, help="also write a pointer to the result (URI, digest, numbers) to this file")
+    step.add_argument("--with-parents", action="store_true", help="first bring the steps it needs to their end")
+    step.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for a step another process runs (default: 0)")
+    step.add_argument("--owner-pipe", action="store_true", help="end when standard input closes, so that no owner leaves it behind")
     step.set_defaults(run=_step)
 
     plan = commands.add_parser("plan", parents=[common], help="what would run, resume or be skipped, and why")
@@ -62,17 +74,30 @@ def _parser() -> argparse.ArgumentParser:
 
     audit = commands.add_parser("audit", parents=[common], help="is a run what it says it is")
     audit.add_argument("run_name", nargs="?", metavar="RUN", help="the run's name, r and 12 hex digits (default: the configured one)")
-    audit.add_argument("--episodes", type=_positive, default=32, help="logged episodes to replay and rescore per step")
+    audit.add_argument("--episodes", type=positive, default=32, help="logged episodes to replay and rescore per step")
     audit.add_argument("--json", action="store_true")
     audit.set_defaults(run=_audit)
 
+    compare = commands.add_parser("compare", help="the table of a comparison, from what its runs left in the store")
+    compare.add_argument("file", type=Path, help="the comparison, for example comparisons/default.yaml")
+    compare.add_argument("--set", action="append", metavar="key.path=value", help="over every run's parameters, as for flows.compare")
+    compare.add_argument("-v", "--verbose", action="store_true")
+    compare.add_argument("--json", action="store_true")
+    compare.set_defaults(run=_compare, params=None)
+
     data = commands.add_parser("data", help="the dataset").add_subparsers(required=True, metavar="COMMAND")
+    importing = data.add_parser("import", parents=[common], help="import the published lists at a revision, with `dvc import`")
+    importing.add_argument("--rev", required=True, help="commit id, tag or branch; the commit it means is pinned")
+    importing.add_argument("--url", help="git repository (default: AgentGym-RL-Data-ID on the Hugging Face Hub)")
+    importing.add_argument("--out", type=Path, default=Path("data/hub/AgentGym-RL-Data-ID"), help="folder (default: %(default)s)")
+    importing.set_defaults(run=_import)
     validate = data.add_parser("validate", parents=[common], help="check files, schema, splits and leakage")
     validate.set_defaults(run=_validate)
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An argument's type. Errors: ArgumentTypeError."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return int(text)
@@ -82,19 +107,29 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from agentgym.progress import Bars
-    from agentgym.steps import open_store, pointer, run_step
+    from agentgym.steps import open_store, pointer, run_when_free, run_with_parents
     from agentgym.store.files import discard, write_temp
+    from agentgym.tracking import check_server
 
+    if arguments.owner_pipe:
+        from agentgym.deploy.owned import end_with_owner
+
+        end_with_owner()
+    check_server(cfg.tracking_uri)
     with Bars(Console(stderr=True)) as bars:
-        outcome = run_step(arguments.name, cfg, progress=bars)
+        if arguments.with_parents:
+            outcomes = run_with_parents(arguments.name, cfg, wait_s=arguments.wait, progress=bars)
+        else:
+            outcomes = [run_when_free(arguments.name, cfg, wait_s=arguments.wait, progress=bars)]
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = write_temp(arguments.out.parent, f"{pointer(open_store(cfg), outcome)}\n".encode())
+        temporary = write_temp(arguments.out.parent, f"{pointer(open_store(cfg), outcomes[-1])}\n".encode())
         try:
             temporary.replace(arguments.out)
         finally:
             discard(temporary)
-    print(f"{arguments.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
+    for outcome in outcomes:
+        print(f"{outcome.step.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
     return 0
 
 
@@ -131,12 +166,51 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.data import PUBLISHED_COUNTS, DataError, load_splits
+    from agentgym.dataset import HUB_URL, import_dataset
+
+    imported = import_dataset(arguments.url or HUB_URL, arguments.rev, arguments.out)
+    said = "imported into" if imported.is_new else "was imported already into"
+    print(f"{imported.url} at {imported.sha} {said} {imported.path}")
+    print(f"licence: {imported.licence or 'not known here; see its repository'}")
+    for env in dict.fromkeys((cfg.env.name, *PUBLISHED_COUNTS)):
+        try:
+            splits = load_splits(imported.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+        except DataError as error:
+            if env == cfg.env.name:
+                raise
+            print(f"warning: {error}")
+            continue
+        _describe(env, splits)
+    print(f"keep in git: {imported.pointer}; to train on it: --set data.path={imported.path}")
+    return 0
+
+
+def _compare(_: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.comparison import cells_of, load_comparison
+    from agentgym.evaluation.compare import read_rows, table
+    from agentgym.evaluation.compare_report import table_markdown
+
+    comparison = load_comparison(arguments.file)
+    cells = cells_of(comparison, arguments.set or ())
+    result = table(comparison, cells, *read_rows(cells))
+    print(json.dumps(result, indent=1) if arguments.json else table_markdown(result), end="\n" if arguments.json else "")
+    return 0
+
+
 def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.dataset import check_pin
     from agentgym.steps import load_data
 
     splits = load_data(cfg)
+    check_pin(cfg.data.path)
+    _describe(cfg.env.name, splits)
+    return 0
+
+
+def _describe(env: str, splits: Splits) -> None:
     for warning in splits.warnings:
         print(f"warning: {warning}")
     sizes = f"{len(splits.train)} train, {len(splits.validation)} validation, {len(splits.test)} test items"
-    print(f"{cfg.env.name}: {sizes}, sha256 {splits.digest[:12]}")
-    return 0
+    print(f"{env}: {sizes}, sha256 {splits.digest[:12]}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
@@ -171,7 +172,8 @@ class HorizonConfig(Section):
 
 class EvaluationConfig(Section):
     max_turns: PositiveInt = 12  # one horizon for every evaluation
-    num_items: PositiveInt = 512  # of the test split
+    split: Literal["test", "validation"] = "test"  # validation: to choose settings by
+    num_items: PositiveInt = 512  # of the split
     num_samples: PositiveInt = 4  # per item, beside one greedy episode
     temperature: PositiveFloat = 1.0
     k: tuple[PositiveInt, ...] = Field(default=(1, 4), min_length=1)  # of pass@k
@@ -209,7 +211,8 @@ class TrackingConfig(Section):
 
 
 class StoreConfig(Section):
-    path: Path = _operational(Path(".agentgym/store"))
+    path: Path = _operational(Path(".agentgym/store"))  # logs and other local state lie beside it, wherever the store is
+    uri: str = _operational("", pattern=r"^$|^s3://[a-z0-9][a-z0-9.-]+(/[\w.-]+)*$")  # s3://bucket/prefix; empty: the folder `path`
     keep_checkpoints: PositiveInt = _operational(2)  # resumable commits kept per unfinished step
     lease_ttl_s: PositiveFloat = _operational(30.0)  # a silent holder on another host is fenced off after this
 
@@ -278,13 +281,16 @@ class RunConfig(Section):
         return self.tracking.uri or f"sqlite:///{(self.state_dir / 'mlflow.db').resolve()}"
 
 
-def load_config(path: Path | str = "params.yaml", overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+def load_config(path: Path | str = "params.yaml", overrides: Sequence[str] = (), *, layers: Sequence[Mapping[str, Any]] = ()) -> RunConfig:
     """Read a params file, apply `key.path=value` overrides, validate.
 
     A file may begin with `extends: OTHER` (a path relative to itself): its values then lie over the other file's.
+    layers: mappings shaped like the file, each laid over what came before it, under the overrides.
     Errors: ConfigError with one line, also for a missing file or broken YAML.
     """
-    tree = _read_tree(Path(path))
+    tree = read_tree(Path(path))
+    for layer in layers:
+        tree = _merge(tree, layer)
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -293,7 +299,7 @@ def load_config(path: Path | str = "params.yaml", overrides: list[str] | tuple[s
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_first_line(error)) from None
+        raise ConfigError(first_line(error)) from None
 
 
 def config_digest(semantic: dict[str, Any]) -> str:
@@ -301,7 +307,8 @@ def config_digest(semantic: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(semantic, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The mapping a YAML file holds, laid over the file it extends, if any. Errors: ConfigError with one line."""
     if path.resolve() in extended_by:
         raise ConfigError(f"{path} extends itself, by way of {', '.join(str(other) for other in extended_by)}; remove one `extends`")
     if not path.is_file():
@@ -313,10 +320,10 @@ def _read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
     base = tree.pop("extends", None)
-    return tree if base is None else _merge(_read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
+    return tree if base is None else _merge(read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in over.items():
         # env.options is replaced whole: options of two environments must not mix
@@ -348,13 +355,13 @@ def _assign(tree: dict[str, Any], keys: list[str], value: Any, override: str) ->
     tree[keys[-1]] = value
 
 
-def _first_line(error: ValidationError) -> str:
-    """The first problem as one line, an unknown key with the nearest known one."""
+def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str:
+    """The first problem as one line, an unknown key with the nearest known one. root: what was validated."""
     problem = error.errors(include_url=False)[0]
     where = [str(part) for part in problem["loc"]]
     path = ".".join(where)
     if problem["type"] == "extra_forbidden":
-        known = _known_keys(where[:-1])
+        known = _known_keys(where[:-1], root)
         near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.6)
         hint = f"did you mean {'.'.join([*where[:-1], near[0]])}?" if near else f"known: {', '.join(known)}"
         return f"unknown key {path}; {hint}"
@@ -365,11 +372,14 @@ def _first_line(error: ValidationError) -> str:
     return f"{path}: {message}, got {came[:80]} ({type(problem['input']).__name__})"
 
 
-def _known_keys(path: list[str]) -> list[str]:
-    model: type[BaseModel] = RunConfig
+def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
+    model = root
     for key in path:
+        if key.isdigit():  # of a list: its entries have one model
+            continue
         annotation = model.model_fields[key].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        inner = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not inner:
             return []
-        model = annotation
+        model = inner[0]
     return sorted(model.model_fields)

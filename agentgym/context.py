@@ -12,12 +12,13 @@ from typing import Any, Protocol
 
 from agentgym.config import RunConfig
 from agentgym.store.manifest import Blob, Manifest
-from agentgym.store.posix import RunStore, StepWriter
+from agentgym.store.runstore import RunStore, StepWriter
 from agentgym.tracking import Point, encode_points
 from agentgym.types import Trajectory
 
 TRAJECTORIES = "trajectories.jsonl.gz"
 METRICS = "metrics.jsonl"
+OUTCOMES = "outcomes.json"  # of an evaluation
 
 
 class Progress(Protocol):

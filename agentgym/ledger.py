@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from agentgym.config import RunConfig
 from agentgym.data import data_digest
-from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
-from agentgym.tracking import SUPERSEDED, StaleRun, Tracker, deliver_committed
+from agentgym.store.manifest import Manifest, sha256
+from agentgym.store.runstore import RunStore
+from agentgym.tracking import SUPERSEDED, LedgerUnavailable, Point, StaleRun, Tracker, deliver_committed, reaching
 
 logger = logging.getLogger(__name__)
+
+SHARE = 0.01  # of a run's time that deliveries may take
+MAX_WAIT_S = 60.0  # how old the newest points may be in MLflow
 
 
 @cache
@@ -66,8 +72,39 @@ def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) ->
     return tracker_of(cfg).child_run(parent_id, title, manifest.key, params=manifest.config, tags={"step": manifest.step})
 
 
+class Paced:
+    """Delivers a step's commits a few at a time, so that it takes one hundredth of the run and no more.
+
+    The first commit and the last are delivered at once. While MLflow is out of reach the step goes on: its numbers are in
+    the store, and the next delivery takes all of them.
+    """
+
+    def __init__(self, deliver: Callable[[Manifest], None]) -> None:
+        self._deliver = deliver
+        self._not_before = 0.0
+
+    def __call__(self, manifest: Manifest) -> None:
+        began = time.monotonic()
+        if began < self._not_before and not manifest.done:
+            return
+        try:
+            self._deliver(manifest)
+        except LedgerUnavailable as error:
+            logger.warning("metrics wait in the store: %s", error)
+        ended = time.monotonic()
+        self._not_before = ended + min((ended - began) / SHARE, MAX_WAIT_S)
+
+
 def deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: str, *, title: str, headline: bool) -> None:
-    """Points up to the last commit, on the step's run and, for headline steps, on the parent; a finished step ends its run."""
+    """Points up to the last commit, on the step's run and, for headline steps, on the parent; a finished step ends its run.
+
+    Errors: LedgerUnavailable.
+    """
+    with reaching(cfg.tracking_uri):
+        _deliver_step(cfg, store, manifest, run_key, title=title, headline=headline)
+
+
+def _deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: str, *, title: str, headline: bool) -> None:
     tracker = tracker_of(cfg)
     parent_id = parent_run(cfg, run_key)
     child_id = child_run(cfg, parent_id, manifest, title)
@@ -76,7 +113,7 @@ def deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: s
     except StaleRun as stale:
         logger.warning("%s; its pipeline is set aside there (tag kind=%s) and written again as a new run", stale, SUPERSEDED)
         tracker.supersede(parent_id)  # the other steps follow when they are confirmed: it is another ledger now
-        deliver_step(cfg, store, manifest, run_key, title=title, headline=headline)
+        _deliver_step(cfg, store, manifest, run_key, title=title, headline=headline)
         return
     if manifest.done:
         tracker.set_tags(child_id, {"manifest": manifest.digest})
@@ -84,3 +121,41 @@ def deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: s
         if manifest.step == "report":
             tracker.log_artifacts(parent_id, {name: store.read(manifest, name) for name in (*manifest.blobs, *manifest.records)})
             tracker.end_run(parent_id)
+
+
+@dataclass(frozen=True, slots=True)
+class CellPoints:
+    """What a comparison shows of one of its runs."""
+
+    title: str
+    cfg: RunConfig
+    run_key: str
+    tags: Mapping[str, str]
+    points: Sequence[Point]
+
+
+def deliver_comparison(name: str, key: str, cells: Sequence[CellPoints], files: Mapping[str, bytes]) -> None:
+    """One run with the table and figures, a run per cell below it, and a tag on the run each cell stands for.
+
+    Skipped where this ledger has these files already. Doing it again changes nothing.
+    """
+    cfg = cells[0].cfg
+    content = sha256(b"".join(sha256(f"{path} ".encode() + data).encode() for path, data in sorted(files.items())))
+    mark = cfg.state_dir / "delivered" / f"comparison-{key[:16]}"
+    identity = ledger_identity(cfg)
+    if identity and mark.is_file() and mark.read_text() == f"{content} {identity}":
+        return
+    tracker = tracker_of(cfg)
+    comparison_id = tracker.comparison_run(key, name, params={}, tags={"comparison": name})
+    for cell in cells:
+        run_id = parent_run(cell.cfg, cell.run_key)
+        tracker.set_tags(run_id, {f"comparison.{name}": key[:12]})
+        cell_tags = {**cell.tags, "run": f"r{cell.run_key[:12]}", "run_id": run_id}
+        cell_id = tracker.cell_run(comparison_id, cell.title, params=cell.cfg.semantic(), tags=cell_tags)
+        tracker.deliver(cell_id, cell.points)
+        for finished_id in (cell_id, run_id):  # a run that is to be reported, too, goes on under its id
+            tracker.end_run(finished_id)
+    tracker.log_artifacts(comparison_id, files)
+    tracker.end_run(comparison_id)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.write_text(f"{content} {ledger_identity(cfg)}")

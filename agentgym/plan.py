@@ -8,7 +8,7 @@ from typing import Any, Literal
 from agentgym.config import RunConfig
 from agentgym.steps import Step, finished, key_of, open_store, semantic_of, steps_of
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 
 
 @dataclass(frozen=True, slots=True)

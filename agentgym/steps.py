@@ -9,23 +9,27 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from agentgym.config import ConfigError, RunConfig, config_digest
 from agentgym.context import METRICS, NoProgress, Progress, StepContext
 from agentgym.data import Splits, data_digest, load_splits
-from agentgym.ledger import deliver_step, ledger_identity
+from agentgym.ledger import Paced, deliver_step, ledger_identity
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
+from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest, sha256
-from agentgym.store.posix import RunStore
-from agentgym.tracking import LedgerAway, ledger_errors
+from agentgym.store.posix import posix_store
+from agentgym.store.runstore import RunStore
+from agentgym.tracking import reaching
 
 logger = logging.getLogger(__name__)
+
+WAIT_POLL_S = 0.5
 
 Environment = Callable[[bool], AbstractContextManager[list[str]]]
 
@@ -151,7 +155,7 @@ def load_data(cfg: RunConfig) -> Splits:
     """The configured items, checked, also against what the run asks of them. Errors: ConfigError."""
     splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
     for key, asked, name, items in (
-        ("evaluation.num_items", cfg.evaluation.num_items, "test", splits.test),
+        ("evaluation.num_items", cfg.evaluation.num_items, cfg.evaluation.split, getattr(splits, cfg.evaluation.split)),
         ("rollout.items_per_step", cfg.rollout.items_per_step, "train", splits.train),
     ):
         if asked > len(items):
@@ -160,7 +164,12 @@ def load_data(cfg: RunConfig) -> Splits:
 
 
 def open_store(cfg: RunConfig) -> RunStore:
-    return RunStore(cfg.store.path, lease_ttl_s=cfg.store.lease_ttl_s)
+    """Errors: ConfigError where store.uri cannot be used as it is."""
+    if cfg.store.uri:
+        from agentgym.store.s3 import s3_store
+
+        return s3_store(cfg.store.uri, lease_ttl_s=cfg.store.lease_ttl_s)
+    return posix_store(cfg.store.path, lease_ttl_s=cfg.store.lease_ttl_s)
 
 
 def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
@@ -205,7 +214,7 @@ def run_step(
 
     environment: offer_expert -> endpoints of running servers; without it the step starts and ends its own.
     Errors: ConfigError where the name is unknown or a parent is not done; LeaseHeld where another process runs the step;
-    DigestMismatch where stored content is not what was committed; LedgerAway where MLflow is away when the step ends.
+    DigestMismatch where stored content is not what was committed.
     """
     table = steps_of(cfg)
     if name not in table:
@@ -223,6 +232,7 @@ def run_step(
     with store.open(name, key) as writer:
         head = writer.head
         if head is not None and head.done:  # another process was faster
+            confirm(cfg, store, step, head)
             return Outcome(step, head, "done")
         for manifest in (*parents.values(), *((head,) if head else ())):
             store.verify(manifest)
@@ -235,12 +245,57 @@ def run_step(
             parents=parents,
             environment=environment or (lambda expert: local_environment(cfg, expert)),
             progress=progress or NoProgress(),
-            on_commit=lambda manifest: _deliver_or_go_on(cfg, store, step, manifest),
+            on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
         )
         logger.info("step %s (%s): %s", name, key[:12], f"resumes after commit {head.seq}" if head else "starts")
-        with ledger_errors(cfg.tracking_uri):
+        with reaching(cfg.tracking_uri):  # steps that speak to MLflow themselves
             manifest = step.run(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
+
+
+def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
+    """These steps and all that they need, in order. Errors: ConfigError for an unknown name."""
+    table = steps_of(cfg)
+    needed = set(names)
+    if unknown := needed - table.keys():
+        raise ConfigError(f"unknown step {min(unknown)!r}; this configuration has: {', '.join(table)}")
+    for name in reversed(table):  # parents come before their children
+        if name in needed:
+            needed.update(table[name].parents)
+    return tuple(name for name in table if name in needed)
+
+
+def run_with_parents(name: str, cfg: RunConfig, *, wait_s: float = 0.0, progress: Progress | None = None) -> list[Outcome]:
+    """Bring a step and all that it needs to their end, with one environment server that starts when it is first needed.
+
+    wait_s and errors: see `run_when_free`.
+    """
+    with contextlib.ExitStack() as stack:
+        running: list[list[str]] = []  # endpoints, once there is a server
+
+        def environment(expert: bool) -> AbstractContextManager[list[str]]:
+            if expert:
+                return local_environment(cfg, True)
+            if not running:
+                running.append(stack.enter_context(local_environment(cfg, False)))
+            return contextlib.nullcontext(running[0])
+
+        steps = with_parents(cfg, name)
+        return [run_when_free(step, cfg, wait_s=wait_s, environment=environment, progress=progress) for step in steps]
+
+
+def run_when_free(
+    name: str, cfg: RunConfig, *, wait_s: float, environment: Environment | None = None, progress: Progress | None = None
+) -> Outcome:
+    """`run_step`, after up to `wait_s` seconds for another process that is at work on the step; then LeaseHeld."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return run_step(name, cfg, environment=environment, progress=progress)
+        except LeaseHeld:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(WAIT_POLL_S)
 
 
 def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
@@ -266,31 +321,21 @@ def local_environment(cfg: RunConfig, expert: bool) -> Iterator[list[str]]:
 def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
     """Bring MLflow up to the last commit. A small mark spares the import when nothing is new; points never repeat.
 
-    Errors: LedgerAway.
+    Errors: LedgerUnavailable.
     """
     if METRICS not in manifest.records and not manifest.done:
         return
     mark = cfg.state_dir / "delivered" / run_key(cfg)[:16] / f"{step.name}-{manifest.key[:16]}"
     if mark.is_file() and mark.read_text() == _mark(cfg, manifest):
         return
-    with ledger_errors(cfg.tracking_uri):
-        deliver_step(cfg, store, manifest, run_key(cfg), title=step.title, headline=step.headline)
-        if step.name == "register":
-            from agentgym.evaluation.publish import confirm_registration
+    deliver_step(cfg, store, manifest, run_key(cfg), title=step.title, headline=step.headline)
+    if step.name == "register":
+        from agentgym.evaluation.publish import confirm_registration
 
+        with reaching(cfg.tracking_uri):
             confirm_registration(cfg, store, manifest, finished(cfg, store), run_key(cfg))
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(_mark(cfg, manifest))
-
-
-def _deliver_or_go_on(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
-    """A step goes on while the ledger is away: a later commit brings it up to date, and the last one must."""
-    try:
-        deliver(cfg, store, step, manifest)
-    except LedgerAway as error:
-        if manifest.done:
-            raise
-        logger.warning("commit %d of %s: %s", manifest.seq, step.name, error)
 
 
 def _mark(cfg: RunConfig, manifest: Manifest) -> str:
@@ -336,7 +381,7 @@ def pointer(store: RunStore, outcome: Outcome) -> str:
             "step": manifest.step,
             "key": manifest.key,
             "digest": manifest.digest,
-            "store": Path(store.root).as_posix(),
+            "store": store.root,
             "results": manifest.results,
         },
         indent=1,

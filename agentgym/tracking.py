@@ -11,8 +11,9 @@ import logging
 import math
 import os
 import re
-import sys
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)
 
@@ -30,43 +31,20 @@ METRIC_NAME = re.compile(r"[A-Za-z0-9_\-.: /]{1,250}")  # what MLflow accepts
 MAX_BATCH = 1000  # metrics of one log_batch; MLflow refuses more
 MAX_PARAMS = 100  # params of one log_batch
 MAX_PARAM_CHARS = 6000
+REACH_TIMEOUT_S = 10.0  # for a server to say that it is there
 SUPERSEDED = "superseded"  # value of the tag `kind`
-BUSY_TIMEOUT_S = 60  # whole seconds to wait for somebody else's write to an SQLite ledger
 
 
 class LedgerError(ValueError):
     """The ledger cannot take what it was given."""
 
 
+class LedgerUnavailable(RuntimeError):
+    """MLflow takes nothing at the moment. Nothing is lost: the store keeps every point until it is delivered."""
+
+
 class StaleRun(LedgerError):
     """An MLflow run tells of commits that are gone: someone deleted them, or the store."""
-
-
-class LedgerAway(RuntimeError):
-    """The ledger cannot be reached or cannot write now; nothing that was committed is lost."""
-
-
-@contextlib.contextmanager
-def ledger_errors(uri: str) -> Iterator[None]:
-    """Errors: LedgerAway, one line, in place of MLflow's many ways to say that it cannot be reached or cannot write."""
-    try:
-        yield
-    except Exception as error:
-        if not _is_away(error):
-            raise
-        reason = " ".join(str(error).split())[:500]
-        raise LedgerAway(
-            f"MLflow at {uri} cannot be reached or cannot write ({reason}); what was committed is safe, "
-            "the same command brings MLflow up to date once it is back"
-        ) from error
-
-
-def _is_away(error: Exception) -> bool:
-    """MLflow gives both to whoever cannot connect, a locked or full database, and a server's 5xx."""
-    exceptions, database = sys.modules.get("mlflow.exceptions"), sys.modules.get("sqlalchemy.exc")  # not imported: not theirs
-    if exceptions is not None and isinstance(error, exceptions.MlflowException):
-        return error.error_code in ("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR")
-    return database is not None and isinstance(error, database.OperationalError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +107,9 @@ class Tracker:
         from mlflow import MlflowClient
 
         _quieten()
-        uri = self.uri
-        if uri.startswith("sqlite:"):
-            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-            uri = f"{uri}?timeout={BUSY_TIMEOUT_S}"  # SQLite's own is 5 s, less than a busy machine's commit may take
-        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+        if self.uri.startswith("sqlite:"):
+            Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     @cached_property
     def experiment_id(self) -> str:
@@ -172,15 +148,30 @@ class Tracker:
         identity = {"mlflow.parentRunId": parent_id, "step_key": step_key, "kind": "step"}
         return self._find_or_create(name, identity, params, tags)
 
-    def deliver(self, run_ids: Sequence[str], points: Iterable[Point]) -> None:
-        """Write points with their own timestamps. Delivering a point again changes nothing: MLflow's SQL store keeps one
-        row for equal (run, name, timestamp, step, value)."""
-        from mlflow.entities import Metric
+    def comparison_run(self, comparison_key: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
+        """The run that holds a comparison's table and figures; found by `comparison_key`, else created as `title`."""
+        identity = {"comparison_key": comparison_key, "kind": "comparison"}
+        return self._find_or_create(f"{title} {comparison_key[:8]}", identity, params, tags)
+
+    def cell_run(self, comparison_id: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
+        """A comparison's own view of one of its runs; found by its title, else created.
+
+        The run itself stays where it is: it may belong to several comparisons, and MLflow gives a run one parent.
+        """
+        identity = {"mlflow.parentRunId": comparison_id, "cell": title, "kind": "cell"}
+        return self._find_or_create(title, identity, params, tags)
+
+    def deliver(self, run_id: str, points: Iterable[Point], tags: Mapping[str, str] | None = None) -> None:
+        """Write points with their own timestamps, then the tags. Delivering a point again changes nothing: MLflow's SQL
+        store keeps one row for equal (run, name, timestamp, step, value)."""
+        from mlflow.entities import Metric, RunTag
 
         metrics = [Metric(name, value, point.time_ms, point.step) for point in points for name, value in point.metrics.items()]
-        for run_id in run_ids:
-            for start in range(0, len(metrics), MAX_BATCH):
-                self.client.log_batch(run_id, metrics=metrics[start : start + MAX_BATCH])
+        last = max(0, len(metrics) - 1) // MAX_BATCH * MAX_BATCH
+        for start in range(0, last, MAX_BATCH):
+            self.client.log_batch(run_id, metrics=metrics[start : start + MAX_BATCH])
+        # MLflow writes the metrics of a batch before its tags
+        self.client.log_batch(run_id, metrics=metrics[last:], tags=[RunTag(name, value) for name, value in (tags or {}).items()])
 
     def end_run(self, run_id: str, status: str = "FINISHED") -> None:
         """status: FINISHED, FAILED or KILLED. A run that already ended so keeps its end time."""
@@ -347,10 +338,48 @@ def deliver_committed(tracker: Tracker, store: RunStore, step: str, key: str, ru
                 raise StaleRun(f"MLflow run {run_id} holds points of commits of {step} that the store no longer has")
         if not pending:
             continue
-        tracker.deliver([run_id], [point for manifest in pending for point in _points(store, manifest)])
-        tracker.set_tags(run_id, {tag: f"{_mark(pending[-1])[0]} {_mark(pending[-1])[1]}"})
+        points = [point for manifest in pending for point in _points(store, manifest)]
+        tracker.deliver(run_id, points, {tag: f"{_mark(pending[-1])[0]} {_mark(pending[-1])[1]}"})
         delivered = max(delivered, len(pending))
     return delivered
+
+
+def check_server(uri: str) -> None:
+    """Errors: LedgerUnavailable where `uri` names an MLflow server and nothing answers there; spares MLflow's import."""
+    if not uri.startswith(("http://", "https://")):
+        return
+    try:
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=REACH_TIMEOUT_S):  # noqa: S310 - http or https, see above
+            pass
+    except urllib.error.HTTPError:
+        pass  # it answers; what it allows shows when it is used
+    except OSError as error:
+        raise LedgerUnavailable(_unavailable(uri, error)) from None
+
+
+@contextlib.contextmanager
+def reaching(uri: str) -> Iterator[None]:
+    """MLflow's several ways of saying that it cannot be reached, or is busy, become LedgerUnavailable."""
+    try:
+        yield
+    except Exception as error:
+        # by name: asking MLflow or SQLAlchemy for their classes would import them
+        code, kind = getattr(error, "error_code", ""), type(error).__name__
+        cut_off = kind.endswith("Exception") and str(error).startswith("API request to ")  # no answer, or a gateway's
+        cut_off = cut_off or type(error).__module__.startswith("requests.")  # from the transfer of artifacts
+        if cut_off or kind == "OperationalError" or code in ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED"):
+            raise LedgerUnavailable(_unavailable(uri, error)) from error
+        raise
+
+
+def _unavailable(uri: str, error: Exception) -> str:
+    came = " ".join(str(error).split())[:300]
+    if uri.startswith("sqlite:"):
+        return f"{uri} is busy or cannot be written: {came}; end what holds it. Nothing is lost: the same command delivers what is missing"
+    return (
+        f"no MLflow server answers at tracking.uri {uri}: {came}; start it, or correct tracking.uri (empty: a local database). "
+        "Nothing is lost: the same command delivers what is missing"
+    )
 
 
 def _save_flavor(model_dir: Path, path: Path, record: Any, *, name: str, tags: Mapping[str, str], task: str) -> None:
@@ -427,7 +456,11 @@ def _prepare_environment() -> None:
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",
         "GIT_PYTHON_REFRESH": "quiet",
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5",  # a minute in all, doubling; MLflow's own 7 hold a training step up for four
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # stdout is for what the command says
+        # MLflow's own 7 retries hold a caller up for four minutes at a time; what could not be delivered is delivered later
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+        "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     }.items():
         os.environ.setdefault(name, value)
 

@@ -17,8 +17,10 @@ from agentgym.config import RunConfig, load_config
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.passk import Interval
 from agentgym.evaluation.report import label
+from agentgym.rollouts.client import check_env_servers
 from agentgym.steps import confirm, finished, load_data, open_store, run_key, steps_of
 from agentgym.store.manifest import Manifest
+from agentgym.tracking import check_server
 from tasks.data import dataset_pointer
 from tasks.prefect_server import prefect_api
 
@@ -71,6 +73,8 @@ def _done(cfg: RunConfig) -> dict[str, Manifest]:
     done = finished(cfg, open_store(cfg)) if is_pulled else {}
     if len(done) < len(steps_of(cfg)):
         check_local_env(cfg.env)
+        check_env_servers(cfg.env)
+        check_server(cfg.tracking_uri)
         if is_pulled:
             load_data(cfg)
     return done

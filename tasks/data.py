@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import ConfigError
+from agentgym.data import DataError
+from agentgym.dataset import DvcError, check_pin, run_dvc
+
+PULL_TIMEOUT_S = 1700.0
 
 
 def dataset_pointer(path: Path) -> Path | None:
@@ -24,15 +27,26 @@ def dataset_pointer(path: Path) -> Path | None:
 
 @task(name="pull data", retries=2, retry_delay_seconds=[2, 10], timeout_seconds=1800, cache_policy=NO_CACHE)
 def pull_data(path: Path) -> str:
-    """`dvc pull` of the dataset. Result: what DVC said.
+    """Bring the dataset to what its `.dvc` file pins, with `dvc pull`. Result: what was done.
 
     A folder that DVC does not track is somebody's own data and is left as it is.
-    Errors: RuntimeError with DVC's last words.
+    Errors: DataError where the files differ from the pin; DvcError where they cannot be pulled.
     """
     pointer = dataset_pointer(path)
     if pointer is None:
         return f"{path} is not tracked by DVC"
-    done = subprocess.run([sys.executable, "-m", "dvc", "pull", str(pointer)], capture_output=True, text=True, timeout=1700, check=False)
-    if done.returncode:
-        raise RuntimeError(f"dvc pull {pointer} failed ({done.returncode}): {(done.stderr or done.stdout).strip()[-500:]}")
-    return done.stdout.strip()
+    if path.is_dir():
+        with contextlib.suppress(DataError):
+            check_pin(path)
+            return f"{path} is what {pointer} pins"
+    try:
+        said = run_dvc("pull", str(pointer), timeout_s=PULL_TIMEOUT_S)
+    except DvcError as error:
+        if path.is_dir():
+            check_pin(path)
+        raise DvcError(
+            f"dataset not pulled: {error}; see that the remote can be reached and holds the files (`dvc push` where they are), "
+            "or set data.path to a folder of your own"
+        ) from None
+    check_pin(path)
+    return said

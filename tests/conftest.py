@@ -1,6 +1,13 @@
-"""A tiny tokenizer and tiny models: real ones, small enough for every test."""
+"""A tiny tokenizer and tiny models, real ones, small enough for every test; an S3 server, a stand-in for the Hub, a DVC project."""
 
 import copy
+import importlib.util
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +58,73 @@ def plain():
         return twin
 
     return make
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory):
+    """URL of a running S3 server (moto); it ends with the tests, however they end."""
+    from agentgym.deploy.owned import owned_process, tail
+
+    folder = tmp_path_factory.mktemp("s3")
+    command = [sys.executable, str(Path(__file__).with_name("s3_server.py")), str(folder / "port")]
+    with owned_process(command, log_path=folder / "log", env={}) as server:
+        deadline = time.monotonic() + 120
+        while not (folder / "port").exists():
+            assert server.poll() is None, tail(folder / "log")
+            assert time.monotonic() < deadline, tail(folder / "log")
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{(folder / 'port').read_text()}"
+
+
+@pytest.fixture
+def s3_uri(s3_endpoint, monkeypatch, tmp_path):
+    """s3://bucket/prefix of an empty place on that server; the environment names the server, as AWS programs read it."""
+    import boto3
+
+    (tmp_path / "aws").touch()  # nobody's own settings
+    for name, value in {
+        "AWS_ENDPOINT_URL": s3_endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": str(tmp_path / "aws"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "aws"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    boto3.client("s3").create_bucket(Bucket="tests")
+    return f"s3://tests/{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A `tests/hub.py` Hub without commits."""
+    spec = importlib.util.spec_from_file_location("hub", Path(__file__).with_name("hub.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    served = module.Hub(tmp_path / "hub")
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="session")
+def empty_dvc_project(tmp_path_factory):
+    from agentgym.dataset import run_dvc
+
+    folder = tmp_path_factory.mktemp("dvc") / "project"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        subprocess.run(["git", "init", "-q"], check=True)
+        run_dvc("init", "-q", timeout_s=120)
+        for name, value in (("analytics", "false"), ("check_update", "false"), ("site_cache_dir", ".dvc/tmp/site")):
+            run_dvc("config", f"core.{name}", value, timeout_s=120)
+    return folder
+
+
+@pytest.fixture
+def dvc_project(empty_dvc_project, tmp_path, monkeypatch):
+    """The working directory: an empty DVC project, with a home of its own."""
+    folder = shutil.copytree(empty_dvc_project, tmp_path / "project")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return folder

@@ -1,10 +1,14 @@
-"""dvc.yaml is written by hand and must not drift from the steps it runs."""
+"""dvc.yaml is written by hand and must not drift from the steps it runs; data goes to a remote and comes back whole."""
 
+import shutil
 from pathlib import Path
 
+import boto3
+import pytest
 import yaml
 
 from agentgym.config import load_config
+from agentgym.dataset import check_pin, import_dataset, run_dvc
 from agentgym.steps import steps_of
 
 ROOT = Path(__file__).parents[1]
@@ -17,7 +21,49 @@ def test_every_step_is_a_dvc_stage_with_its_parents_and_parameters():
     for name, step in steps.items():
         stage = stages[name]
         assert stage["cmd"] == f"python -m agentgym step {name} --out outputs/{name}.json"
-        inputs = [f"outputs/{parent}.json" for parent in step.parents] or ["data/AgentGym-RL-Data-ID"]
+        inputs = [f"outputs/{parent}.json" for parent in step.parents] or ["${data.path}"]
         assert stage["deps"] == [*inputs, "agentgym", "envs"]
         assert stage["params"] == list(step.sections)
         assert stage.get("outs", stage.get("metrics")) == [{f"outputs/{name}.json": {"cache": False}}]
+
+
+def content(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["local", "s3"])
+def test_a_tracked_dataset_goes_to_a_remote_and_comes_back_whole(kind, dvc_project, tmp_path, request):
+    remote = request.getfixturevalue("s3_uri") if kind == "s3" else str(tmp_path / "remote")
+    folder = Path("data/lists")
+    for name in ("train/babyai_train.json", "eval/babyai_test.json"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(f'[{{"item_id": "babyai_{len(name)}"}}]')
+    before = content(folder)
+    for command in (("add", "-q", str(folder)), ("remote", "add", "-q", "--default", "shelf", remote), ("push", "-q")):
+        run_dvc(*command, timeout_s=240)
+    if kind == "s3":
+        prefix = remote.removeprefix("s3://tests/")
+        objects = [found.key.removeprefix(prefix) for found in boto3.resource("s3").Bucket("tests").objects.filter(Prefix=prefix)]
+    else:
+        objects = list(content(Path(remote)))
+    assert len(objects) == 3  # two lists and the list of the folder
+    shutil.rmtree(folder)
+    shutil.rmtree(".dvc/cache")
+    run_dvc("pull", "-q", timeout_s=240)
+    assert content(folder) == before
+    check_pin(folder)
+
+
+def test_an_imported_dataset_is_never_pushed_and_comes_back_from_where_it_was_imported(hub, dvc_project, tmp_path):
+    """Its licence forbids to hand it on, and a remote inside a repository is handed on with it."""
+    sha = hub.commit({"train/babyai_train.json": b"[]", "eval/babyai_test.json": b"[]"})
+    folder = import_dataset(hub.url, sha, Path("data/lists")).path
+    before = content(folder)
+    run_dvc("remote", "add", "-q", "--default", "shelf", str(tmp_path / "remote"), timeout_s=240)
+    run_dvc("push", "-q", timeout_s=240)
+    assert not (tmp_path / "remote").exists()
+    shutil.rmtree(folder)
+    shutil.rmtree(".dvc/cache")
+    run_dvc("pull", "-q", timeout_s=240)
+    assert content(folder) == before == {"train/babyai_train.json": b"[]", "eval/babyai_test.json": b"[]"}
+    check_pin(folder)

@@ -18,7 +18,7 @@ from agentgym.data import Splits
 from agentgym.rollouts.client import EnvError, EnvPool
 from agentgym.rollouts.episode import extract_action
 from agentgym.steps import local_environment
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 from agentgym.training.engine import open_pool
 from agentgym.training.learner import Learner
 from agentgym.training.rl import resolved
@@ -49,7 +49,7 @@ def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> 
                 fixed = (0, step, cfg.validation.max_turns, cfg.validation.temperature)
                 expected += [(step, item, *fixed) for item in splits.validation[: cfg.validation.num_items]]
         else:
-            chunk = splits.test[: cfg.evaluation.num_items][first : int(commit.state["num_items"])]
+            chunk = getattr(splits, cfg.evaluation.split)[: cfg.evaluation.num_items][first : int(commit.state["num_items"])]
             first = int(commit.state["num_items"])
             version = int(line.checkpoint.state["global_step"]) if line.checkpoint else -1
             rest, samples = (0, cfg.evaluation.max_turns), range(1, 1 + cfg.evaluation.num_samples)

@@ -17,7 +17,7 @@ from agentgym.data import ItemStream, Splits
 from agentgym.rollouts.horizon import Stage, advance, max_turns, stages
 from agentgym.steps import Step, key_of, semantic_of, steps_of
 from agentgym.store.manifest import Manifest, ManifestError
-from agentgym.store.posix import BlobMissing, DigestMismatch, RunStore
+from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
 from agentgym.tracking import Point, decode_points
 from agentgym.training.checkpoint import Checkpoint, load_checkpoint
 from agentgym.training.rl import horizon_state

@@ -11,13 +11,13 @@ import numpy as np
 from agentgym.audit.lines import Line
 from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
-from agentgym.context import METRICS, TRAJECTORIES
+from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES
 from agentgym.data import Splits, splits_from_json
-from agentgym.evaluation.evaluate import OUTCOMES, Array, evaluation_metrics, outcomes, paired, score
+from agentgym.evaluation.evaluate import Array, evaluation_metrics, outcomes, paired, score
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.steps import load_data
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 from agentgym.training.optimise import learning_rate
 
 Tables = dict[str, tuple[Array, Array]]  # evaluation step -> outcomes, recomputed
@@ -98,11 +98,13 @@ def _check_training(cfg: RunConfig, line: Line, commit: Manifest, tally: Tally) 
 
 def _check_evaluation(cfg: RunConfig, store: RunStore, line: Line, splits: Splits, tables: Tables, tally: Tally) -> None:
     final, settings = line.commits[-1], cfg.evaluation
-    where, items = line.at(final), splits.test[: settings.num_items]
+    where, items = line.at(final), getattr(splits, settings.split)[: settings.num_items]
     episodes = [episode for commit in line.commits for episode in line.episodes.get(commit.seq, ())]
     foreign = {e.item.item_id for e in episodes} - {item.item_id for item in items}
     if foreign or not episodes or max(e.sample for e in episodes) > settings.num_samples:
-        tally.fail(f"{where}: its episodes are not those of the test items (foreign: {sorted(foreign)[:3]}); nothing to recompute from")
+        tally.fail(
+            f"{where}: its episodes are not those of the {settings.split} items (foreign: {sorted(foreign)[:3]}); nothing to recompute from"
+        )
         return
     greedy, samples = tables[line.name] = outcomes(episodes, items, settings.num_samples)
     try:

@@ -1,4 +1,4 @@
-"""One checkpoint on the test items: greedy, avg@n, pass@k, each with an interval, paired against the baseline."""
+"""One checkpoint on held-out items: greedy, avg@n, pass@k, each with an interval, paired against the baseline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from agentgym.config import EvaluationConfig
-from agentgym.context import TRAJECTORIES, StepContext, decode_trajectories, now_ms
+from agentgym.context import OUTCOMES, TRAJECTORIES, StepContext, decode_trajectories, now_ms
 from agentgym.data import splits_from_json
 from agentgym.evaluation.passk import Interval, num_failed, paired_differences, summarise
 from agentgym.rollouts.metrics import rollout_metrics
@@ -20,21 +20,23 @@ from agentgym.training.engine import open_engine
 from agentgym.training.model import set_threads
 from agentgym.types import Item, Trajectory
 
-OUTCOMES = "outcomes.json"
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Manifest:
-    """Play every test item once greedily and `num_samples` times sampled; commit a chunk of items at a time.
+    """Play every item of the split once greedily and `num_samples` times sampled; commit a chunk of items at a time.
 
     baseline: the evaluation step to compare with, item by item; it used the same items, horizon and random numbers.
     """
     set_threads()
     cfg, settings = ctx.cfg, ctx.cfg.evaluation
     parent = ctx.parents[checkpoint_step]
-    items = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json")).test[: settings.num_items]
+    splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
+    items = getattr(splits, settings.split)[: settings.num_items]
     if len(items) < settings.num_items:
-        raise ValueError(f"evaluation.num_items {settings.num_items} is more than the {len(items)} test items of {cfg.env.name}; lower it")
+        raise ValueError(
+            f"evaluation.num_items {settings.num_items} is more than the {len(items)} {settings.split} items of {cfg.env.name}; lower it"
+        )
     version = int(parent.state["global_step"])
     num_done = int(ctx.head.state["num_items"]) if ctx.head else 0
     ctx.progress.start(f"evaluate {checkpoint_step}", len(items) * (1 + settings.num_samples))

@@ -97,7 +97,7 @@ def summarise(
     Errors: ValueError for other values, or where no item is left.
     """
     summary: dict[str, Interval] = {}
-    for key, values in _per_item(greedy, samples, k).items():
+    for key, values in per_item(greedy, samples, k).items():
         valid = _valid(values, key)
         if key == "greedy":
             summary[key] = wilson_interval(int(valid.sum()), len(valid), confidence)
@@ -115,7 +115,7 @@ def paired_differences(
     """
     if [values.shape for values in a] != [values.shape for values in b]:
         raise ValueError(f"paired evaluations need the same items and samples, got {a[1].shape} and {b[1].shape}")
-    before, after = _per_item(*a, k), _per_item(*b, k)
+    before, after = per_item(*a, k), per_item(*b, k)
     differences = {key: _valid(after[key] - before[key], key) for key in before}
     return {
         key: bootstrap_interval(values, confidence=confidence, num_bootstrap=num_bootstrap, seed=seed)
@@ -128,7 +128,7 @@ def num_failed(greedy: FloatArray, samples: FloatArray) -> int:
     return int(np.isnan(greedy).sum() + np.isnan(samples).sum())
 
 
-def _per_item(greedy: FloatArray, samples: FloatArray, k: Sequence[int]) -> dict[str, FloatArray]:
+def per_item(greedy: FloatArray, samples: FloatArray, k: Sequence[int]) -> dict[str, FloatArray]:
     """One value per item and key, [I]; NaN where the item has too few valid episodes."""
     if greedy.ndim != 1 or samples.ndim != 2 or len(greedy) != len(samples):
         raise ValueError(f"an evaluation is greedy [I] and samples [I, n], got {greedy.shape} and {samples.shape}")

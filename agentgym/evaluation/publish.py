@@ -24,7 +24,7 @@ from agentgym.evaluation.report import (
 from agentgym.ledger import parent_run, tracker_of
 from agentgym.rollouts.horizon import stages
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 from agentgym.tracking import LedgerError, decode_points
 from agentgym.training.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS
 from agentgym.training.model import save_pretrained

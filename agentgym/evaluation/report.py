@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +87,7 @@ class EpisodeExample:
         )
 
 
-_INK, _MUTED, _GRID = "#1f2933", "#66727f", "#e3e7eb"
+INK, MUTED, GRID = "#1f2933", "#66727f", "#e3e7eb"
 _SERIES = ("#3b6ea8", "#c8702a", "#4b8b5f", "#7a5c99")  # told apart in grey, too
 _STAGES = ("#f6f8fa", "#eaeff4")
 _SMOOTHING_STEPS = 7  # width of the running mean
@@ -105,7 +105,7 @@ def learning_curve_png(curves: Sequence[Curve], stages: Sequence[StageSpan], eva
             transform=axes.get_xaxis_transform(),
             ha="center",
             va="bottom",
-            color=_MUTED,
+            color=MUTED,
             fontsize=9,
             linespacing=1.35,
         )
@@ -125,7 +125,7 @@ def learning_curve_png(curves: Sequence[Curve], stages: Sequence[StageSpan], eva
             [interval.mean for interval in intervals],
             yerr=_error_bars(intervals),
             fmt="Ds^v"[number % 4],
-            color=_INK,
+            color=INK,
             markersize=6,
             capsize=4,
             elinewidth=1.3,
@@ -137,7 +137,7 @@ def learning_curve_png(curves: Sequence[Curve], stages: Sequence[StageSpan], eva
     axes.set_ylabel("success")
     if curves or evaluations:
         axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, fontsize=9)
-    return _png(figure)
+    return png_of(figure)
 
 
 def evaluation_png(rows: Sequence[EvaluationRow]) -> bytes:
@@ -152,15 +152,15 @@ def evaluation_png(rows: Sequence[EvaluationRow]) -> bytes:
         places = np.arange(len(keys)) + (number - (len(rows) - 1) / 2) * width
         means = [interval.mean for interval in intervals]
         axes.bar(places, means, width * 0.92, color=colour, label=row.name)
-        axes.errorbar(places, means, yerr=_error_bars(intervals), fmt="none", color=_INK, elinewidth=1.1, capsize=3)
+        axes.errorbar(places, means, yerr=_error_bars(intervals), fmt="none", color=INK, elinewidth=1.1, capsize=3)
         for place, interval in zip(places, intervals, strict=True):
-            axes.text(place, interval.high + 0.02, f"{100 * interval.mean:.1f}", ha="center", fontsize=9, color=_INK)
+            axes.text(place, interval.high + 0.02, f"{100 * interval.mean:.1f}", ha="center", fontsize=9, color=INK)
     axes.set_ylim(0, 1.08)
     axes.set_xticks(range(len(keys)), [label(key) for key in keys])
-    axes.tick_params(axis="x", length=0, labelcolor=_INK, labelsize=10)
+    axes.tick_params(axis="x", length=0, labelcolor=INK, labelsize=10)
     axes.set_ylabel("success")
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(rows), fontsize=9)
-    return _png(figure)
+    return png_of(figure)
 
 
 def report_html(
@@ -349,14 +349,19 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
     axes.yaxis.set_major_locator(_ticks(0.2))
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    style(axes)
+    return figure, axes
+
+
+def style(axes: Any, grid: Literal["x", "y"] = "y") -> None:
+    """The house's look: lines where a value is read off, one quiet spine. grid: across which axis the lines run."""
+    axes.grid(axis=grid, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_MUTED)
-    axes.tick_params(colors=_MUTED, labelsize=9, length=0)
-    axes.xaxis.label.set_color(_MUTED)
-    axes.yaxis.label.set_color(_MUTED)
-    return figure, axes
+    axes.spines["bottom"].set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelsize=9, length=0)
+    axes.xaxis.label.set_color(MUTED)
+    axes.yaxis.label.set_color(MUTED)
 
 
 def _shades(num: int) -> list[tuple[float, ...]]:
@@ -374,7 +379,8 @@ def _ticks(step: float) -> Any:
     return MultipleLocator(step)
 
 
-def _png(figure: Any) -> bytes:
+def png_of(figure: Any) -> bytes:
+    """The figure as a file; equal figures give equal bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()

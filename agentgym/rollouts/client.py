@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import aiohttp
 from pydantic import ValidationError
 
+from agentgym.config import ConfigError, EnvConfig
 from agentgym.types import Item
 from envs.wire import (
     MAX_ACTION_CHARS,
@@ -40,6 +41,7 @@ BACKOFF_S = 0.05  # before the first retry; doubles
 MAX_BACKOFF_S = 5.0  # also the most a server's Retry-After is believed
 LOAD_AGE_S = 1.0  # how old a server's reported load may be
 CLOSE_TIMEOUT_S = 5.0
+CHECK_TIMEOUT_S = 10.0  # of one request before a run begins
 _HEADERS = {"Content-Type": "application/json"}
 
 
@@ -52,6 +54,7 @@ class EnvError(RuntimeError):
         self.endpoint = endpoint
         self.route = route
         self.kind = kind
+        self.message = message
 
 
 class _Retryable(Exception):
@@ -101,18 +104,21 @@ class EnvSession:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._pool.ask(self.endpoint, "/close", CloseReply, self._as_request, session_id=self._id, max_retries=0)
         except (EnvError, TimeoutError) as error:
-            logger.warning("session left to the server's reaper: %s", error)
+            logger.info("session left to the server's reaper: %s", error)
 
 
 class EnvPool:
     """Servers of one environment. Use as `async with`."""
 
-    def __init__(self, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4) -> None:
+    def __init__(self, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4, patience_s: float = 20.0) -> None:
+        """patience_s: while no server of the pool opens a session, `session` tries at least so long: one may be restarting."""
         if not endpoints:
             raise ValueError("no environment server given; name at least one endpoint such as http://127.0.0.1:8000")
         self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._max_retries = max_retries
+        self._patience_s = patience_s
+        self._refused_since: float | None = None  # when the pool last stopped opening sessions
         self._http: aiohttp.ClientSession | None = None
         self._random = random.SystemRandom()  # which server answers changes no result
         self._load = dict.fromkeys(self.endpoints, 0.0)  # open sessions; inf where the server takes none
@@ -168,7 +174,7 @@ class EnvPool:
                 attempt += 1
 
     async def _create(self, request: CreateRequest) -> tuple[str, CreateReply]:
-        """A server that is full, draining or unreachable is left for another one.
+        """A server that is full, draining or unreachable is left for another one; where all are, they are waited for.
 
         A lost reply may leave a session behind on the server left: its reaper ends it, and nothing ever acts in it.
         """
@@ -176,10 +182,14 @@ class EnvPool:
         while True:
             endpoint = await self._choose()
             try:
-                return endpoint, await self._send(endpoint, "/create", CreateReply, request, "")
+                reply = await self._send(endpoint, "/create", CreateReply, request, "")
+                self._refused_since = None
+                return endpoint, reply
             except _Retryable as error:
-                self._load[endpoint], self._load_seen_at[endpoint] = float("inf"), time.monotonic()
-                if attempt >= self._max_retries:
+                now = time.monotonic()
+                self._load[endpoint], self._load_seen_at[endpoint] = float("inf"), now
+                self._refused_since = self._refused_since or now
+                if attempt >= self._max_retries and now - self._refused_since >= self._patience_s:
                     _give_up(endpoint, "/create", "", attempt, error)
                 await self._back_off(attempt, error)
                 attempt += 1
@@ -202,8 +212,9 @@ class EnvPool:
             ready = await self._send(endpoint, "/readyz", ReadyReply, None, "")
             self._load[endpoint] = float(ready.active_sessions)
         except (_Retryable, EnvError) as error:
+            if self._load[endpoint] != float("inf"):
+                logger.warning("%s takes no sessions: %s", endpoint, error)
             self._load[endpoint] = float("inf")
-            logger.warning("%s takes no sessions: %s", endpoint, error)
 
     async def _send(self, endpoint: str, route: str, reply: type[M], body: Message | None, session_id: str) -> M:
         """Errors: _Retryable, EnvError."""
@@ -240,7 +251,19 @@ async def check_endpoints(
 
     expect_options: the configured options; each must be served with this value. Errors: EnvError; ValueError naming the endpoint.
     """
-    replies = await pool.info()
+    try:
+        replies = await pool.info()
+    except EnvError as error:
+        if error.kind == "unreachable":
+            raise EnvError(
+                error.endpoint,
+                error.route,
+                "",
+                error.kind,
+                f"{error.message}; expected a {expect_env} server there: start it (python -m envs serve {expect_env} --port PORT), or "
+                "correct env.endpoints (empty: one is started on this machine). Nothing committed is lost: the same command goes on",
+            ) from error
+        raise
     for endpoint, info in zip(pool.endpoints, replies, strict=True):
         if info.protocol_version != PROTOCOL_VERSION:
             raise ValueError(
@@ -256,6 +279,23 @@ async def check_endpoints(
             if info.options.get(key) != value:
                 raise ValueError(f"{endpoint} serves {key}={info.options.get(key)!r}, but env.options.{key} is {value!r}; make them equal")
     return replies
+
+
+def check_env_servers(env: EnvConfig) -> None:
+    """Ask the configured endpoints, where there are any, before a run begins.
+
+    Errors: EnvError where one does not answer, ConfigError where it is not what the run was configured for.
+    """
+
+    async def ask() -> None:
+        async with EnvPool(env.endpoints, request_timeout_s=min(env.request_timeout_s, CHECK_TIMEOUT_S), max_retries=2) as pool:
+            await check_endpoints(pool, expect_env=env.name, allow_expert=False, expect_options=env.options)
+
+    if env.endpoints:
+        try:
+            asyncio.run(ask())
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 def _give_up(endpoint: str, route: str, session_id: str, attempt: int, error: _Retryable) -> NoReturn:

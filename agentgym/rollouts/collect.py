@@ -102,6 +102,7 @@ async def collect(
     admitted = [(item, first_sample + sample) for item in items for sample in range(num_samples)]
     nonce = uuid.uuid4().hex  # request keys of an earlier, killed attempt at this step must not be met again
     slots = asyncio.Semaphore(concurrency)
+    failures: list[str] = []  # one for each failed attempt
 
     async def one(item: Item, sample: int, barrier: Lockstep | None) -> Trajectory:
         for attempt in range(1, max_attempts + 1):
@@ -109,7 +110,10 @@ async def collect(
             trajectory = await _attempt(item, sample, attempt, request_key, barrier)
             if trajectory.status.is_valid:
                 break
-            logger.warning("episode %s sample %d attempt %d/%d: %s", item.item_id, sample, attempt, max_attempts, trajectory.error)
+            # a server that is gone takes a whole batch with it: one line each would bury what the end of the command says
+            level = logging.INFO if failures else logging.WARNING
+            failures.append(f"{item.item_id} sample {sample} attempt {attempt}/{max_attempts}: {trajectory.error}")
+            logger.log(level, "episode %s", failures[-1])
         progress(1)
         return trajectory
 
@@ -148,7 +152,12 @@ async def collect(
     if len(failed) > max_env_error_frac * len(trajectories):
         raise RolloutError(
             f"{len(failed)} of {len(trajectories)} episodes failed after {max_attempts} attempts each "
-            f"(limit {max_env_error_frac:.0%}); last, {failed[-1].item.item_id}: {failed[-1].error}"
+            f"(limit {max_env_error_frac:.0%}); last, {failed[-1].item.item_id}: {failed[-1].error}; "
+            "see to the environment servers. Nothing committed is lost: the same command goes on"
+        )
+    if len(failures) > 1:
+        logger.warning(
+            "%d attempts at %d episodes failed, %d episodes for good; last: %s", len(failures), len(trajectories), len(failed), failures[-1]
         )
     return trajectories
 

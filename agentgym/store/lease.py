@@ -1,22 +1,17 @@
-"""Who may write to a step: one live holder at a time, each with a higher epoch than the one before.
-
-Lease files are created, never changed and never deleted; the heartbeat is a file's modification time.
-"""
+"""Who may write to a step: one live holder at a time, each with a higher epoch than the one before."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
-
-from agentgym.store.files import create_exclusively, discard, write_temp
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +45,31 @@ class Holder:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} on {self.host}, since {since} (epoch {self.epoch})"
 
+    def refuse_if_alive(self, silent_s: float, *, ttl_s: float, what: str) -> None:
+        """Errors: LeaseHeld while this holder lives: its process where it can be seen from here, else its heartbeat."""
+        if (self.host, self.space) == (socket.gethostname(), pid_space()):
+            if self._runs():
+                raise LeaseHeld(f"{what} is held by {self}; wait for it or stop that process")
+            logger.info("%s: its last holder, %s, is gone; taking over", what, self)
+            return
+        if silent_s < ttl_s:
+            raise LeaseHeld(
+                f"{what} is held by {self}, heard of {max(0.0, silent_s):.1f}s ago; wait for it, stop that process, "
+                f"or try again once it was silent for store.lease_ttl_s {ttl_s:g}"
+            )
+        logger.info("%s: its last holder, %s, was silent for %.0fs; taking over", what, self, silent_s)
+
+    def _runs(self) -> bool:
+        if self.started is not None:
+            return process_start(self.pid) == self.started
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+
 
 def pid_space() -> str:
     """Equal for processes that can judge each other by pid; hosts may share a name, containers a machine. Empty: unknown."""
@@ -68,102 +88,60 @@ def process_start(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-class Lease:
-    """A held lease. A daemon thread keeps its file young until `release`."""
+class Lease(ABC):
+    """A held lease. A daemon thread keeps it young until `release`; what that takes is the back end's."""
 
-    def __init__(self, folder: Path, holder: Holder, ttl_s: float) -> None:
-        self.folder = folder
+    def __init__(self, holder: Holder, ttl_s: float, what: str) -> None:
+        """Called last by a back end's own: the heart beats from here on."""
         self.holder = holder
-        self._path = folder / f"{holder.epoch:06d}.json"
+        self._what = what
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, args=(ttl_s / 4,), name=f"lease-{holder.epoch}", daemon=True)
+        self._thread = threading.Thread(target=self._live, args=(ttl_s / 4,), name=f"lease-{holder.epoch}", daemon=True)
         self._thread.start()
 
-    @classmethod
-    def acquire(cls, folder: Path, ttl_s: float, what: str) -> Self:
-        """Take the next epoch of `folder`. Errors: LeaseHeld while the last holder lives; `what` names the step in it."""
-        while True:
-            epoch = newest_epoch(folder)
-            me = Holder.me(epoch + 1)
-            temp = write_temp(folder, json.dumps(asdict(me)).encode())
-            try:
-                if epoch and not _released(folder, epoch):
-                    # the temporary file's time is "now" on the clock of the file system that stamps heartbeats
-                    _refuse_if_alive(folder / f"{epoch:06d}.json", now=temp.stat().st_mtime, ttl_s=ttl_s, what=what)
-                if create_exclusively(temp, folder / f"{me.epoch:06d}.json"):
-                    return cls(folder, me, ttl_s)
-            except FileNotFoundError:
-                continue  # the live holder tidied the temporary file away
-            finally:
-                discard(temp)
+    @abstractmethod
+    def check(self) -> None:
+        """Errors: Fenced where a newer holder exists."""
 
-    def check(self, what: str) -> None:
-        """Errors: Fenced where a newer epoch exists."""
-        epoch = newest_epoch(self.folder)
-        if epoch > self.holder.epoch:
-            newer = read_holder(self.folder / f"{epoch:06d}.json")
-            raise Fenced(
-                f"{what} was taken over by {newer}; this process ({self.holder.pid}, epoch {self.holder.epoch}) lost its lease "
-                "and must stop, its uncommitted work is dropped"
-            )
+    @abstractmethod
+    def commit(self, seq: int, data: bytes) -> None:
+        """Make `data` the manifest of commit `seq`, durably, after all blobs that were put. Errors: Fenced, with nothing committed."""
+
+    @abstractmethod
+    def sweep(self) -> int:
+        """Remove what writers that were killed left half made, blobs apart. Result: how many."""
+
+    @abstractmethod
+    def _beat(self) -> None:
+        """Keep the lease young."""
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """Let the next holder know that it need not wait."""
 
     def release(self) -> None:
-        """Stop the heartbeat and say so on disk, so that the next holder need not wait. A failure is logged, not raised."""
+        """Stop the heartbeat and give the lease back. A failure is logged, not raised: the lease then ends with this process."""
         self._stop.set()
         self._thread.join()
         try:
-            temp = write_temp(self.folder, b"")
-            try:
-                create_exclusively(temp, self.folder / f"{self.holder.epoch:06d}.released")
-            finally:
-                discard(temp)
-        except OSError as error:
-            logger.warning("lease %s could not be marked as released, it ends with this process: %s", self._path, error)
+            self._give_back()
+        except Fenced:
+            pass  # somebody else's already
+        except (OSError, ValueError) as error:
+            logger.warning("the lease on %s could not be marked as released, it ends with this process: %s", self._what, error)
 
-    def _beat(self, every_s: float) -> None:
+    def _live(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
             try:
-                os.utime(self._path)
-            except OSError as error:
-                logger.warning("no heartbeat for lease %s: %s", self._path, error)
+                self._beat()
+            except Fenced as error:
+                logger.error("%s", error)
+                return
+            except (OSError, ValueError) as error:
+                logger.warning("no heartbeat for the lease on %s: %s", self._what, error)
 
-
-def newest_epoch(folder: Path) -> int:
-    """0 where nobody was ever here."""
-    return max((int(name[:-5]) for name in os.listdir(folder) if name.endswith(".json") and name[:-5].isdigit()), default=0)
-
-
-def read_holder(path: Path) -> Holder:
-    return Holder(**json.loads(path.read_bytes()))
-
-
-def _released(folder: Path, epoch: int) -> bool:
-    return (folder / f"{epoch:06d}.released").exists()
-
-
-def _refuse_if_alive(path: Path, *, now: float, ttl_s: float, what: str) -> None:
-    holder = read_holder(path)
-    if (holder.host, holder.space) == (socket.gethostname(), pid_space()):
-        if _runs(holder):
-            raise LeaseHeld(f"{what} is held by {holder}; wait for it or stop that process")
-        logger.info("%s: its last holder, %s, is gone; taking over", what, holder)
-        return
-    age_s = now - path.stat().st_mtime
-    if age_s < ttl_s:
-        raise LeaseHeld(
-            f"{what} is held by {holder}, heard of {max(0.0, age_s):.1f}s ago; wait for it, stop that process, "
-            f"or try again once it was silent for store.lease_ttl_s {ttl_s:g}"
+    def _fenced_by(self, newer: Holder) -> Fenced:
+        return Fenced(
+            f"{self._what} was taken over by {newer}; this process ({self.holder.pid}, epoch {self.holder.epoch}) lost its lease "
+            "and must stop, its uncommitted work is dropped"
         )
-    logger.info("%s: its last holder, %s, was silent for %.0fs; taking over", what, holder, age_s)
-
-
-def _runs(holder: Holder) -> bool:
-    if holder.started is not None:
-        return process_start(holder.pid) == holder.started
-    try:
-        os.kill(holder.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

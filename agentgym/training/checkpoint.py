@@ -8,7 +8,7 @@ from typing import Any
 
 from agentgym.rollouts.chat import ChatRenderer
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import RunStore
+from agentgym.store.runstore import RunStore
 from agentgym.training.model import TokenizerFiles, model_from_blobs, tokenizer_files, tokenizer_from_files, weights_blob
 
 ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMISER = "config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors"

@@ -53,7 +53,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
         pending: Future[Rollouts] | None = None
         while step < stage.last_step:
             step += 1
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
 
             # generate
             turns = max_turns(cfg.horizon, step, horizon)
@@ -84,6 +84,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 metrics |= learner.update(batch, algorithm, step=step, seed=cfg.seed)
             updated = time.perf_counter()
             metrics["sync/canary_max_abs"] = engine.publish(learner, step)
+            metrics["time/cpu_s"] = time.process_time() - cpu_began  # of this process: neither servers nor validation
             validation = []
             if cfg.validation.every and step % cfg.validation.every == 0:
                 validation = engine.collect(

@@ -12,8 +12,7 @@ from safetensors.torch import load, save
 
 from agentgym.audit import CHECKS, audit
 from agentgym.config import ConfigError, load_config
-from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories, encode_trajectories
-from agentgym.evaluation.evaluate import OUTCOMES
+from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES, decode_trajectories, encode_trajectories
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.steps import key_of, open_store, run_key, steps_of
 from agentgym.store.manifest import Blob, Manifest
@@ -291,6 +290,17 @@ def test_a_forged_point_in_the_ledger_is_not_of_any_commit(forger, how):
     assert f"rollout/success at step {99 if how == 'added' else 3}" in said
     assert ("is missing" in said) is (how in ("altered", "removed"))
     assert ("not of any commit, or more than once" in said) is (how != "removed")
+
+
+@pytest.mark.parametrize("waiting", [2, 1])
+def test_only_the_newest_commits_of_an_unfinished_step_may_wait_for_their_delivery(whole_run, tmp_path, tiny_params, waiting):
+    shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
+    forger = Forger(load_config(tiny_params(tmp_path, deterministic=True)))
+    forger.save(forger.commits("stage-1")[1].model_copy(update={"done": False}))
+    for point in decode_points(forger.blob("stage-1", waiting - 1, METRICS).read_bytes()):
+        forger.sql("delete from metrics where timestamp = ?", point.time_ms)
+    report = audit(forger.cfg, num_episodes=1)
+    assert report.ok is (waiting == 2), report.to_json()
 
 
 def test_an_item_trained_twice_contradicts_the_stream(forger):

@@ -261,8 +261,8 @@ def test_a_free_running_run_killed_at_random_times_loses_and_repeats_nothing(tmp
 def test_a_step_held_by_a_live_process_is_refused_with_who_holds_it(tmp_path, tiny_params):
     cfg = load_config(tiny_params(tmp_path))
     step = steps_of(cfg)["prepare"]
-    hold = "import sys, time; from pathlib import Path; from agentgym.store.posix import RunStore; "
-    hold += "lease = RunStore(Path(sys.argv[1]), lease_ttl_s=30).open('prepare', sys.argv[2]); lease.__enter__(); "
+    hold = "import sys, time; from pathlib import Path; from agentgym.store.posix import posix_store; "
+    hold += "lease = posix_store(Path(sys.argv[1]), lease_ttl_s=30).open('prepare', sys.argv[2]); lease.__enter__(); "
     hold += "print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold, str(cfg.store.path), key_of(step, cfg, {})], stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()

@@ -1,18 +1,15 @@
 """What is in a step's key, what is checked before the first step, and how a lost ledger is filled again."""
 
-import logging
 import shutil
-import socket
-import sqlite3
 
 import pytest
 from mlflow import MlflowClient
 
-from agentgym import ledger, tracking
 from agentgym.audit import audit
 from agentgym.config import ConfigError, load_config
+from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.steps import finished, load_data, open_store, run_step, semantic_of, steps_of
-from agentgym.tracking import LedgerAway
+from agentgym.tracking import decode_points
 
 
 @pytest.fixture
@@ -73,6 +70,29 @@ def test_a_run_deleted_in_the_ledger_is_written_again(run):
     assert report.ok, report.to_json()
 
 
+def test_an_evaluation_on_validation_items_is_another_one_and_passes_its_audit(run, tmp_path):
+    held_out = load_config(tmp_path / "params.yaml", ["evaluation.split=validation", "evaluation.num_items=6"])
+    assert str(run_step("evaluate-warm-start", held_out)) == "ran"
+    store = open_store(held_out)
+    manifest = finished(held_out, store)["evaluate-warm-start"]
+    played = {trajectory.item.split for trajectory in decode_trajectories(store.read(manifest, TRAJECTORIES))}
+    assert played == {"validation"}
+    report = audit(held_out, num_episodes=1)
+    assert report.ok, report.to_json()
+
+
+def test_every_training_step_says_what_it_cost(run):
+    store = open_store(run)
+    costs = [
+        point.metrics["time/cpu_s"]
+        for name in ("stage-1", "stage-2")
+        for commit in store.history(name, finished(run, store)[name].key)
+        for point in decode_points(store.read(commit, METRICS))
+    ]
+    assert len(costs) == 4
+    assert all(cost > 0 for cost in costs)
+
+
 def test_a_model_evaluated_anew_is_no_new_version_but_has_the_new_numbers(run, tmp_path):
     again = load_config(tmp_path / "params.yaml", ["evaluation.num_items=6"])
     for name in steps_of(again):
@@ -100,59 +120,3 @@ def test_a_model_under_another_number_is_said(run):
     client.create_model_version(run.registry.model_name, "somewhere")
     with pytest.raises(ValueError, match=r"MLflow has this checkpoint as version 2, the store as version 1; delete .*/steps/register-"):
         confirm_all(run)
-
-
-@pytest.fixture
-def half(whole_run, tmp_path, tiny_params):
-    """A run of one's own that got as far as the end of stage 1."""
-    shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
-    ledger._tracker.cache_clear()
-    return load_config(tiny_params(tmp_path, deterministic=True))
-
-
-class Locked(logging.Handler):
-    """A ledger somebody else is writing to, until the first warning about it."""
-
-    def __init__(self, database):
-        super().__init__(logging.WARNING)
-        self.connection = sqlite3.connect(database)
-        self.connection.execute("begin exclusive")
-        self.said = []
-
-    def emit(self, record):
-        self.said.append(record.getMessage())
-        self.connection.rollback()
-
-
-def test_training_goes_on_while_the_ledger_is_away_and_the_next_commit_brings_it_up_to_date(half, monkeypatch):
-    monkeypatch.setattr(tracking, "BUSY_TIMEOUT_S", 1)
-    ledger._tracker.cache_clear()
-    locked = Locked(half.state_dir / "mlflow.db")
-    logger = logging.getLogger("agentgym.steps")
-    logger.addHandler(locked)
-    try:
-        assert str(run_step("stage-2", half)) == "ran"
-    finally:
-        logger.removeHandler(locked)
-        locked.connection.close()
-    (said,) = locked.said
-    assert said.startswith(f"commit 0 of stage-2: MLflow at {half.tracking_uri} cannot be reached or cannot write (")
-    assert "database is locked" in said
-    report = audit(half, num_episodes=1)
-    assert report.ok, report.to_json()
-
-
-def test_a_step_that_ends_while_the_ledger_is_unreachable_says_so_and_is_delivered_by_the_same_command(
-    half, tmp_path, tiny_params, monkeypatch
-):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with socket.socket() as nobody:  # bound and not listening: connections are refused
-        nobody.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        away = load_config(tiny_params(tmp_path, deterministic=True), [f"tracking.uri={uri}"])
-        with pytest.raises(LedgerAway, match=rf"^MLflow at {uri} cannot be reached or cannot write \(.*refused.*brings MLflow up to date"):
-            run_step("stage-2", away)
-    assert finished(half, open_store(half))["stage-2"].done
-    assert str(run_step("stage-2", half)) == "done"
-    report = audit(half, num_episodes=1)
-    assert report.ok, report.to_json()

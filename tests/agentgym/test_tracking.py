@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentgym.store.posix import RunStore
+from agentgym.store.posix import posix_store
+from agentgym.store.runstore import RunStore
 from agentgym.tracking import LedgerError, Point, StaleRun, Tracker, decode_points, deliver_committed, encode_points
 
 RUN_KEY, KEY = "12" * 32, "ab" * 32
@@ -34,7 +35,7 @@ def tracker(migrated_db: Path, tmp_path: Path) -> Tracker:
 
 @pytest.fixture
 def store(tmp_path: Path) -> RunStore:
-    return RunStore(tmp_path / "store", lease_ttl_s=30.0)
+    return posix_store(tmp_path / "store", lease_ttl_s=30.0)
 
 
 def commit(writer: Any, points: list[Point], *, done: bool = False) -> None:
@@ -107,9 +108,9 @@ def test_delivering_again_leaves_one_point_each(tracker: Tracker) -> None:
     points = [
         Point(step, 1000 + step, {f"m{index:03d}": step + index / 7 for index in range(400)}) for step in range(3)
     ]  # 1,200: two batches
-    tracker.deliver([run], points[:1])
-    tracker.deliver([run], points)
-    tracker.deliver([run], points)
+    tracker.deliver(run, points[:1])
+    tracker.deliver(run, points)
+    tracker.deliver(run, points)
     expected = sorted((f"m{index:03d}", step, 1000 + step, step + index / 7) for index in range(400) for step in range(3))
     assert tracker.points(run) == expected
 
@@ -161,7 +162,7 @@ def test_a_kill_between_points_and_their_mark_repeats_nothing(tracker: Tracker, 
     with store.open("stage-1", KEY) as writer:
         commit(writer, [Point(0, 1000, {"loss": 3.0})])
     with monkeypatch.context() as patch:
-        patch.setattr(tracker, "set_tags", killed)
+        patch.setattr(tracker.client._tracking_client.store, "_set_tags", killed)
         with pytest.raises(KeyboardInterrupt):
             deliver_committed(tracker, store, "stage-1", KEY, [run])
     assert tracker.points(run) == [("loss", 0, 1000, 3.0)]

@@ -74,6 +74,12 @@ def clone(folder: Path) -> Project:
     return project
 
 
+@pytest.fixture(scope="session")
+def make_clone():
+    """make_clone(folder) -> a clone, for fixtures of a module's own."""
+    return clone
+
+
 @pytest.fixture
 def fresh(tmp_path):
     """A clone in which nothing ran."""

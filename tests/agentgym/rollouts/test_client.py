@@ -1,44 +1,28 @@
 """The client against real servers on loopback, also over connections that break."""
 
 import asyncio
+import os
+import signal
 import socket
-import threading
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 
 import pytest
-import uvicorn
 
+from agentgym.config import EnvConfig
+from agentgym.deploy.local import local_env
 from agentgym.rollouts import client
+from agentgym.rollouts.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError, EnvPool, check_endpoints
-from agentgym.types import Item
-from envs.babyai import spec
-from envs.server import ServerSettings, make_app
+from agentgym.rollouts.collect import collect
+from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.types import Completion, Item, Status
 
 ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
 
 
-@contextmanager
-def serving(options=None, **settings):
-    """(endpoint, sessions) of a BabyAI server in a thread."""
-    app = make_app(spec(options or {}), ServerSettings(**{"drain_timeout_s": 0.1, **settings}))
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        while not (server.started and app.state.sessions.ready):
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.sessions
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
-
-
 @asynccontextmanager
-async def cutting_proxy(endpoint, cuts):
+async def cutting_proxy(endpoint, cuts, at=0):
     """Forwards to endpoint; while cuts[route] > 0 the reply to that route is thrown away and the connection closed."""
     port = int(endpoint.rsplit(":", 1)[1])
 
@@ -63,7 +47,7 @@ async def cutting_proxy(endpoint, cuts):
         upstream_writer.close()
         writer.close()
 
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    server = await asyncio.start_server(handle, "127.0.0.1", at)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
@@ -71,7 +55,7 @@ async def cutting_proxy(endpoint, cuts):
 
 
 def pool_of(*endpoints, **settings):
-    return EnvPool(endpoints, **{"request_timeout_s": 5.0, **settings})
+    return EnvPool(endpoints, **{"request_timeout_s": 5.0, "patience_s": 0.0, **settings})
 
 
 async def play(pool, key, actions=ACTIONS, task_id=3):
@@ -84,7 +68,7 @@ async def play(pool, key, actions=ACTIONS, task_id=3):
     return told
 
 
-def test_an_episode_is_played_and_its_session_closed():
+def test_an_episode_is_played_and_its_session_closed(serving):
     async def main(endpoint):
         async with pool_of(endpoint) as pool:
             assert (await check_endpoints(pool, expect_env="babyai", allow_expert=True, expect_options={"view": "compact"}))[
@@ -106,7 +90,7 @@ def test_an_episode_is_played_and_its_session_closed():
         assert not sessions._by_id
 
 
-def test_a_reply_lost_on_the_way_does_not_act_twice():
+def test_a_reply_lost_on_the_way_does_not_act_twice(serving):
     async def main(endpoint, sessions):
         async with pool_of(endpoint) as direct:
             expected = await play(direct, "direct")
@@ -147,7 +131,7 @@ def test_a_server_that_does_not_answer_in_time_is_an_error():
     asyncio.run(main())
 
 
-def test_a_lost_session_is_an_error_at_once():
+def test_a_lost_session_is_an_error_at_once(serving):
     async def main(endpoint, sessions):
         async with pool_of(endpoint) as pool, pool.session(Item("babyai", 0), "k") as session:
             await session.close()
@@ -162,7 +146,7 @@ def test_a_lost_session_is_an_error_at_once():
         asyncio.run(main(endpoint, sessions))
 
 
-def test_a_full_server_is_waited_for(monkeypatch):
+def test_a_full_server_is_waited_for(serving, monkeypatch):
     monkeypatch.setattr("envs.sessions.RETRY_AFTER_S", 0.3)
 
     async def main(endpoint):
@@ -176,7 +160,7 @@ def test_a_full_server_is_waited_for(monkeypatch):
         asyncio.run(main(endpoint))
 
 
-def test_another_server_takes_what_one_refuses():
+def test_another_server_takes_what_one_refuses(serving):
     async def main(first, second, full):
         async with pool_of(first, second) as pool:
             async with pool.session(Item("babyai", 0), "a"), pool.session(Item("babyai", 1), "b"):
@@ -188,7 +172,74 @@ def test_another_server_takes_what_one_refuses():
         asyncio.run(main(first, second, full))
 
 
-def test_sessions_spread_over_the_servers_and_a_dead_one_is_left_out():
+@pytest.mark.parametrize("patience_s", [0.0, 30.0])
+def test_a_server_that_restarts_is_waited_for(serving, patience_s):
+    async def main(endpoint):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        async with pool_of(f"http://127.0.0.1:{port}", max_retries=0, patience_s=patience_s) as pool:
+            playing = asyncio.create_task(play(pool, "k"))
+            await asyncio.sleep(1)
+            async with cutting_proxy(endpoint, {}, at=port):
+                if patience_s:
+                    assert len(await asyncio.wait_for(playing, 30)) == len(ACTIONS) + 1
+                else:
+                    with pytest.raises(EnvError, match=r"/create: unreachable: .*\(tried 1 times\)"):
+                        await playing
+
+    with serving() as (endpoint, _):
+        asyncio.run(main(endpoint))
+
+
+def test_episodes_of_a_server_that_is_killed_are_played_on_another(tokenizer, tmp_path):
+    renderer = ChatRenderer(tokenizer)
+
+    class Turning:
+        num_asked = 0
+        victim = 0
+
+        async def generate(self, prompt_ids, sampling):
+            self.num_asked += 1
+            if self.num_asked == 40:
+                os.kill(self.victim, signal.SIGKILL)
+            await asyncio.sleep(0.01)
+            ids = tuple(renderer.action_ids("turn left"))
+            return Completion(ids, (-1.0,) * len(ids), "stop", 0)
+
+        async def publish(self, weights, version): ...
+
+    async def main(endpoints):
+        async with pool_of(*endpoints, patience_s=20.0) as pool:
+            policy = Turning()
+            policy.victim = (await pool.info())[0].pid
+            return await collect(
+                [Item("babyai", task) for task in range(24)],
+                num_samples=1,
+                pool=pool,
+                policy=policy,
+                renderer=renderer,
+                settings=EpisodeSettings(seed=0, step=1, max_turns=6, temperature=1.0, max_new_tokens=6, context_tokens=512),
+                concurrency=12,
+                episode_timeout_s=60,
+                max_attempts=3,
+                max_env_error_frac=0.0,
+            )
+
+    env = EnvConfig(options={"levels": ["GoToObj"]})
+    with (
+        local_env(env, expert=False, log_path=tmp_path / "a.log") as first,
+        local_env(env, expert=False, log_path=tmp_path / "b.log") as other,
+    ):
+        began = time.monotonic()
+        trajectories = asyncio.run(main([*first, *other]))
+    assert time.monotonic() - began < 60
+    assert [trajectory.item.task_id for trajectory in trajectories] == list(range(24))
+    assert {trajectory.status for trajectory in trajectories} <= {Status.MAX_TURNS, Status.TERMINATED}
+    assert {trajectory.num_attempts for trajectory in trajectories} == {1, 2}
+
+
+def test_sessions_spread_over_the_servers_and_a_dead_one_is_left_out(serving):
     async def main(first, second, dead, counts):
         async with pool_of(first, second, dead) as pool, asyncio.TaskGroup() as group:
             release = asyncio.Event()
@@ -208,7 +259,7 @@ def test_sessions_spread_over_the_servers_and_a_dead_one_is_left_out():
         asyncio.run(main(first, second, "http://127.0.0.1:9", [sessions_1, sessions_2]))
 
 
-def test_characters_no_server_can_read_are_replaced_and_endless_actions_cut():
+def test_characters_no_server_can_read_are_replaced_and_endless_actions_cut(serving):
     async def main(endpoint):
         async with pool_of(endpoint) as pool, pool.session(Item("babyai", 0), "k") as session:
             for text in ("\ud800", "\x00\x1b[2J", "x" * 100_000):
@@ -218,7 +269,7 @@ def test_characters_no_server_can_read_are_replaced_and_endless_actions_cut():
         asyncio.run(main(endpoint))
 
 
-def test_servers_that_are_not_what_was_configured_are_refused(monkeypatch):
+def test_servers_that_are_not_what_was_configured_are_refused(serving, monkeypatch):
     async def main(plain, other, expert):
         async with pool_of(plain) as pool:
             with pytest.raises(ValueError, match=f"{plain} serves 'babyai', but env.name is 'textcraft'"):

@@ -193,6 +193,19 @@ def test_too_many_failures_stop_the_run_and_name_the_culprit(renderer):
         gather(renderer, behave, items=10)
 
 
+def test_a_server_that_is_gone_is_said_once_and_not_for_every_episode(renderer, caplog):
+    async def behave(item, attempt, turn):
+        if attempt == 1:
+            raise broken()
+        return Reply(terminated=True)
+
+    with caplog.at_level("WARNING", logger="agentgym.rollouts.collect"):
+        gather(renderer, behave, items=20)
+    first, last = caplog.messages
+    assert first == "episode babyai_0 sample 0 attempt 1/3: http://env-7:8000/step: unreachable: server lost"
+    assert last.startswith("20 attempts at 20 episodes failed, 0 episodes for good; last: ")
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_episode_that_hangs_times_out_alone(renderer, deterministic):
     async def behave(item, attempt, turn):

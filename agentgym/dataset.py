@@ -1,0 +1,223 @@
+"""The dataset under DVC: imported at one revision of its git repository, and compared with what its `.dvc` file pins.
+
+DVC is a program here, run as a child process; nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agentgym.config import ConfigError
+from agentgym.data import DataError
+from agentgym.deploy.owned import owned_process
+from agentgym.store.files import discard, write_temp
+
+HUB_URL = "https://huggingface.co/datasets/AgentGym/AgentGym-RL-Data-ID"
+IMPORT_TIMEOUT_S = 1800.0
+GIT_TIMEOUT_S = 120.0
+# by the repository's name, so that a mirror counts
+LICENCES = {"AgentGym/AgentGym-RL-Data-ID": "CC-BY-NC-4.0"}
+_SHA = re.compile(r"[0-9a-f]{40}")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# what DVC runs in: it ends when this process does
+_DVC = "import sys; from agentgym.deploy.owned import end_with_owner; end_with_owner(); from dvc.cli import main; sys.exit(main())"
+
+
+class DvcError(RuntimeError):
+    """DVC could not do what it was asked; its own words are in the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A dataset that DVC imported."""
+
+    path: Path
+    pointer: Path  # the .dvc file: what to keep in git
+    url: str
+    sha: str  # full commit id
+    licence: str | None  # SPDX id; None where this project does not know it
+    is_new: bool  # False: it was there already
+
+
+def run_dvc(*arguments: str, timeout_s: float) -> str:
+    """Run `dvc` and wait for it. Result: what it said. Errors: DvcError, also after timeout_s."""
+    shown = " ".join(("dvc", *arguments))
+    environment = {"DVC_NO_ANALYTICS": "1", "GIT_TERMINAL_PROMPT": "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        with owned_process([sys.executable, "-c", _DVC, *arguments], log_path=log, env=environment) as process:
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise DvcError(f"`{shown}` did not end within {timeout_s:g} s; run it by hand to see where it hangs") from None
+        said = log.read_text(errors="replace").strip()
+    if code:
+        errors = [line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")]
+        raise DvcError(f"`{shown}` failed ({code}): {' | '.join(errors) or said[-500:]}")
+    return said
+
+
+def import_dataset(url: str, rev: str, out: Path) -> Imported:
+    """Import the whole git repository at `url` into the folder `out`, at one commit, with `dvc import`.
+
+    rev: a full commit id, or a branch or tag, which is resolved now: the `.dvc` file pins the commit. What is imported
+    already at that commit stays as it is, or is brought back where its folder is gone. A killed import starts over.
+    Errors: ConfigError for what a person can correct, DataError where the folder is not what it was, DvcError.
+    """
+    _check_project(out)
+    if Path(url).is_dir():
+        url = Path(url).resolve().as_uri()
+    pointer, begun = out.with_name(f"{out.name}.dvc"), out.with_name(f".{out.name}.importing")
+    pinned = _pinned_source(pointer)
+    sha = rev if pinned == (url, rev) else _resolve(url, rev)
+    if pinned is None:
+        if out.exists() and not begun.is_file():
+            raise ConfigError(f"{out} exists and was not imported; move it away, or name another folder with --out")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        begun.touch()
+        try:
+            run_dvc("import", "--rev", sha, "--force", "--out", str(out), "--", url, ".", timeout_s=IMPORT_TIMEOUT_S)
+            _refuse_lfs_pointers(out, pointer, url)
+        except DvcError as error:
+            if not out.exists():
+                discard(begun)
+            if "revision" in str(error).lower() and sha in str(error):
+                raise ConfigError(f"{url} has no commit {sha}; give one that a branch or tag of it contains") from None
+            raise
+    elif pinned != (url, sha):
+        raise ConfigError(
+            f"{pointer} pins {pinned[0]} at {pinned[1]}, not {url} at {sha}; name another folder with --out, "
+            f"or run `dvc remove {pointer}` first"
+        )
+    elif not out.is_dir():
+        run_dvc("pull", str(pointer), timeout_s=IMPORT_TIMEOUT_S)
+    check_pin(out)
+    licence = next((licence for name, licence in LICENCES.items() if url.removesuffix(".git").endswith(f"/{name}")), None)
+    if licence is not None:
+        _note_licence(pointer, licence)
+    discard(begun)
+    return Imported(out, pointer, url, sha, licence, pinned is None)
+
+
+def check_pin(path: Path) -> None:
+    """Compare the folder with the `.dvc` file beside it, byte for byte; nothing where there is no such file.
+
+    DVC itself trusts its cache and, unless a remote has `verify`, what a remote hands out. Errors: DataError where they differ.
+    """
+    pointer = path.with_name(f"{path.name}.dvc")
+    if not pointer.is_file():
+        return
+    outs = _read_pointer(pointer).get("outs") or [{}]
+    expected, found = str(outs[0].get("md5")), _folder_md5(path)
+    if found != expected:
+        raise DataError(
+            f"digest mismatch: {path} is not what {pointer} pins: expected md5 {expected}, got {found}; if the files were changed here, "
+            f"`dvc checkout --force {pointer}` brings the pinned ones back and `dvc add {path}` pins the new ones; if `dvc pull` brought "
+            "them, its remote is damaged: delete them and .dvc/cache, mend the remote and set its `verify`"
+        )
+
+
+def _folder_md5(path: Path) -> str:
+    """The digest DVC gives a folder: of the JSON list of its files with theirs."""
+    files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    rows = [{"md5": _md5((path / name).read_bytes()), "relpath": name} for name in files]
+    return _md5(json.dumps(rows, sort_keys=True).encode()) + ".dir"
+
+
+def _md5(data: bytes) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _check_project(out: Path) -> None:
+    here = Path.cwd()
+    root = next((folder for folder in (here, *here.parents) if (folder / ".dvc").is_dir()), None)
+    if root is None:
+        raise ConfigError(f"{here} is not inside a DVC project; run this in a clone of this project, or after `git init && dvc init`")
+    if not out.resolve().is_relative_to(root):
+        raise ConfigError(f"--out {out} is outside of the DVC project {root}; name a folder inside it")
+
+
+def _refuse_lfs_pointers(out: Path, pointer: Path, url: str) -> None:
+    """DVC takes the pointer for the file where it does not get the file. Errors: DvcError, with nothing pinned."""
+    for file in sorted(out.rglob("*")):
+        if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_LFS_POINTER):
+            discard(pointer)
+            raise DvcError(
+                f"{file.relative_to(out)} of {url} is in Git LFS, and its content could not be fetched (LFS works over http and ssh, "
+                "not from a folder or file://); nothing was pinned, try again"
+            )
+
+
+def _read_pointer(pointer: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(pointer.read_text())
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{pointer} is not YAML ({' '.join(str(error).split())}); restore it from git") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{pointer} must hold a mapping, as DVC writes it; restore it from git")
+    return tree
+
+
+def _pinned_source(pointer: Path) -> tuple[str, str] | None:
+    """(url, commit) of an import, None where there is no pointer. Errors: ConfigError where it pins something else."""
+    if not pointer.is_file():
+        return None
+    try:
+        repository = _read_pointer(pointer)["deps"][0]["repo"]
+        return str(repository["url"]), str(repository["rev_lock"])
+    except (KeyError, IndexError, TypeError):
+        raise ConfigError(f"{pointer} tracks a folder that was not imported; name another folder with --out") from None
+
+
+def _resolve(url: str, rev: str) -> str:
+    """The commit a full id, branch or tag means. Errors: ConfigError where the repository or the name is unknown."""
+    if not re.fullmatch(r"[\w.][\w./+-]*", rev):
+        raise ConfigError(f"revision {rev!r} is no name of a commit; give a full commit id, a tag or a branch")
+    try:
+        done = subprocess.run(
+            ["git", "ls-remote", "--", url],
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_S,
+            check=False,
+            env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
+        )
+    except FileNotFoundError:
+        raise ConfigError("`git` is not installed; importing a dataset needs it") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{url} did not answer within {GIT_TIMEOUT_S:g} s; check the network and --url") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split())[-300:]
+        raise ConfigError(f"{url} cannot be read as a git repository ({said}); check the network and --url")
+    if _SHA.fullmatch(rev):
+        return rev
+    refs = {name: sha for sha, name in (line.split("\t") for line in done.stdout.splitlines())}
+    for name in (f"refs/tags/{rev}^{{}}", f"refs/tags/{rev}", f"refs/heads/{rev}"):  # of an annotated tag, the commit
+        if name in refs:
+            return refs[name]
+    known = sorted({name.split("/", 2)[2].removesuffix("^{}") for name in refs if name.startswith(("refs/heads/", "refs/tags/"))})
+    raise ConfigError(
+        f"{url} has no branch or tag {rev!r}; it has {', '.join(known[:8]) or 'none'}; a commit id must have all of its 40 digits"
+    )
+
+
+def _note_licence(pointer: Path, licence: str) -> None:
+    """In the `.dvc` file's `meta`, which DVC keeps."""
+    if "meta" in _read_pointer(pointer):
+        return
+    temporary = write_temp(pointer.parent, pointer.read_bytes() + f"meta:\n  license: {licence}\n".encode())
+    try:
+        temporary.replace(pointer)
+    finally:
+        discard(temporary)

@@ -1,0 +1,320 @@
+"""What a comparison found: success per row with its spread over seeds, paired intervals, learning curves and their cost.
+
+Reads the store and computes; nothing here runs a model. How sure a number is:
+
+| number | estimate | interval |
+|---|---|---|
+| success of a row | mean over seeds of the mean over items | crossed bootstrap of seeds and items |
+| gain of a row | the same of `row - its own start`, item by item and seed by seed | the same |
+| contrast of two rows | the same of `a - b`, over the seeds both have | the same |
+
+Crossed bootstrap: each replicate draws seeds and, independently, items with replacement, and averages the table they span
+(Owen, "The pigeonhole bootstrap", 2007). It speaks about other seeds and other items alike. With few seeds it cannot know how far an
+unseen seed may fall, so the value of every seed is reported beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentgym.comparison import Cell, Comparison, comparison_key, contrast_rows, write_file
+from agentgym.context import METRICS, OUTCOMES
+from agentgym.evaluation.compare_report import AXES, result_files
+from agentgym.evaluation.passk import FloatArray, Interval, per_item
+from agentgym.ledger import CellPoints, deliver_comparison
+from agentgym.steps import finished, open_store
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import RunStore
+from agentgym.tracking import Point, decode_points
+
+VALIDATION = "validation/success"
+_CHUNK = 500  # replicates at a time: one row of item counts each
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Validation success after an optimiser step, and what training had cost by then."""
+
+    step: int
+    turns: float
+    tokens: float  # observations and actions
+    cpu_s: float  # of the training process, without servers and validation
+    success: float
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One finished cell. Tables are by key of `passk.per_item`, one value per item, NaN where its episodes failed."""
+
+    cell: Cell
+    after: Mapping[str, FloatArray]
+    start: Mapping[str, FloatArray] | None  # of the checkpoint it trained from; None where it trained nothing
+    curve: tuple[Checkpoint, ...]
+    cost: Mapping[str, float]  # of the whole training, by AXES
+    training: tuple[Point, ...]  # of its optimiser steps
+    evaluated: tuple[Point, ...]  # of the evaluations before and after
+
+
+@dataclass(frozen=True)
+class Row:
+    """The finished cells of one row of the table, by seed."""
+
+    name: str
+    cells: tuple[CellResult, ...]
+
+    @property
+    def first(self) -> Cell:
+        return self.cells[0].cell
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(result.cell.seed for result in self.cells)
+
+    @property
+    def keys(self) -> list[str]:
+        """Greedy first; pass@1 is avg@n under another name."""
+        return [key for key in self.cells[0].after if key != "pass_at_1"]
+
+    def success(self, key: str) -> Estimate:
+        return self._estimate(np.stack([result.after[key] for result in self.cells]))
+
+    def gain(self, key: str) -> Estimate | None:
+        """Over the row's own start; None where it trained nothing."""
+        differences = [result.after[key] - result.start[key] for result in self.cells if result.start is not None]
+        return self._estimate(np.stack(differences)) if len(differences) == len(self.cells) else None
+
+    def start(self, key: str) -> Estimate | None:
+        values = [result.start[key] for result in self.cells if result.start is not None]
+        return self._estimate(np.stack(values)) if len(values) == len(self.cells) else None
+
+    def minus(self, other: Row, key: str) -> Estimate:
+        """Over the seeds both have. Errors: ValueError where they share none, or were not evaluated on as many items."""
+        shared = [seed for seed in self.seeds if seed in other.seeds]
+        if not shared:
+            raise ValueError(f"{self.name} and {other.name} have no finished seed in common; run both, then compare")
+        ours, theirs = ({result.cell.seed: result.after[key] for result in row.cells} for row in (self, other))
+        return self._estimate(np.stack([ours[seed] - theirs[seed] for seed in shared]))
+
+    def _estimate(self, values: FloatArray) -> Estimate:
+        settings = self.first.cfg.evaluation
+        interval = crossed_bootstrap(values, confidence=settings.confidence, num_bootstrap=settings.num_bootstrap, seed=settings.seed)
+        return Estimate(interval, tuple(float(mean) for mean in np.nanmean(values, axis=1)))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds and items, with its interval and the value of each seed."""
+
+    interval: Interval
+    per_seed: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        spread = float(np.std(self.per_seed, ddof=1)) if len(self.per_seed) > 1 else None  # sample standard deviation
+        return {**_rounded(self.interval.to_json()), "per_seed": [_round(value) for value in self.per_seed], "sd": _round(spread)}
+
+
+def crossed_bootstrap(values: FloatArray, *, confidence: float, num_bootstrap: int, seed: int) -> Interval:
+    """Percentile interval of the mean of `values` [S, I], seeds by items, both drawn anew; see the head of this module.
+
+    NaN is left out. One seed alone is kept as it is: the interval then speaks about items only.
+    Errors: ValueError where a seed or every item has no value.
+    """
+    if values.ndim != 2 or not values.size:
+        raise ValueError(f"a crossed bootstrap needs values [seeds, items], got shape {values.shape}")
+    valid = ~np.isnan(values)
+    if not valid.any(axis=1).all():
+        raise ValueError("a seed has no valid episode; look at rollout/env_error_frac and the environment's log")
+    num_seeds, num_items = values.shape
+    filled = np.where(valid, values, 0.0)
+    # each seed counts alike, whatever it lost: its items are weighted so that every seed's own mean is unbiased
+    weight = valid / valid.sum(axis=1, keepdims=True)
+    generator = np.random.Generator(np.random.Philox(seed))
+    means = []
+    for first in range(0, num_bootstrap, _CHUNK):
+        count = min(_CHUNK, num_bootstrap - first)
+        items = generator.multinomial(num_items, np.full(num_items, 1 / num_items), size=count).astype(np.float64)
+        seeds = generator.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), size=count).astype(np.float64)
+        drawn = items @ weight.T
+        per_seed = np.divide(items @ (filled * weight).T, drawn, out=np.zeros((count, num_seeds)), where=drawn > 0)
+        counted = seeds * (drawn > 0)
+        # a replicate that drew only what failed has no mean
+        total = counted.sum(axis=1)
+        means.append(np.divide((counted * per_seed).sum(axis=1), total, out=np.full(count, np.nan), where=total > 0))
+    low, high = np.nanquantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(np.nanmean(values, axis=1).mean()), float(low), float(high), int(valid.any(axis=0).sum()))
+
+
+def read_rows(cells: Sequence[Cell]) -> tuple[list[Row], list[Cell]]:
+    """Rows of what the store holds, in the cells' order, and the cells that are not done."""
+    found: dict[str, list[CellResult]] = {}
+    missing = []
+    for cell in cells:
+        store = open_store(cell.cfg)
+        done = finished(cell.cfg, store)
+        if cell.until in done:
+            found.setdefault(cell.row, []).append(_read_cell(cell, store, done))
+        else:
+            missing.append(cell)
+    return [Row(name, tuple(results)) for name, results in found.items()], missing
+
+
+def training_curve(points: Sequence[Point]) -> tuple[tuple[Checkpoint, ...], dict[str, float]]:
+    """(validated checkpoints, cost of the whole by AXES) from the points of training steps, in order."""
+    steps = _costs(points)
+    curve = tuple(
+        Checkpoint(point.step, cost["turns"], cost["tokens"], cost["cpu_s"], point.metrics[VALIDATION])
+        for point, cost in steps
+        if VALIDATION in point.metrics
+    )
+    return curve, steps[-1][1] if steps else dict.fromkeys(AXES, 0.0)
+
+
+def _costs(points: Sequence[Point]) -> list[tuple[Point, dict[str, float]]]:
+    """Each training step with what training had cost by its end."""
+    total, steps = dict.fromkeys(AXES, 0.0), []
+    for point in points:
+        metrics = point.metrics
+        played = metrics.get("rollout/num_episodes", 0.0) * (1.0 - metrics.get("rollout/env_error_frac", 0.0))
+        total = {
+            "step": float(point.step),
+            "turns": total["turns"] + played * metrics.get("rollout/turns_mean", 0.0),
+            "tokens": total["tokens"] + played * metrics.get("rollout/tokens_mean", 0.0),
+            "cpu_s": total["cpu_s"] + metrics.get("time/cpu_s", 0.0),
+        }
+        steps.append((point, total))
+    return steps
+
+
+def table(comparison: Comparison, cells: Sequence[Cell], rows: Sequence[Row], missing: Sequence[Cell]) -> dict[str, Any]:
+    """Everything the comparison says, as JSON types; the figures and the text are made from this alone."""
+    by_name = {row.name: row for row in rows}
+    contrasts = [(a, b) for a, b in contrast_rows(comparison, cells) if a in by_name and b in by_name]
+    settings = rows[0].first.cfg.evaluation if rows else None
+    return {
+        "name": comparison.name,
+        "title": comparison.title,
+        "key": comparison_key(comparison, cells),
+        "confidence": settings.confidence if settings else None,
+        "rows": [_row_json(row) for row in rows],
+        "contrasts": [
+            {"a": a, "b": b, "difference": {key: by_name[a].minus(by_name[b], key).to_json() for key in by_name[a].keys}}
+            for a, b in contrasts
+            if set(by_name[a].seeds) & set(by_name[b].seeds)
+        ],
+        "missing": [cell.title for cell in missing],
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    cfg, settings = row.first.cfg, row.first.cfg.evaluation
+    horizon = cfg.horizon.max_turns
+    result: dict[str, Any] = {
+        "name": row.name,
+        "recipe": row.first.recipe,
+        "horizon": row.first.horizon,
+        "group": row.first.group,
+        "algorithm": cfg.algorithm.recipe,
+        "env": {"name": cfg.env.name, "options": cfg.env.options},
+        "max_turns": list(horizon),
+        "stage_steps": list(cfg.horizon.stage_steps),
+        "evaluation": {name: getattr(settings, name) for name in ("split", "num_items", "num_samples", "max_turns", "temperature")},
+        "seeds": list(row.seeds),
+        "runs": [f"r{result.cell.run_key[:12]}" for result in row.cells],
+        "success": {key: row.success(key).to_json() for key in row.keys},
+    }
+    if row.gain(row.keys[0]) is None:
+        return result
+    starts = {key: row.start(key) for key in row.keys}
+    gains = {key: row.gain(key) for key in row.keys}
+    return result | {
+        "start": {key: start.to_json() for key, start in starts.items() if start},
+        "gain": {key: gain.to_json() for key, gain in gains.items() if gain},
+        "cost": {axis: [_round(cell.cost[axis], 1) for cell in row.cells] for axis in AXES},
+        "validation": {
+            "best": [max((point.success for point in cell.curve), default=None) for cell in row.cells],
+            "last": [cell.curve[-1].success if cell.curve else None for cell in row.cells],
+        },
+        "curves": [{name: [_round(getattr(point, name)) for point in cell.curve] for name in (*AXES, "success")} for cell in row.cells],
+    }
+
+
+def _read_cell(cell: Cell, store: RunStore, done: Mapping[str, Manifest]) -> CellResult:
+    evaluation = done[cell.evaluation]
+    baseline = evaluation.results.get("paired", {}).get("baseline")
+    trained = [name for name in cell.steps if name.startswith("stage-")]
+    points = [point for name in trained for point in _points(store, done[name])]
+    curve, cost = training_curve(points)
+    evaluated = [point for name in (baseline, cell.evaluation) if name for point in _points(store, done[name])]
+    return CellResult(
+        cell,
+        _outcomes(cell, store, evaluation),
+        _outcomes(cell, store, done[baseline]) if baseline else None,
+        curve,
+        cost,
+        tuple(points),
+        tuple(evaluated),
+    )
+
+
+def _outcomes(cell: Cell, store: RunStore, evaluation: Manifest) -> dict[str, FloatArray]:
+    stored = json.loads(store.read(evaluation, OUTCOMES))
+    greedy, samples = (np.array(stored[name], dtype=np.float64) for name in ("greedy", "samples"))
+    return per_item(greedy, samples, cell.cfg.evaluation.k)
+
+
+def _points(store: RunStore, final: Manifest) -> list[Point]:
+    return [
+        point
+        for commit in store.history(final.step, final.key)
+        if METRICS in commit.records
+        for point in decode_points(store.read(commit, METRICS))
+    ]
+
+
+def _round(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _rounded(row: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -> dict[str, Any]:
+    """The table of what is done, with its figures in the folder `out` and in MLflow. Doing it again changes nothing."""
+    rows, missing = read_rows(cells)
+    result = table(comparison, cells, rows, missing)
+    files = result_files(result)
+    for name, content in files.items():
+        write_file(out / name, content)
+    if rows:
+        publish(comparison, result["key"], rows, files)
+    return result
+
+
+def publish(comparison: Comparison, key: str, rows: Sequence[Row], files: Mapping[str, bytes]) -> None:
+    """Table and figures to MLflow, with a run per finished cell below them. key: the comparison's. Doing it again changes nothing."""
+    shown = [
+        CellPoints(
+            result.cell.title,
+            result.cell.cfg,
+            result.cell.run_key,
+            {"row": row.name, "recipe": row.first.recipe, "horizon": row.first.horizon, "seed": str(result.cell.seed)},
+            [*map(_charted, _costs(result.training)), *result.evaluated],
+        )
+        for row in rows
+        for result in row.cells
+    ]
+    deliver_comparison(comparison.name, key, shown, files)
+
+
+def _charted(step: tuple[Point, dict[str, float]]) -> Point:
+    """What a chart of a comparison needs of one training step."""
+    point, cost = step
+    success = {name: value for name, value in point.metrics.items() if name in ("rollout/success", VALIDATION)}
+    return Point(point.step, point.time_ms, {**success, **{f"cost/{axis}": cost[axis] for axis in AXES if axis != "step"}})

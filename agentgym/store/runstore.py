@@ -1,0 +1,303 @@
+"""The RunStore: progress has one owner, the newest committed manifest.
+
+A step under a key has a folder of its own: blobs named by their sha256 and written first, one manifest per commit written
+last, and a lease that says who may write. Where a folder lies is a back end's business: posix.py, s3.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+from agentgym.store.lease import Lease
+from agentgym.store.manifest import Blob, Manifest, ManifestError
+
+T = TypeVar("T")
+U = TypeVar("U")
+STEP = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+FOLDER = re.compile(r"(?P<step>.+)-(?P<key>[0-9a-f]{16})")
+
+
+class DigestMismatch(ValueError):
+    """Stored content is not what was committed."""
+
+
+class BlobMissing(LookupError):
+    """Content a manifest names is not there: pruned, or lost."""
+
+
+class Folder(Protocol):
+    """One step's place in a back end. Reading methods raise FileNotFoundError for a name that is not there."""
+
+    place: str  # for people
+
+    def commits(self) -> dict[int, str]:
+        """seq -> name of its manifest, in order."""
+        ...
+
+    def read(self, name: str) -> bytes: ...
+
+    def size(self, name: str) -> int:
+        """Bytes."""
+        ...
+
+    def digest(self, name: str) -> str:
+        """sha256 of what lies there, read once and not held in memory."""
+        ...
+
+    def blobs(self) -> set[str]:
+        """Digests of all blobs, also of those that no manifest names. Needs a lease to have been taken once."""
+        ...
+
+    def put(self, blob: Blob, data: bytes) -> None:
+        """Store `data` whole under its digest. Errors: StoreFull."""
+        ...
+
+    def remove(self, digest: str) -> None:
+        """Remove a blob, if it is there."""
+        ...
+
+    def acquire(self, ttl_s: float, what: str) -> Lease:
+        """Take the step's lease; `what` names the step in messages. Errors: LeaseHeld."""
+        ...
+
+
+class Backend(Protocol):
+    """Where the folders of all steps lie."""
+
+    root: str
+
+    def folders(self) -> list[str]: ...
+
+    def folder(self, name: str) -> Folder: ...
+
+    def map(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+        """In order; many at a time where that pays."""
+        ...
+
+
+class RunStore:
+    """Commits of steps in one back end. Reading needs no lease and takes none."""
+
+    def __init__(self, backend: Backend, *, lease_ttl_s: float) -> None:
+        """lease_ttl_s: a holder this process cannot look at (another host) counts as dead after so many silent seconds."""
+        self.root = backend.root
+        self.lease_ttl_s = lease_ttl_s
+        self._backend = backend
+
+    def head(self, step: str, key: str) -> Manifest | None:
+        """The newest commit. Errors: ManifestError."""
+        folder = self._folder(step, key)
+        commits = folder.commits()
+        return _load(folder, commits[max(commits)], step, key) if commits else None
+
+    def final(self, step: str, key: str) -> Manifest | None:
+        """The head, where the step is done."""
+        head = self.head(step, key)
+        return head if head is not None and head.done else None
+
+    def history(self, step: str, key: str, *, after: int = -1) -> list[Manifest]:
+        """Every commit with seq > after, in order."""
+        folder = self._folder(step, key)
+        names = [name for seq, name in folder.commits().items() if seq > after]
+        return self._backend.map(lambda name: _load(folder, name, step, key), names)
+
+    def keys(self, step: str) -> list[Manifest]:
+        """The head of every key this step name was ever committed under, oldest first."""
+        return self._heads(step)
+
+    def heads(self) -> list[Manifest]:
+        """The head of every step and key, oldest first."""
+        return self._heads(None)
+
+    def read(self, manifest: Manifest, name: str) -> bytes:
+        """Verified content of a blob or record. Errors: KeyError, BlobMissing, DigestMismatch."""
+        folder, blob = self._locate(manifest, name)
+        try:
+            data = folder.read(_blob(blob))
+        except FileNotFoundError:
+            raise self._missing(manifest, name) from None
+        self._compare(manifest, name, len(data), lambda: hashlib.sha256(data).hexdigest())
+        return data
+
+    def verify(self, manifest: Manifest) -> None:
+        """Read all its content once. Errors: BlobMissing, DigestMismatch."""
+        for name in (*manifest.blobs, *manifest.records):
+            folder, blob = self._locate(manifest, name)
+            try:
+                self._compare(manifest, name, folder.size(_blob(blob)), functools.partial(folder.digest, _blob(blob)))
+            except FileNotFoundError:
+                raise self._missing(manifest, name) from None
+
+    @contextlib.contextmanager
+    def open(self, step: str, key: str) -> Iterator[StepWriter]:
+        """Take the step's lease; it is given back on exit, however that comes. Errors: LeaseHeld."""
+        if not STEP.fullmatch(step):
+            raise ValueError(f"step name {step!r} must be lower-case words joined by dashes, for example stage-1")
+        if not re.fullmatch(r"[0-9a-f]{64}", key):
+            raise ValueError(f"key {key!r} of step {step} must be 64 hex digits; make it with step_key")
+        folder = self._folder(step, key)
+        lease = folder.acquire(self.lease_ttl_s, f"step {step} ({folder.place})")
+        try:
+            yield StepWriter(folder, lease, step, key, self.history(step, key))
+        finally:
+            lease.release()
+
+    def _folder(self, step: str, key: str) -> Folder:
+        return self._backend.folder(f"{step}-{key[:16]}")
+
+    def _heads(self, step: str | None) -> list[Manifest]:
+        def head_of(name: str) -> Manifest | None:
+            folder = self._backend.folder(name)
+            commits = folder.commits()
+            return _load(folder, commits[max(commits)]) if commits else None
+
+        matches = [match for name in self._backend.folders() if (match := FOLDER.fullmatch(name))]
+        heads = self._backend.map(head_of, [match.string for match in matches if step in (None, match["step"])])
+        return sorted((head for head in heads if head is not None), key=lambda head: head.created_at)
+
+    def _locate(self, manifest: Manifest, name: str) -> tuple[Folder, Blob]:
+        blob = manifest.blobs.get(name) or manifest.records.get(name)
+        if blob is None:
+            known = ", ".join([*manifest.blobs, *manifest.records]) or "nothing"
+            raise KeyError(f"step {manifest.step} commit {manifest.seq} has no {name!r}; it has {known}")
+        return self._folder(manifest.step, manifest.key), blob
+
+    def _compare(self, manifest: Manifest, name: str, size: int, digest: Callable[[], str]) -> None:
+        """`digest` is asked only where the size is right."""
+        folder, blob = self._locate(manifest, name)
+        if size != blob.size:
+            expected, came = f"{blob.size} bytes", f"{size} bytes"
+        elif (found := digest()) != blob.digest:
+            expected, came = f"sha256 {blob.digest}", f"sha256 {found}"
+        else:
+            return
+        raise DigestMismatch(
+            f"{name} of step {manifest.step} commit {manifest.seq} is damaged: {folder.place}/{_blob(blob)}: expected {expected}, "
+            f"got {came}; restore that file, or delete {folder.place} to run the step again"
+        )
+
+    def _missing(self, manifest: Manifest, name: str) -> BlobMissing:
+        folder, blob = self._locate(manifest, name)
+        where = f"{name} of step {manifest.step} commit {manifest.seq} is not there: {folder.place}/{_blob(blob)}"
+        head = self.head(manifest.step, manifest.key)
+        if head is not None and head.seq > manifest.seq and name in manifest.blobs:
+            return BlobMissing(f"{where}; only the newest commits keep their blobs (store.keep_checkpoints), use commit {head.seq}")
+        return BlobMissing(f"{where}; restore that file, or delete {folder.place} to run the step again")
+
+
+class StepWriter:
+    """The one live writer of a step; made by `RunStore.open`."""
+
+    def __init__(self, folder: Folder, lease: Lease, step: str, key: str, history: list[Manifest]) -> None:
+        self.step = step
+        self.key = key
+        self.epoch = lease.holder.epoch
+        self._history = history
+        self._folder = folder
+        self._lease = lease
+        self._pinned = {blob.digest for manifest in history for blob in manifest.records.values()}
+        self._loose: set[str] | None = None  # blobs that are there and may go one day; None until pruning looked
+
+    @property
+    def head(self) -> Manifest | None:
+        """The newest commit: what to continue from."""
+        return self._history[-1] if self._history else None
+
+    def commit(
+        self,
+        *,
+        done: bool,
+        state: dict[str, Any],
+        parents: dict[str, str],
+        config: dict[str, Any],
+        blobs: Mapping[str, bytes | Blob],
+        records: Mapping[str, bytes],
+        results: dict[str, Any],
+        timings: dict[str, float],
+    ) -> Manifest:
+        """Make everything durable, the manifest last: a kill before its last line leaves the previous head valid.
+
+        A `Blob` in `blobs`, taken from the head, says "unchanged". Errors: Fenced, StoreFull, BlobMissing.
+        """
+        self._lease.check()  # before writing gigabytes for nothing
+        manifest = Manifest(
+            step=self.step,
+            key=self.key,
+            seq=self.head.seq + 1 if self.head else 0,
+            done=done,
+            parents=parents,
+            config=config,
+            state=state,
+            blobs={name: self._keep(name, value) if isinstance(value, Blob) else self._put(value) for name, value in blobs.items()},
+            results=results,
+            records={name: self._put(value) for name, value in records.items()},
+            timings=timings,
+            epoch=self.epoch,
+            created_at=time.time(),
+        )
+        self._lease.commit(manifest.seq, manifest.to_bytes())
+        self._history.append(manifest)
+        recorded = {blob.digest for blob in manifest.records.values()}
+        self._pinned |= recorded
+        if self._loose is not None:
+            self._loose -= recorded
+        return manifest
+
+    def prune(self, keep: int) -> int:
+        """Remove blobs that only commits older than the newest `keep` name, and what killed writers left behind.
+
+        Manifests and records stay. The folder is looked at once, later calls cost what changed. Result: number of files
+        removed. Errors: Fenced.
+        """
+        if keep < 1:
+            raise ValueError(f"keep {keep} must be at least 1; the head's blobs are what a resumed run continues from")
+        num_swept = 0
+        if self._loose is None:
+            num_swept = self._lease.sweep()
+            self._loose = self._folder.blobs() - self._pinned
+        garbage = self._loose - {blob.digest for manifest in self._history[-keep:] for blob in manifest.blobs.values()}
+        for digest in sorted(garbage):
+            self._lease.check()  # a newer holder may be about to name it
+            self._folder.remove(digest)
+            self._loose.discard(digest)
+        return num_swept + len(garbage)
+
+    def _put(self, data: bytes) -> Blob:
+        blob = Blob.of(data)
+        try:
+            self._folder.put(blob, data)
+        except FileNotFoundError:  # a newer holder cleaned up
+            self._lease.check()
+            raise
+        if self._loose is not None and blob.digest not in self._pinned:
+            self._loose.add(blob.digest)
+        return blob
+
+    def _keep(self, name: str, blob: Blob) -> Blob:
+        try:
+            size = self._folder.size(_blob(blob))
+        except FileNotFoundError:
+            size = -1
+        if size != blob.size:
+            where = f"{self._folder.place}/{_blob(blob)}"
+            raise BlobMissing(f"step {self.step}: {name} was given as unchanged, but {where} is not {blob.size} bytes; pass the bytes")
+        return blob
+
+
+def _blob(blob: Blob) -> str:
+    return f"blobs/{blob.digest}"
+
+
+def _load(folder: Folder, name: str, step: str | None = None, key: str | None = None) -> Manifest:
+    """step, key: what the manifest must be of; None: any. Errors: ManifestError."""
+    manifest = Manifest.from_bytes(folder.read(name), where=f"{folder.place}/{name}")
+    if step is not None and (manifest.step, manifest.key) != (step, key):
+        came = f"step {manifest.step} with key {manifest.key}"
+        raise ManifestError(f"{folder.place} holds {came}, expected {step} with {key}; move it away")
+    return manifest

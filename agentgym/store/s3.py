@@ -1,0 +1,433 @@
+"""The RunStore on S3: immutable objects, and one small head per step that is replaced only by who holds its ETag.
+
+    <prefix>/steps/<step>-<key[:16]>/head.json                     who may write, the heartbeat, and which manifests count
+                                     blobs/<sha256>                content
+                                     manifests/<seq>-<epoch>.json  created exclusively; counts once the head says so
+
+Taking a lease, every heartbeat and every commit replace the head under `If-Match`. A writer that was taken over has lost the
+ETag, so nothing it still sends can count. Endpoint and credentials are those of every AWS program (AWS_ENDPOINT_URL,
+AWS_ACCESS_KEY_ID, ...). They must allow to get, put, delete and list objects, and to list and abort multi-part uploads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from email.utils import parsedate_to_datetime
+from typing import Any, Self, TypeVar
+
+from agentgym.config import ConfigError
+from agentgym.store.lease import Fenced, Holder, Lease
+from agentgym.store.manifest import Blob, ManifestError
+from agentgym.store.runstore import RunStore
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+U = TypeVar("U")
+CONNECT_TIMEOUT_S = 5
+READ_TIMEOUT_S = 30  # of silence
+MAX_ATTEMPTS = 5  # of one request
+MAX_BACKOFF_S = 20.0
+PART_BYTES = 64 << 20  # larger blobs travel in parts, several at a time
+NUM_CONNECTIONS = 16
+NUM_REPLACEMENTS = 5  # of the head, before its change of hands counts as an error
+_connecting = threading.Lock()  # boto3's default session must not be used by two threads at once
+
+
+class StoreUnreachable(ConnectionError):
+    """S3 did not answer, or only with errors, until all attempts were used up. What was committed before stays valid."""
+
+
+def s3_store(uri: str, *, lease_ttl_s: float) -> RunStore:
+    """The store at `s3://bucket/prefix`; the bucket must exist. lease_ttl_s: see RunStore. Nothing is asked of S3 yet."""
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    return RunStore(S3Backend(Bucket(bucket, connect()), prefix), lease_ttl_s=lease_ttl_s)
+
+
+def connect() -> Any:
+    """A boto3 client with deadlines and bounded retries. Errors: ConfigError where boto3 is not installed."""
+    try:
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"store.uri needs {error.name}; run `pip install agentgym-flow[s3]`, or leave store.uri empty") from None
+    config = Config(
+        connect_timeout=CONNECT_TIMEOUT_S,
+        read_timeout=READ_TIMEOUT_S,
+        retries={"mode": "standard", "total_max_attempts": MAX_ATTEMPTS},
+        max_pool_connections=NUM_CONNECTIONS,
+    )
+    try:
+        with _connecting:
+            client = boto3.client("s3", config=config)
+    except (BotoCoreError, ValueError) as error:  # an unknown profile, an endpoint that is no URL
+        raise ConfigError(f"store.uri: the AWS settings of this shell cannot be used: {error}") from None
+    client.meta.events.register("needs-retry.s3", _retry_when_told_to_slow_down)
+    return client
+
+
+def _retry_when_told_to_slow_down(response: Any, attempts: int, **_: Any) -> float | None:
+    """Seconds to wait after a plain 429, which botocore's standard mode takes for an answer; proxies send it."""
+    if response is None or response[0].status_code != 429 or attempts >= MAX_ATTEMPTS:
+        return None
+    return min(MAX_BACKOFF_S, random.uniform(0.5, 1) * 2.0 ** (attempts - 1))  # noqa: S311  # spreads retries, keeps no secret
+
+
+class Bucket:
+    """Objects by key, and botocore's errors in our words."""
+
+    def __init__(self, name: str, client: Any) -> None:
+        self.name = name
+        self._client = client
+
+    def get(self, key: str) -> tuple[bytes, str, float]:
+        """Content, ETag, and the seconds since it was written, all by the server's clock. Errors: FileNotFoundError."""
+        data, response = self._read(key, lambda body: body.read())
+        now = parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return data, response["ETag"], (now - response["LastModified"]).total_seconds()
+
+    def digest(self, key: str) -> str:
+        """sha256 of content of any size. Errors: FileNotFoundError."""
+
+        def hashed(body: Any) -> str:
+            sha256 = hashlib.sha256()
+            for chunk in body.iter_chunks(1 << 20):
+                sha256.update(chunk)
+            return sha256.hexdigest()
+
+        return self._read(key, hashed)[0]
+
+    def _read(self, key: str, consume: Callable[[Any], T]) -> tuple[T, dict[str, Any]]:
+        """botocore asks again for an answer that does not come, not for one that breaks off."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            with self._translated(key):
+                response = self._client.get_object(Bucket=self.name, Key=key)
+            try:
+                return consume(response["Body"]), response
+            except _transport_errors() as error:
+                logger.info("s3://%s/%s: the answer broke off: %s", self.name, key, error)
+                time.sleep(min(MAX_BACKOFF_S, 0.1 * 2**attempt))
+        raise StoreUnreachable(f"s3://{self.name}/{key}: the answer broke off {MAX_ATTEMPTS} times; the last commit stays valid")
+
+    def put_if(self, key: str, data: bytes, etag: str | None) -> str | None:
+        """Replace the object while it has this ETag; with None create it while it does not exist.
+
+        Result: the new ETag; None where the condition does not hold, or held and the answer to it was lost.
+        """
+        condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                with self._translated(key):
+                    return str(self._client.put_object(Bucket=self.name, Key=key, Body=data, **condition)["ETag"])
+            except (_ConditionFailed, FileNotFoundError):
+                return None
+            except _Conflict:  # two such requests met; the one that is told so was not carried out
+                time.sleep(min(MAX_BACKOFF_S, 0.1 * 2**attempt))
+        raise StoreUnreachable(f"s3://{self.name}/{key}: {MAX_ATTEMPTS} conditional writes met others; try again")
+
+    def upload(self, key: str, data: bytes) -> None:
+        """Put, large content in parts. An error aborts the parts that were sent."""
+        with self._translated(key):
+            self._client.upload_fileobj(io.BytesIO(data), self.name, key, Config=_transfer())
+
+    def download(self, key: str) -> bytes:
+        """Content, large content in parts. Errors: FileNotFoundError."""
+        sink = io.BytesIO()
+        with self._translated(key):
+            self._client.download_fileobj(self.name, key, sink, Config=_transfer())
+        return sink.getvalue()
+
+    def size(self, key: str) -> int:
+        """Bytes. Errors: FileNotFoundError."""
+        with self._translated(key):
+            return int(self._client.head_object(Bucket=self.name, Key=key)["ContentLength"])
+
+    def delete(self, key: str) -> None:
+        with self._translated(key):
+            self._client.delete_object(Bucket=self.name, Key=key)
+
+    def names(self, prefix: str) -> Iterator[str]:
+        """What follows `prefix`, up to the next slash."""
+        with self._translated(prefix):
+            for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix, Delimiter="/"):
+                yield from (row["Key"].removeprefix(prefix) for row in page.get("Contents", ()))
+                yield from (row["Prefix"].removeprefix(prefix).rstrip("/") for row in page.get("CommonPrefixes", ()))
+
+    def abort_uploads(self, prefix: str) -> int:
+        """Drop multi-part uploads below `prefix` that nobody completed. Result: how many."""
+        with self._translated(prefix):
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.name, Prefix=prefix)
+            uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+        for upload in uploads:
+            with contextlib.suppress(FileNotFoundError), self._translated(upload["Key"]):
+                self._client.abort_multipart_upload(Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"])
+        return len(uploads)
+
+    @contextlib.contextmanager
+    def _translated(self, key: str) -> Iterator[None]:
+        from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError
+
+        place = f"s3://{self.name}/{key}"
+        try:
+            yield
+        except ClientError as error:
+            code, message = error.response["Error"]["Code"], error.response["Error"].get("Message", "")
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            if code == "NoSuchBucket":
+                raise ConfigError(f"store.uri: there is no bucket {self.name}; create it, or correct store.uri") from None
+            if status == 404:
+                raise FileNotFoundError(errno.ENOENT, "no such object", place) from None
+            if status == 412:
+                raise _ConditionFailed from None
+            if status == 409:
+                raise _Conflict from None
+            if status in (301, 400, 401, 403, 501):
+                advice = "check the AWS_ variables and what the bucket's policy allows"
+                raise ConfigError(f"store.uri: {place} was refused: {code} ({message}); {advice}") from None
+            raise StoreUnreachable(f"{place}: {code} ({message}) after {MAX_ATTEMPTS} attempts; the last commit stays valid") from None
+        except (NoCredentialsError, PartialCredentialsError) as error:
+            advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            raise ConfigError(f"store.uri: no credentials for {place} ({error}); {advice}") from None
+        except _transport_errors() as error:
+            advice = "check AWS_ENDPOINT_URL and the network; the last commit stays valid"
+            raise StoreUnreachable(f"{place} cannot be reached: {error}; {advice}") from None
+
+
+class _ConditionFailed(Exception):
+    """412: the object is not, or no longer, what the request was made for."""
+
+
+class _Conflict(Exception):
+    """409: another conditional request on the same key was under way."""
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError
+    from urllib3.exceptions import HTTPError
+
+    return (BotoCoreError, Boto3Error, HTTPError, OSError)
+
+
+def _transfer() -> Any:
+    from boto3.s3.transfer import TransferConfig
+
+    return TransferConfig(
+        multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=4, preferred_transfer_client="classic"
+    )
+
+
+class S3Backend:
+    """A prefix of step prefixes."""
+
+    def __init__(self, bucket: Bucket, prefix: str) -> None:
+        self.root = f"s3://{bucket.name}/{prefix}".rstrip("/")
+        self._bucket = bucket
+        self._base = f"{prefix}/" if prefix else ""
+        self._proven = False
+
+    def folders(self) -> list[str]:
+        return list(self._bucket.names(f"{self._base}steps/"))
+
+    def folder(self, name: str) -> S3Folder:
+        return S3Folder(self._bucket, f"{self._base}steps/{name}", self._prove_conditions)
+
+    def map(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            return list(pool.map(function, items))
+
+    def _prove_conditions(self) -> None:
+        """Some services speak S3 and ignore conditions; a store there would have two writers. Errors: ConfigError."""
+        if self._proven:
+            return
+        key = f"{self._base}conditions"
+        about = b"Written without a condition, so that writing it under one that does not hold can be seen to fail.\n"
+        self._bucket.upload(key, about)
+        for name, etag in (("If-None-Match", None), ("If-Match", '"00000000000000000000000000000000"')):
+            if self._bucket.put_if(key, about, etag) is not None:
+                raise ConfigError(
+                    f"store.uri {self.root}: the service ignores {name} on PutObject, so it cannot keep a second writer out; "
+                    "use one that honours conditional writes, or leave store.uri empty"
+                )
+        self._proven = True
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The one mutable object of a step."""
+
+    holder: Holder
+    beat: int = 0  # replacements by this holder: no two heads are equal, so an ETag never comes back
+    released: bool = False
+    num_commits: int = 0
+    spans: tuple[tuple[int, int], ...] = ()  # (first seq, epoch that wrote from there on)
+
+    def commits(self) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for first, epoch in self.spans:
+            names |= {seq: _manifest_name(seq, epoch) for seq in range(first, self.num_commits)}
+        return names
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Self:
+        """Errors: ManifestError."""
+        try:
+            tree = json.loads(data)
+            spans = tuple((int(first), int(epoch)) for first, epoch in tree.pop("spans"))
+            return cls(Holder(**tree.pop("holder")), spans=spans, **tree)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ManifestError(f"{where} is no head of a step ({error!r}); restore it from a copy") from None
+
+
+def _manifest_name(seq: int, epoch: int) -> str:
+    return f"manifests/{seq:06d}-{epoch}.json"
+
+
+class S3Folder:
+    """One step's prefix."""
+
+    def __init__(self, bucket: Bucket, path: str, prove_conditions: Callable[[], None]) -> None:
+        self.place = f"s3://{bucket.name}/{path}"
+        self.bucket = bucket
+        self.path = path
+        self._prove_conditions = prove_conditions
+
+    def commits(self) -> dict[int, str]:
+        try:
+            return self.head()[0].commits()
+        except FileNotFoundError:
+            return {}
+
+    def head(self) -> tuple[Head, str, float]:
+        """The head, its ETag, and seconds since it was written. Errors: FileNotFoundError, ManifestError."""
+        data, etag, age_s = self.bucket.get(f"{self.path}/head.json")
+        return Head.from_bytes(data, f"{self.place}/head.json"), etag, age_s
+
+    def replace_head(self, head: Head, etag: str | None) -> str | None:
+        """See Bucket.put_if."""
+        return self.bucket.put_if(f"{self.path}/head.json", head.to_bytes(), etag)
+
+    def read(self, name: str) -> bytes:
+        if not name.startswith("blobs/"):  # small: one request
+            return self.bucket.get(f"{self.path}/{name}")[0]
+        return self.bucket.download(f"{self.path}/{name}")
+
+    def size(self, name: str) -> int:
+        return self.bucket.size(f"{self.path}/{name}")
+
+    def digest(self, name: str) -> str:
+        return self.bucket.digest(f"{self.path}/{name}")
+
+    def blobs(self) -> set[str]:
+        return set(self.bucket.names(f"{self.path}/blobs/"))
+
+    def put(self, blob: Blob, data: bytes) -> None:
+        """Always sent, so that a damaged one is healed; unchanged content is a `Blob` to the writer and does not come here."""
+        self.bucket.upload(f"{self.path}/blobs/{blob.digest}", data)
+
+    def remove(self, digest: str) -> None:
+        self.bucket.delete(f"{self.path}/blobs/{digest}")
+
+    def acquire(self, ttl_s: float, what: str) -> Lease:
+        self._prove_conditions()
+        me: Holder | None = None
+        for _ in range(NUM_REPLACEMENTS):
+            try:
+                last, etag, silent_s = self.head()
+            except FileNotFoundError:
+                me = Holder.me(1)
+                mine, known = Head(me), None
+            else:
+                if me is not None and last.holder.token == me.token:  # taken, and the answer was lost
+                    return S3Lease(self, last, etag, ttl_s, what)
+                if not last.released:
+                    # S3 tells times in whole seconds, rounded down
+                    last.holder.refuse_if_alive(silent_s - 1, ttl_s=ttl_s, what=what)
+                me = Holder.me(last.holder.epoch + 1)
+                mine, known = Head(me, num_commits=last.num_commits, spans=last.spans), etag
+            taken = self.replace_head(mine, known)
+            if taken is not None:
+                return S3Lease(self, mine, taken, ttl_s, what)
+        raise StoreUnreachable(f"{what}: the lease changed hands {NUM_REPLACEMENTS} times while this process asked for it; try again")
+
+
+class S3Lease(Lease):
+    """The head, as this holder last wrote it."""
+
+    def __init__(self, folder: S3Folder, head: Head, etag: str, ttl_s: float, what: str) -> None:
+        self._folder = folder
+        self._head = head
+        self._etag = etag
+        self._lock = threading.Lock()  # the heartbeat and the writer replace the same object
+        super().__init__(head.holder, ttl_s, what)
+
+    def check(self) -> None:
+        self._read()
+
+    def commit(self, seq: int, data: bytes) -> None:
+        name = _manifest_name(seq, self.holder.epoch)
+        key = f"{self._folder.path}/{name}"
+        if self._folder.bucket.put_if(key, data, None) is None and self._folder.read(name) != data:
+            raise Fenced(
+                f"{self._what}: commit {seq} was already begun by this process ({self.holder.pid}, epoch {self.holder.epoch}) and may "
+                "count or not; stop, and run the step again to continue from what counts"
+            )
+        spans = self._head.spans
+        if not spans or spans[-1][1] != self.holder.epoch:
+            spans = (*spans, (seq, self.holder.epoch))
+        self._replace(num_commits=seq + 1, spans=spans)
+
+    def sweep(self) -> int:
+        self.check()
+        num_aborted = self._folder.bucket.abort_uploads(f"{self._folder.path}/")
+        counting = set(self._head.commits().values())
+        orphans = [name for name in self._folder.bucket.names(f"{self._folder.path}/manifests/") if f"manifests/{name}" not in counting]
+        for name in orphans:
+            self.check()  # a newer holder's may be among them
+            self._folder.bucket.delete(f"{self._folder.path}/manifests/{name}")
+        return num_aborted + len(orphans)
+
+    def _beat(self) -> None:
+        self._replace()
+
+    def _give_back(self) -> None:
+        self._replace(released=True)
+
+    def _replace(self, **changes: Any) -> None:
+        """Errors: Fenced, with the head left to whoever has it now."""
+        with self._lock:
+            for _ in range(NUM_REPLACEMENTS):
+                head = replace(self._head, beat=self._head.beat + 1, **changes)
+                etag = self._folder.replace_head(head, self._etag)
+                if etag is not None:
+                    self._head, self._etag = head, etag
+                    return
+                self._head, self._etag = self._read()  # still this holder's: the answer to this write or an earlier one was lost
+                if self._head == head:
+                    return
+        raise StoreUnreachable(f"{self._what}: {self._folder.place}/head.json was changed {NUM_REPLACEMENTS} times by others; run it again")
+
+    def _read(self) -> tuple[Head, str]:
+        """The head as it is. Errors: Fenced where it is another holder's."""
+        try:
+            head, etag, _ = self._folder.head()
+        except FileNotFoundError:
+            raise Fenced(f"{self._what} was deleted while process {self.holder.pid} wrote to it; run the step again") from None
+        if head.holder.token != self.holder.token:
+            raise self._fenced_by(head.holder)
+        return head, etag

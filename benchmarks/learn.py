@@ -1,0 +1,265 @@
+"""Does it learn, honestly: `python benchmarks/learn.py [--parallel N]` runs comparisons/learn.yaml and offline.yaml and judges them.
+
+Writes docs/results/learn.json, .md and figures: the tables, a verdict on every point of the proof with its figures, and which of
+the published claims show at this scale. Every sentence is made from the figures. `--only-read` judges what the store holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import machine
+
+from agentgym.algorithms.recipe import RECIPES
+from agentgym.comparison import Cell, cells_of, load_comparison
+from agentgym.evaluation.compare import Estimate, Row, read_rows, table
+from agentgym.evaluation.compare_report import result_files, table_markdown
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "docs/results"
+SUCCESS, FROM_BEST = 0.85, 0.10  # what each recipe must reach, and how near its own best it must end
+ITEMS, SEEDS = 512, 3
+SUPERVISED = ("sft", "dpo", "agent_evol")
+# arXiv:2509.08755, Qwen2.5-7B on TextCraft, BabyAI, SciWorld (points): ScalingInter minus a fixed horizon
+PUBLISHED_SCALING = {"ppo": (3.0, 3.34, 14.86), "reinforce++": (4.0, 3.33, 12.51)}
+# the same, GRPO minus REINFORCE++ on TextCraft, BabyAI, SearchQA with 3B and 7B
+PUBLISHED_GRPO = (47.0, 23.33, 12.5, 16.0, 7.78, 10.0)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One point of the proof. ok: None where there is nothing to judge yet."""
+
+    what: str
+    ok: bool | None
+    figures: str
+
+    def __str__(self) -> str:
+        return f"{'not run' if self.ok is None else 'pass' if self.ok else 'FAIL':<8}{self.what}: {self.figures}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parallel", type=int, default=os.cpu_count())
+    parser.add_argument("--only-read", action="store_true", help="run nothing, judge what the store holds")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for every cell")
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+    files = ["comparisons/learn.yaml"]
+    if set(SUPERVISED) <= RECIPES.keys():
+        files.append("comparisons/offline.yaml")
+    if not arguments.only_read:
+        for file in files:
+            run(file, arguments.parallel, arguments.overrides)
+    rows: list[Row] = []
+    tables = []
+    for file in files:
+        comparison = load_comparison(file)
+        cells: Sequence[Cell] = cells_of(comparison, arguments.overrides)
+        found, missing = read_rows(cells)
+        rows += found
+        tables.append(table(comparison, cells, found, missing))
+    verdicts, claims = judge(rows), published(rows)
+    write(tables, verdicts, claims, arguments.out, " ".join(["python", "benchmarks/learn.py", *arguments.overrides]))
+    print("\n".join(map(str, verdicts)), "", *claims, sep="\n")
+    return 0 if all(verdict.ok for verdict in verdicts) else 1
+
+
+def run(file: str, parallel: int, overrides: Sequence[str]) -> None:
+    """All cells; one that fails leaves its row out, and its verdict says so."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", "flows.compare", "--comparison", file, "--parallel", str(parallel), "--out", out, *overrides]
+        subprocess.run(command, check=False, timeout=24 * 3600)
+
+
+def write(tables: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], claims: Sequence[str], out: Path, command: str) -> None:
+    """One JSON file with everything, one text, and the figures of each table."""
+    out.mkdir(parents=True, exist_ok=True)
+    for each in tables:
+        for name, content in result_files(each).items():
+            if name.endswith(".png"):
+                (out / name).write_bytes(content)
+    result = {
+        "machine": machine(),
+        "command": command,
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "published_claims": list(claims),
+        "tables": list(tables),
+    }
+    (out / "learn.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = ["# What it learns, and how sure that is", "", f"`{command}`", "", "## Verdicts", ""]
+    text += ["| point | verdict | figures |", "| --- | --- | --- |"]
+    words = {True: "pass", False: "**fail**", None: "not run"}
+    text += [f"| {verdict.what} | {words[verdict.ok]} | {verdict.figures} |" for verdict in verdicts]
+    text += ["", "## Published claims at this scale", "", *(f"- {claim}" for claim in claims)]
+    for each in tables:
+        text += ["", table_markdown(each).replace("# ", "## ", 1)]
+        text += [f"![results]({each['name']}.png)", "", f"![learning curves]({each['name']}_curves.png)"]
+    (out / "learn.md").write_text("\n".join(text) + "\n")
+
+
+def judge(rows: Sequence[Row]) -> list[Verdict]:
+    """Every point of the proof, in its order."""
+    named = {row.name: row for row in rows}
+    recipes = by_recipe(rows)
+    chosen = {recipe: best_validated(candidates) for recipe, candidates in recipes.items()}
+    grpo = chosen.get("grpo")
+    verdicts = [_design(rows)]
+    for recipe, row in chosen.items():
+        verdicts += _recipe(recipe, row)
+    verdicts.append(_temperature(rows, chosen))
+    sft = next((row for row in rows if row.first.group == "sft"), None)
+    verdicts.append(_supervised_control(sft, grpo))
+    verdicts.append(_shuffled(named.get("shuffled rewards")))
+    hard = next((row for row in rows if row.first.group == "hard"), None)
+    verdicts.append(_gains("greedy on a level with room", hard, "greedy"))
+    for name in SUPERVISED:
+        own = next((row for row in rows if row.first.cfg.algorithm.recipe == name and not row.first.group), None)
+        verdicts.append(_gains(f"{name} improves on its own start", own, average(own) if own else ""))
+    return verdicts
+
+
+def published(rows: Sequence[Row]) -> list[str]:
+    """What the paper says and what these rows show, in words chosen by the intervals."""
+    named = {row.name: row for row in rows}
+    claims = []
+    for recipe in ("ppo", "reinforce++", "grpo"):
+        for horizon in ("long", "short"):
+            pair = named.get(f"{recipe} ScalingInter"), named.get(f"{recipe} {horizon}")
+            if pair[0] and pair[1]:
+                paper = PUBLISHED_SCALING.get(recipe)
+                said = f"{min(paper):+.1f} to {max(paper):+.1f} points over a fixed horizon" if paper else "not published as a pair"
+                claims.append(_claim(f"ScalingInter over fixed {horizon} with {recipe} (paper: {said})", pair[0], pair[1]))
+    for horizon in ("short", "long", "ScalingInter"):
+        pair = named.get(f"grpo {horizon}"), named.get(f"reinforce++ {horizon}")
+        if pair[0] and pair[1]:
+            said = f"{min(PUBLISHED_GRPO):+.1f} to {max(PUBLISHED_GRPO):+.1f} points"
+            claims.append(_claim(f"GRPO over REINFORCE++, {horizon} (paper: {said})", pair[0], pair[1]))
+    for recipe in ("grpo", "ppo", "reinforce++"):
+        row = named.get(f"{recipe} long")
+        if row:
+            fall = max(best - last for best, last in _validations(row))
+            shows = "shows" if fall > FROM_BEST else "does not show"
+            claims.append(
+                f"A long fixed horizon collapses after its peak (paper, one curve): {shows} with {recipe}; "
+                f"of its seeds the one that falls furthest ends {100 * fall:.1f} points below its best validation success."
+            )
+    return claims
+
+
+def by_recipe(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """recipe -> its rows on the common level; groups are controls and other levels."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if not row.first.group and row.gain("greedy") is not None and row.first.cfg.algorithm.recipe not in SUPERVISED:
+            found.setdefault(row.first.recipe, []).append(row)
+    return found
+
+
+def best_validated(rows: Sequence[Row]) -> Row:
+    """The horizon a user would keep, who has validation items only: the highest last validation success, mean over seeds."""
+    return max(rows, key=lambda row: sum(last for _, last in _validations(row)) / len(row.cells))
+
+
+def average(row: Row) -> str:
+    return next(key for key in row.keys if key.startswith("avg"))
+
+
+def points(estimate: Estimate) -> str:
+    interval = estimate.interval
+    return f"{100 * interval.mean:+.1f} [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}] points"
+
+
+def _validations(row: Row) -> list[tuple[float, float]]:
+    """(best, last) validation success of each seed."""
+    return [(max(point.success for point in cell.curve), cell.curve[-1].success) for cell in row.cells if cell.curve]
+
+
+def _design(rows: Sequence[Row]) -> Verdict:
+    tested = [row for row in rows if row.first.cfg.evaluation.split == "test"]
+    items = min((row.first.cfg.evaluation.num_items for row in tested), default=0)
+    seeds = min((len(row.seeds) for row in tested), default=0)
+    turns = sorted({row.first.cfg.evaluation.max_turns for row in tested})
+    ok = items >= ITEMS and seeds >= SEEDS and len(turns) == 1
+    return Verdict("test items, seeds, one horizon", ok, f"at least {items} items, {seeds} seeds, {turns} turns in {len(tested)} rows")
+
+
+def _recipe(recipe: str, row: Row) -> list[Verdict]:
+    success = row.success(average(row))
+    falls = [best - last for best, last in _validations(row)]
+    seeds = ", ".join(f"{100 * value:.1f}" for value in success.per_seed)
+    ending = f"{100 * success.interval.mean:.1f} % sampled (seeds {seeds}) with horizon {row.first.horizon}, chosen by validation"
+    nearest = f"at most {100 * max(falls):.1f} points below its best validation success, seed by seed" if falls else "never validated"
+    return [
+        Verdict(f"{recipe} ends at {SUCCESS:.0%} or more", success.interval.mean >= SUCCESS, ending),
+        Verdict(f"{recipe} ends near its own best", max(falls) <= FROM_BEST if falls else None, nearest),
+    ]
+
+
+def _temperature(rows: Sequence[Row], chosen: dict[str, Row]) -> Verdict:
+    what = "control (a): the warm start at its best temperature is below every recipe"
+    control = [row for row in rows if row.first.group == "temperature"]
+    validated = {row.first.cfg.evaluation.temperature: row for row in control if row.first.cfg.evaluation.split == "validation"}
+    tested = {row.first.cfg.evaluation.temperature: row for row in control if row.first.cfg.evaluation.split == "test"}
+    if not validated or not validated.keys() <= tested.keys() or not chosen:
+        return Verdict(what, None, "its rows are not done")
+    best = max(validated, key=lambda t: validated[t].success(average(validated[t])).interval.mean)
+    start = tested[best]
+    gaps = {recipe: row.minus(start, average(row)) for recipe, row in chosen.items()}
+    least = min(gaps, key=lambda recipe: gaps[recipe].interval.low)
+    figures = (
+        f"temperature {best:g} of {sorted(validated)} by validation, {100 * start.success(average(start)).interval.mean:.1f} % sampled on "
+        f"test items; the smallest lead over it is {least}'s, {points(gaps[least])}"
+    )
+    return Verdict(what, gaps[least].interval.low > 0, figures)
+
+
+def _supervised_control(sft: Row | None, grpo: Row | None) -> Verdict:
+    what = "control (b): SFT for the same CPU time is below GRPO"
+    if sft is None or grpo is None:
+        return Verdict(what, None, "its row is not done")
+    theirs, ours = (sum(cell.cost["cpu_s"] for cell in row.cells) / len(row.cells) for row in (sft, grpo))
+    gap = grpo.minus(sft, average(grpo))
+    figures = f"GRPO minus SFT {points(gap)}; CPU-seconds of training {ours:.0f} and {theirs:.0f}"
+    if theirs < 0.95 * ours:
+        return Verdict(what, False, f"{figures}: SFT was given less; raise its stage_steps in comparisons/offline.yaml")
+    return Verdict(what, gap.interval.low > 0, figures)
+
+
+def _shuffled(row: Row | None) -> Verdict:
+    what = "control (c): rewards shuffled across episodes show no gain"
+    if row is None:
+        return Verdict(what, None, "its row is not done")
+    gains = {key: row.gain(key) for key in (average(row), "greedy")}
+    figures = ", ".join(f"{key.replace('_at_', '@')} {points(gain)}" for key, gain in gains.items() if gain)
+    return Verdict(what, all(gain is not None and gain.interval.low <= 0 for gain in gains.values()), figures)
+
+
+def _gains(what: str, row: Row | None, key: str) -> Verdict:
+    gain = row.gain(key) if row else None
+    start = row.start(key) if row else None
+    if gain is None or start is None:
+        return Verdict(what, None, "its row is not done")
+    return Verdict(what, gain.interval.low > 0, f"from {100 * start.interval.mean:.1f} %, {points(gain)}")
+
+
+def _claim(what: str, a: Row, b: Row) -> str:
+    gap = a.minus(b, average(a))
+    low, high = gap.interval.low, gap.interval.high
+    shows = "shows" if low > 0 else "the opposite shows" if high < 0 else "does not show, the interval includes 0"
+    cheaper = sum(cell.cost["cpu_s"] for cell in a.cells) / max(1e-9, sum(cell.cost["cpu_s"] for cell in b.cells))
+    return f"{what}: {shows}, {points(gap)} sampled, for {cheaper:.2f} times the CPU-seconds."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Recipes, horizons and seeds side by side: every cell an ordinary run, then one table."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.futures import PrefectFuture, as_completed
+from prefect.logging.handlers import PrefectConsoleHandler
+from rich.console import Console
+
+from agentgym.cli import guarded, positive
+from agentgym.comparison import Cell, cells_of, contrast_rows, load_comparison
+from agentgym.deploy.local import check_local_env
+from agentgym.evaluation.compare import write_comparison
+from agentgym.evaluation.compare_report import table_markdown
+from agentgym.ledger import tracker_of
+from agentgym.progress import Bars
+from agentgym.steps import load_data
+from flows.shell import _quieten_console
+from tasks.compare import cell_task, write_task
+from tasks.data import dataset_pointer, pull_data
+from tasks.prefect_server import prefect_api
+
+DEFAULT = "comparisons/default.yaml"
+OUT = "docs/results"
+
+
+class CellsFailed(RuntimeError):
+    """Some cells failed; the others are done and in the table."""
+
+
+@flow(name="compare", flow_run_name="{comparison}", persist_result=False)
+def compare(comparison: str = DEFAULT, overrides: tuple[str, ...] = (), parallel: int = 0, out: str = OUT) -> None:
+    """Run every cell that is not done, some at a time, and write the table of all; a killed comparison goes on where it was.
+
+    comparison: its file; overrides: `key.path=value` for every cell; parallel: cells at a time, 0 for one per core;
+    out: folder of the table and figures. A failed cell does not end the others. Errors: CellsFailed that names them.
+    """
+    described = load_comparison(comparison)
+    cells = cells_of(described, overrides)
+    for path in {cell.cfg.data.path for cell in cells}:
+        pull_data(path)
+    waiting = [cell for cell in cells if not cell.is_done()]
+    for cfg in {cell.cfg.tracking_uri: cell.cfg for cell in waiting}.values():
+        _ = tracker_of(cfg).experiment_id  # cells side by side must not create one database at once
+    with Bars(Console()) as bars:
+        failed = _run_cells(waiting, parallel or _num_cores(), described.wait_s, bars)
+    write_task(described, cells, Path(out))
+    if failed:
+        raise CellsFailed(
+            f"{len(failed)} of {len(cells)} cells failed, the others are in the table" + "".join(f"\n  {line}" for line in failed)
+        )
+
+
+def _run_cells(cells: Sequence[Cell], parallel: int, wait_s: float, bars: Bars) -> list[str]:
+    """At most `parallel` at a time. Result: a line for each cell that failed."""
+    bars.start("cells", len(cells))
+    stop, failed = threading.Event(), []
+    running: dict[PrefectFuture[Any], tuple[Cell, float]] = {}
+
+    def one_ends() -> None:
+        future = next(as_completed(list(running)))
+        cell, began = running.pop(future)
+        error = future.result(raise_on_failure=False)
+        if isinstance(error, BaseException):
+            failed.append(str(error))
+        bars.advance(1, f"{cell.title}: {'FAILED' if error else 'done'} after {time.monotonic() - began:.0f} s")
+
+    try:
+        for cell in cells:
+            if len(running) >= parallel:
+                one_ends()
+            running[cell_task(cell).submit(cell, wait_s, stop)] = (cell, time.monotonic())
+        while running:
+            one_ends()
+    finally:
+        stop.set()  # for those that still run, because this process was interrupted
+    return failed
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 done, 1 a cell failed, 2 bad input (nothing was started), 130 interrupted (state is resumable)."""
+    parser = argparse.ArgumentParser(prog="python -m flows.compare", description=compare.description)
+    parser.add_argument("--comparison", default=DEFAULT, metavar="FILE", help=f"default: {DEFAULT}")
+    parser.add_argument("--parallel", type=positive, default=0, metavar="N", help="cells at a time (default: one per core)")
+    parser.add_argument("--out", default=OUT, metavar="FOLDER", help=f"of the table and figures (default: {OUT})")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for every cell")
+    arguments = parser.parse_args(argv)
+    return guarded(lambda: _run(arguments, Console()))
+
+
+def _run(arguments: argparse.Namespace, console: Console) -> int:
+    comparison, overrides, out = arguments.comparison, tuple(arguments.overrides), Path(arguments.out)
+    described = load_comparison(comparison)
+    cells = cells_of(described, overrides)
+    contrast_rows(described, cells)  # its errors come before anything starts
+    waiting = _waiting(cells)
+    console.print(f"[bold]compare[/bold]: {len(cells) - len(waiting)} of {len(cells)} cells are done", highlight=False)
+    failure = None
+    if waiting:
+        _quieten_console()
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, PrefectConsoleHandler):
+                handler.setLevel(logging.CRITICAL)  # a failed cell is named at the end, in one line
+        with contextlib.ExitStack() as stack:
+            with console.status("starting a Prefect server"):
+                stack.enter_context(prefect_api(cells[0].cfg.state_dir))
+            try:
+                compare(comparison, overrides, arguments.parallel, arguments.out)
+            except CellsFailed as error:
+                failure = error
+    result = write_comparison(described, cells, out)
+    console.print(table_markdown(result), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written to {out}/{described.name}.json, .md and .png", highlight=False)
+    if failure:
+        raise failure
+    return 0
+
+
+def _waiting(cells: Sequence[Cell]) -> list[Cell]:
+    """Cells that are not done. They are checked before anything starts, but for data that is yet to be pulled."""
+    waiting = []
+    for cell in cells:
+        dataset_pointer(cell.cfg.data.path)
+        if not cell.cfg.data.path.is_dir() or not cell.is_done():
+            waiting.append(cell)
+    for cfg in {cell.cfg.env.model_dump_json(): cell.cfg for cell in waiting}.values():
+        check_local_env(cfg.env)
+    pulled = [cell.cfg for cell in waiting if cell.cfg.data.path.is_dir()]
+    for cfg in {str((c.seed, c.data, c.env.name, c.evaluation, c.rollout.items_per_step)): c for c in pulled}.values():
+        load_data(cfg)
+    return waiting
+
+
+if __name__ == "__main__":
+    sys.exit(main())

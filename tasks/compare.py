@@ -1,0 +1,40 @@
+"""One Prefect task run per cell of a comparison, and one that writes what came out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import Task, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+
+from agentgym.comparison import Cell, Comparison, Stopped, run_cell
+from agentgym.config import ConfigError
+from agentgym.evaluation.compare import write_comparison
+from agentgym.evaluation.compare_report import table_markdown
+
+
+async def _may_help(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
+    """A wrong configuration stays so, and what was stopped stays stopped; anything else goes on from the last commit."""
+    return not isinstance(await state.aresult(raise_on_failure=False), ConfigError | Stopped)
+
+
+def cell_task(cell: Cell) -> Task[Any, None]:
+    """The task of one cell, under its name."""
+    return _run_cell.with_options(task_run_name=cell.title)
+
+
+@task(name="cell", retries=1, retry_delay_seconds=2, cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=_may_help)
+def _run_cell(cell: Cell, wait_s: float, stop: threading.Event) -> None:
+    run_cell(cell, wait_s=wait_s, stop=stop)
+
+
+@task(name="table and figures", retries=1, retry_delay_seconds=2, timeout_seconds=1800, cache_policy=NO_CACHE, persist_result=False)
+def write_task(comparison: Comparison, cells: Sequence[Cell], out: Path) -> None:
+    """Table and figures in `out`, in MLflow and on the flow run's page."""
+    result = write_comparison(comparison, cells, out)
+    create_markdown_artifact(key=f"comparison-{comparison.name}", markdown=table_markdown(result), description=comparison.title)

@@ -1,0 +1,120 @@
+"""Numbers of a comparison against numbers worked out by hand."""
+
+import json
+
+import numpy as np
+import pytest
+
+from agentgym.comparison import Cell
+from agentgym.config import RunConfig
+from agentgym.evaluation.compare import CellResult, Row, crossed_bootstrap, training_curve
+from agentgym.tracking import Point
+
+NAN = float("nan")
+
+
+def interval(values, confidence=0.95, num_bootstrap=4000):
+    return crossed_bootstrap(np.array(values, dtype=float), confidence=confidence, num_bootstrap=num_bootstrap, seed=1)
+
+
+def test_seeds_and_items_are_both_drawn():
+    # two seeds of one item, 0 and 1: the mean of two draws is 0, 1/2, 1 with probability 1/4, 1/2, 1/4
+    wide, narrow = interval([[0], [1]], 0.6), interval([[0], [1]], 0.4)
+    assert (wide.mean, wide.low, wide.high) == (0.5, 0.0, 1.0)
+    assert (narrow.low, narrow.high) == (0.5, 0.5)
+    # one seed of two items: the same by items
+    assert (interval([[0, 1]], 0.6).low, interval([[0, 1]], 0.4).low) == (0.0, 0.5)
+
+
+def test_agreeing_seeds_leave_the_items_and_equal_items_leave_the_seeds():
+    items = np.tile(np.arange(100) % 2, (3, 1))
+    # standard error of 100 coins is 5 points, and three seeds that agree add nothing: 1.96 * 5
+    found = interval(items)
+    assert found.low == pytest.approx(0.402, abs=0.02)
+    assert found.high == pytest.approx(0.598, abs=0.02)
+    # seeds at 0.4 and 0.6, items all alike: only seeds matter, half of the draws take one seed twice
+    found = interval(np.repeat([[0.4], [0.6]], 100, axis=1))
+    assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.4, 0.6))
+
+
+def test_failed_episodes_are_left_out_and_every_seed_counts_alike():
+    # seed 0 has one valid item with 1, seed 1 two with 0: means 1 and 0
+    found = interval([[1, NAN], [0, 0]])
+    assert (found.mean, found.num_items) == (0.5, 2)
+    with pytest.raises(ValueError, match="a seed has no valid episode"):
+        interval([[1, 1], [NAN, NAN]])
+    with pytest.raises(ValueError, match="shape"):
+        interval([1, 2])
+
+
+def test_equal_draws_give_equal_intervals():
+    values = np.random.default_rng(0).random((3, 40))
+    assert interval(values) == interval(values)
+
+
+def point(step, episodes=64.0, failed=0.0, turns=5.0, tokens=50.0, cpu=2.0, **more):
+    metrics = {
+        "rollout/num_episodes": episodes,
+        "rollout/env_error_frac": failed,
+        "rollout/turns_mean": turns,
+        "rollout/tokens_mean": tokens,
+        "time/cpu_s": cpu,
+    }
+    return Point(step, 1000 + step, {**metrics, **more})
+
+
+def test_costs_add_up_over_steps_and_failed_episodes_cost_no_turns():
+    validated = {"validation/success": 0.5}
+    curve, cost = training_curve(
+        [point(1), point(2, failed=0.5, turns=4.0, **validated), point(3, cpu=1.5, **{"validation/success": 0.75})]
+    )
+    # 64 * 5, then 32 * 4 more, then 64 * 5 more
+    assert [(each.step, each.turns, each.tokens, each.cpu_s, each.success) for each in curve] == [
+        (2, 448.0, 4800.0, 4.0, 0.5),
+        (3, 768.0, 8000.0, 5.5, 0.75),
+    ]
+    assert cost == {"step": 3.0, "turns": 768.0, "tokens": 8000.0, "cpu_s": 5.5}
+
+
+def test_what_never_sampled_costs_time_alone_and_what_never_trained_costs_nothing():
+    curve, cost = training_curve([Point(1, 0, {"sft/loss": 1.0, "time/cpu_s": 3.0})])
+    assert (curve, cost["turns"], cost["cpu_s"]) == ((), 0.0, 3.0)
+    assert training_curve([]) == ((), {"step": 0.0, "turns": 0.0, "tokens": 0.0, "cpu_s": 0.0})
+
+
+def row(name, after, start=None, seeds=(0, 1)):
+    """after, start: greedy of each seed, one value per item."""
+    results = []
+    for index, seed in enumerate(seeds):
+        cfg = RunConfig.model_validate({"seed": seed, "evaluation": {"num_bootstrap": 200}})
+        cell = Cell(name, name, "long", "", seed, "evaluate-stage-3", cfg)
+        tables = [{"greedy": np.array(values[index], dtype=float)} if values else None for values in (after, start)]
+        results.append(CellResult(cell, tables[0], tables[1], (), {}, (), ()))
+    return Row(name, tuple(results))
+
+
+def test_a_gain_is_paired_item_by_item_and_seed_by_seed():
+    found = row("a", [[1, 1, 0, 1], [1, 1, 1, 1]], [[0, 1, 0, 0], [1, 0, 0, 1]]).gain("greedy")
+    # differences 1 0 0 1 and 0 1 1 0
+    assert found.per_seed == (0.5, 0.5)
+    assert found.interval.mean == 0.5
+    assert found.to_json()["sd"] == 0.0
+    assert row("a", [[1, 0], [1, 1]]).gain("greedy") is None
+
+
+def test_rows_are_compared_over_the_seeds_they_share():
+    ours = row("a", [[1, 1], [1, 0], [0, 0]], seeds=(0, 1, 2))
+    theirs = row("b", [[0, 0], [1, 1]], seeds=(2, 1))
+    found = ours.minus(theirs, "greedy")
+    # seed 1: 1 0 - 1 1, seed 2: 0 0 - 0 0
+    assert found.per_seed == (-0.5, 0.0)
+    with pytest.raises(ValueError, match="a and c have no finished seed in common"):
+        ours.minus(row("c", [[1, 1]], seeds=(5,)), "greedy")
+
+
+def test_an_estimate_is_plain_json_with_the_sample_deviation():
+    found = row("a", [[1, 1, 1, 0], [1, 0, 0, 0]]).success("greedy").to_json()
+    # 0.75 and 0.25: mean 0.5, sample standard deviation sqrt(2 * 0.0625)
+    assert (found["mean"], found["per_seed"], found["sd"]) == (0.5, [0.75, 0.25], 0.3536)
+    assert json.loads(json.dumps(found)) == found
+    assert row("a", [[1, 0]], seeds=(4,)).success("greedy").to_json()["sd"] is None
