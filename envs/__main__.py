@@ -159,8 +159,11 @@ def _listen(host: str, port: int) -> socket.socket:
 def _write(path: Path, text: str) -> None:
     """Whoever polls the file sees nothing or all of it."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # of a full disk
 
 
 def _watch_owner(server: Server) -> None:
