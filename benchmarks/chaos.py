@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -77,6 +78,7 @@ class Project:
         self.folder, self.home, self.scratch = folder / "project", folder / "home", folder / "tmp"
         self.state = self.folder / ".agentgym"
         self.mlflow: MlflowServer | None = None
+        self.ray: RayCluster | None = None
         self.ports: set[int] = set()  # every one a process of ours was seen listening on
         names = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -130,13 +132,23 @@ class Project:
             )
 
     def processes(self, pattern: str = "") -> list[psutil.Process]:
-        """Everything alive that was started here, however long its chain of parents, whose command line matches."""
-        found = []
-        for process in psutil.process_iter():
+        """Everything alive that was started here, however long its chain of parents, whose command line matches.
+
+        Ray's workers write over their environment: they are known by their parents and by where they work.
+        """
+        running = list(psutil.process_iter(["ppid", "cmdline", "cwd", "status"]))
+        ours: set[int] = set()
+        for process in sorted(running, key=lambda process: process.pid):
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(OWNER) == self.environment[OWNER] and process.status() != psutil.STATUS_ZOMBIE:
-                    found += [process] if re.search(pattern, " ".join(process.cmdline())) else []
-        return found
+                place = process.info["cwd"] or ""
+                if (
+                    process.info["ppid"] in ours
+                    or place.startswith(str(self.folder))
+                    or process.environ().get(OWNER) == self.environment[OWNER]
+                ):
+                    ours.add(process.pid)
+        found = [p for p in running if p.pid in ours and p.info["status"] != psutil.STATUS_ZOMBIE]
+        return [process for process in found if re.search(pattern, " ".join(process.info["cmdline"] or ()))]
 
     def look_at_ports(self) -> None:
         for process in self.processes():
@@ -213,12 +225,13 @@ class Setting:
     prepared: bool = False  # begin where the preparation is done; else with nothing
     around: Callable[[Project], AbstractContextManager[tuple[str, ...]]] = lambda _: contextlib.nullcontext(())  # -> overrides
     missing: Callable[[], str] = lambda: ""  # why it cannot be had here; empty: it can
+    stays: str = ""  # matches the processes that stand around it, and what goes on by itself when the command has ended
 
     def words(self, overrides: Sequence[str]) -> tuple[str, ...]:
         """The command with its overrides, as a user types it."""
         if self.command[1] == "agentgym":
             return (*self.command, *(word for override in overrides for word in ("--set", override)))
-        return (*self.command, *overrides)
+        return (*self.command, *overrides)  # a deployment takes none: its servers are the project's own
 
 
 @dataclass(frozen=True)
@@ -262,6 +275,21 @@ def the_command(_: Project, process: subprocess.Popen[bytes]) -> list[psutil.Pro
 def everything(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The process that was started and all it has started, as when the machine is lost."""
     return project.processes() if process.poll() is None else []
+
+
+def kill_one(scene: Scene, victims: list[psutil.Process]) -> None:
+    """SIGKILL to any one of them."""
+    send(signal.SIGKILL)(scene, [scene.chance.choice(victims)])
+
+
+def together(first: str, second: str) -> Callable[[Project, subprocess.Popen[bytes]], list[psutil.Process]]:
+    """The processes that match either, while there are both."""
+
+    def victims(project: Project, _: subprocess.Popen[bytes]) -> list[psutil.Process]:
+        both = project.processes(first), project.processes(second)
+        return [*both[0], *both[1]] if all(both) else []
+
+    return victims
 
 
 def fill_disk(scene: Scene, _: list[psutil.Process]) -> None:
@@ -365,6 +393,125 @@ def small_disk(project: Project) -> Iterator[tuple[str, ...]]:
         subprocess.run(["umount", "--lazy", str(project.state)], check=True)
 
 
+@contextlib.contextmanager
+def services(project: Project) -> Iterator[tuple[str, ...]]:
+    """`make up`: a Prefect server, a worker and MLflow under a supervisor."""
+    project.must("-m", "tasks.services", "up")
+    try:
+        yield ()
+    finally:
+        project.must("-m", "tasks.services", "down")
+
+
+RAY_CLUSTER = """
+import json, os, sys
+from ray.cluster_utils import Cluster
+address = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": 0, "object_store_memory": 150_000_000, "temp_dir": sys.argv[1]}
+cluster = Cluster(initialize_head=True, head_node_args=address)
+def add():
+    return cluster.add_node(num_cpus=2, object_store_memory=150_000_000).all_processes["raylet"][0].process.pid
+def tell(pid):
+    with open(sys.argv[2] + ".new", "w") as file:
+        json.dump({"address": cluster.address, "dashboard": "http://" + cluster.webui_url, "raylet": pid}, file)
+    os.rename(sys.argv[2] + ".new", sys.argv[2])
+tell(add())
+for line in sys.stdin:
+    tell(add())
+cluster.shutdown()
+"""
+
+
+@dataclass
+class RayCluster:
+    """Two nodes on this machine, as an operator would run them: a lost one is replaced."""
+
+    project: Project
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def facts(self) -> dict[str, Any]:
+        """Address, dashboard, and the process of the second node."""
+        place, deadline = self.folder / "facts.json", time.monotonic() + START_TIMEOUT_S
+        while not place.exists():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise RuntimeError(f"the Ray cluster does not come up\n{(self.project.scratch / 'ray.log').read_text()[-2000:]}")
+            time.sleep(POLL_S)
+        facts: dict[str, Any] = json.loads(place.read_text())
+        return facts
+
+    def second_node(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            raylet = psutil.Process(self.facts()["raylet"])
+            return [raylet, *raylet.children(recursive=True)]
+        return []
+
+    def replace_node(self) -> None:
+        (self.folder / "facts.json").unlink()
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"add\n")
+        self.process.stdin.flush()
+        self.facts()
+
+
+@contextlib.contextmanager
+def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
+    """Overrides: the address of a cluster of two nodes of two CPUs each; `fact` says which."""
+    folder = Path(tempfile.mkdtemp(prefix="agc-", dir="/tmp"))  # a socket's path has 107 bytes
+    project.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    with (project.scratch / "ray.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", RAY_CLUSTER, str(folder), str(folder / "facts.json")],
+            cwd=project.folder, env=project.environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    project.ray = RayCluster(project, folder, process)
+    try:
+        yield (f"ray.address={project.ray.facts()[fact]}",)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(GONE_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED"):
+            del project.environment[name]
+
+
+def gcs(project: Project) -> AbstractContextManager[tuple[str, ...]]:
+    return ray_cluster(project, "address")
+
+
+def dashboard(project: Project) -> AbstractContextManager[tuple[str, ...]]:
+    return ray_cluster(project, "dashboard")
+
+
+def second_node(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The second node, while it has work."""
+    found = project.ray.second_node() if project.ray is not None and process.poll() is None else []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return found if any("ray::" in " ".join(each.cmdline()) for each in found[1:]) else []
+    return []
+
+
+def lose_node(scene: Scene, victims: list[psutil.Process]) -> None:
+    """The node and everything on it; another joins in its place."""
+    send(signal.SIGKILL)(scene, victims)
+    assert scene.project.ray is not None
+    scene.project.ray.replace_node()
+
+
+def no_ray() -> str:
+    if importlib.util.find_spec("ray") is None:
+        return "Ray is not installed"
+    return "" if (ROOT / "agentgym/training/cluster.py").is_file() else "this version has no compute on Ray"
+
+
+def no_services() -> str:
+    return "" if (ROOT / "tasks/services.py").is_file() else "this version has no deployments"
+
+
 def no_mount() -> str:
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -394,6 +541,15 @@ def free_port() -> int:
 
 WHOLE = Setting(FLOW)
 STEP = Setting(STAGE, prepared=True)
+LEDGER = Setting(FLOW, around=mlflow_server, stays=r"mlflow.*server")
+DEPLOYED = Setting(
+    ("-m", "prefect", "--no-prompt", "deployment", "run", "pipeline/local", "--watch"), around=services, missing=no_services, stays="."
+)
+ON_RAY = ("--set", "ray.num_workers=2", "--set", "ray.placement_timeout_s=300", "--set")
+LOCAL_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, missing=no_ray)
+JOINED_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, around=gcs, missing=no_ray, stays=".")
+RAY_JOB = Setting((*STAGE, *ON_RAY, "compute=ray-job"), prepared=True, around=dashboard, missing=no_ray, stays=".")
+WORKER, RUN = r"-m tasks\.\w+ worker", r"-m prefect\.engine"
 KILLED, BROKEN = (-signal.SIGKILL,), (0, 1)
 INTERRUPTED = (130, 0, -signal.SIGTERM, -signal.SIGINT)  # in order; too late; before Python had its handlers
 KINDS = {
@@ -403,11 +559,31 @@ KINDS = {
         Kind("step", "step process, SIGKILL", STEP, the_command, send(signal.SIGKILL), KILLED),
         Kind("environment", "environment server, SIGKILL", WHOLE, matching(r"-m envs serve(?!.*--check)"), send(signal.SIGKILL), BROKEN),
         Kind("prefect", "Prefect server, SIGKILL", WHOLE, matching(r"-m tasks\.prefect_server"), send(signal.SIGKILL), BROKEN),
-        Kind("mlflow", "MLflow server, SIGKILL", Setting(FLOW, around=mlflow_server), matching(r"mlflow.* server"), kill_mlflow, BROKEN),
+        Kind("mlflow", "MLflow server, SIGKILL", LEDGER, matching(r"mlflow.*server"), kill_mlflow, BROKEN),
         Kind("machine", "flow, environment and Prefect server together, SIGKILL", WHOLE, everything, send(signal.SIGKILL), KILLED),
         Kind("sigterm", "flow process, SIGTERM", WHOLE, the_command, send(signal.SIGTERM), INTERRUPTED),
         Kind("sigint", "step process, SIGINT", STEP, the_command, send(signal.SIGINT), INTERRUPTED),
         Kind("disk", "disk full", Setting(FLOW, around=small_disk, missing=no_mount), the_command, fill_disk, BROKEN),
+        Kind("run", "run of a deployment, SIGKILL", DEPLOYED, matching(RUN), send(signal.SIGKILL), BROKEN),
+        Kind(
+            "worker",
+            "Prefect worker and the run it started together, SIGKILL",
+            DEPLOYED,
+            together(WORKER, RUN),
+            send(signal.SIGKILL),
+            BROKEN,
+        ),
+        Kind("ray-worker", "Ray worker, SIGKILL", LOCAL_RAY, matching(r"^ray::RolloutWorker"), kill_one, BROKEN),
+        Kind("ray-node", "node of a two-node Ray cluster, SIGKILL", JOINED_RAY, second_node, lose_node, BROKEN),
+        Kind(
+            "ray-driver",
+            "driver of a Ray job, SIGKILL",
+            RAY_JOB,
+            matching(r"-m agentgym step stage-1 --verbose"),
+            send(signal.SIGKILL),
+            BROKEN,
+        ),
+        Kind("ray-follower", "process that follows a Ray job, SIGKILL", RAY_JOB, the_command, send(signal.SIGKILL), KILLED),
         Kind("two-learners", "two learners on one stage, then SIGKILL of the holder", STEP, holds_stage, second_learner, KILLED),
     )
 }
@@ -493,7 +669,7 @@ def attempt(project: Project, prepared: Prepared, kind: Kind, reference: Referen
         scene.mend()
         if trial.hit and trial.codes[0] not in kind.codes:
             trial.failures.setdefault("command", []).append(f"it ended with {trial.codes[0]}, expected {kind.codes}: {last_line(log)}")
-        check_gone(project, trial, keep=surroundings(kind))
+        check_gone(project, trial, keep=kind.setting.stays)
         while trial.codes[-1] != 0 and len(trial.codes) < MAX_COMMANDS:
             again = log.with_suffix(f".{len(trial.codes)}.log")
             process = project.start(words, again)
@@ -502,15 +678,10 @@ def attempt(project: Project, prepared: Prepared, kind: Kind, reference: Referen
                 trial.notes.append(f"{trial.codes[-1]}: {last_line(again)}")
         trial.recovery_s = time.monotonic() - struck
         trial.failures["ended"] = [] if trial.codes[-1] == 0 else [f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"]
-        check_gone(project, trial, keep=surroundings(kind))
+        check_gone(project, trial, keep=kind.setting.stays)
         check_result(project, overrides, reference, trial)
     check_gone(project, trial, keep="")
     return trial
-
-
-def surroundings(kind: Kind) -> str:
-    """Command lines of what stands around the command and stays."""
-    return r"mlflow.* server" if kind.setting.around is mlflow_server else ""
 
 
 def ended(process: subprocess.Popen[bytes], log: Path, trial: Trial) -> int:
