@@ -16,7 +16,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline test slow check up down ui clean
+.PHONY: install pipeline test slow ray chaos chaos-short check up down ui clean
 
 install: $(INSTALLED)
 
@@ -36,6 +36,16 @@ test: install  ## the tests
 
 slow: install  ## what takes minutes
 	@$(BIN)/python -m pytest -m "slow" $(ARGS)
+
+ray: install  ## what starts Ray
+	@$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
+	@$(BIN)/python -m pytest -m "ray" $(ARGS)
+
+chaos: install  ## kill parts of a run at random times and check what is left; an hour, writes docs/results/faults.md
+	@$(BIN)/python benchmarks/chaos.py $(ARGS)
+
+chaos-short: install  ## the same, one fault each of four kinds; minutes
+	@$(BIN)/python benchmarks/chaos.py --short --out $(STATE)/faults.md $(ARGS)
 
 check: install  ## format, lint, types, layers, fast tests
 	$(BIN)/ruff format --check .

@@ -126,15 +126,20 @@ class Bucket:
 
         Result: the new ETag; None where the condition does not hold, or held and the answer to it was lost.
         """
+        from botocore.exceptions import ClientError
+
         condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            try:
-                with self._translated(key):
+            with self._translated(key):
+                try:
                     return str(self._client.put_object(Bucket=self.name, Key=key, Body=data, **condition)["ETag"])
-            except (_ConditionFailed, FileNotFoundError):
-                return None
-            except _Conflict:  # two such requests met; the one that is told so was not carried out
-                time.sleep(min(MAX_BACKOFF_S, 0.1 * 2**attempt))
+                except ClientError as error:
+                    status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+                    if status == 412 or error.response["Error"]["Code"] == "NoSuchKey":
+                        return None
+                    if status != 409:
+                        raise
+            time.sleep(min(MAX_BACKOFF_S, 0.1 * 2**attempt))  # two such requests met; the one that is told so was not carried out
         raise StoreUnreachable(f"s3://{self.name}/{key}: {MAX_ATTEMPTS} conditional writes met others; try again")
 
     def upload(self, key: str, data: bytes) -> None:
@@ -158,12 +163,13 @@ class Bucket:
         with self._translated(key):
             self._client.delete_object(Bucket=self.name, Key=key)
 
-    def names(self, prefix: str) -> Iterator[str]:
+    def names(self, prefix: str) -> list[str]:
         """What follows `prefix`, up to the next slash."""
         with self._translated(prefix):
-            for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix, Delimiter="/"):
-                yield from (row["Key"].removeprefix(prefix) for row in page.get("Contents", ()))
-                yield from (row["Prefix"].removeprefix(prefix).rstrip("/") for row in page.get("CommonPrefixes", ()))
+            pages = list(self._client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix, Delimiter="/"))
+        objects = [row["Key"] for page in pages for row in page.get("Contents", ())]
+        folders = [row["Prefix"] for page in pages for row in page.get("CommonPrefixes", ())]
+        return [name.removeprefix(prefix).rstrip("/") for name in (*objects, *folders)]
 
     def abort_uploads(self, prefix: str) -> int:
         """Drop multi-part uploads below `prefix` that nobody completed. Result: how many."""
@@ -189,10 +195,6 @@ class Bucket:
                 raise ConfigError(f"store.uri: there is no bucket {self.name}; create it, or correct store.uri") from None
             if status == 404:
                 raise FileNotFoundError(errno.ENOENT, "no such object", place) from None
-            if status == 412:
-                raise _ConditionFailed from None
-            if status == 409:
-                raise _Conflict from None
             if status in (301, 400, 401, 403, 501):
                 advice = "check the AWS_ variables and what the bucket's policy allows"
                 raise ConfigError(f"store.uri: {place} was refused: {code} ({message}); {advice}") from None
@@ -203,14 +205,6 @@ class Bucket:
         except _transport_errors() as error:
             advice = "check AWS_ENDPOINT_URL and the network; the last commit stays valid"
             raise StoreUnreachable(f"{place} cannot be reached: {error}; {advice}") from None
-
-
-class _ConditionFailed(Exception):
-    """412: the object is not, or no longer, what the request was made for."""
-
-
-class _Conflict(Exception):
-    """409: another conditional request on the same key was under way."""
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
@@ -239,7 +233,7 @@ class S3Backend:
         self._proven = False
 
     def folders(self) -> list[str]:
-        return list(self._bucket.names(f"{self._base}steps/"))
+        return self._bucket.names(f"{self._base}steps/")
 
     def folder(self, name: str) -> S3Folder:
         return S3Folder(self._bucket, f"{self._base}steps/{name}", self._prove_conditions)

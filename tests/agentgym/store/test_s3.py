@@ -156,6 +156,19 @@ def test_writes_whose_answers_are_lost_count_once(s3_uri: str, link: FaultyLink)
         assert (writer.epoch, writer.head) == (2, commits[-1])
 
 
+def test_conditional_writes_that_met_others_are_made_again_and_not_forever(s3_uri: str, link: FaultyLink) -> None:
+    link.fault = lambda method, path, number: 409 if method == "PUT" and number == 1 and path.endswith("head.json") else None
+    store = s3_store(s3_uri, lease_ttl_s=30.0)
+    with store.open("stage-1", KEY) as writer:
+        head = commit(writer, 1)
+        assert store.head("stage-1", KEY) == head
+        link.fault = lambda method, path, number: 409 if method == "PUT" and path.endswith("head.json") else None
+        with pytest.raises(StoreUnreachable, match="5 conditional writes met others"):
+            commit(writer, 2)
+        link.fault = lambda *_: None
+    assert store.head("stage-1", KEY) == head
+
+
 def test_a_commit_whose_fate_is_unknown_is_not_made_twice(s3_uri: str, link: FaultyLink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "MAX_ATTEMPTS", 1)
     store = s3_store(s3_uri, lease_ttl_s=30.0)
