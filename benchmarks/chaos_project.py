@@ -158,10 +158,13 @@ class Project:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
     def end(self) -> None:
-        """Kill whatever is left. For the end of this program, however it comes."""
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        """Kill whatever is left, and what that may just have started. For the end of this program, however it comes."""
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(POLL_S)
 
 
 @dataclass
