@@ -124,7 +124,7 @@ def kill_worker_at(monkeypatch, step, count):
 @pytest.mark.timeout(900)
 def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(warm, monkeypatch, caplog):
     cfg = load_config(warm, ["compute=ray"])
-    store, handler, before = open_store(cfg), signal.getsignal(signal.SIGTERM), auth_settings()
+    handler, before = signal.getsignal(signal.SIGTERM), auth_settings()
 
     with subprocess.Popen([sys.executable, "-c", STEP, "stage-1", "--params", str(warm), "--set", "compute=ray"]) as process:
         wait_for(lambda: list(cfg.store.path.glob("steps/stage-1-*/manifests/000000.json")))
