@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from agentgym.algorithms.recipe import RECIPES, Aggregation, KlEstimator, KlPlace, Truncated
+from agentgym.algorithms.recipe import RECIPES, Aggregation, KlEstimator, KlPlace, Loop, Truncated
 
 
 class ConfigError(ValueError):
@@ -180,6 +180,18 @@ class HorizonConfig(Section):
         return self
 
 
+class OfflineConfig(Section):
+    """What the recipes dpo and agent_evol learn from in one stage."""
+
+    num_items: PositiveInt = 128  # train items sampled at the start of a stage, rollout.group_size times each
+    per_item: PositiveInt = 4  # most pairs (dpo) or successes (agent_evol) of one item
+    pairs_per_step: PositiveInt = 32  # dpo: of one optimiser step
+    dpo_lr: PositiveFloat = 1e-4  # in place of optimiser.lr: at rates of the other recipes both sides of a pair soon lose all likelihood
+    beta: PositiveFloat = 0.5  # dpo: how strongly the policy is held to the one the stage began with
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # dpo: assumed share of pairs that are the wrong way round
+    chunk_items: PositiveInt = _operational(64)  # committed at a time
+
+
 class EvaluationConfig(Section):
     max_turns: PositiveInt = 12  # one horizon for every evaluation
     split: Literal["test", "validation"] = "test"  # validation: to choose settings by
@@ -260,6 +272,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimiser: OptimiserConfig = OptimiserConfig()
     horizon: HorizonConfig = HorizonConfig()
+    offline: OfflineConfig = OfflineConfig()
     validation: ValidationConfig = ValidationConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     registry: RegistryConfig = RegistryConfig()
@@ -283,6 +296,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.truncated bootstrap needs a critic, and recipe {self.algorithm.recipe} has none; use zero or mask, or ppo"
             )
+        if recipe.loop != "rl":
+            self._check_offline(recipe.loop)
         if self.deterministic and self.rollout.max_staleness:
             raise ValueError("rollout.max_staleness 1 overlaps rollouts with the update, which no run repeats; use 0 with deterministic")
         longest = max(*self.horizon.max_turns, self.evaluation.max_turns, self.validation.max_turns)
@@ -315,6 +330,21 @@ class RunConfig(Section):
                 f"ray.address {self.ray.address} is a dashboard; compute ray joins host:port or auto, compute ray-job takes URLs"
             )
         return self
+
+    def _check_offline(self, loop: Loop) -> None:
+        name = self.algorithm.recipe
+        if loop in ("sft", "evolve") and not self.warm_start.enabled:
+            raise ValueError(f"recipe {name} learns from demonstrations, and warm_start.enabled false makes none; enable it, or use dpo")
+        if self.horizon.kind == "adaptive":
+            raise ValueError(f"horizon.kind adaptive follows success step by step, which recipe {name} does not sample; use stepwise")
+        for key, given in (
+            ("algorithm.kl_coef", self.algorithm.kl_coef),
+            ("algorithm.entropy_coef", self.algorithm.entropy_coef),
+            ("algorithm.shuffle_rewards", self.algorithm.shuffle_rewards),
+            ("rollout.max_staleness", self.rollout.max_staleness),
+        ):
+            if given:
+                raise ValueError(f"{key} {given} means nothing to recipe {name}; leave it out, or use a recipe of reinforcement learning")
 
     @property
     def state_dir(self) -> Path:

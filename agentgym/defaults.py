@@ -32,5 +32,6 @@ def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
         "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",  # the default of 20 is too short for a busy machine
         "PREFECT_LOGGING_EXTRA_LOGGERS": "agentgym",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }.items():
         os.environ.setdefault(name, value)

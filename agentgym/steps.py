@@ -7,6 +7,7 @@ but how they show it.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import time
@@ -15,10 +16,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import ConfigError, RunConfig, config_digest
 from agentgym.context import METRICS, NoProgress, Progress, StepContext
 from agentgym.data import Splits, data_digest, load_splits
-from agentgym.ledger import Paced, deliver_step, ledger_identity
+from agentgym.ledger import Paced, curve, deliver_step, ledger_identity
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.lease import LeaseHeld
@@ -66,7 +68,8 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
     model = ("seed", "deterministic", "env", "model")
     episodes = ("rollout.max_new_tokens", "rollout.system_prompt", "rollout.action_format")
     demonstrations = (*model, "warm_start", "rollout.system_prompt", "rollout.action_format")
-    training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation")
+    offline = () if RECIPES[cfg.algorithm.recipe].loop == "rl" else ("offline",)
+    training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation", *offline)
     evaluation = ("deterministic", "env", "model.context_tokens", *episodes, "evaluation")
     env_source = f"envs.{cfg.env.name}"
     env_modules = ("envs.server", *((env_source,) if _is_module(env_source) else ()))
@@ -107,18 +110,19 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
         add_evaluation(current, "evaluate the untrained model", None, headline=False)
         current = add("warm-start", "warm start (SFT)", ("initialise",), demonstrations, ("agentgym.training.sft",), _warm_start)
     baseline = add_evaluation(current, "evaluate the warm start" if cfg.warm_start.enabled else "evaluate the initial model", None)
-    base, spans = current, stages(cfg.horizon)
+    base, spans, loop = current, stages(cfg.horizon), RECIPES[cfg.algorithm.recipe].loop
+    trainer = "agentgym.training.rl" if loop == "rl" else "agentgym.training.offline"
     for stage in spans:
 
         def train(ctx: StepContext, stage: Any = stage) -> Manifest:
-            from agentgym.training.rl import train_stage
-
-            return train_stage(ctx, stage)
+            manifest: Manifest = importlib.import_module(trainer).train_stage(ctx, stage)
+            return manifest
 
         turns = " > ".join(map(str, cfg.horizon.max_turns)) if cfg.horizon.kind == "adaptive" else stage.max_turns
         title = f"stage {stage.index}/{len(spans)} · max_turns {turns}"
-        reference = (base,) if cfg.algorithm.kl_coef and base != current else ()
-        current = add(stage.name, title, ("prepare", current, *reference), training, ("agentgym.training.rl", *env_modules), train, True)
+        reference = (base,) if (cfg.algorithm.kl_coef or loop == "evolve") and base != current else ()
+        demos = ("initialise",) if loop in ("sft", "evolve") else ()
+        current = add(stage.name, title, ("prepare", current, *reference, *demos), training, (trainer, *env_modules), train, True)
         add_evaluation(current, f"evaluate stage {stage.index}/{len(spans)}", baseline)
     evaluations = tuple(name for name in table if name.startswith("evaluate-"))
 
@@ -155,6 +159,11 @@ def run_key(cfg: RunConfig) -> str:
 def load_data(cfg: RunConfig) -> Splits:
     """The configured items, checked, also against what the run asks of them. Errors: ConfigError."""
     splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    if RECIPES[cfg.algorithm.recipe].loop in ("dpo", "evolve") and cfg.offline.num_items > len(splits.train) // 3:
+        raise ConfigError(
+            f"offline.num_items {cfg.offline.num_items} is more than a third of the {len(splits.train)} train items of {cfg.env.name}, so "
+            "that one stage could meet an item twice; lower it"
+        )
     for key, asked, name, items in (
         ("evaluation.num_items", cfg.evaluation.num_items, cfg.evaluation.split, getattr(splits, cfg.evaluation.split)),
         ("rollout.items_per_step", cfg.rollout.items_per_step, "train", splits.train),
@@ -351,8 +360,6 @@ def _mark(cfg: RunConfig, manifest: Manifest) -> str:
 
 
 def _is_module(name: str) -> bool:
-    import importlib.util
-
     return importlib.util.find_spec(name) is not None
 
 
@@ -382,16 +389,9 @@ def _warm_start(ctx: StepContext) -> Manifest:
 
 
 def pointer(store: RunStore, outcome: Outcome) -> str:
-    """What DVC keeps of a step: where its result lies, its digest and its numbers. Never weights."""
+    """What DVC keeps of a step: where its result lies, its digest, its numbers and their course. Never weights."""
     manifest = outcome.manifest
-    return json.dumps(
-        {
-            "step": manifest.step,
-            "key": manifest.key,
-            "digest": manifest.digest,
-            "store": store.root,
-            "results": manifest.results,
-        },
-        indent=1,
-        sort_keys=True,
-    )
+    identity = {"step": manifest.step, "key": manifest.key, "digest": manifest.digest, "store": store.root}
+    # in a list, because `dvc metrics` takes for a metric whatever is not in one
+    content = {"manifest": [identity], "results": manifest.results, "curve": curve(store, manifest)}
+    return json.dumps(content, indent=1, sort_keys=True)

@@ -225,7 +225,8 @@ class Tracker:
             model_id = self._find_logged_model(name, plain["step_key"]) or self._log_model(run_id, model_dir, name, plain, step, task)
             self._create_registered(name)
             source = self.client.get_logged_model(model_id).artifact_location
-            version = str(self.client.create_model_version(name, source, run_id=run_id, tags=plain, model_id=model_id).version)
+            self.client.create_model_version(name, source, run_id=run_id, tags=plain, model_id=model_id)
+            version = self._oldest_version(name, plain["step_key"])
         else:
             for key, value in plain.items():  # the same weights, evaluated anew: the latest numbers count
                 self.client.set_model_version_tag(name, version, key, value)
@@ -267,8 +268,17 @@ class Tracker:
 
     def find_version(self, name: str, step_key: str) -> str | None:
         """The registered version made under this key, if any."""
-        versions = self.client.search_model_versions(f"name = '{name}' and tags.step_key = '{step_key}'")
-        return min((str(found.version) for found in versions), key=int, default=None)
+        return min(self._versions(name, step_key), key=int, default=None)
+
+    def _oldest_version(self, name: str, step_key: str) -> str:
+        """A request whose reply was lost with the server is sent again by MLflow's client: a second version of the same model goes."""
+        version, *repeated = sorted(self._versions(name, step_key), key=int)
+        for other in repeated:
+            self.client.delete_model_version(name, other)
+        return version
+
+    def _versions(self, name: str, step_key: str) -> list[str]:
+        return [str(found.version) for found in self.client.search_model_versions(f"name = '{name}' and tags.step_key = '{step_key}'")]
 
     def _find_logged_model(self, name: str, step_key: str) -> str | None:
         """A whole model left by an attempt that was killed before it registered; half ones are removed."""

@@ -106,6 +106,9 @@ def main(argv: list[str] | None = None) -> int:
         server.run(sockets=[listener])
     except KeyboardInterrupt:
         return 130
+    finally:
+        if arguments.port_file is not None:
+            arguments.port_file.unlink(missing_ok=True)
     return 0 if server.started else 1
 
 
@@ -122,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--drain-timeout", type=_positive_float, default=30.0, metavar="S", help="for open sessions after SIGTERM")
     serve.add_argument("--expert", action="store_true", help="offer POST /expert; training refuses such servers")
     serve.add_argument("--expert-timeout", type=_positive_float, default=5.0, metavar="S", help="(default: %(default)s)")
-    serve.add_argument("--port-file", type=Path, metavar="PATH", help="gets the port once the server listens")
+    serve.add_argument("--port-file", type=Path, metavar="PATH", help="holds the port while the server listens")
     serve.add_argument("--check", action="store_true", help="only say whether name and options are right")
     serve.add_argument("--owner-pipe", action="store_true", help="exit when stdin is closed: the server cannot outlive its owner")
     return parser
@@ -156,8 +159,11 @@ def _listen(host: str, port: int) -> socket.socket:
 def _write(path: Path, text: str) -> None:
     """Whoever polls the file sees nothing or all of it."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # of a full disk
 
 
 def _watch_owner(server: Server) -> None:

@@ -9,6 +9,7 @@ Truncated = Literal["zero", "mask", "bootstrap"]
 Aggregation = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
+Loop = Literal["rl", "sft", "dpo", "evolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Recipe:
     critic's value of the state it was cut in stands for what would have come. `zero` is the default of every row, PPO's
     too: runs are judged at a horizon, and a policy whose delays cost nothing learns to delay.
     kl_estimator, kl_place: of the penalty against the reference model, where `algorithm.kl_coef` is above 0.
+    loop: what a stage does. `rl` samples for every optimiser step; the others have no advantages and learn from a set that
+    is fixed at the start of the stage: demonstrations, pairs, or successes beside demonstrations.
     """
 
     advantages: str
@@ -32,6 +35,7 @@ class Recipe:
     kl_place: KlPlace = "loss"
     dynamic_sampling: bool = False  # groups of equal rewards are replaced by groups of further items
     overlong: bool = False  # episodes near the end of their budget are penalised
+    loop: Loop = "rl"
 
 
 RECIPES: dict[str, Recipe] = {
@@ -48,4 +52,10 @@ RECIPES: dict[str, Recipe] = {
     "reinforce++-baseline": Recipe("reinforce++-baseline", "token", needs_groups=True, kl_estimator="k2"),
     # arXiv:1707.06347, GAE arXiv:1506.02438, dual clip arXiv:1912.09729
     "ppo": Recipe("gae", "token", needs_groups=False, needs_critic=True, dual_clip=True, kl_estimator="k1", kl_place="reward"),
+    # supervised learning on the demonstrations, continued: what further imitation alone would give
+    "sft": Recipe("", "token", needs_groups=False, loop="sft"),
+    # arXiv:2305.18290, pairs of trajectories of one item as in ETO, arXiv:2403.02502
+    "dpo": Recipe("", "sequence", needs_groups=True, loop="dpo"),
+    # arXiv:2406.04151
+    "agent_evol": Recipe("", "token", needs_groups=False, loop="evolve"),
 }

@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 
 from agentgym.algorithms.batch import to_batch
+from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit.lines import Line, draw, load, place
 from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
@@ -19,6 +20,7 @@ from agentgym.rollouts.client import EnvError, EnvPool
 from agentgym.rollouts.episode import extract_action
 from agentgym.steps import local_environment
 from agentgym.store.runstore import RunStore
+from agentgym.training.checkpoint import WEIGHTS
 from agentgym.training.engine import open_pool
 from agentgym.training.learner import Learner
 from agentgym.training.rl import resolved
@@ -42,10 +44,11 @@ def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> 
             by_id = {item.item_id: item for item in splits.train}
             items = [by_id[item_id] for item_id in commit.state["consumed"] if item_id in by_id]
             turns = int(commit.state["max_turns"])  # lineage checks it
+            played = step if RECIPES[cfg.algorithm.recipe].loop == "rl" else stage.first_step  # the step its train episodes are for
             expected = [
-                (step - 1, item, sample, step, turns, rollout.temperature) for item in items for sample in range(rollout.group_size)
+                (played - 1, item, sample, played, turns, rollout.temperature) for item in items for sample in range(rollout.group_size)
             ]
-            if cfg.validation.every and step % cfg.validation.every == 0:
+            if cfg.validation.every and step % cfg.validation.every == 0 and step >= played:
                 fixed = (0, step, cfg.validation.max_turns, cfg.validation.temperature)
                 expected += [(step, item, *fixed) for item in splits.validation[: cfg.validation.num_items]]
         else:
@@ -164,7 +167,7 @@ def check_logprobs(cfg: RunConfig, store: RunStore, line: Line, num_episodes: in
         return
     versions = {int(line.checkpoint.state["global_step"]): (-1, line.checkpoint)}  # of the weights: (seq, where they lie)
     if line.stage(cfg) is not None:
-        versions |= {int(commit.state["global_step"]): (commit.seq, commit) for commit in line.commits}
+        versions |= {int(commit.state["global_step"]): (commit.seq, commit) for commit in line.commits if WEIGHTS in commit.blobs}
     groups: dict[int, list[tuple[str, Trajectory]]] = {}
     for commit in line.commits:
         for episode in line.episodes.get(commit.seq, ()):

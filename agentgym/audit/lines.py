@@ -20,6 +20,7 @@ from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
 from agentgym.tracking import Point, decode_points
 from agentgym.training.checkpoint import Checkpoint, load_checkpoint
+from agentgym.training.offline import commits_at, explored_items
 from agentgym.training.rl import horizon_state
 from agentgym.training.sft import DEMOS
 from agentgym.types import Trajectory
@@ -121,7 +122,7 @@ def check_lineage(cfg: RunConfig, line: Line, splits: Splits | None, tally: Tall
         tally.expect(where, "done", index + 1 == len(line.commits) and line.final is not None, commit.done)
         tally.expect(where, "digests of its parents", parents, commit.parents)
         tally.expect(where, "configuration", semantic_of(line.step, cfg), commit.config)
-        if stage is None or splits is None:
+        if stage is None or splits is None or RECIPES[cfg.algorithm.recipe].loop != "rl":
             continue
         step, asked = stage.first_step + index, cfg.rollout.items_per_step
         before = line.commits[index - 1] if index else line.checkpoint
@@ -142,9 +143,27 @@ def check_lineage(cfg: RunConfig, line: Line, splits: Splits | None, tally: Tall
         for name, value in expected.items():
             tally.expect(where, name, value, commit.state.get(name))
         tally.expect(where, "done at the stage's last step", step == stage.last_step, commit.done)
+    if stage is not None and splits is not None and RECIPES[cfg.algorithm.recipe].loop != "rl":
+        _check_offline_stage(cfg, line, stage, splits, tally)
     if stage is not None and line.checkpoint is not None:
         start = int(line.checkpoint.state["global_step"])
         tally.expect(line.name, "first step, after its parent's last", start + 1, stage.first_step)
+
+
+def _check_offline_stage(cfg: RunConfig, line: Line, stage: Stage, splits: Splits, tally: Tally) -> None:
+    """First all items of the stage in the stream's order, some in each commit, then the optimiser steps that commit."""
+    assert line.checkpoint is not None
+    items = [item.item_id for item in explored_items(cfg, splits, line.checkpoint)]
+    begin, explored, step = int(line.checkpoint.state.get("stream_position", 0)), 0, stage.first_step - 1
+    for commit in line.commits:
+        chunk = items[explored : explored + max(1, len(commit.state.get("consumed", ())))]  # empty once all were played
+        explored += len(chunk)
+        if not chunk:
+            step = next((later for later in range(step + 1, stage.last_step) if commits_at(cfg, stage, later)), stage.last_step)
+        expected = {"global_step": step, "stream_position": begin + explored, "consumed": chunk, "max_turns": stage.max_turns}
+        for name, value in expected.items():
+            tally.expect(line.at(commit), name, value, commit.state.get(name))
+        tally.expect(line.at(commit), "done at the stage's last step", step == stage.last_step, commit.done)
 
 
 def draw(episodes: Sequence[Any], count: int, seed: int, step: str, seq: int) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit.lines import Line
 from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
@@ -18,6 +19,7 @@ from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.steps import load_data
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
+from agentgym.training.offline import exploration_metrics, first_rate_step, material_of, optimiser_of, rate_steps
 from agentgym.training.optimise import learning_rate
 
 Tables = dict[str, tuple[Array, Array]]  # evaluation step -> outcomes, recomputed
@@ -54,6 +56,8 @@ def check_numbers(
         tally.expect(line.at(line.commits[0]), "num_demos", len(episodes), line.commits[0].results["num_demos"])
     elif line.name == "warm-start":
         _check_warm_start(cfg, line, tally)
+    elif line.stage(cfg) is not None and RECIPES[cfg.algorithm.recipe].loop != "rl":
+        _check_offline_stage(cfg, line, tally)
     elif line.stage(cfg) is not None:
         for commit in line.commits:
             _check_training(cfg, line, commit, tally)
@@ -94,6 +98,29 @@ def _check_training(cfg: RunConfig, line: Line, commit: Manifest, tally: Tally) 
     own = {name for name in logged if name.startswith(("rollout/", "validation/"))}
     for name in sorted(expected.keys() | own):
         tally.expect(where, name, expected.get(name), logged.get(name))
+
+
+def _check_offline_stage(cfg: RunConfig, line: Line, tally: Tally) -> None:
+    stage = line.stage(cfg)
+    assert stage is not None
+    logs = [episode for commit in line.commits for episode in line.episodes.get(commit.seq, ())]
+    explored = [episode for episode in logs if episode.item.split == "train"]
+    step, rate = stage.first_step - 1, "dpo/lr" if RECIPES[cfg.algorithm.recipe].loop == "dpo" else "sft/lr"
+    for commit in line.commits:
+        for point in line.points.get(commit.seq, ()):
+            step += 1
+            where = f"{line.at(commit)} step {step}"
+            tally.expect(where, "step of a point", step, point.step)
+            expected = {rate: learning_rate(optimiser_of(cfg), step - first_rate_step(cfg, stage), rate_steps(cfg, stage))}
+            if explored and step == stage.first_step:
+                expected |= exploration_metrics(explored, material_of(cfg, stage, explored))
+            if cfg.validation.every and step % cfg.validation.every == 0:
+                validation = [episode for episode in line.episodes.get(commit.seq, ()) if episode.item.split == "validation"]
+                expected["validation/success"] = rollout_metrics(validation)["rollout/success"]
+            own = {name for name in point.metrics if name.startswith(("rollout/", "validation/")) or name.endswith("/lr")}
+            for name in sorted(expected.keys() | own):
+                tally.expect(where, name, expected.get(name), point.metrics.get(name))
+        tally.expect(line.at(commit), "steps so far", step, commit.state["global_step"])
 
 
 def _check_evaluation(cfg: RunConfig, store: RunStore, line: Line, splits: Splits, tables: Tables, tally: Tally) -> None:

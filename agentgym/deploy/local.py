@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -34,16 +34,16 @@ def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[
     Errors: ConfigError where it refuses its name or options; RuntimeError with the end of its log, where it exits or is
     not ready within env.start_timeout_s.
     """
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        with tempfile.TemporaryDirectory(prefix=f"{env.name}-", dir=log_path.parent) as folder:  # gone once the port is known
-            port_file = Path(folder) / "port"
-            command = [*_serve(env), "--owner-pipe", "--port", "0", "--port-file", str(port_file)]
-            command += ["--max-sessions", str(env.max_sessions), "--session-ttl", str(env.session_ttl_s)]
-            if expert:
-                command.append("--expert")
-            process = stack.enter_context(owned_process(command, log_path=log_path, env={"OMP_NUM_THREADS": "1"}))
+    port_file = log_path.with_name(f"{env.name}-{secrets.token_hex(8)}.port")  # the server removes it when it ends
+    command = [*_serve(env), "--owner-pipe", "--port", "0", "--port-file", str(port_file)]
+    command += ["--max-sessions", str(env.max_sessions), "--session-ttl", str(env.session_ttl_s)]
+    if expert:
+        command.append("--expert")
+    with owned_process(command, log_path=log_path, env={"OMP_NUM_THREADS": "1"}) as process:
+        try:
             endpoint = _wait_until_ready(process, env, log_path, port_file)
+        finally:
+            port_file.unlink(missing_ok=True)
         logger.info("environment %s at %s, process %d", env.name, endpoint, process.pid)
         yield [endpoint]
 

@@ -60,7 +60,8 @@ class PosixFolder:
             names = os.listdir(self._path / "manifests")
         except FileNotFoundError:
             return {}
-        return {int(match["seq"]): f"manifests/{name}" for name in sorted(names) if (match := MANIFEST.fullmatch(name))}
+        found = ((int(match["seq"]), f"manifests/{match.string}") for name in names if (match := MANIFEST.fullmatch(name)))
+        return dict(sorted(found))
 
     def read(self, name: str) -> bytes:
         return (self._path / name).read_bytes()

@@ -19,6 +19,7 @@ TINY = {
     "rollout": {"items_per_step": 4, "group_size": 4, "temperature": 0.7, "concurrency": 8},
     "optimiser": {"warmup_steps": 1},
     "horizon": {"max_turns": [5, 7], "stage_steps": [2, 2]},
+    "offline": {"num_items": 8, "chunk_items": 6, "pairs_per_step": 4},
     "validation": {"every": 2, "num_items": 4, "max_turns": 7},
     "evaluation": {"num_items": 8, "num_samples": 2, "k": [1, 2], "max_turns": 7, "num_bootstrap": 200, "chunk_items": 4},
 }

@@ -48,7 +48,6 @@ def refusal(path, *overrides):
             "model.context_tokens 100 is too small for 12 turns of rollout.max_new_tokens 6 + observation_tokens 32 = 456; raise it",
         ),
         ("rollout: {concurrency: 999}", "rollout.concurrency 999 is above env.max_sessions 256; lower it or raise the other"),
-        ("algorithm: {recipe: gpro}", "algorithm.recipe 'gpro' is unknown; known: dapo, dr_grpo, grpo, ppo"),
         (
             "algorithm: {truncated: bootstrap}",
             "bootstrap needs a critic, and recipe grpo has none; use zero or mask, or ppo",
@@ -57,6 +56,18 @@ def refusal(path, *overrides):
         ("{deterministic: true, rollout: {max_staleness: 1}}", "rollout.max_staleness 1 overlaps rollouts with the update"),
         ("horizon: {kind: adaptive, max_turns: [4, 4], stage_steps: [9]}", "an adaptive horizon must grow from value to value"),
         ("horizon: {kind: adaptive, max_turns: [4, 8], stage_steps: [9, 9]}", "has 2 values; an adaptive horizon is one stage"),
+        ("algorithm: {recipe: gpro}", "algorithm.recipe 'gpro' is unknown; known: agent_evol, dapo, dpo, dr_grpo, grpo, ppo"),
+        (
+            "{algorithm: {recipe: sft}, warm_start: {enabled: false}}",
+            "recipe sft learns from demonstrations, and warm_start.enabled false makes none; enable it, or use dpo",
+        ),
+        ("algorithm: {recipe: dpo, kl_coef: 0.1}", "algorithm.kl_coef 0.1 means nothing to recipe dpo; leave it out"),
+        ("{algorithm: {recipe: agent_evol}, rollout: {max_staleness: 1}}", "rollout.max_staleness 1 means nothing to recipe agent_evol"),
+        (
+            "{algorithm: {recipe: dpo}, horizon: {kind: adaptive, max_turns: [4, 8], stage_steps: [9]}}",
+            "horizon.kind adaptive follows success step by step, which recipe dpo does not sample; use stepwise",
+        ),
+        ("{algorithm: {recipe: dpo}, rollout: {group_size: 1}}", "rollout.group_size 1 leaves dpo nothing to compare"),
         ("evaluation: {k: [1, 8]}", "evaluation.k [1, 8] needs num_samples >= 8, got 4; pass@k is undefined for n < k"),
         ("model: {source: hub}", "model.name is empty; with source hub name a repository or folder"),
         ("model: {hidden_size: 64, num_heads: 4}", "must be a whole head dimension >= 32 (vLLM)"),

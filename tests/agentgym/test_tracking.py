@@ -288,6 +288,21 @@ def test_a_kill_while_registering_leaves_one_model_and_one_version(
     assert len(tracker.client.search_model_versions("name = 'tiny'")) == 1
 
 
+def test_a_registration_sent_again_because_its_reply_was_lost_leaves_one_version(
+    tracker: Tracker, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = tracker.client.create_model_version
+
+    def sent_twice(*arguments: object, **options: object) -> Any:
+        create(*arguments, **options)
+        return create(*arguments, **options)
+
+    monkeypatch.setattr(tracker.client, "create_model_version", sent_twice)
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    assert tracker.register_model(run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1) == "1"
+    assert [str(found.version) for found in tracker.client.search_model_versions("name = 'tiny'")] == ["1"]
+
+
 def test_a_model_without_its_key_or_its_files_is_refused(tracker: Tracker, tmp_path: Path) -> None:
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
     with pytest.raises(ValueError, match=r"must hold step_key; without it a retry would register tiny twice"):

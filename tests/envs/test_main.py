@@ -73,6 +73,7 @@ def test_ctrl_c_ends_at_once_with_code_130(tmp_path):
         call(f"{url}/create", {"request_key": "k", "task_id": 0})
         process.send_signal(signal.SIGINT)
         assert process.wait(5) == 130
+        assert list(tmp_path.iterdir()) == []  # the port file goes with the port
 
 
 def test_the_server_ends_when_its_owner_closes_the_pipe_even_with_open_sessions(tmp_path):
@@ -93,7 +94,7 @@ with local_env(EnvConfig(), expert=False, log_path=Path(sys.argv[1])) as endpoin
 """
 
 
-def test_the_server_ends_within_seconds_of_its_owner_being_killed(tmp_path):
+def test_the_server_ends_within_seconds_of_its_owner_being_killed_and_leaves_its_log_alone(tmp_path):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True)
     try:
         url = owner.stdout.readline().strip()
@@ -111,3 +112,4 @@ def test_the_server_ends_within_seconds_of_its_owner_being_killed(tmp_path):
             return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
 
     wait_for(is_gone, seconds=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]

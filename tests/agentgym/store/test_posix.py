@@ -9,7 +9,7 @@ import pytest
 
 from agentgym.store.files import StoreFull
 from agentgym.store.lease import Fenced
-from agentgym.store.posix import posix_store
+from agentgym.store.posix import PosixFolder, posix_store
 from agentgym.store.runstore import RunStore, StepWriter
 
 KEY = "ab" * 32
@@ -79,3 +79,10 @@ def test_temporary_files_of_killed_writers_are_swept_once(store: RunStore, folde
         assert writer.prune(keep=1) == 3
         assert writer.prune(keep=1) == 0
     assert not list(folder.rglob(".tmp-*"))
+
+
+def test_commits_are_in_the_order_of_their_numbers_not_of_their_names(folder: Path) -> None:
+    (folder / "manifests").mkdir(parents=True)
+    for name in ("1000000.json", "999999.json", ".tmp-half", "000002.json"):
+        (folder / "manifests" / name).touch()
+    assert list(PosixFolder(folder).commits()) == [2, 999999, 1000000]

@@ -1,0 +1,256 @@
+"""Recipes that learn from a set fixed at the start of each stage: demonstrations (sft), pairs (dpo), successes (agent_evol).
+
+dpo and agent_evol first sample train items with the policy the stage begins with, at the stage's horizon; the episodes are
+committed before anything is learned from them. All three then take the stage's optimiser steps on the one learner.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from agentgym.algorithms.batch import learnable, to_batch
+from agentgym.algorithms.recipe import RECIPES
+from agentgym.config import OptimiserConfig, RunConfig
+from agentgym.context import TRAJECTORIES, StepContext, decode_trajectories, now_ms
+from agentgym.data import ItemStream, Splits, splits_from_json
+from agentgym.rollouts.horizon import Stage
+from agentgym.rollouts.metrics import rollout_metrics
+from agentgym.store.manifest import Manifest
+from agentgym.tracking import Point
+from agentgym.training.checkpoint import OPTIMISER, WEIGHTS, Checkpoint, load_checkpoint
+from agentgym.training.engine import Engine, open_engine
+from agentgym.training.learner import Learner
+from agentgym.training.model import set_threads
+from agentgym.training.sft import DEMOS, demo_rows
+from agentgym.types import Item, Trajectory
+
+logger = logging.getLogger(__name__)
+
+COMMIT_EVERY = 10  # optimiser steps; steps with validation are committed, too
+START = "warm-start"  # where every iteration of agent_evol learns from anew
+
+
+def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
+    """Explore where the recipe does, then train to the stage's last optimiser step; goes on from the last commit."""
+    set_threads()
+    cfg = ctx.cfg
+    start = next(manifest for name, manifest in ctx.parents.items() if name != "prepare")
+    trained = ctx.head if ctx.head is not None and WEIGHTS in ctx.head.blobs else None  # else it still explores
+    splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
+    checkpoint = load_checkpoint(ctx.store, trained or start)
+    items = explored_items(cfg, splits, start)
+    position = int(start.state.get("stream_position", 0)) + len(items)
+    step = int((trained or start).state["global_step"])
+    points: list[Point] = []
+
+    cpu_began = time.process_time()
+    with ctx.environment(False) as endpoints, open_engine(cfg, checkpoint, endpoints, version=step) as engine:
+        episodes = _explore(ctx, stage, engine, items, position - len(items))
+        learner = _make_learner(ctx, stage, start, trained, checkpoint)
+        material = material_of(cfg, stage, episodes)
+        learn = _lesson(ctx, stage, start, learner, material, episodes)
+        ctx.progress.start(f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1)
+        ctx.progress.advance(step + 1 - stage.first_step)
+        while step < stage.last_step:
+            step += 1
+            began = time.perf_counter()
+            metrics = learn(step)
+            metrics["time/cpu_s"] = time.process_time() - cpu_began  # of this process, the first step with exploration; no validation
+            if episodes and step == stage.first_step:
+                metrics |= exploration_metrics(episodes, material)
+            validation: list[Trajectory] = []
+            if cfg.validation.every and step % cfg.validation.every == 0:
+                metrics["sync/canary_max_abs"] = engine.publish(learner, step)
+                validation = engine.collect(
+                    splits.validation[: cfg.validation.num_items],
+                    num_samples=1,
+                    step=step,
+                    max_turns=cfg.validation.max_turns,
+                    temperature=cfg.validation.temperature,
+                    seed=cfg.seed,
+                )
+                metrics["validation/success"] = rollout_metrics(validation)["rollout/success"]
+            metrics["time/step_s"] = time.perf_counter() - began
+            cpu_began = time.process_time()
+            points.append(Point(step, now_ms(), metrics))
+            if commits_at(cfg, stage, step):
+                manifest = ctx.commit(
+                    done=step == stage.last_step,
+                    state={"global_step": step, "stream_position": position, "consumed": [], "max_turns": stage.max_turns},
+                    blobs={**checkpoint.files(), **learner.blobs()},
+                    points=points,
+                    trajectories=validation,
+                )
+                points = []
+            ctx.progress.advance(1, f"loss {next(value for name, value in metrics.items() if name.endswith('/loss')):.2f}")
+    return manifest
+
+
+def commits_at(cfg: RunConfig, stage: Stage, step: int) -> bool:
+    """Whether an optimiser step of the stage ends in a commit."""
+    return step == stage.last_step or step % COMMIT_EVERY == 0 or bool(cfg.validation.every and step % cfg.validation.every == 0)
+
+
+def optimiser_of(cfg: RunConfig) -> OptimiserConfig:
+    """The optimiser of the recipe: dpo has a rate of its own."""
+    is_dpo = RECIPES[cfg.algorithm.recipe].loop == "dpo"
+    return cfg.optimiser.model_copy(update={"lr": cfg.offline.dpo_lr}) if is_dpo else cfg.optimiser
+
+
+def first_rate_step(cfg: RunConfig, stage: Stage) -> int:
+    """The optimiser step before the first one of its schedule: each stage is a problem of its own, but sft is one for all stages."""
+    return 0 if RECIPES[cfg.algorithm.recipe].loop == "sft" else stage.first_step - 1
+
+
+def rate_steps(cfg: RunConfig, stage: Stage) -> int:
+    """How many optimiser steps the schedule of the learning rate is for."""
+    return sum(cfg.horizon.stage_steps) if RECIPES[cfg.algorithm.recipe].loop == "sft" else stage.last_step - stage.first_step + 1
+
+
+def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item]:
+    """The train items of a stage that begins at `start`, in the stream's order."""
+    if RECIPES[cfg.algorithm.recipe].loop == "sft":
+        return []
+    return ItemStream(splits.train, seed=cfg.seed, position=int(start.state.get("stream_position", 0))).next(cfg.offline.num_items)
+
+
+def preference_pairs(trajectories: Sequence[Trajectory], *, per_item: int, seed: int, step: int) -> list[tuple[Trajectory, Trajectory]]:
+    """(preferred, other) of one item with a higher and a lower reward; at most `per_item` of an item, drawn at random.
+
+    Equal rewards make no pair, whatever the lengths: what a delay costs is for the reward to say.
+    """
+    drawn = np.random.Generator(np.random.Philox(key=[seed, step + 2_000_000]))
+    pairs: list[tuple[Trajectory, Trajectory]] = []
+    for group in _by_item(trajectories):
+        found = [(one, other) for one in group for other in group if (one.reward or 0.0) > (other.reward or 0.0)]
+        pairs += [found[index] for index in sorted(drawn.permutation(len(found))[:per_item])]
+    return pairs
+
+
+def successes(trajectories: Sequence[Trajectory], *, per_item: int) -> list[Trajectory]:
+    """The first `per_item` successful ones of each item, so that easy items do not crowd out the others."""
+    return [trajectory for group in _by_item(trajectories) for trajectory in [each for each in group if each.success][:per_item]]
+
+
+def material_of(cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory]) -> list[tuple[Trajectory, ...]]:
+    """What the stage learns from its own episodes: pairs (dpo), successes as tuples of one (agent_evol), nothing (sft)."""
+    recipe, per_item = RECIPES[cfg.algorithm.recipe], cfg.offline.per_item
+    usable = learnable(episodes, truncated=cfg.algorithm.truncated or recipe.truncated)
+    if recipe.loop == "dpo":
+        return list(preference_pairs(usable, per_item=per_item, seed=cfg.seed, step=stage.first_step))
+    return [(trajectory,) for trajectory in successes(usable, per_item=per_item)]
+
+
+def exploration_metrics(episodes: Sequence[Trajectory], material: Sequence[tuple[Trajectory, ...]]) -> dict[str, float]:
+    """Of a stage's own episodes and what is learned from them; logged at the stage's first optimiser step."""
+    return rollout_metrics(episodes) | {"rollout/num_kept": float(len(material))}
+
+
+def _explore(ctx: StepContext, stage: Stage, engine: Engine, items: Sequence[Item], position: int) -> list[Trajectory]:
+    """The episodes of the stage's first policy on all items: those committed earlier, and the rest, committed in chunks."""
+    cfg = ctx.cfg
+    earlier = [commit for commit in ctx.store.history(ctx.step, ctx.writer.key) if commit.state["consumed"]]
+    episodes = [episode for commit in earlier for episode in decode_trajectories(ctx.read(commit, TRAJECTORIES))]
+    first = sum(len(commit.state["consumed"]) for commit in earlier)
+    ctx.progress.start(f"stage {stage.index} · max_turns {stage.max_turns}", len(items) * cfg.rollout.group_size)
+    ctx.progress.advance(len(episodes))
+    for begin in range(first, len(items), cfg.offline.chunk_items):
+        chunk = items[begin : begin + cfg.offline.chunk_items]
+        collected = engine.collect(
+            chunk,
+            num_samples=cfg.rollout.group_size,
+            step=stage.first_step,
+            max_turns=stage.max_turns,
+            temperature=cfg.rollout.temperature,
+            seed=cfg.seed,
+            progress=ctx.progress.advance,
+        )
+        ctx.commit(
+            done=False,
+            state={
+                "global_step": stage.first_step - 1,
+                "stream_position": position + begin + len(chunk),
+                "consumed": [item.item_id for item in chunk],
+                "max_turns": stage.max_turns,
+            },
+            blobs={},
+            trajectories=collected,
+        )
+        episodes += collected
+    return episodes
+
+
+def _make_learner(ctx: StepContext, stage: Stage, start: Manifest, trained: Manifest | None, checkpoint: Checkpoint) -> Learner:
+    """As the last commit left it. A stage begins with a new optimiser, agent_evol with the weights of the warm start, too.
+
+    sft goes on with weights and optimiser from stage to stage.
+    """
+    cfg, loop = ctx.cfg, RECIPES[ctx.cfg.algorithm.recipe].loop
+    anew = loop == "evolve" and trained is None
+    model = load_checkpoint(ctx.store, ctx.parents[START]).model if anew else checkpoint.model
+    learner = Learner(model, optimiser_of(cfg), total_steps=rate_steps(cfg, stage))
+    before = trained or (start if loop == "sft" and start.step.startswith("stage-") else None)
+    if before is not None:
+        learner.load_optimisers({OPTIMISER: ctx.read(before, OPTIMISER)})
+    return learner
+
+
+def _lesson(
+    ctx: StepContext,
+    stage: Stage,
+    start: Manifest,
+    learner: Learner,
+    material: Sequence[tuple[Trajectory, ...]],
+    episodes: Sequence[Trajectory],
+) -> Callable[[int], dict[str, float]]:
+    """optimiser step -> metrics, having taken it. What a step learns from is a pure function of the step.
+
+    Errors: RuntimeError where the policy's own episodes hold nothing to learn from.
+    """
+    cfg, settings, before = ctx.cfg, ctx.cfg.offline, first_rate_step(ctx.cfg, stage)
+    if episodes and not material:
+        lacking = "pair of different rewards" if RECIPES[cfg.algorithm.recipe].loop == "dpo" else "success"
+        success = rollout_metrics(episodes).get("rollout/success", 0.0)
+        raise RuntimeError(
+            f"stage {stage.index}: no {lacking} among {len(episodes)} episodes of {settings.num_items} items at max_turns "
+            f"{stage.max_turns} (success {success:.2f}); raise offline.num_items or rollout.group_size, take easier or harder items, "
+            "or another horizon"
+        )
+
+    if RECIPES[cfg.algorithm.recipe].loop == "dpo":
+        pairs = to_batch([trajectory for pair in material for trajectory in pair])
+        # the reference is the policy that sampled them; also in a resumed stage, whose learner has moved on
+        policy = Learner(load_checkpoint(ctx.store, start).model, cfg.optimiser, total_steps=1)
+        pairs = replace(pairs, logprobs=policy.score(pairs))
+        size = min(settings.pairs_per_step, len(material))
+
+        def prefer(step: int) -> dict[str, float]:
+            chosen = torch.tensor(demo_rows(cfg.seed, step - before, len(material), size))
+            batch = pairs.select(torch.stack([2 * chosen, 2 * chosen + 1], 1).flatten())
+            return learner.prefer(batch, batch.logprobs, beta=settings.beta, label_smoothing=settings.label_smoothing, step=step - before)
+
+        return prefer
+
+    demos = decode_trajectories(ctx.read(ctx.parents["initialise"], DEMOS))
+    # likelihood is that of the policy itself, as in the warm start, whatever temperature its episodes were sampled at
+    pool = to_batch([replace(trajectory, temperature=1.0) for trajectory in [*demos, *(row for rows in material for row in rows)]])
+    size = cfg.rollout.items_per_step * cfg.rollout.group_size  # as many episodes as a step of reinforcement learning
+
+    def imitate(step: int) -> dict[str, float]:
+        rows = torch.tensor(demo_rows(cfg.seed, step - before, pool.num_rows, size))
+        return learner.supervised(pool.select(rows), step=step - before)
+
+    return imitate
+
+
+def _by_item(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.item.item_id, []).append(trajectory)
+    return list(groups.values())

@@ -1,0 +1,415 @@
+"""Ways to do harm to a run: what is started, who is struck, how, and what an operator does about it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from chaos_project import COMMAND_TIMEOUT_S, GONE_WITHIN_S, POLL_S, ROOT, START_TIMEOUT_S, Project, Trial
+
+FLOW = ("-m", "flows.pipeline")
+STAGE = ("-m", "agentgym", "step", "stage-1")
+OURS = ("agentgym", "flows.pipeline")  # whose last line says what failed
+SHORT = ("flow", "step", "environment", "two-learners")
+
+
+@dataclass
+class Scene:
+    """A project in which a command runs, as a fault sees it."""
+
+    project: Project
+    setting: Setting
+    process: subprocess.Popen[bytes]
+    log: Path
+    chance: random.Random
+    trial: Trial
+    mend: Callable[[], None] = lambda: None  # what an operator does once the command has ended
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is started, on what, and what stands around it."""
+
+    command: tuple[str, ...]
+    prepared: bool = False  # begin where the preparation is done; else with nothing
+    around: Callable[[Project], AbstractContextManager[tuple[str, ...]]] = lambda _: contextlib.nullcontext(())  # -> overrides
+    missing: Callable[[], str] = lambda: ""  # why it cannot be had here; empty: it can
+    stays: str = ""  # matches the processes that stand around it, and what goes on by itself when the command has ended
+
+    def words(self, overrides: Sequence[str]) -> tuple[str, ...]:
+        """The command with its overrides, as a user types it."""
+        if self.command[1] == "agentgym":
+            return (*self.command, *(word for override in overrides for word in ("--set", override)))
+        return (*self.command, *overrides)  # a deployment takes none: its servers are the project's own
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to do harm."""
+
+    name: str
+    what: str  # for the table
+    setting: Setting
+    victims: Callable[[Project, subprocess.Popen[bytes]], list[psutil.Process]]
+    strike: Callable[[Scene, list[psutil.Process]], None]
+    codes: tuple[int, ...]  # the first command may end so
+
+
+# --- what is killed, and how ---------------------------------------------------------------------------------------------
+
+
+def send(number: signal.Signals) -> Callable[[Scene, list[psutil.Process]], None]:
+    """To every victim at once."""
+
+    def strike(_: Scene, victims: list[psutil.Process]) -> None:
+        for victim in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.send_signal(number)
+
+    return strike
+
+
+def matching(pattern: str) -> Callable[[Project, subprocess.Popen[bytes]], list[psutil.Process]]:
+    """Every process of the project whose command line has it."""
+    return lambda project, _: project.processes(pattern)
+
+
+def the_command(_: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process that was started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [psutil.Process(process.pid)] if process.poll() is None else []
+    return []
+
+
+def everything(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process that was started and all it has started, as when the machine is lost."""
+    return project.processes() if process.poll() is None else []
+
+
+def kill_one(scene: Scene, victims: list[psutil.Process]) -> None:
+    """SIGKILL to any one of them."""
+    send(signal.SIGKILL)(scene, [scene.chance.choice(victims)])
+
+
+def together(first: str, second: str) -> Callable[[Project, subprocess.Popen[bytes]], list[psutil.Process]]:
+    """The processes that match either, while there are both."""
+
+    def victims(project: Project, _: subprocess.Popen[bytes]) -> list[psutil.Process]:
+        both = project.processes(first), project.processes(second)
+        return [*both[0], *both[1]] if all(both) else []
+
+    return victims
+
+
+def fill_disk(scene: Scene, _: list[psutil.Process]) -> None:
+    """Not a byte is left where the project keeps its state, until the command has ended."""
+    filler = scene.project.state / "filler"
+    with filler.open("wb") as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+            file.flush()
+
+    def mend() -> None:
+        filler.unlink()
+        said = scene.log.read_text(errors="replace")
+        if scene.process.returncode and not re.search(r"(?i)no space left|disk is full", said):
+            scene.trial.failures["command"] = [f"the error does not say that the disk is full: {said[-300:]!r}"]
+
+    scene.mend = mend
+
+
+def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
+    """Another process on the same stage is refused with who holds it; then the holder is killed, and the stage is free."""
+    other = subprocess.run(
+        scene.process.args, cwd=scene.project.folder, env=scene.project.environment, capture_output=True, text=True,
+        timeout=COMMAND_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    line = other.stderr.strip().splitlines()[-1:] or [""]
+    holder = rf"step stage-1 .* is held by process {scene.process.pid} on {re.escape(socket.gethostname())}, since \d{{4}}-.*\(epoch \d+\)"
+    if scene.process.poll() is not None:
+        scene.trial.hit = False  # too late to meet it
+        return
+    scene.trial.notes += line
+    if other.returncode != 1 or not re.search(holder, line[0]):
+        scene.trial.failures["command"] = [f"the second learner was not refused with who holds the stage: {other.returncode}, {line[0]!r}"]
+    send(signal.SIGKILL)(scene, victims)
+
+
+def holds_stage(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process that was started, once the stage is its own."""
+    return the_command(project, process) if project.phase().startswith("stage-1,") else []
+
+
+# --- what stands around a command ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class MlflowServer:
+    """As an operator would run it, brought back on the same port."""
+
+    project: Project
+    port: int
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        database, artifacts = self.project.state / "mlflow.db", self.project.state / "mlflow-artifacts"
+        command = ["-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{database}", "--artifacts-destination", str(artifacts)]
+        log = self.project.scratch / "mlflow-server.log"
+        self.process = self.project.start([*command, "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"], log)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not answers(f"http://127.0.0.1:{self.port}/health"):
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise RuntimeError(f"the MLflow server does not come up\n{log.read_text()[-2000:]}")
+            time.sleep(POLL_S)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def mlflow_server(project: Project) -> Iterator[tuple[str, ...]]:
+    server = MlflowServer(project, free_port())
+    server.start()
+    project.server = server
+    try:
+        yield (f"tracking.uri=http://127.0.0.1:{server.port}",)
+    finally:
+        server.kill()
+
+
+def kill_mlflow(scene: Scene, _: list[psutil.Process]) -> None:
+    """The server is away for some seconds."""
+    server: MlflowServer = scene.project.server
+    server.kill()
+    away_s = scene.chance.uniform(0, 20)
+    time.sleep(away_s)
+    server.start()
+    scene.trial.notes.append(f"away for {away_s:.0f} s and its start")
+
+
+@contextlib.contextmanager
+def small_disk(project: Project) -> Iterator[tuple[str, ...]]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(project.state)], check=True)
+    try:
+        yield ()
+    finally:
+        for process in project.processes():  # nothing may hold the disk
+            process.kill()
+        subprocess.run(["umount", "--lazy", str(project.state)], check=True)
+
+
+@contextlib.contextmanager
+def services(project: Project) -> Iterator[tuple[str, ...]]:
+    """`make up`: a Prefect server, a worker and MLflow under a supervisor."""
+    project.must("-m", "tasks.services", "up")
+    try:
+        yield ()
+    finally:
+        project.must("-m", "tasks.services", "down")
+
+
+RAY_CLUSTER = """
+import json, os, sys
+from ray.cluster_utils import Cluster
+address = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": 0, "object_store_memory": 150_000_000, "temp_dir": sys.argv[1]}
+cluster = Cluster(initialize_head=True, head_node_args=address)
+def add():
+    return cluster.add_node(num_cpus=2, object_store_memory=150_000_000).all_processes["raylet"][0].process.pid
+def tell(pid):
+    with open(sys.argv[2] + ".new", "w") as file:
+        json.dump({"address": cluster.address, "dashboard": "http://" + cluster.webui_url, "raylet": pid}, file)
+    os.rename(sys.argv[2] + ".new", sys.argv[2])
+tell(add())
+for line in sys.stdin:
+    tell(add())
+cluster.shutdown()
+"""
+
+
+@dataclass
+class RayCluster:
+    """Two nodes on this machine, as an operator would run them: a lost one is replaced."""
+
+    project: Project
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def facts(self) -> dict[str, Any]:
+        """Address, dashboard, and the process of the second node."""
+        place, deadline = self.folder / "facts.json", time.monotonic() + START_TIMEOUT_S
+        while not place.exists():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise RuntimeError(f"the Ray cluster does not come up\n{(self.project.scratch / 'ray.log').read_text()[-2000:]}")
+            time.sleep(POLL_S)
+        facts: dict[str, Any] = json.loads(place.read_text())
+        return facts
+
+    def second_node(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            raylet = psutil.Process(self.facts()["raylet"])
+            return [raylet, *raylet.children(recursive=True)]
+        return []
+
+    def replace_node(self) -> None:
+        (self.folder / "facts.json").unlink()
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"add\n")
+        self.process.stdin.flush()
+        self.facts()
+
+
+@contextlib.contextmanager
+def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
+    """Overrides: the address of a cluster of two nodes of two CPUs each; `fact` says which."""
+    folder = Path(tempfile.mkdtemp(prefix="agc-", dir="/tmp"))  # a socket's path has 107 bytes
+    project.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", RAY_CLUSTER, str(folder), str(folder / "facts.json")]
+    place = {"cwd": project.folder, "env": project.environment, "start_new_session": True}
+    with (project.scratch / "ray.log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, **place)
+    project.server = RayCluster(project, folder, process)
+    try:
+        yield (f"ray.address={project.server.facts()[fact]}",)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(GONE_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED"):
+            del project.environment[name]
+
+
+def gcs(project: Project) -> AbstractContextManager[tuple[str, ...]]:
+    return ray_cluster(project, "address")
+
+
+def dashboard(project: Project) -> AbstractContextManager[tuple[str, ...]]:
+    return ray_cluster(project, "dashboard")
+
+
+def second_node(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The second node, while it has work."""
+    found = project.server.second_node() if process.poll() is None else []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return found if any("ray::" in " ".join(each.cmdline()) for each in found[1:]) else []
+    return []
+
+
+def lose_node(scene: Scene, victims: list[psutil.Process]) -> None:
+    """The node and everything on it; another joins in its place."""
+    send(signal.SIGKILL)(scene, victims)
+    scene.project.server.replace_node()
+
+
+def no_ray() -> str:
+    if importlib.util.find_spec("ray") is None:
+        return "Ray is not installed"
+    return "" if (ROOT / "agentgym/training/cluster.py").is_file() else "this version has no compute on Ray"
+
+
+def no_services() -> str:
+    return "" if (ROOT / "tasks/services.py").is_file() else "this version has no deployments"
+
+
+def no_mount() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return "this system has no mount"
+        if done.returncode:
+            return f"a disk of its own cannot be mounted here ({done.stderr.strip()}); run as root"
+        subprocess.run(["umount", folder], check=True)
+    return ""
+
+
+def answers(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+WHOLE = Setting(FLOW)
+STEP = Setting(STAGE, prepared=True)
+LEDGER = Setting(FLOW, around=mlflow_server, stays=r"mlflow.*server")
+DEPLOYED = Setting(
+    ("-m", "prefect", "--no-prompt", "deployment", "run", "pipeline/local", "--watch"), around=services, missing=no_services, stays="."
+)
+ON_RAY = ("--set", "ray.num_workers=2", "--set", "ray.placement_timeout_s=300", "--set")
+LOCAL_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, missing=no_ray)
+JOINED_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, around=gcs, missing=no_ray, stays=".")
+RAY_JOB = Setting((*STAGE, *ON_RAY, "compute=ray-job"), prepared=True, around=dashboard, missing=no_ray, stays=".")
+WORKER, RUN = r"-m tasks\.\w+ worker", r"-m prefect\.engine"
+KILLED, BROKEN = (-signal.SIGKILL,), (0, 1)
+INTERRUPTED = (130, 0, -signal.SIGTERM, -signal.SIGINT)  # in order; too late; before Python had its handlers
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("flow", "flow process, SIGKILL", WHOLE, the_command, send(signal.SIGKILL), KILLED),
+        Kind("step", "step process, SIGKILL", STEP, the_command, send(signal.SIGKILL), KILLED),
+        Kind("environment", "environment server, SIGKILL", WHOLE, matching(r"-m envs serve(?!.*--check)"), send(signal.SIGKILL), BROKEN),
+        Kind("prefect", "Prefect server, SIGKILL", WHOLE, matching(r"-m tasks\.prefect_server"), send(signal.SIGKILL), BROKEN),
+        Kind("mlflow", "MLflow server, SIGKILL", LEDGER, matching(r"mlflow.*server"), kill_mlflow, BROKEN),
+        Kind("machine", "flow, environment and Prefect server together, SIGKILL", WHOLE, everything, send(signal.SIGKILL), KILLED),
+        Kind("sigterm", "flow process, SIGTERM", WHOLE, the_command, send(signal.SIGTERM), INTERRUPTED),
+        Kind("sigint", "step process, SIGINT", STEP, the_command, send(signal.SIGINT), INTERRUPTED),
+        Kind("disk", "disk full", Setting(FLOW, around=small_disk, missing=no_mount), the_command, fill_disk, BROKEN),
+        Kind("run", "run of a deployment, SIGKILL", DEPLOYED, matching(RUN), send(signal.SIGKILL), BROKEN),
+        Kind(
+            "worker",
+            "Prefect worker and the run it started together, SIGKILL",
+            DEPLOYED,
+            together(WORKER, RUN),
+            send(signal.SIGKILL),
+            BROKEN,
+        ),
+        Kind("ray-worker", "Ray worker, SIGKILL", LOCAL_RAY, matching(r"^ray::RolloutWorker"), kill_one, BROKEN),
+        Kind("ray-node", "node of a two-node Ray cluster, SIGKILL", JOINED_RAY, second_node, lose_node, BROKEN),
+        Kind(
+            "ray-driver",
+            "driver of a Ray job, SIGKILL",
+            RAY_JOB,
+            matching(r"-m agentgym step stage-1 --verbose"),
+            send(signal.SIGKILL),
+            BROKEN,
+        ),
+        Kind("ray-follower", "process that follows a Ray job, SIGKILL", RAY_JOB, the_command, send(signal.SIGKILL), KILLED),
+        Kind("two-learners", "two learners on one stage, then SIGKILL of the holder", STEP, holds_stage, second_learner, KILLED),
+    )
+}

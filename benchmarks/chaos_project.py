@@ -1,0 +1,284 @@
+"""A copy of this repository with a run small enough to be repeated, what can be seen of it from outside, and what must be true of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).parents[1]
+OWNER = "AGENTGYM_CHAOS_OWNER"  # in the environment of every process of a project; how they are found
+TINY = {
+    "model": {"hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 64},
+    "warm_start": {"num_demos": 40, "steps": 20, "batch_size": 16},
+    "rollout": {"items_per_step": 4, "group_size": 4},
+    "horizon": {"max_turns": [5, 8], "stage_steps": [3, 3]},
+    "validation": {"every": 2, "num_items": 4},
+    "evaluation": {"num_items": 8, "num_samples": 1, "k": [1], "num_bootstrap": 200, "chunk_items": 4},
+}
+PREPARATION = ("prepare", "initialise", "warm-start")  # what stage-1 stands on
+
+# what the store holds, by the project's own source: keys change with it
+LINEAGE = """
+import json, sys
+from agentgym.config import load_config
+from agentgym.steps import finished, open_store
+cfg = load_config("params.yaml", sys.argv[1:])
+store, done = open_store(cfg), finished(cfg, open_store(cfg))
+stages = [final for name, final in done.items() if name.startswith("stage-")]
+items = [item for final in stages for commit in store.history(final.step, final.key) for item in commit.state["consumed"]]
+print(json.dumps([list(done), items]))
+"""
+
+POLL_S = 0.1
+GONE_WITHIN_S = 30.0  # after a command ended
+COMMAND_TIMEOUT_S = 1200.0
+START_TIMEOUT_S = 300.0
+
+
+class Project:
+    """A copy of this repository with a small run, the commands typed in it, and what can be seen of them from outside."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.home, self.scratch = folder / "project", folder / "home", folder / "tmp"
+        self.state = self.folder / ".agentgym"
+        self.server: Any = None  # what stands around the command, for whoever strikes it
+        self.ports: set[int] = set()  # every one a process of ours was seen listening on
+        names = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for name in names.stdout.split():
+            if (ROOT / name).is_file():
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, self.folder / name)
+        params = yaml.safe_load((self.folder / "params.yaml").read_text())
+        for section, values in TINY.items():
+            params[section] |= values
+        (self.folder / "params.yaml").write_text(yaml.safe_dump(params))
+        for place in (self.home, self.scratch):
+            place.mkdir()
+        foreign = ("PREFECT_", "DVC_", "MLFLOW_", "HF_", "MPL", "RAY_")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+        self.environment = {
+            **inherited,
+            "HOME": str(self.home),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "TMPDIR": str(self.scratch),
+            "COLUMNS": "120",
+            "OMP_NUM_THREADS": "1",
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            OWNER: secrets.token_hex(8),
+        }
+        self.must("git", "init", "-q")
+        self.must("-m", "dvc", "pull")
+
+    def must(self, *command: str) -> str:
+        """Result: what it said. Errors: RuntimeError where it failed."""
+        words = [sys.executable, *command] if command[0].startswith("-") else list(command)
+        done = subprocess.run(
+            words, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"[-3000:])
+        return done.stdout
+
+    def start(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        with log.open("wb") as file:
+            return subprocess.Popen(
+                [sys.executable, *command],
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that a killed group is the command's own
+            )
+
+    def processes(self, pattern: str = "") -> list[psutil.Process]:
+        """Everything alive that was started here, however long its chain of parents, whose command line matches.
+
+        Ray's workers write over their environment: they are known by their parents and by where they work.
+        """
+        running = list(psutil.process_iter(["ppid", "cmdline", "cwd", "status"]))
+        ours: set[int] = set()
+        for process in sorted(running, key=lambda process: process.pid):
+            with contextlib.suppress(psutil.Error):
+                place = process.info["cwd"] or ""
+                if (
+                    process.info["ppid"] in ours
+                    or place.startswith(str(self.folder))
+                    or process.environ().get(OWNER) == self.environment[OWNER]
+                ):
+                    ours.add(process.pid)
+        found = [p for p in running if p.pid in ours and p.info["status"] != psutil.STATUS_ZOMBIE]
+        return [process for process in found if re.search(pattern, " ".join(process.info["cmdline"] or ()))]
+
+    def look_at_ports(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                self.ports |= {c.laddr.port for c in process.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN}
+
+    def phase(self) -> str:
+        """Which step holds its lease, and after which commit it is."""
+        leases = sorted(self.state.glob("store/steps/*/leases/*.json"), key=lambda path: path.stat().st_ctime)
+        if not leases:
+            return "before the first step"
+        last = leases[-1]
+        step = last.parents[1].name.rpartition("-")[0]
+        if last.with_suffix(".released").exists():
+            return f"after {step}"
+        return f"{step}, {len(list(last.parents[1].glob('manifests/*.json')))} commits made"
+
+    def lineage(self, overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(steps that are done, ids of the items trained on in the order of the committed optimiser steps)."""
+        done, items = json.loads(self.must("-c", LINEAGE, *overrides).splitlines()[-1])
+        return tuple(done), tuple(items)
+
+    def clear(self) -> None:
+        """Forget every run. The place itself stays: it may be a disk of its own."""
+        self.ports.clear()
+        self.state.mkdir(exist_ok=True)
+        for entry in [*self.state.iterdir(), *self.scratch.iterdir()]:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def end(self) -> None:
+        """Kill whatever is left, and what that may just have started. For the end of this program, however it comes."""
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(POLL_S)
+
+
+@dataclass
+class Trial:
+    """One fault and what came of it."""
+
+    kind: str
+    number: int
+    at_s: float = 0.0  # after the command was started
+    phase: str = ""
+    hit: bool = False  # a fault without a victim does not count
+    codes: list[int] = field(default_factory=list)  # exit codes of the command, one for each time it was given
+    recovery_s: float = 0.0  # from the fault to the end of the last command
+    failures: dict[str, list[str]] = field(default_factory=dict)  # check -> what is wrong
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not any(self.failures.values())
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The same command when nobody disturbs it."""
+
+    wall_s: float
+    spans: dict[str, tuple[float, float]]  # kind -> seconds between which its victim is there
+    steps: tuple[str, ...]  # done in the end
+    consumed: tuple[str, ...]  # items, in the order of the committed optimiser steps
+    versions: int  # registered models
+
+
+def check_gone(project: Project, trial: Trial, keep: str) -> None:
+    """No process of the project, and nobody on a port it had; `keep` matches what stays."""
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while True:
+        staying = {process.pid for process in project.processes(keep)} if keep else set()
+        left = [process for process in project.processes() if process.pid not in staying]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    commands = []
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            commands.append(" ".join(process.cmdline())[:200])
+    trial.failures.setdefault("processes", []).extend(commands)
+    open_ports = set() if keep else {port for port in project.ports if is_open(port)}
+    trial.failures.setdefault("ports", []).extend(f"port {port} still answers" for port in sorted(open_ports))
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        client.settimeout(1)
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def check_result(project: Project, overrides: Sequence[str], reference: Reference, trial: Trial) -> None:
+    """What the run says of itself, and what its store and its ledger hold, read without its help."""
+    settings = [word for override in overrides for word in ("--set", override)]
+    words = [sys.executable, "-m", "agentgym", "audit", "--json", "--episodes", "4", *settings]
+    audit = subprocess.run(
+        words, cwd=project.folder, env=project.environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+    )
+    trial.failures["audit"] = audit_failures(audit)
+    done, items = project.lineage(overrides)
+    trial.failures["steps"] = [] if done == reference.steps else [f"done are {done}, undisturbed {reference.steps}"]
+    trial.failures["items"] = [] if items == reference.consumed else [f"trained on {items}, undisturbed {reference.consumed}"]
+    trial.failures["points"] = repeated_points(project.state / "mlflow.db")
+    repeated = repeated_models(project.state / "mlflow.db")
+    if num_versions(project) != reference.versions:
+        repeated.append(f"{num_versions(project)} model versions, undisturbed {reference.versions}")
+    trial.failures["models"] = repeated
+    trial.failures["files"] = leftovers(project.state)
+
+
+def audit_failures(audit: subprocess.CompletedProcess[str]) -> list[str]:
+    try:
+        report = json.loads(audit.stdout)
+    except ValueError:
+        return [f"audit ended with {audit.returncode}: {audit.stderr[-500:]}"]
+    bad = [f"{check['name']}: {(check['failures'] or ['failed'])[0]}" for check in report["checks"] if not check["ok"]]
+    return bad or ([] if audit.returncode == 0 else [f"audit ended with {audit.returncode}"])
+
+
+def repeated_points(database: Path) -> list[str]:
+    """(metric, step) that one MLflow run holds more than once."""
+    query = "select run_uuid, key, step, count(*) from metrics group by run_uuid, key, step having count(*) > 1"
+    return [f"{key} at step {step} of run {run}: {count} points" for run, key, step, count in rows(database, query)]
+
+
+def repeated_models(database: Path) -> list[str]:
+    """Checkpoints registered more than once under one name."""
+    query = "select name, value, count(*) from model_version_tags where key = 'step_key' group by name, value having count(*) > 1"
+    return [f"checkpoint {value[:12]} is {count} versions of {name}" for name, value, count in rows(database, query)]
+
+
+def num_versions(project: Project) -> int:
+    found = rows(project.state / "mlflow.db", "select count(*) from model_versions")
+    return int(found[0][0]) if found else 0
+
+
+def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
+    if not database.is_file():
+        return []
+    with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=30)) as connection:
+        return connection.execute(query).fetchall()
+
+
+def leftovers(state: Path) -> list[str]:
+    """Temporary names in the state directory, but for what the next commit of that step removes (blobs, leases, manifests)."""
+    found = [path for path in state.rglob(".tmp-*") if path.parent.name not in ("blobs", "leases", "manifests")]
+    found += [path for path in (state / "logs").glob("*") if path.suffix not in (".log", ".lock")]
+    return [str(path.relative_to(state)) for path in found]
+
+
+def last_line(log: Path) -> str:
+    return (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:300]
