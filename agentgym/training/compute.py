@@ -103,10 +103,10 @@ def open_compute(
         ):
             yield learner, engine
     else:
-        learner = plan.build()
+        own = plan.build()
         del plan  # with a second copy of the weights
-        with inline.open_engine(cfg, checkpoint, endpoints, version=version) as own:
-            yield learner, own
+        with inline.open_engine(cfg, checkpoint, endpoints, version=version) as single:
+            yield own, single
 
 
 @contextmanager
