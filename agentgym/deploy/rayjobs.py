@@ -166,21 +166,28 @@ def _submit(client: Any, name: str, step: str, cfg: RunConfig) -> None:
         for package, source in package_folders().items():
             shutil.copytree(source, Path(folder) / package, ignore=shutil.ignore_patterns("__pycache__"))
         (Path(folder) / "params.yaml").write_text(yaml.safe_dump(inner.model_dump(mode="json")))
-        try:
-            client.submit_job(
-                entrypoint=f"python -m agentgym step {step} --verbose --params params.yaml",
-                submission_id=name,
-                runtime_env={
-                    "working_dir": folder,
-                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"},
-                },
-                metadata={"step": step, "submitted_by": f"{os.uname().nodename} process {os.getpid()}"},
-                entrypoint_num_cpus=cfg.ray.rank_cpus if alone else 0,
-                entrypoint_num_gpus=cfg.ray.rank_gpus if alone else 0,
-            )
-        except RuntimeError as error:
-            if "already exists" not in str(error):
-                raise
+        request = {
+            "entrypoint": f"python -m agentgym step {step} --verbose --params params.yaml",
+            "submission_id": name,
+            "runtime_env": {
+                "working_dir": folder,
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"},
+            },
+            "metadata": {"step": step, "submitted_by": f"{os.uname().nodename} process {os.getpid()}"},
+            "entrypoint_num_cpus": cfg.ray.rank_cpus if alone else 0,
+            "entrypoint_num_gpus": cfg.ray.rank_gpus if alone else 0,
+        }
+        deadline = time.monotonic() + cfg.ray.placement_timeout_s
+        while True:
+            try:
+                client.submit_job(**request)
+                return
+            except RuntimeError as error:
+                if "already exists" in str(error):
+                    return
+                if "status code 5" not in str(error) or time.monotonic() > deadline:  # 5xx: a young cluster has no agents yet
+                    raise RayJobFailed(f"the Ray cluster at {cfg.ray.address} does not take job {name}: {error}") from None
+            time.sleep(POLL_S)
 
 
 def _follow_or_stop(client: Any, name: str, cfg: RunConfig) -> tuple[Any, list[str]]:

@@ -291,11 +291,15 @@ def test_only_self_training_begins_anew_in_every_stage_and_only_imitation_keeps_
     wanted = {"dpo": trained, "sft": trained, "agent_evol": warm}
     for recipe, source in wanted.items():
         context.cfg = load_config(params, [f"algorithm.recipe={recipe}"])
-        made = offline._make_learner(context, stages(context.cfg.horizon)[1], trained, None, load_checkpoint(context.store, trained))
+        made = offline._plan_learner(
+            context, stages(context.cfg.horizon)[1], trained, None, load_checkpoint(context.store, trained)
+        ).build()
         expected = weights_of(load_checkpoint(context.store, source).model)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(made.model).items()), recipe
         assert (made.blobs()[OPTIMISER] == context.read(trained, OPTIMISER)) is (recipe == "sft")
-        resumed = offline._make_learner(context, stages(context.cfg.horizon)[1], warm, trained, load_checkpoint(context.store, trained))
+        resumed = offline._plan_learner(
+            context, stages(context.cfg.horizon)[1], warm, trained, load_checkpoint(context.store, trained)
+        ).build()
         assert resumed.blobs()[OPTIMISER] == context.read(trained, OPTIMISER)
 
 
