@@ -33,10 +33,6 @@ class Checkpoint:
         """What a commit of the present weights holds."""
         return {**self.files(), WEIGHTS: weights_blob(self.model)}
 
-    def another_model(self) -> Any:
-        """An independent copy of the model: the engine's own weights."""
-        return model_from_blobs(self.architecture, weights_blob(self.model))
-
 
 def new_checkpoint(model: Any, tokenizer: Any) -> Checkpoint:
     """Wrap a model and its tokenizer. Errors: ValueError where the chat template cannot be extended turn by turn."""

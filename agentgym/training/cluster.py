@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import secrets
 import shutil
@@ -129,7 +128,7 @@ def connected(address: str, *, num_cpus: float) -> Iterator[None]:
         handler = signal.getsignal(signal.SIGTERM)
         with _environment_kept("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"), contextlib.ExitStack() as stack:
             _forget_token()
-            options = {"log_to_driver": True, "logging_level": logging.ERROR, "configure_logging": True}
+            options: dict[str, Any] = {"log_to_driver": True, "configure_logging": False}
             try:
                 if address:
                     _join(ray, address, options)

@@ -103,8 +103,10 @@ def open_compute(
         ):
             yield learner, engine
     else:
-        with inline.open_engine(cfg, checkpoint, endpoints, version=version) as own:
-            yield plan.build(), own
+        own = plan.build()
+        del plan  # with a second copy of the weights
+        with inline.open_engine(cfg, checkpoint, endpoints, version=version) as single:
+            yield own, single
 
 
 @contextmanager

@@ -184,9 +184,9 @@ def episode_settings(cfg: RunConfig, *, system: str, **collection: Any) -> Episo
 
 @contextmanager
 def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Sequence[str], *, version: int) -> Iterator[Engine]:
-    """An engine with its own copy of the checkpoint's weights. Errors: where a server is not what training may use."""
+    """An engine that samples with the checkpoint's model, its own from here on. Errors: where a server is not what training may use."""
     policy = TorchPolicy(
-        checkpoint.another_model(),
+        checkpoint.model,
         stop_id=checkpoint.renderer.stop_id,
         num_slots=cfg.rollout.concurrency,
         context_tokens=cfg.model.context_tokens,

@@ -24,7 +24,7 @@ from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
 from agentgym.training.checkpoint import OPTIMISER, WEIGHTS, Checkpoint, load_checkpoint
-from agentgym.training.engine import Engine, open_engine
+from agentgym.training.compute import AnyEngine, AnyLearner, LearnerPlan, open_compute
 from agentgym.training.learner import Learner
 from agentgym.training.model import set_threads
 from agentgym.training.sft import DEMOS, demo_rows
@@ -50,9 +50,9 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     points: list[Point] = []
 
     cpu_began = time.process_time()
-    with ctx.environment(False) as endpoints, open_engine(cfg, checkpoint, endpoints, version=step) as engine:
+    plan = _plan_learner(ctx, stage, start, trained, checkpoint)
+    with ctx.environment(False) as endpoints, open_compute(cfg, plan, checkpoint, endpoints, version=step) as (learner, engine):
         episodes = _explore(ctx, stage, engine, items, position - len(items))
-        learner = _make_learner(ctx, stage, start, trained, checkpoint)
         material = material_of(cfg, stage, episodes)
         learn = _lesson(ctx, stage, start, learner, material, episodes)
         ctx.progress.start(f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1)
@@ -152,7 +152,7 @@ def exploration_metrics(episodes: Sequence[Trajectory], material: Sequence[tuple
     return rollout_metrics(episodes) | {"rollout/num_kept": float(len(material))}
 
 
-def _explore(ctx: StepContext, stage: Stage, engine: Engine, items: Sequence[Item], position: int) -> list[Trajectory]:
+def _explore(ctx: StepContext, stage: Stage, engine: AnyEngine, items: Sequence[Item], position: int) -> list[Trajectory]:
     """The episodes of the stage's first policy on all items: those committed earlier, and the rest, committed in chunks."""
     cfg = ctx.cfg
     earlier = [commit for commit in ctx.store.history(ctx.step, ctx.writer.key) if commit.state["consumed"]]
@@ -186,26 +186,28 @@ def _explore(ctx: StepContext, stage: Stage, engine: Engine, items: Sequence[Ite
     return episodes
 
 
-def _make_learner(ctx: StepContext, stage: Stage, start: Manifest, trained: Manifest | None, checkpoint: Checkpoint) -> Learner:
+def _plan_learner(ctx: StepContext, stage: Stage, start: Manifest, trained: Manifest | None, checkpoint: Checkpoint) -> LearnerPlan:
     """As the last commit left it. A stage begins with a new optimiser, agent_evol with the weights of the warm start, too.
 
     sft goes on with weights and optimiser from stage to stage.
     """
     cfg, loop = ctx.cfg, RECIPES[ctx.cfg.algorithm.recipe].loop
     anew = loop == "evolve" and trained is None
-    model = load_checkpoint(ctx.store, ctx.parents[START]).model if anew else checkpoint.model
-    learner = Learner(model, optimiser_of(cfg), total_steps=rate_steps(cfg, stage))
     before = trained or (start if loop == "sft" and start.step.startswith("stage-") else None)
-    if before is not None:
-        learner.load_optimisers({OPTIMISER: ctx.read(before, OPTIMISER)})
-    return learner
+    return LearnerPlan(
+        architecture=checkpoint.architecture,
+        weights=ctx.read(ctx.parents[START] if anew else trained or start, WEIGHTS),
+        optimiser=optimiser_of(cfg),
+        total_steps=rate_steps(cfg, stage),
+        optimiser_states={} if before is None else {OPTIMISER: ctx.read(before, OPTIMISER)},
+    )
 
 
 def _lesson(
     ctx: StepContext,
     stage: Stage,
     start: Manifest,
-    learner: Learner,
+    learner: AnyLearner,
     material: Sequence[tuple[Trajectory, ...]],
     episodes: Sequence[Trajectory],
 ) -> Callable[[int], dict[str, float]]:

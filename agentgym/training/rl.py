@@ -33,7 +33,6 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     start = ctx.head or next(manifest for name, manifest in ctx.parents.items() if name != "prepare")
     splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
     checkpoint = load_checkpoint(ctx.store, start)
-    plan = plan_learner(ctx, start, checkpoint)
     step = int(start.state["global_step"])
     horizon = horizon_state(start)
     stream = ItemStream(splits.train, seed=cfg.seed, position=int(start.state.get("stream_position", 0)))
@@ -44,7 +43,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     with (
         ctx.environment(False) as endpoints,
         ThreadPoolExecutor(1) as ahead,
-        open_compute(cfg, plan, checkpoint, endpoints, version=step) as (learner, engine),
+        open_compute(cfg, plan_learner(ctx, start, checkpoint), checkpoint, endpoints, version=step) as (learner, engine),
     ):
         pending: Future[Rollouts] | None = None
         while step < stage.last_step:

@@ -19,7 +19,7 @@ def pair(make_model, tokenizer):
     """(engine without environments, learner) that start from the same weights."""
     checkpoint = new_checkpoint(make_model(), tokenizer)
     learner = Learner(checkpoint.model, OptimiserConfig(lr=LR, warmup_steps=0), total_steps=10)
-    policy = TorchPolicy(checkpoint.another_model(), stop_id=checkpoint.renderer.stop_id, num_slots=2, context_tokens=64)
+    policy = TorchPolicy(make_model(), stop_id=checkpoint.renderer.stop_id, num_slots=2, context_tokens=64)
     loop = LoopThread()
     yield Engine(RunConfig(), checkpoint, policy, None, loop, ""), learner
     loop.close()

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from agentgym.attention import RAGGED, PackedRows
-from agentgym.config import ModelConfig
+from agentgym.config import ModelConfig, OptimiserConfig
 from agentgym.training.checkpoint import new_checkpoint
+from agentgym.training.compute import LearnerPlan
 from agentgym.training.model import (
     load_hub,
     load_weights,
@@ -98,13 +99,14 @@ def test_a_local_folder_loads_like_a_hub_repository(tmp_path, make_model, tokeni
     new_checkpoint(model, loaded)  # its chat template is usable
 
 
-def test_the_engines_copy_shares_no_memory_with_the_learner(make_model, tokenizer):
+def test_the_learners_weights_share_no_memory_with_the_engines(make_model, tokenizer):
     checkpoint = new_checkpoint(make_model(), tokenizer)
-    copy = checkpoint.another_model()
-    assert weights_blob(copy) == weights_blob(checkpoint.model)
+    before = weights_blob(checkpoint.model)
+    learner = LearnerPlan(checkpoint.architecture, before, OptimiserConfig(), 1).build()
+    assert learner.weights_blob() == before
     with torch.no_grad():
-        next(checkpoint.model.parameters()).add_(1)
-    assert weights_blob(copy) != weights_blob(checkpoint.model)
+        next(learner.model.parameters()).add_(1)
+    assert weights_blob(checkpoint.model) == before != learner.weights_blob()
 
 
 def test_a_tokenizer_survives_the_way_through_text(tokenizer):
