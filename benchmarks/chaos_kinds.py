@@ -291,12 +291,12 @@ def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, **place)
     project.server = RayCluster(project, folder, process)
     options = json.dumps(yaml.safe_load((project.folder / "params.yaml").read_text())["env"]["options"])
-    port = free_port()
-    serve = ("-m", "envs", "serve", "babyai", "--options", options, "--port", str(port))
+    host, port = "127.0.0.2", free_port()  # the loopback of this machine, under a name that another node is not refused
+    serve = ("-m", "envs", "serve", "babyai", "--options", options, "--host", host, "--port", str(port))
     environment = project.start(serve, project.scratch / "environment.log")
     try:
-        wait_for(f"http://127.0.0.1:{port}/readyz", environment, project.scratch / "environment.log")
-        yield (f"ray.address={project.server.facts()[fact]}", f"env.endpoints=['http://127.0.0.1:{port}']")
+        wait_for(f"http://{host}:{port}/readyz", environment, project.scratch / "environment.log")
+        yield (f"ray.address={project.server.facts()[fact]}", f"env.endpoints=['http://{host}:{port}']")
     finally:
         environment.kill()
         environment.wait()
