@@ -16,7 +16,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline test slow chaos chaos-short check ui clean
+.PHONY: install pipeline test slow ray chaos chaos-short check up down ui clean
 
 install: $(INSTALLED)
 
@@ -37,6 +37,10 @@ test: install  ## the tests
 slow: install  ## what takes minutes
 	@$(BIN)/python -m pytest -m "slow" $(ARGS)
 
+ray: install  ## what starts Ray
+	@$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
+	@$(BIN)/python -m pytest -m "ray" $(ARGS)
+
 chaos: install  ## kill parts of a run at random times and check what is left; an hour, writes docs/results/faults.md
 	@$(BIN)/python benchmarks/chaos.py $(ARGS)
 
@@ -50,6 +54,12 @@ check: install  ## format, lint, types, layers, fast tests
 	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory test
 
+up: install  ## Prefect server, worker and MLflow of this project; ports: make up PREFECT_PORT=4200 MLFLOW_PORT=5000
+	@$(BIN)/python -m tasks.services up $(if $(PREFECT_PORT),--prefect-port $(PREFECT_PORT)) $(if $(MLFLOW_PORT),--mlflow-port $(MLFLOW_PORT))
+
+down: install  ## end them
+	@$(BIN)/python -m tasks.services down
+
 ui: install  ## MLflow on http://127.0.0.1:5000 until Ctrl-C
 	@mkdir -p $(STATE)
 	@echo "MLflow: http://127.0.0.1:$(or $(PORT),5000)"
@@ -57,4 +67,5 @@ ui: install  ## MLflow on http://127.0.0.1:5000 until Ctrl-C
 		--host 127.0.0.1 --port $(or $(PORT),5000) --workers 1
 
 clean:  ## forget all runs (the environment in .venv stays)
+	@if test -e .agentgym/services.json; then $(BIN)/python -m tasks.services down; fi
 	rm -rf .agentgym outputs dvc.lock .dvc/cache .dvc/tmp .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from agentgym.algorithms.recipe import RECIPES, Aggregation, KlEstimator, KlPlace, Loop, Truncated
 
@@ -176,7 +186,7 @@ class OfflineConfig(Section):
     num_items: PositiveInt = 128  # train items sampled at the start of a stage, rollout.group_size times each
     per_item: PositiveInt = 4  # most pairs (dpo) or successes (agent_evol) of one item
     pairs_per_step: PositiveInt = 32  # dpo: of one optimiser step
-    dpo_lr: PositiveFloat = 2e-4  # in place of optimiser.lr: at the rate of the others likelihoods of both sides fall until nothing is left
+    dpo_lr: PositiveFloat = 1e-4  # in place of optimiser.lr: at rates of the other recipes both sides of a pair soon lose all likelihood
     beta: PositiveFloat = 0.5  # dpo: how strongly the policy is held to the one the stage began with
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # dpo: assumed share of pairs that are the wrong way round
     chunk_items: PositiveInt = _operational(64)  # committed at a time
@@ -229,12 +239,31 @@ class StoreConfig(Section):
     lease_ttl_s: PositiveFloat = _operational(30.0)  # a silent holder on another host is fenced off after this
 
 
+class RayConfig(Section):
+    """Where a run's actors live (compute ray) or its jobs go (compute ray-job). CPUs and GPUs are what Ray sets aside."""
+
+    # ray: GCS of a cluster this machine is a node of (host:port, auto); empty: a local one that ends with the step.
+    # ray-job: the dashboard of a cluster, http://host:8265
+    address: str = _operational("")
+    num_workers: PositiveInt = _operational(1)  # processes that play episodes
+    num_ranks: PositiveInt = _operational(1)  # processes that hold the trained weights
+    worker_cpus: NonNegativeFloat = _operational(1.0)  # of one worker
+    worker_gpus: NonNegativeFloat = _operational(0.0)
+    rank_cpus: NonNegativeFloat = _operational(1.0)  # of one rank, and of a job that trains in its own process
+    rank_gpus: NonNegativeFloat = _operational(0.0)
+    max_lost_workers: NonNegativeInt = _operational(8)  # replaced within one step of the pipeline; one more ends it
+    placement_timeout_s: PositiveFloat = _operational(120.0)  # until the cluster has room, and then until a process is there
+    rank_timeout_s: PositiveFloat = _operational(1800.0)  # of one call of the ranks, and of each exchange between them
+    job_attempts: PositiveInt = _operational(2)  # of one step, each under a name of its own
+    job_timeout_s: PositiveFloat = _operational(24 * 3600.0)  # of one job
+
+
 class RunConfig(Section):
     """Everything a run needs to know."""
 
     seed: NonNegativeInt = 0
     deterministic: bool = False  # one thread, fixed slots: a resumed run ends bit-identical
-    compute: Literal["inline"] = _operational("inline")
+    compute: Literal["inline", "ray", "ray-job"] = _operational("inline")  # this process, Ray actors, jobs on a Ray cluster
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
     model: ModelConfig = ModelConfig()
@@ -249,6 +278,7 @@ class RunConfig(Section):
     registry: RegistryConfig = RegistryConfig()
     tracking: TrackingConfig = TrackingConfig()
     store: StoreConfig = StoreConfig()
+    ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -282,6 +312,22 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions {self.env.max_sessions}; "
                 "lower it or raise the other"
+            )
+        for name in ("worker", "rank"):
+            if not getattr(self.ray, f"{name}_cpus") + getattr(self.ray, f"{name}_gpus"):
+                raise ValueError(f"ray.{name}_cpus and ray.{name}_gpus are both 0; Ray places only what takes room, a fraction is enough")
+        is_http = self.ray.address.startswith(("http://", "https://"))
+        if self.compute == "ray" and self.deterministic:
+            raise ValueError(
+                "compute ray plays episodes in several processes, which no run repeats to the bit; use inline with deterministic"
+            )
+        if self.compute == "ray-job" and not is_http:
+            raise ValueError(
+                f"ray.address {self.ray.address!r} must be a cluster's dashboard for compute ray-job, e.g. http://127.0.0.1:8265"
+            )
+        if self.compute == "ray" and is_http:
+            raise ValueError(
+                f"ray.address {self.ray.address} is a dashboard; compute ray joins host:port or auto, compute ray-job takes URLs"
             )
         return self
 

@@ -22,6 +22,7 @@ def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
+        "RAY_USAGE_STATS_ENABLED": "0",
         "PREFECT_HOME": str(state / "prefect"),
         "PREFECT_PROFILES_PATH": str(state / "prefect" / "profiles.toml"),  # these three ignore PREFECT_HOME
         "PREFECT_LOCAL_STORAGE_PATH": str(state / "prefect" / "storage"),
@@ -31,5 +32,6 @@ def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
         "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",  # the default of 20 is too short for a busy machine
         "PREFECT_LOGGING_EXTRA_LOGGERS": "agentgym",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }.items():
         os.environ.setdefault(name, value)

@@ -15,12 +15,33 @@ from agentgym.config import RunConfig
 from agentgym.data import data_digest
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking import SUPERSEDED, LedgerUnavailable, Point, StaleRun, Tracker, deliver_committed, reaching
+from agentgym.tracking import (
+    SPOOL,
+    SUPERSEDED,
+    LedgerUnavailable,
+    Point,
+    StaleRun,
+    Tracker,
+    decode_points,
+    deliver_committed,
+    reaching,
+)
 
 logger = logging.getLogger(__name__)
 
 SHARE = 0.01  # of a run's time that deliveries may take
 MAX_WAIT_S = 60.0  # how old the newest points may be in MLflow
+CURVE = (  # what a person looks at first; everything else is in MLflow
+    "sft/loss",
+    "rollout/max_turns",
+    "rollout/success",
+    "validation/success",
+    "rollout/turns_mean",
+    "rollout/env_error_frac",
+    "mismatch/kl",
+    "eval/greedy",
+    "eval/pass_at_1",
+)
 
 
 @cache
@@ -70,6 +91,23 @@ def parent_run(cfg: RunConfig, run_key: str) -> str:
 def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) -> str:
     """The run of one step below it."""
     return tracker_of(cfg).child_run(parent_id, title, manifest.key, params=manifest.config, tags={"step": manifest.step})
+
+
+def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tuple[str, str]:
+    """(experiment id, run id) of a step in MLflow, for a link to it. Errors: LedgerUnavailable."""
+    with reaching(cfg.tracking_uri):
+        return tracker_of(cfg).experiment_id, child_run(cfg, parent_run(cfg, run_key), manifest, title)
+
+
+def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
+    """A step's main metrics, a row per point: {"step": 3, "rollout_success": 0.25, ...}; None where a metric was not measured."""
+    commits = [commit for commit in store.history(manifest.step, manifest.key) if SPOOL in commit.records]
+    points = [point for commit in commits for point in decode_points(store.read(commit, SPOOL))]
+    return [{"step": point.step, **{key.replace("/", "_"): _short(point.metrics.get(key)) for key in CURVE}} for point in points]
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
 
 
 class Paced:

@@ -20,7 +20,7 @@ from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import ConfigError, RunConfig, config_digest
 from agentgym.context import METRICS, NoProgress, Progress, StepContext
 from agentgym.data import Splits, data_digest, load_splits
-from agentgym.ledger import Paced, deliver_step, ledger_identity
+from agentgym.ledger import Paced, curve, deliver_step, ledger_identity
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.lease import LeaseHeld
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 WAIT_POLL_S = 0.5
 
 Environment = Callable[[bool], AbstractContextManager[list[str]]]
+STAYS_HERE = ("prepare", "initialise", "register", "report")  # whatever the compute: they need no accelerator
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
     model = ("seed", "deterministic", "env", "model")
     episodes = ("rollout.max_new_tokens", "rollout.system_prompt", "rollout.action_format")
     demonstrations = (*model, "warm_start", "rollout.system_prompt", "rollout.action_format")
-    training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation")
-    training += () if RECIPES[cfg.algorithm.recipe].loop == "rl" else ("offline",)
+    offline = () if RECIPES[cfg.algorithm.recipe].loop == "rl" else ("offline",)
+    training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation", *offline)
     evaluation = ("deterministic", "env", "model.context_tokens", *episodes, "evaluation")
     env_source = f"envs.{cfg.env.name}"
     env_modules = ("envs.server", *((env_source,) if _is_module(env_source) else ()))
@@ -238,6 +239,13 @@ def run_step(
         return Outcome(step, done[name], "done")
     parents = {parent: done[parent] for parent in step.parents}
     key = key_of(step, cfg, done)
+    if cfg.compute == "ray-job" and name not in STAYS_HERE:
+        from agentgym.deploy.rayjobs import run_as_job
+
+        head = store.head(name, key)
+        manifest = run_as_job(name, cfg, store, run_key=run_key(cfg), key=key)
+        confirm(cfg, store, step, manifest)
+        return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
     with store.open(name, key) as writer:
         head = writer.head
         if head is not None and head.done:  # another process was faster
@@ -381,16 +389,9 @@ def _warm_start(ctx: StepContext) -> Manifest:
 
 
 def pointer(store: RunStore, outcome: Outcome) -> str:
-    """What DVC keeps of a step: where its result lies, its digest and its numbers. Never weights."""
+    """What DVC keeps of a step: where its result lies, its digest, its numbers and their course. Never weights."""
     manifest = outcome.manifest
-    return json.dumps(
-        {
-            "step": manifest.step,
-            "key": manifest.key,
-            "digest": manifest.digest,
-            "store": store.root,
-            "results": manifest.results,
-        },
-        indent=1,
-        sort_keys=True,
-    )
+    identity = {"step": manifest.step, "key": manifest.key, "digest": manifest.digest, "store": store.root}
+    # in a list, because `dvc metrics` takes for a metric whatever is not in one
+    content = {"manifest": [identity], "results": manifest.results, "curve": curve(store, manifest)}
+    return json.dumps(content, indent=1, sort_keys=True)

@@ -30,6 +30,7 @@ from flows.shell import _quieten_console
 from tasks.compare import cell_task, write_task
 from tasks.data import dataset_pointer, pull_data
 from tasks.prefect_server import prefect_api
+from tasks.recovery import begin_attempt
 
 DEFAULT = "comparisons/default.yaml"
 OUT = "docs/results"
@@ -48,6 +49,7 @@ def compare(comparison: str = DEFAULT, overrides: tuple[str, ...] = (), parallel
     """
     described = load_comparison(comparison)
     cells = cells_of(described, overrides)
+    begin_attempt()
     for path in {cell.cfg.data.path for cell in cells}:
         pull_data(path)
     waiting = [cell for cell in cells if not cell.is_done()]

@@ -21,33 +21,39 @@ from agentgym.rollouts.client import check_env_servers
 from agentgym.steps import confirm, finished, load_data, open_store, run_key, steps_of
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import check_server
+from flows.run import RunRequest, Wanted, check_parents
 from tasks.data import dataset_pointer
 from tasks.prefect_server import prefect_api
+from tasks.services import STATE, running
 
 
-def main(module: str, flow: Any, argv: list[str] | None = None) -> int:
+def main(module: str, flow: Any, wanted: Wanted, argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is resumable)."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=flow.description)
     parser.add_argument("--params", default="params.yaml", help="parameter file (default: params.yaml)")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="over the parameter file")
     arguments = parser.parse_args(argv)
-    return guarded(lambda: _run(flow, arguments.params, tuple(arguments.overrides), Console()))
+    return guarded(lambda: _run(flow, wanted, arguments.params, tuple(arguments.overrides), Console()))
 
 
-def _run(flow: Any, params: str, overrides: tuple[str, ...], console: Console) -> int:
+def _run(flow: Any, wanted: Wanted, params: str, overrides: tuple[str, ...], console: Console) -> int:
     cfg = load_config(params, overrides)
-    num_done, num_steps = len(_done(cfg)), len(steps_of(cfg))
+    names = [name for name in steps_of(cfg) if wanted(name)]
+    num_done, num_steps = len(_done(cfg, wanted)), len(names)
     if num_done < num_steps:
         console.print(f"[bold]{flow.name}[/bold]: {num_done} of {num_steps} steps are done; starting Prefect", highlight=False)
         _quieten_console()
         with contextlib.ExitStack() as stack:
             with console.status("starting a Prefect server"):
                 stack.enter_context(prefect_api(cfg.state_dir))
-            flow(params, overrides)
-    done = _confirmed(cfg)
+            flow(RunRequest(params=params, overrides=overrides))
+    done = _confirmed(cfg, wanted)
     if num_done == num_steps:
         console.print(f"[bold]{flow.name}[/bold]: all {num_done} steps are done and verified", highlight=False)
-    summarise(cfg, done, console)
+    if "report" in names:
+        summarise(cfg, done, console)
+    else:
+        list_results(cfg, {name: done[name] for name in names}, console)
     return 0
 
 
@@ -66,12 +72,15 @@ def _quieten_console() -> None:
     logging.getLogger("agentgym").addHandler(logging.lastResort)
 
 
-def _done(cfg: RunConfig) -> dict[str, Manifest]:
-    """What the store holds already. What is left to do is checked before anything starts, but for data that is yet to be pulled."""
+def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
+    """Wanted steps the store holds already. What is left to do is checked before anything starts, but for data that is yet to be
+    pulled."""
     dataset_pointer(cfg.data.path)
     is_pulled = cfg.data.path.is_dir()
-    done = finished(cfg, open_store(cfg)) if is_pulled else {}
-    if len(done) < len(steps_of(cfg)):
+    finished_steps = finished(cfg, open_store(cfg)) if is_pulled else {}
+    done = {name: manifest for name, manifest in finished_steps.items() if wanted(name)}
+    if any(wanted(name) and name not in done for name in steps_of(cfg)):
+        check_parents(cfg, wanted, finished_steps)
         check_local_env(cfg.env)
         check_env_servers(cfg.env)
         check_server(cfg.tracking_uri)
@@ -80,13 +89,23 @@ def _done(cfg: RunConfig) -> dict[str, Manifest]:
     return done
 
 
-def _confirmed(cfg: RunConfig) -> dict[str, Manifest]:
-    """Every step's result, its bytes verified and in MLflow."""
+def _confirmed(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
+    """Every step's result; of the wanted ones the bytes verified and in MLflow."""
     store = open_store(cfg)
     done = finished(cfg, store)
     for name, step in steps_of(cfg).items():
-        confirm(cfg, store, step, done[name])
+        if wanted(name):
+            confirm(cfg, store, step, done[name])
     return done
+
+
+def list_results(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> None:
+    """A line per step of a part of the job."""
+    titles = {name: step.title for name, step in steps_of(cfg).items()}
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, manifest in done.items():
+        table.add_row(f"[bold]{titles[name]}[/bold]", f"{manifest.timings.get('wall_s', 0.0):.0f} s", f"[dim]{manifest.digest[:12]}[/dim]")
+    console.print(table, highlight=False)
 
 
 def summarise(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> None:
@@ -123,11 +142,16 @@ def summarise(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> No
         "time": " · ".join(f"{part} {value:.0f} s" for part, value in seconds.items()),
         "model": f"{registered['model']} version {registered['version']}, alias {registered['alias']}",
         "report": str(_export_report(cfg, done["report"])),
-        "compare": f"make ui                    MLflow, run {run}",
+        "compare": f"{_mlflow():<26} MLflow, run {run}",
         "check": f"agentgym audit {run}",
     }
     for title, text in rows.items():
         console.print(f"{title:<9}{text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _mlflow() -> str:
+    services = running(STATE)
+    return services.mlflow if services else "make ui"
 
 
 def _baseline(evaluations: dict[str, Manifest]) -> str:

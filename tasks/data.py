@@ -11,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from agentgym.config import ConfigError
 from agentgym.data import DataError
 from agentgym.dataset import DvcError, check_pin, run_dvc
+from tasks.retries import may_help
 
 PULL_TIMEOUT_S = 1700.0
 
@@ -25,7 +26,16 @@ def dataset_pointer(path: Path) -> Path | None:
     return None
 
 
-@task(name="pull data", retries=2, retry_delay_seconds=[2, 10], timeout_seconds=1800, cache_policy=NO_CACHE)
+@task(
+    name="pull data",
+    task_run_name="pull data",
+    retries=2,
+    retry_delay_seconds=[2, 10],
+    retry_condition_fn=may_help,
+    timeout_seconds=1800,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
 def pull_data(path: Path) -> str:
     """Bring the dataset to what its `.dvc` file pins, with `dvc pull`. Result: what was done.
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import socket
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from agentgym.deploy.owned import end_with_owner, owned_process, tail
+from tasks.services import STATE, is_stale
+from tasks.supervisor import healthy
 
 START_TIMEOUT_S = 180.0
 POLL_S = 0.1
@@ -28,11 +29,13 @@ DRAIN_TIMEOUT_S = 10.0
 
 @contextlib.contextmanager
 def prefect_api(state_dir: Path) -> Iterator[str]:
-    """The API's address: the configured server where PREFECT_API_URL names one, else a server on a free loopback port.
+    """The API's address: the configured server where PREFECT_API_URL names one, that of `make up` while it runs, else a server
+    on a free loopback port.
 
     Errors: RuntimeError with the end of the server's log.
     """
-    configured = PREFECT_API_URL.value()
+    # prefect.toml may name the server of a `make up` that was killed since
+    configured = None if "PREFECT_API_URL" not in os.environ and is_stale(STATE) else PREFECT_API_URL.value()
     if configured:
         yield configured
         return
@@ -47,7 +50,7 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
             process = stack.enter_context(owned_process(command, log_path=log_path, env=environment))
             api = f"http://127.0.0.1:{port}/api"
             deadline = time.monotonic() + START_TIMEOUT_S
-            while not _healthy(api):
+            while not healthy(f"{api}/health"):
                 if process.poll() is not None:
                     raise RuntimeError(f"Prefect server exited with code {process.returncode} while starting\n{tail(log_path)}")
                 if time.monotonic() > deadline:
@@ -69,15 +72,6 @@ def _alone(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # ends with its holder, who has START_TIMEOUT_S
         yield
-
-
-def _healthy(api: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"{api}/health", timeout=5) as reply:
-            return bool(reply.status == 200)
-    except (OSError, urllib.error.HTTPError):
-        return False
 
 
 if __name__ == "__main__":

@@ -47,15 +47,22 @@ def tail(log_path: Path) -> str:
     return "\n".join([f"the last lines of {log_path}:", *lines])
 
 
-def end_with_owner() -> None:
-    """In a child: exit once stdin is closed, in order where that works and at once where it does not."""
+def end_with_owner(grace_s: float = ORPHAN_GRACE_S) -> None:
+    """In a child: end once stdin is closed, with the whole process group where this process leads it; in order where that
+    works and by SIGKILL after grace_s where it does not."""
+
+    def send(number: signal.Signals) -> None:
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, number)
+        else:
+            os.kill(os.getpid(), number)
 
     def watch() -> None:
         while os.read(0, 4096):  # not sys.stdin: its lock would break the interpreter's own end
             pass
-        os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(ORPHAN_GRACE_S)
-        os._exit(1)
+        send(signal.SIGTERM)
+        threading.Event().wait(grace_s)
+        send(signal.SIGKILL)
 
     threading.Thread(target=watch, name="owner", daemon=True).start()
 

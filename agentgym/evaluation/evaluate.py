@@ -16,7 +16,7 @@ from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
 from agentgym.training.checkpoint import load_checkpoint
-from agentgym.training.engine import open_engine
+from agentgym.training.compute import open_engine
 from agentgym.training.model import set_threads
 from agentgym.types import Item, Trajectory
 

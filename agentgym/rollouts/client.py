@@ -56,6 +56,15 @@ class EnvError(RuntimeError):
         self.kind = kind
         self.message = message
 
+    def __reduce__(self) -> tuple[Any, ...]:  # it is raised in rollout workers and caught elsewhere
+        return _revived, (str(self), self.__dict__)
+
+
+def _revived(text: str, fields: dict[str, str]) -> EnvError:
+    error = EnvError.__new__(EnvError, text)
+    error.__dict__.update(fields)
+    return error
+
 
 class _Retryable(Exception):
     """A failure after which the same request may be sent again."""

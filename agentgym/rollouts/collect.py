@@ -145,9 +145,19 @@ async def collect(
         for first in range(0, len(admitted), concurrency):
             wave = admitted[first : first + concurrency]
             barrier = Lockstep(len(wave))
-            trajectories += await _all([in_step(item, sample, barrier) for item, sample in wave])
+            trajectories += await in_order([in_step(item, sample, barrier) for item, sample in wave])
     else:
-        trajectories = await _all([free(item, sample) for item, sample in admitted])
+        trajectories = await in_order([free(item, sample) for item, sample in admitted])
+    num_failed = require_valid(trajectories, max_attempts=max_attempts, max_env_error_frac=max_env_error_frac)
+    if len(failures) > 1:
+        logger.warning(
+            "%d attempts at %d episodes failed, %d episodes for good; last: %s", len(failures), len(trajectories), num_failed, failures[-1]
+        )
+    return trajectories
+
+
+def require_valid(trajectories: Sequence[Trajectory], *, max_attempts: int, max_env_error_frac: float) -> int:
+    """How many failed, after `max_attempts` tries each. Errors: RolloutError where that is a larger share than may."""
     failed = [trajectory for trajectory in trajectories if not trajectory.status.is_valid]
     if len(failed) > max_env_error_frac * len(trajectories):
         raise RolloutError(
@@ -155,14 +165,10 @@ async def collect(
             f"(limit {max_env_error_frac:.0%}); last, {failed[-1].item.item_id}: {failed[-1].error}; "
             "see to the environment servers. Nothing committed is lost: the same command goes on"
         )
-    if len(failures) > 1:
-        logger.warning(
-            "%d attempts at %d episodes failed, %d episodes for good; last: %s", len(failures), len(trajectories), len(failed), failures[-1]
-        )
-    return trajectories
+    return len(failed)
 
 
-async def _all(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+async def in_order(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
     """Results in order; the first failure cancels the rest and is raised as itself."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:

@@ -36,11 +36,15 @@ def step_key(step: str, *, config: dict[str, Any], inputs: dict[str, str], sourc
     return sha256(canonical_json({"step": step, "config": config, "inputs": inputs, "source": source}))
 
 
-def object_name(run_key: str, stage: int, attempt: int) -> str:
-    """A name for objects elsewhere, `r<12 hex>-s2-a1`: within the limits of Kubernetes and KubeRay."""
+def object_name(run_key: str, step: str, attempt: int) -> str:
+    """A name for objects elsewhere, `r<12 hex>-s2-a1` for stage-2: within the limits of Kubernetes and KubeRay.
+
+    step: its words become their first letters, its numbers stay; evaluate-warm-start is `ews`.
+    """
     if not re.fullmatch(r"[0-9a-f]{12,}", run_key):
         raise ValueError(f"run key {run_key!r} must be at least 12 lower-case hex digits; pass the key itself, not a name")
-    return f"r{run_key[:12]}-s{stage}-a{attempt}"
+    short = "".join(word if word.isdigit() else word[0] for word in step.split("-"))
+    return f"r{run_key[:12]}-{short}-a{attempt}"
 
 
 def source_digest(modules: Sequence[str]) -> str:

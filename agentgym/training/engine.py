@@ -98,15 +98,13 @@ class Engine:
     ) -> list[Trajectory]:
         """Trajectories in admission order; see `agentgym.rollouts.collect.collect`."""
         rollout = self.cfg.rollout
-        settings = EpisodeSettings(
+        settings = episode_settings(
+            self.cfg,
+            system=self.system,
             seed=seed,
             step=step,
             max_turns=max_turns,
             temperature=temperature,
-            max_new_tokens=rollout.max_new_tokens,
-            context_tokens=self.cfg.model.context_tokens,
-            system=self.system,
-            action_format=rollout.action_format,
             read_last=read_last,
         )
         return self.loop.run(
@@ -133,30 +131,55 @@ class Engine:
         Result: the canary's largest difference, nats. Errors: EngineMismatch.
         """
         self.loop.run(self.policy.publish(learner.weights(), version))
-        rows = canary_rows(self.checkpoint.tokenizer)
-        tokens = [token for row in rows for token in row]
-        starts = torch.cumsum(torch.tensor([0, *map(len, rows)]), 0)
-        mask = torch.ones(len(tokens), dtype=torch.bool)
-        mask[starts[:-1]] = False
-        zeros = torch.zeros(len(tokens))
-        groups = torch.zeros(len(rows), dtype=torch.int64)
-        batch = Batch(torch.tensor(tokens), starts, mask, zeros, zeros, groups, groups.bool(), 1.0)
-        ours, theirs = learner.score(batch)[mask], torch.cat(self.loop.run(self._canary(rows)))
-        gap = float((ours - theirs).abs().max())
-        if not gap <= CANARY_TOLERANCE:
-            raise EngineMismatch(
-                f"weights version {version} did not reach the engine: canary prompts differ by {gap:.3g} nats (limit {CANARY_TOLERANCE:g})"
-            )
-        return gap
+        canary = Canary(self.checkpoint.tokenizer)
+        return canary.compare(canary.score(learner), self.loop.run(self._canary(canary.rows)), version)
 
     async def _canary(self, rows: list[list[int]]) -> list[torch.Tensor]:
         return self.policy.score(rows)
+
+
+class Canary:
+    """What learner and engine must agree on after a publish."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.rows = canary_rows(tokenizer)
+
+    def score(self, learner: Any) -> torch.Tensor:
+        """[n] the learner's log-probabilities of every token but each row's first."""
+        tokens = torch.tensor([token for row in self.rows for token in row])
+        starts = torch.cumsum(torch.tensor([0, *map(len, self.rows)]), 0)
+        mask = torch.ones(len(tokens), dtype=torch.bool)
+        mask[starts[:-1]] = False
+        zeros, groups = torch.zeros(len(tokens)), torch.zeros(len(self.rows), dtype=torch.int64)
+        scores: torch.Tensor = learner.score(Batch(tokens, starts, mask, zeros, zeros, groups, groups.bool(), 1.0))
+        return scores[mask]
+
+    @staticmethod
+    def compare(ours: torch.Tensor, theirs: list[torch.Tensor], version: int, engine: str = "the engine") -> float:
+        """The largest difference, nats. Errors: EngineMismatch."""
+        gap = float((ours - torch.cat(theirs)).abs().max())
+        if not gap <= CANARY_TOLERANCE:
+            raise EngineMismatch(
+                f"weights version {version} did not reach {engine}: canary prompts differ by {gap:.3g} nats (limit {CANARY_TOLERANCE:g})"
+            )
+        return gap
 
 
 def canary_rows(tokenizer: Any) -> list[list[int]]:
     """A few fixed token rows that exercise every layer."""
     size = len(tokenizer)
     return [[(7 * row + 13 * column) % size for column in range(1, 17)] for row in range(4)]
+
+
+def episode_settings(cfg: RunConfig, *, system: str, **collection: Any) -> EpisodeSettings:
+    """What the configuration says about every episode, and `collection` about this one."""
+    return EpisodeSettings(
+        max_new_tokens=cfg.rollout.max_new_tokens,
+        context_tokens=cfg.model.context_tokens,
+        system=system,
+        action_format=cfg.rollout.action_format,
+        **collection,
+    )
 
 
 @contextmanager

@@ -73,6 +73,10 @@ class Learner:
         """The policy's parameters by name, whole and detached."""
         return self._policy.weights()
 
+    def weights_blob(self) -> bytes:
+        """The same as the bytes a commit holds."""
+        return self._policy.weights_blob()
+
     def blobs(self) -> dict[str, bytes]:
         """All that a commit must hold for another learner to go on from here."""
         blobs = {WEIGHTS: self._policy.weights_blob(), OPTIMISER: self._policy.state_blob()}

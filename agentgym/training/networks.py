@@ -31,7 +31,7 @@ class PolicyNet(nn.Module):
         def head_logprobs(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             logp = torch.log_softmax(head(states).float() / batch.temperature, -1)
             spread = logp if entropy_gradient else logp.detach()
-            return logp.gather(1, targets[:, None])[:, 0], -(spread.exp() * spread).sum(-1)
+            return logp.gather(1, targets.to(logp.device)[:, None])[:, 0], -(spread.exp() * spread).sum(-1)
 
         parts = [
             checkpoint(head_logprobs, hidden[chunk - 1], batch.input_ids[chunk], use_reentrant=False)
@@ -39,7 +39,8 @@ class PolicyNet(nn.Module):
             else head_logprobs(hidden[chunk - 1], batch.input_ids[chunk])
             for chunk in torch.split(positions, HEAD_CHUNK_TOKENS)
         ]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        home = batch.input_ids.device  # what is done with them is small, and needs no accelerator
+        return torch.cat([part[0] for part in parts]).to(home), torch.cat([part[1] for part in parts]).to(home)
 
 
 class ValueNet(nn.Module):
@@ -59,13 +60,14 @@ class ValueNet(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """([n] value of the state each action token is chosen in, [B] value of the state at each row's end)."""
         hidden, positions = _states(self.body, batch)
-        values = self.head(hidden).float()[:, 0]
+        values = self.head(hidden).float()[:, 0].to(batch.input_ids.device)
         return values[positions - 1], values[batch.starts[1:] - 1]
 
 
 def _states(decoder: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """([N, H] hidden states of the packed tokens, [n] places of the action tokens)."""
     assert not batch.action_mask[batch.starts[:-1]].any(), "a row's first token has nothing before it that could have sampled it"
-    layout = PackedRows(batch.starts)
-    hidden = decoder(input_ids=batch.input_ids[None], position_ids=layout.position[None], use_cache=False, layout=layout)
+    device = next(decoder.parameters()).device
+    layout = PackedRows(batch.starts.to(device))
+    hidden = decoder(input_ids=batch.input_ids.to(device)[None], position_ids=layout.position[None], use_cache=False, layout=layout)
     return hidden.last_hidden_state[0], batch.action_mask.nonzero()[:, 0]

@@ -49,6 +49,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     step = int((trained or start).state["global_step"])
     points: list[Point] = []
 
+    cpu_began = time.process_time()
     with ctx.environment(False) as endpoints, open_engine(cfg, checkpoint, endpoints, version=step) as engine:
         episodes = _explore(ctx, stage, engine, items, position - len(items))
         learner = _make_learner(ctx, stage, start, trained, checkpoint)
@@ -60,6 +61,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             step += 1
             began = time.perf_counter()
             metrics = learn(step)
+            metrics["time/cpu_s"] = time.process_time() - cpu_began  # of this process, the first step with exploration; no validation
             if episodes and step == stage.first_step:
                 metrics |= exploration_metrics(episodes, material)
             validation: list[Trajectory] = []
@@ -75,6 +77,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 )
                 metrics["validation/success"] = rollout_metrics(validation)["rollout/success"]
             metrics["time/step_s"] = time.perf_counter() - began
+            cpu_began = time.process_time()
             points.append(Point(step, now_ms(), metrics))
             if commits_at(cfg, stage, step):
                 manifest = ctx.commit(

@@ -7,8 +7,6 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from safetensors.torch import load as load_safetensors
-
 from agentgym.algorithms.batch import groups_with_signal, learnable, overlong_penalty, to_batch
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlgorithmConfig, ConfigError, RunConfig
@@ -18,11 +16,9 @@ from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
-from agentgym.training.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, Checkpoint, load_checkpoint
-from agentgym.training.engine import Engine, open_engine
-from agentgym.training.learner import Learner
-from agentgym.training.model import load_weights, set_threads
-from agentgym.training.networks import ValueNet
+from agentgym.training.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS, Checkpoint, load_checkpoint
+from agentgym.training.compute import AnyEngine, LearnerPlan, open_compute
+from agentgym.training.model import set_threads
 from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -37,7 +33,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     start = ctx.head or next(manifest for name, manifest in ctx.parents.items() if name != "prepare")
     splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
     checkpoint = load_checkpoint(ctx.store, start)
-    learner = make_learner(ctx, start, checkpoint)
+    plan = plan_learner(ctx, start, checkpoint)
     step = int(start.state["global_step"])
     horizon = horizon_state(start)
     stream = ItemStream(splits.train, seed=cfg.seed, position=int(start.state.get("stream_position", 0)))
@@ -48,7 +44,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     with (
         ctx.environment(False) as endpoints,
         ThreadPoolExecutor(1) as ahead,
-        open_engine(cfg, checkpoint, endpoints, version=step) as engine,
+        open_compute(cfg, plan, checkpoint, endpoints, version=step) as (learner, engine),
     ):
         pending: Future[Rollouts] | None = None
         while step < stage.last_step:
@@ -132,7 +128,7 @@ class Rollouts:
     seconds: float
 
 
-def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, step: int, turns: int) -> Rollouts:
+def generate(cfg: RunConfig, engine: AnyEngine, stream: ItemStream, step: int, turns: int) -> Rollouts:
     """`items_per_step` groups; with dynamic sampling those of equal rewards are replaced, as often as the recipe allows."""
     began, rollout, recipe = time.perf_counter(), cfg.rollout, RECIPES[cfg.algorithm.recipe]
     items: list[Item] = []
@@ -159,7 +155,7 @@ def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, step: int, turn
     return Rollouts(items, trajectories, kept, stream.position, time.perf_counter() - began)
 
 
-def make_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> Learner:
+def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> LearnerPlan:
     """The learner as `start` left it, with the critic and the reference its recipe needs.
 
     Errors: ConfigError where `start` was trained without the critic the recipe needs.
@@ -168,28 +164,26 @@ def make_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> L
     goes_on = "stream_position" in start.state  # a stage went before; the warm start's optimiser is another one
     critic = reference = None
     if recipe.needs_critic:
-        critic = ValueNet(checkpoint.another_model())
-        if CRITIC in start.blobs:
-            load_weights(critic, load_safetensors(ctx.read(start, CRITIC)))
-        elif goes_on:
+        critic = ctx.read(start, CRITIC) if CRITIC in start.blobs else b""
+        if goes_on and not critic:
             raise ConfigError(
                 f"recipe {cfg.algorithm.recipe} needs a critic, and {start.step} commit {start.seq} has no {CRITIC}: it was trained "
                 "without one; train that stage with this recipe too, or use a recipe without a critic"
             )
     if cfg.algorithm.kl_coef:
         base = next(manifest for name, manifest in ctx.parents.items() if name in ("warm-start", "initialise"))
-        reference = load_checkpoint(ctx.store, base).model
-    learner = Learner(
-        checkpoint.model,
-        cfg.optimiser,
+        reference = ctx.read(base, WEIGHTS)
+    states = {name: ctx.read(start, name) for name in (OPTIMISER, CRITIC_OPTIMISER) if goes_on and name in start.blobs}
+    return LearnerPlan(
+        architecture=checkpoint.architecture,
+        weights=ctx.read(start, WEIGHTS),
+        optimiser=cfg.optimiser,
         total_steps=sum(cfg.horizon.stage_steps),
         critic=critic,
         critic_lr=cfg.algorithm.critic_lr,
         reference=reference,
+        optimiser_states=states,
     )
-    if goes_on:
-        learner.load_optimisers({name: ctx.read(start, name) for name in (OPTIMISER, CRITIC_OPTIMISER) if name in start.blobs})
-    return learner
 
 
 def resolved(cfg: RunConfig) -> AlgorithmConfig:

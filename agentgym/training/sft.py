@@ -17,9 +17,9 @@ from agentgym.rollouts.client import EnvError, EnvPool
 from agentgym.rollouts.episode import Episode, EpisodeSettings, reply_naming
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
-from agentgym.training.checkpoint import OPTIMISER, load_checkpoint, new_checkpoint
+from agentgym.training.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint, new_checkpoint
+from agentgym.training.compute import LearnerPlan, open_learner
 from agentgym.training.engine import open_pool
-from agentgym.training.learner import Learner
 from agentgym.training.model import load_hub, new_model, set_threads, train_tokenizer
 from agentgym.types import Completion, Item, Status, Trajectory, Turn
 
@@ -74,30 +74,35 @@ def warm_start(ctx: StepContext) -> Manifest:
     start = ctx.head or ctx.parents["initialise"]
     demos = decode_trajectories(ctx.read(ctx.parents["initialise"], DEMOS))
     checkpoint = load_checkpoint(ctx.store, start)
-    learner = Learner(checkpoint.model, settings.optimiser, total_steps=settings.steps)
     step = int(start.state.get("sft_step", 0))
-    if OPTIMISER in start.blobs:
-        learner.load_optimisers({OPTIMISER: ctx.read(start, OPTIMISER)})
+    plan = LearnerPlan(
+        architecture=checkpoint.architecture,
+        weights=ctx.read(start, WEIGHTS),
+        optimiser=settings.optimiser,
+        total_steps=settings.steps,
+        optimiser_states={OPTIMISER: ctx.read(start, OPTIMISER)} if OPTIMISER in start.blobs else {},
+    )
     ctx.progress.start("warm start", settings.steps)
     ctx.progress.advance(step)
     points: list[Point] = []
-    while step < settings.steps:
-        step += 1
-        metrics = learner.supervised(
-            to_batch([demos[index] for index in demo_rows(ctx.cfg.seed, step, len(demos), settings.batch_size)]),
-            step=step,
-        )
-        points.append(Point(step, now_ms(), metrics))
-        ctx.progress.advance(1, f"loss {metrics['sft/loss']:.2f}")
-        if step % COMMIT_EVERY == 0 or step == settings.steps:
-            manifest = ctx.commit(
-                done=step == settings.steps,
-                state={"global_step": 0, "sft_step": step},
-                blobs={**checkpoint.files(), **learner.blobs()},
-                results={"loss": metrics["sft/loss"]},
-                points=points,
+    with open_learner(ctx.cfg, plan) as learner:
+        while step < settings.steps:
+            step += 1
+            metrics = learner.supervised(
+                to_batch([demos[index] for index in demo_rows(ctx.cfg.seed, step, len(demos), settings.batch_size)]),
+                step=step,
             )
-            points = []
+            points.append(Point(step, now_ms(), metrics))
+            ctx.progress.advance(1, f"loss {metrics['sft/loss']:.2f}")
+            if step % COMMIT_EVERY == 0 or step == settings.steps:
+                manifest = ctx.commit(
+                    done=step == settings.steps,
+                    state={"global_step": 0, "sft_step": step},
+                    blobs={**checkpoint.files(), **learner.blobs()},
+                    results={"loss": metrics["sft/loss"]},
+                    points=points,
+                )
+                points = []
     return manifest
 
 

@@ -1,7 +1,11 @@
 """A whole run, small enough for a test: a minute of everything in seconds, with rewards and learning signal in it."""
 
 import json
+import secrets
 import shutil
+import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -51,3 +55,46 @@ def whole_run(tmp_path_factory, tiny_params):
         if name == "stage-1":
             shutil.copytree(folder, folder / "half")
     return folder
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory):
+    """A Ray cluster of one node with a dashboard and a token, as somebody else would run it; one for all tests."""
+    import tempfile
+
+    from agentgym.deploy.owned import owned_process, tail
+
+    log, place = tmp_path_factory.mktemp("cluster") / "log", tmp_path_factory.mktemp("address") / "json"
+    token = secrets.token_hex(32)
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": ""}
+    with (
+        tempfile.TemporaryDirectory(prefix="agr-", dir="/tmp") as folder,  # a long path would not fit a socket's name
+        owned_process([sys.executable, "-c", CLUSTER, folder, str(place)], log_path=log, env=environment) as process,
+    ):
+        deadline = time.monotonic() + 180
+        while not place.exists():
+            assert process.poll() is None, tail(log)
+            assert time.monotonic() < deadline, tail(log)
+            time.sleep(0.1)
+        yield RayCluster(**json.loads(place.read_text()), token=token)
+
+
+CLUSTER = """
+import json, os, sys
+import ray
+context = ray.init(num_cpus=16, include_dashboard=True, dashboard_port=0, object_store_memory=200_000_000, _temp_dir=sys.argv[1])
+info = context.address_info
+with open(sys.argv[2] + ".new", "w") as file:
+    json.dump({"address": info["address"], "dashboard": "http://" + info["webui_url"]}, file)
+os.rename(sys.argv[2] + ".new", sys.argv[2])
+sys.stdin.read()
+"""
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """Where it is, and what it asks for."""
+
+    address: str
+    dashboard: str
+    token: str

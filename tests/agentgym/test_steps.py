@@ -1,5 +1,6 @@
 """What is in a step's key, what is checked before the first step, and how a lost ledger is filled again."""
 
+import json
 import shutil
 
 import pytest
@@ -8,7 +9,7 @@ from mlflow import MlflowClient
 from agentgym.audit import audit
 from agentgym.config import ConfigError, load_config
 from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
-from agentgym.steps import finished, load_data, open_store, run_step, run_with_parents, semantic_of, steps_of
+from agentgym.steps import finished, load_data, open_store, pointer, run_step, run_with_parents, semantic_of, steps_of
 from agentgym.tracking import decode_points
 
 
@@ -121,3 +122,14 @@ def test_a_model_under_another_number_is_said(run):
     client.create_model_version(run.registry.model_name, "somewhere")
     with pytest.raises(ValueError, match=r"MLflow has this checkpoint as version 2, the store as version 1; delete .*/steps/register-"):
         confirm_all(run)
+
+
+def test_a_pointer_carries_the_course_of_training_and_nothing_that_tells_of_clocks(run):
+    shown = json.loads(pointer(open_store(run), run_step("stage-1", run)))
+    assert [row["step"] for row in shown["curve"]] == [1, 2]
+    assert [row["rollout_max_turns"] for row in shown["curve"]] == [5, 5]
+    assert [row["validation_success"] is None for row in shown["curve"]] == [True, False]  # validation.every is 2
+    assert not any("time" in key for row in shown["curve"] for key in row)
+    evaluated = json.loads(pointer(open_store(run), run_step("evaluate-stage-1", run)))
+    assert [row["step"] for row in evaluated["curve"]] == [2]
+    assert evaluated["curve"][0]["eval_greedy"] == pytest.approx(evaluated["results"]["summary"]["greedy"]["mean"], rel=1e-3)

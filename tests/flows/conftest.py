@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import flows  # noqa: F401 (says where Prefect keeps its state, before a test imports it)
+
 ROOT = Path(__file__).parents[2]
 TINY = {
     "model": {"hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 64},

@@ -20,7 +20,7 @@ def closed_port():
         return probe.getsockname()[1]
 
 
-def wait_for(condition, what, seconds=120):
+def wait_for(condition, what, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
@@ -37,10 +37,25 @@ def answers(url):
 
 def kill(process):
     """With its children, as a machine would go."""
-    for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-        each.kill()
-    process.wait(10)
+    if process.poll() is None:
+        for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+            each.kill()
+    process.wait(30)
     process.stdout.close()
+
+
+@pytest.fixture
+def start(fresh):
+    """fresh.start, and an end for what is still running when the test is over."""
+    started = []
+
+    def begin(*command):
+        started.append(fresh.start(*command))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        kill(process)
 
 
 def commits(project, step):
@@ -83,19 +98,19 @@ def test_an_environment_server_out_of_reach_is_named_before_anything_starts(fres
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a dozen processes, most of which import torch
-def test_an_environment_server_that_dies_in_a_stage_costs_the_unfinished_step_alone(fresh):
+def test_an_environment_server_that_dies_in_a_stage_costs_the_unfinished_step_alone(fresh, start):
     stage = ("agentgym", "step", "stage-1", "--set", "horizon.stage_steps=[12,1,2]", *FEW_DEMOS)
     warm_started(fresh, *FEW_DEMOS)
     options = json.dumps(yaml.safe_load((fresh.folder / "params.yaml").read_text())["env"]["options"])
 
     def serve():
         port = closed_port()
-        server = fresh.start("python", "-m", "envs", "serve", "babyai", "--options", options, "--port", str(port))
+        server = start("python", "-m", "envs", "serve", "babyai", "--options", options, "--port", str(port))
         wait_for(lambda: answers(f"http://127.0.0.1:{port}/readyz"), "the server never came up")
         return server, f"http://127.0.0.1:{port}"
 
     server, endpoint = serve()
-    run = fresh.start(*stage, "--set", f"env.endpoints=[{endpoint!r}]")
+    run = start(*stage, "--set", f"env.endpoints=[{endpoint!r}]")
     wait_for(lambda: commits(fresh, "stage-1") or run.poll() is not None, "stage 1 never committed")
     kill(server)
     began = time.monotonic()
@@ -121,19 +136,19 @@ def test_an_environment_server_that_dies_in_a_stage_costs_the_unfinished_step_al
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a dozen processes, most of which import torch
-def test_an_mlflow_server_that_dies_in_a_stage_gets_every_point_once_when_it_is_back(fresh):
+def test_an_mlflow_server_that_dies_in_a_stage_gets_every_point_once_when_it_is_back(fresh, start):
     port = closed_port()
     uri, database = f"http://127.0.0.1:{port}", f"sqlite:///{fresh.folder}/ledger.db"
     overrides = ("--set", f"tracking.uri={uri}", "--set", "horizon.stage_steps=[8,1,2]", *FEW_DEMOS)
 
     def serve():
-        server = fresh.start("mlflow", "server", "--backend-store-uri", database, "--port", str(port), "--workers", "1")
+        server = start("mlflow", "server", "--backend-store-uri", database, "--port", str(port), "--workers", "1")
         wait_for(lambda: answers(f"{uri}/health"), "MLflow never came up")
         return server
 
     server = serve()
     warm_started(fresh, *overrides)
-    run = fresh.start("agentgym", "step", "stage-1", *overrides)
+    run = start("agentgym", "step", "stage-1", *overrides)
     wait_for(lambda: commits(fresh, "stage-1") or run.poll() is not None, "stage 1 never committed")
     kill(server)
     said, _ = run.communicate(timeout=240)

@@ -114,11 +114,12 @@ class TorchPolicy:
     @torch.inference_mode()
     def score(self, rows: list[list[int]]) -> list[Tensor]:
         """Natural-log probability of each token after the first of each row, at temperature 1: what the canary compares."""
+        device = self._cache.keys.device
         starts = torch.tensor([0, *np.cumsum([len(row) for row in rows])])
-        layout = PackedRows(starts)
-        ids = torch.tensor([token for row in rows for token in row])
+        layout = PackedRows(starts.to(device))
+        ids = torch.tensor([token for row in rows for token in row], device=device)
         logits = self._model(input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout).logits[0].float()
-        scores = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0]
+        scores = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0].cpu()
         return [scores[int(a) : int(b) - 1].clone() for a, b in pairwise(starts)]
 
     async def _run(self) -> None:

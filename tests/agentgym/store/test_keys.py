@@ -95,6 +95,7 @@ def test_a_step_key_changes_with_each_of_its_parts() -> None:
 
 
 def test_object_names_fit_kubernetes() -> None:
-    assert object_name("0123456789abcdef" * 4, 2, 1) == "r0123456789ab-s2-a1"
+    assert object_name("0123456789abcdef" * 4, "stage-2", 1) == "r0123456789ab-s2-a1"
+    assert object_name("0123456789abcdef" * 4, "evaluate-warm-start", 12) == "r0123456789ab-ews-a12"
     with pytest.raises(ValueError, match="12 lower-case hex"):
-        object_name("babyai", 2, 1)
+        object_name("babyai", "stage-2", 1)

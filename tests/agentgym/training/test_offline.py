@@ -26,6 +26,7 @@ from agentgym.training.model import weights_of
 from agentgym.training.offline import material_of, preference_pairs, successes
 from agentgym.types import Item, Status, Trajectory
 
+BEFORE = ("prepare", "initialise", "evaluate-initialise", "warm-start", "evaluate-warm-start")
 DRIVER = """
 import os, signal, sys
 import agentgym.store.posix as posix
@@ -219,7 +220,9 @@ def begin(whole_run, tmp_path, tiny_params):
     def make(name, recipe="dpo"):
         shutil.copytree(whole_run / "half", tmp_path / name)
         validation = {"every": 1, "num_items": 4, "max_turns": 7}
-        return tiny_params(tmp_path / name, deterministic=True, algorithm={"recipe": recipe}, validation=validation)
+        params = tiny_params(tmp_path / name, deterministic=True, algorithm={"recipe": recipe}, validation=validation)
+        assert {str(run_step(each, load_config(params))) for each in BEFORE} == {"done"}
+        return params
 
     return make
 

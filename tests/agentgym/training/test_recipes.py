@@ -103,4 +103,4 @@ def test_a_stage_that_was_trained_without_the_critic_is_named(begin):
     context = Context()
     context.cfg = begin(algorithm={"recipe": "ppo"})
     with pytest.raises(ConfigError, match=r"recipe ppo needs a critic, and stage-1 commit 1 has no critic\.safetensors"):
-        rl.make_learner(context, start, rl.load_checkpoint(store, start))
+        rl.plan_learner(context, start, rl.load_checkpoint(store, start))

@@ -1,0 +1,32 @@
+"""What learner ranks and rollout workers have in common: they can be ended, and they say why they failed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+
+def node_id() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def end(actors: Sequence[Any]) -> None:
+    import ray
+
+    for actor in actors:
+        with contextlib.suppress(Exception):  # it is gone already, or goes with the cluster
+            ray.kill(actor, no_restart=True)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What was raised inside the actor, where that is what happened."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, BaseException) else error
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else "no reason given"

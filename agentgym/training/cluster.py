@@ -1,0 +1,251 @@
+"""A run spread over processes of a Ray cluster: ranks that hold the weights, workers that play episodes.
+
+`RayLearner` and `RayEngine` have the methods of `Learner` and `Engine`. A worker that is lost costs the episodes it had not finished:
+they are played again elsewhere, and another worker takes its place. A rank that is lost ends the step, which goes on
+from its last commit when it is run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from agentgym.config import ConfigError, RunConfig
+from agentgym.deploy.rayjobs import RayUnreachable, auth_headers
+from agentgym.store.lease import pid_space, process_start
+from agentgym.training.actors import end, node_id
+from agentgym.training.checkpoint import Checkpoint
+from agentgym.training.compute import LearnerPlan
+from agentgym.training.engine import LoopThread
+from agentgym.training.rayengine import RayEngine, RolloutWorker, WorkerPlan
+from agentgym.training.raylearner import LearnerRank, RayLearner
+
+CONNECT_TIMEOUT_S = 10.0  # to the cluster's port
+TEMP_PREFIX = "agentgym-ray-"  # folder of a local cluster: prefix, process, its start, its pid space
+TEMP_ROOT = Path("/tmp")  # noqa: S108 - a socket's path has 107 bytes, so neither the state folder nor TMPDIR will do
+_in_use = threading.Lock()  # Ray knows one cluster per process
+_token = secrets.token_hex(32)  # of this process's local clusters
+
+
+class PlacementError(RuntimeError):
+    """The cluster has no room for what the run asks for."""
+
+
+@contextmanager
+def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterator[Cluster]:
+    """Room for so many ranks and workers on the configured cluster, or on a local one that ends with the block.
+
+    Errors: RayUnreachable; PlacementError after `ray.placement_timeout_s`; ConfigError where Ray is not installed.
+    """
+    settings = cfg.ray
+    rank = _bundle(settings.rank_cpus, settings.rank_gpus)
+    worker = _bundle(settings.worker_cpus, settings.worker_gpus)
+    bundles = [rank] * num_ranks + [worker] * num_workers
+    with connected(settings.address, num_cpus=sum(bundle.get("CPU", 0.0) for bundle in bundles)), _placed(cfg, bundles) as group:
+        yield Cluster(cfg, group, num_ranks, num_workers)
+
+
+class Cluster:
+    """A placement group, and what runs in it: first the ranks, then the workers. All their processes start at once."""
+
+    def __init__(self, cfg: RunConfig, group: Any, num_ranks: int, num_workers: int) -> None:
+        self._cfg, self._group, self._num_ranks, self._num_workers = cfg, group, num_ranks, num_workers
+        self._num_slots = -(-cfg.rollout.concurrency // max(1, num_workers))
+        settings = cfg.ray
+        self._ranks = [
+            self._actor(rank, LearnerRank, settings.rank_cpus, settings.rank_gpus).remote(
+                rank, num_ranks, settings.rank_gpus > 0, settings.rank_timeout_s
+            )
+            for rank in range(num_ranks)
+        ]
+        self._fresh = {index: self._new_worker(index) for index in range(num_workers)}
+
+    @contextmanager
+    def learner(self, plan: LearnerPlan) -> Iterator[RayLearner]:
+        """The plan's learner, spread over the ranks. Errors: RankLost."""
+        try:
+            settings = self._cfg.ray
+            learner = RayLearner(self._ranks, start_timeout_s=settings.placement_timeout_s, timeout_s=settings.rank_timeout_s)
+            learner.join(plan)
+            yield learner
+        finally:
+            end(self._ranks)
+
+    @contextmanager
+    def engine(self, checkpoint: Checkpoint, endpoints: Sequence[str], *, version: int) -> Iterator[RayEngine]:
+        """Workers that hold the checkpoint's weights as `version`. Errors: as their environment client's; WorkersLost."""
+        plan = WorkerPlan(self._cfg, checkpoint.files(), tuple(endpoints), self._num_slots, node_id())
+        loop = LoopThread()
+        engine = RayEngine(plan, checkpoint, self._spawn, self._num_workers, loop)
+        try:
+            engine.start(version)
+            yield engine
+        finally:
+            loop.close()
+            end([worker.actor for worker in engine.workers])
+
+    def _spawn(self, index: int) -> Any:
+        return self._fresh.pop(index, None) or self._new_worker(index)
+
+    def _new_worker(self, index: int) -> Any:
+        settings = self._cfg.ray
+        options = {"max_concurrency": self._num_slots + 8}  # beside the episodes: publish, canary
+        return self._actor(self._num_ranks + index, RolloutWorker, settings.worker_cpus, settings.worker_gpus, **options).remote()
+
+    def _actor(self, bundle: int, kind: type, cpus: float, gpus: float, **options: Any) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return ray.remote(kind).options(
+            num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place, max_restarts=0, max_task_retries=0, **options
+        )
+
+
+@contextmanager
+def connected(address: str, *, num_cpus: float) -> Iterator[None]:
+    """This process as a driver of the cluster at `address`, or of a local one of so many logical CPUs where it is empty.
+
+    A local cluster ends with the block, and with this process if that is killed: its servers die with the thread that
+    started them, its workers with those, and its folder is removed by the next local cluster.
+    Errors: RayUnreachable; ConfigError where Ray is not installed.
+    """
+    if not _in_use.acquire(blocking=False):
+        raise RuntimeError("another step of this process runs on Ray, which knows one cluster per process; run them one after the other")
+    try:
+        ray = _import_ray()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        handler = signal.getsignal(signal.SIGTERM)
+        with _environment_kept("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"), contextlib.ExitStack() as stack:
+            _forget_token()
+            options = {"log_to_driver": True, "logging_level": logging.ERROR, "configure_logging": True}
+            try:
+                if address:
+                    _join(ray, address, options)
+                else:
+                    folder = stack.enter_context(_temp_folder())
+                    os.environ.setdefault("RAY_AUTH_TOKEN", _token)  # or Ray would write one into the home directory
+                    ray.init(num_cpus=max(1, round(num_cpus + 0.5)), include_dashboard=False, _temp_dir=str(folder), **options)
+                if in_main_thread:
+                    signal.signal(signal.SIGTERM, handler)  # Ray's own would end the process without a word
+                yield
+            finally:
+                ray.shutdown()
+    finally:
+        _in_use.release()
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"compute ray needs Ray ({error}); install it with: pip install 'agentgym-flow[cluster]'") from None
+    return ray
+
+
+def _forget_token() -> None:
+    """Ray keeps the first token it saw, and this process may have been on another cluster."""
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled
+
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
+    """Errors: RayUnreachable, also where a token is missing or wrong."""
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+    advice = "start the cluster, or correct ray.address (host:port of its GCS; this machine must be one of its nodes)"
+    host, _, port = address.rpartition(":")
+    if address != "auto":
+        if not (host and port.isdigit()):
+            raise ConfigError(f"ray.address {address!r} must be host:port of a cluster's GCS, auto, or empty for a local cluster")
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        except OSError as error:  # Ray itself would try for minutes, and then end this process
+            raise RayUnreachable(f"no Ray cluster answers at {address} ({error}); {advice}") from None
+    if auth_headers(os.environ):  # clusters ask for a token by default, Ray's clients send one only if told to
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RayUnreachable(f"the Ray cluster at {address} cannot be joined: {reason}; {advice}") from None
+
+
+@contextmanager
+def _environment_kept(*names: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _temp_folder() -> Iterator[Path]:
+    """A short path for a local cluster. Those whose process was killed are removed on the way."""
+    space = hashlib.sha256(pid_space().encode()).hexdigest()[:6]
+    for folder in TEMP_ROOT.glob(f"{TEMP_PREFIX}*-{space}"):
+        pid, started = folder.name.removeprefix(TEMP_PREFIX).split("-")[:2]
+        if process_start(int(pid)) != started:
+            shutil.rmtree(folder, ignore_errors=True)
+    own = TEMP_ROOT / f"{TEMP_PREFIX}{os.getpid()}-{process_start(os.getpid())}-{space}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    try:
+        yield own
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _bundle(cpus: float, gpus: float) -> dict[str, float]:
+    return {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+
+
+@contextmanager
+def _placed(cfg: RunConfig, bundles: list[dict[str, float]]) -> Iterator[Any]:
+    """A placement group of these bundles, ready. Errors: PlacementError."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    group = placement_group(bundles, strategy="PACK")
+    try:
+        if not group.wait(cfg.ray.placement_timeout_s):
+            raise PlacementError(_no_room(cfg, bundles))
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def _no_room(cfg: RunConfig, bundles: list[dict[str, float]]) -> str:
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    def spell(resources: dict[str, float]) -> str:
+        return ", ".join(f"{name} {resources.get(name, 0.0):g}" for name in ("CPU", "GPU") if name in resources) or "nothing"
+
+    free = available_resources_per_node()
+    nodes = [
+        f"node {node['NodeManagerAddress']} has {spell(node['Resources'])}, of which free {spell(free.get(node['NodeID'], {}))}"
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    asked = [f"{bundles.count(bundle)} x ({spell(bundle)})" for bundle in {str(bundle): bundle for bundle in bundles}.values()]
+    return (
+        f"the Ray cluster has no room for this run within ray.placement_timeout_s {cfg.ray.placement_timeout_s:g}: asked for "
+        f"{' and '.join(asked)}; {'; '.join(nodes) or 'no node is alive'}. Lower ray.num_workers, ray.num_ranks or what each takes, "
+        "or add nodes"
+    )

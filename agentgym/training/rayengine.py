@@ -1,0 +1,332 @@
+"""The engine in several processes: rollout workers, and a facade that sends every episode to one and loses none."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from agentgym.config import RunConfig
+from agentgym.rollouts.chat import ChatRenderer
+from agentgym.rollouts.client import EnvPool, check_endpoints
+from agentgym.rollouts.collect import collect, in_order, require_valid
+from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.rollouts.policies.torch import TorchPolicy
+from agentgym.training.actors import cause_of, end, first_line, node_id
+from agentgym.training.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS, Checkpoint
+from agentgym.training.engine import Canary, LoopThread, episode_settings
+from agentgym.training.learner import EngineMismatch
+from agentgym.training.model import model_from_blobs, set_threads, tokenizer_from_files
+from agentgym.training.raylearner import RayLearner
+from agentgym.types import Item, Trajectory
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SLACK_S = 30.0  # on top of a remote call's own deadline
+
+
+class WorkersLost(RuntimeError):
+    """More rollout workers died than may be replaced."""
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What every rollout worker of a run begins with."""
+
+    cfg: RunConfig
+    files: dict[str, bytes]  # architecture and tokenizer
+    endpoints: tuple[str, ...]
+    num_slots: int  # episodes at a time
+    drivers_node: str  # Ray's id of the node the step runs on
+
+
+class RolloutWorker:
+    """Actor: an engine of its own and its own connections to the environments. Its methods run in one event loop."""
+
+    async def start(self, plan: WorkerPlan, weights: np.ndarray[Any, Any], digest: str, version: int) -> tuple[str, str]:
+        """Begin with these weights. Result: (where this is, the environment's instructions)."""
+        set_threads()
+        self._cfg = cfg = plan.cfg
+        if node_id() != plan.drivers_node:
+            for endpoint in plan.endpoints:
+                if urlsplit(endpoint).hostname in ("127.0.0.1", "localhost", "::1"):
+                    raise ValueError(
+                        f"environment server {endpoint} can be reached on the machine of the step alone, and this rollout worker is on "
+                        f"{socket.gethostname()}; start servers that every node can reach and name them in env.endpoints"
+                    )
+        model = model_from_blobs(plan.files[ARCHITECTURE].decode(), _received(weights, digest, version))
+        if cfg.ray.worker_gpus:
+            model = model.to("cuda")
+        self._renderer = ChatRenderer(tokenizer_from_files(json.loads(plan.files[TOKENIZER])))
+        self._policy = TorchPolicy(model, stop_id=self._renderer.stop_id, num_slots=plan.num_slots, context_tokens=cfg.model.context_tokens)
+        self._policy.version = version
+        self._pool = EnvPool(plan.endpoints, request_timeout_s=cfg.env.request_timeout_s)
+        await self._pool.__aenter__()
+        info = await check_endpoints(self._pool, expect_env=cfg.env.name, allow_expert=False, expect_options=cfg.env.options)
+        return f"process {os.getpid()} on {socket.gethostname()}", info[0].instructions if cfg.rollout.system_prompt else ""
+
+    async def play(self, item: Item, sample: int, settings: EpisodeSettings) -> Trajectory:
+        """One episode, with as many attempts as a failing environment may have; each has a session of its own."""
+        rollout = self._cfg.rollout
+        trajectories = await collect(
+            [item],
+            num_samples=1,
+            first_sample=sample,
+            pool=self._pool,
+            policy=self._policy,
+            renderer=self._renderer,
+            settings=settings,
+            concurrency=1,
+            episode_timeout_s=rollout.episode_timeout_s,
+            max_attempts=rollout.max_attempts,
+            max_env_error_frac=1.0,  # of the whole collection, which the driver sees
+        )
+        return trajectories[0]
+
+    async def publish(self, weights: np.ndarray[Any, Any], digest: str, version: int) -> None:
+        """Change weights between turns. Errors: EngineMismatch where others arrived than were sent."""
+        await self._policy.publish(load_safetensors(_received(weights, digest, version)), version)
+
+    async def score(self, rows: list[list[int]]) -> list[Tensor]:
+        return self._policy.score(rows)
+
+
+def _received(weights: np.ndarray[Any, Any], digest: str, version: int) -> bytes:
+    blob = weights.tobytes()
+    came = hashlib.sha256(blob).hexdigest()
+    if came != digest:
+        raise EngineMismatch(f"weights version {version} arrived at {socket.gethostname()} with sha256 {came[:12]}, sent was {digest[:12]}")
+    return blob
+
+
+@dataclass(frozen=True)
+class Published:
+    """Weights on their way to the workers."""
+
+    reference: Any  # in the object store
+    digest: str  # sha256
+    version: int
+    ours: Tensor | None = None  # the learner's scores of the canary; None before its first publish
+
+
+@dataclass(eq=False)
+class Worker:
+    """The driver's view of a live rollout worker."""
+
+    index: int
+    actor: Any
+    where: str = "not started yet"
+    num_episodes: int = 0  # in flight
+    version: int = -1
+    gap: float = 0.0  # nats, of its last canary
+
+
+class RayEngine:
+    """An `Engine` whose episodes are played by workers, each episode sent to the least busy one."""
+
+    def __init__(self, plan: WorkerPlan, checkpoint: Checkpoint, spawn: Callable[[int], Any], num_workers: int, loop: LoopThread) -> None:
+        """spawn: index -> a new worker's actor."""
+        self._plan, self._cfg = plan, plan.cfg
+        self.workers: list[Worker] = []
+        self._checkpoint, self._spawn, self._num_workers, self._loop = checkpoint, spawn, num_workers, loop
+        self._canary = Canary(checkpoint.tokenizer)
+        self._weights = Published(None, "", -1)
+        self._system = ""
+        self._num_lost = 0
+        self._failure: Exception | None = None
+        self._changed = asyncio.Event()
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._patience_s = self._cfg.rollout.max_attempts * self._cfg.rollout.episode_timeout_s + SLACK_S
+
+    def start(self, version: int) -> None:
+        """Bring up all workers with the checkpoint's weights."""
+        import ray
+
+        blob = self._checkpoint.blobs()[WEIGHTS]
+        self._weights = Published(ray.put(np.frombuffer(blob, np.uint8)), hashlib.sha256(blob).hexdigest(), version)
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*(self._bring_up(index) for index in range(self._num_workers)))
+
+        self._run(all_of_them())
+
+    def collect(
+        self,
+        items: Sequence[Item],
+        *,
+        num_samples: int,
+        step: int,
+        max_turns: int,
+        temperature: float,
+        seed: int,
+        first_sample: int = 0,
+        read_last: bool = False,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> list[Trajectory]:
+        """As `Engine.collect`: trajectories in admission order. Errors: RolloutError, WorkersLost."""
+        rollout = self._cfg.rollout
+        settings = episode_settings(
+            self._cfg, system=self._system, seed=seed, step=step, max_turns=max_turns, temperature=temperature, read_last=read_last
+        )
+        slots = asyncio.Semaphore(rollout.concurrency)
+
+        async def one(item: Item, sample: int) -> Trajectory:
+            async with slots:
+                trajectory = await self._play(item, sample, settings)
+            progress(1)
+            return trajectory
+
+        async def all_of_them() -> list[Trajectory]:
+            return await in_order([one(item, first_sample + sample) for item in items for sample in range(num_samples)])
+
+        trajectories = self._run(all_of_them())
+        require_valid(trajectories, max_attempts=rollout.max_attempts, max_env_error_frac=rollout.max_env_error_frac)
+        return trajectories
+
+    def publish(self, learner: RayLearner, version: int) -> float:
+        """Rank 0 puts the weights into the object store, every worker takes them from there and answers the canary.
+
+        Result: the largest difference, nats. Errors: EngineMismatch, WorkersLost.
+        """
+        digest, reference = learner.export()
+        self._weights = Published(reference, digest, version, self._canary.score(learner))
+
+        async def all_of_them() -> float:
+            await asyncio.gather(*(self._survive(worker, self._update(worker)) for worker in tuple(self.workers)))
+            await self._pick()  # where all were lost, the first replacement has answered
+            return max(worker.gap for worker in self.workers)
+
+        return self._run(all_of_them())
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        import ray
+
+        try:
+            return self._loop.run(coroutine)
+        except ray.exceptions.RayTaskError as error:  # raised inside a worker; its own kind says more than Ray's
+            raise cause_of(error) from None
+
+    async def _play(self, item: Item, sample: int, settings: EpisodeSettings) -> Trajectory:
+        """The episode from whichever worker brings it to an end; what a lost worker had of it is dropped."""
+        while True:
+            worker = await self._pick()
+            worker.num_episodes += 1
+            try:
+                trajectory: Trajectory | None = await self._survive(
+                    worker, _within(worker.actor.play.remote(item, sample, settings), self._patience_s)
+                )
+            finally:
+                worker.num_episodes -= 1
+            if trajectory is not None:
+                return trajectory
+
+    async def _pick(self) -> Worker:
+        """The least busy worker; waits where none is left. Errors: what ended the replacing of lost workers."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self.workers:
+                return min(self.workers, key=lambda worker: worker.num_episodes)
+            self._changed.clear()
+            await self._changed.wait()  # `_replace` has the deadline
+
+    async def _survive(self, worker: Worker, answer: Awaitable[T]) -> T | None:
+        """The worker's answer, or None where it is lost; another one then comes up in its place.
+
+        A worker that cannot be reached counts as lost at once: what it still does is heard by nobody.
+        """
+        import ray
+
+        try:
+            return await answer
+        except ray.exceptions.RayTaskError:
+            raise
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            self._lose(worker, error)
+            return None
+
+    def _lose(self, worker: Worker, error: BaseException) -> None:
+        if worker not in self.workers:
+            return  # another of its episodes was first
+        self.workers.remove(worker)
+        self._num_lost += 1
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        if self._num_lost > self._cfg.ray.max_lost_workers:
+            self._fail(
+                WorkersLost(
+                    f"{self._num_lost} rollout workers were lost (limit ray.max_lost_workers {self._cfg.ray.max_lost_workers}), the last, "
+                    f"{worker.where}: {reason}; run the step again to go on from its last commit"
+                )
+            )
+            return
+        logger.warning("rollout worker %d (%s) is lost: %s; its unfinished episodes are played again", worker.index, worker.where, reason)
+        task = asyncio.get_running_loop().create_task(self._replace(worker))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, lost: Worker) -> None:
+        try:
+            await asyncio.to_thread(end, [lost.actor])
+            await self._bring_up(lost.index)
+        except Exception as error:
+            self._fail(cause_of(error))
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error if isinstance(error, Exception) else RuntimeError(str(error))
+        self._changed.set()
+
+    async def _bring_up(self, index: int) -> None:
+        """A new worker with the present weights. One that is lost while it starts counts like any other."""
+        import ray
+
+        worker = Worker(index, await asyncio.to_thread(self._spawn, index))
+        weights = self._weights
+        try:
+            worker.where, self._system = await _within(
+                worker.actor.start.remote(self._plan, weights.reference, weights.digest, weights.version),
+                self._cfg.ray.placement_timeout_s + self._cfg.env.start_timeout_s,
+            )
+            worker.version = weights.version
+            await self._update(worker)
+        except ray.exceptions.RayTaskError:
+            raise
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            self.workers.append(worker)
+            self._lose(worker, error)
+            return
+        logger.info("rollout worker %d is %s, weights version %d", index, worker.where, worker.version)
+        self.workers.append(worker)
+        self._changed.set()
+
+    async def _update(self, worker: Worker) -> None:
+        """Bring the worker to the newest weights, which may change meanwhile, and compare its canary."""
+        while True:
+            weights = self._weights
+            if worker.version != weights.version:
+                await _within(worker.actor.publish.remote(weights.reference, weights.digest, weights.version), self._patience_s)
+                worker.version = weights.version
+            if weights.ours is not None:
+                scores = await _within(worker.actor.score.remote(self._canary.rows), self._patience_s)
+                worker.gap = Canary.compare(weights.ours, scores, weights.version, f"rollout worker {worker.index} ({worker.where})")
+            if weights is self._weights:
+                return
+
+
+async def _within(reference: Any, seconds: float) -> Any:
+    """Errors: TimeoutError, which says how long was waited."""
+    try:
+        return await asyncio.wait_for(reference, seconds)
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None

@@ -1,0 +1,170 @@
+"""The learner in several processes: one actor per rank, and a facade with the learner's own methods."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agentgym.algorithms.batch import Batch
+from agentgym.config import AlgorithmConfig
+from agentgym.training.actors import cause_of, end, first_line
+from agentgym.training.compute import LearnerPlan
+from agentgym.training.learner import EngineMismatch
+from agentgym.training.model import set_threads
+
+logger = logging.getLogger(__name__)
+TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch does not list it
+
+VERDICT_S = 10.0  # after one rank failed, for the others to say what they know
+SLACK_S = 30.0  # on top of what the ranks themselves wait for each other
+
+
+class RankLost(RuntimeError):
+    """A process that holds a part of the weights died, hangs, or failed alone."""
+
+
+class LearnerRank:
+    """Actor: one process of those that hold the weights."""
+
+    def __init__(self, rank: int, size: int, on_gpu: bool, timeout_s: float) -> None:
+        set_threads()
+        self._rank, self._size, self._timeout = rank, size, datetime.timedelta(seconds=timeout_s)
+        self._device = torch.device("cuda" if on_gpu else "cpu")
+        self._meeting: Any = None
+        self._learner: Any = None
+
+    def where(self) -> str:
+        return f"process {os.getpid()} on {socket.gethostname()}"
+
+    def serve(self) -> tuple[str, int]:
+        """On rank 0: open the place where the ranks meet. Result: its address."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        self._meeting = TCPStore(host, 0, self._size, is_master=True, timeout=self._timeout, wait_for_workers=False)
+        return host, self._meeting.port
+
+    def join(self, address: tuple[str, int], plan: LearnerPlan) -> None:
+        """Meet the others, and build this rank's part of the learner."""
+        from agentgym.training.sharded import Sharded
+
+        store = self._meeting or TCPStore(*address, self._size, is_master=False, timeout=self._timeout)
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size, timeout=self._timeout)
+        self._learner = plan.build(Sharded(self._device))
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """A method of the learner, entered by every rank; rank 0 has the result."""
+        result = getattr(self._learner, method)(*arguments, **named)
+        return result if self._rank == 0 else None
+
+    def export(self) -> tuple[str, list[Any]] | None:
+        """On rank 0: (sha256, [reference]) of the whole weights in the object store."""
+        import ray
+
+        blob = self._learner.weights_blob()
+        return (hashlib.sha256(blob).hexdigest(), [ray.put(np.frombuffer(blob, np.uint8))]) if self._rank == 0 else None
+
+
+class RayLearner:
+    """A `Learner` whose weights are spread over ranks. Every call is one call of all of them."""
+
+    def __init__(self, actors: Sequence[Any], *, start_timeout_s: float, timeout_s: float) -> None:
+        """start_timeout_s: until every process is there; timeout_s: of one call."""
+        self._actors, self._start_timeout_s, self._timeout_s = actors, start_timeout_s, timeout_s
+        self._where = ["not started yet"] * len(actors)
+
+    def join(self, plan: LearnerPlan) -> None:
+        """Let the ranks meet and build the learner. Errors: RankLost."""
+        import ray
+
+        self._where = self._gather([actor.where.remote() for actor in self._actors], self._start_timeout_s)
+        address = self._gather([self._actors[0].serve.remote()])[0]
+        shared = ray.put(plan)
+        self._gather([actor.join.remote(address, shared) for actor in self._actors])
+        logger.info("learner: %s", "; ".join(f"rank {rank} is {where}" for rank, where in enumerate(self._where)))
+
+    def score(self, batch: Batch) -> Tensor:
+        result: Tensor = self._call("score", batch)
+        return result
+
+    def update(self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int) -> dict[str, float]:
+        result: dict[str, float] = self._call("update", batch, config, step=step, seed=seed)
+        return result
+
+    def supervised(self, batch: Batch, *, step: int) -> dict[str, float]:
+        result: dict[str, float] = self._call("supervised", batch, step=step)
+        return result
+
+    def prefer(self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int) -> dict[str, float]:
+        result: dict[str, float] = self._call("prefer", batch, reference, beta=beta, label_smoothing=label_smoothing, step=step)
+        return result
+
+    def blobs(self) -> dict[str, bytes]:
+        result: dict[str, bytes] = self._call("blobs")
+        return result
+
+    def export(self) -> tuple[str, Any]:
+        """(sha256, reference) of the whole weights in the object store."""
+        digest, references = self._gather([actor.export.remote() for actor in self._actors])[0]
+        return digest, references[0]
+
+    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        import ray
+
+        shared = [ray.put(each) for each in arguments]
+        return self._gather([actor.call.remote(method, *shared, **named) for actor in self._actors])[0]
+
+    def _gather(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
+        """What each rank answered. One that fails alone leaves the others in an exchange it never enters: then all end.
+
+        Errors: the ranks' own where it is one of ours; RankLost naming who died, hangs or failed.
+        """
+        import ray
+
+        results: dict[int, Any] = {}
+        failures: dict[int, Exception] = {}
+        waiting, deadline = list(references), time.monotonic() + (timeout_s or self._timeout_s) + SLACK_S
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            rank = references.index(ready[0])
+            try:
+                results[rank] = ray.get(ready[0])
+            except ray.exceptions.RayError as error:
+                failures[rank] = error
+                deadline = min(deadline, time.monotonic() + VERDICT_S)
+        if not failures and not waiting:
+            return [results[rank] for rank in range(len(references))]
+        end(self._actors)
+        causes = {rank: cause_of(error) for rank, error in failures.items()}
+        for cause in causes.values():
+            if isinstance(cause, EngineMismatch | FloatingPointError | ValueError):
+                raise cause
+        raise RankLost(self._verdict(causes, [references.index(each) for each in waiting]))
+
+    def _verdict(self, causes: dict[int, BaseException], silent: list[int]) -> str:
+        """The culprit first: who died, then who is silent, then who complains about the others."""
+        import ray
+
+        died = [rank for rank, cause in causes.items() if isinstance(cause, ray.exceptions.RayError)]
+        lines = [f"rank {rank} ({self._where[rank]}) died: {first_line(causes[rank])}" for rank in died]
+        lines += [f"rank {rank} ({self._where[rank]}) does not answer" for rank in silent]
+        lines += [
+            f"rank {rank} ({self._where[rank]}) failed: {type(cause).__name__}: {first_line(cause)}"
+            for rank, cause in causes.items()
+            if rank not in died
+        ]
+        return f"learner {'; '.join(lines)}; run the step again to go on from its last commit"

@@ -1,0 +1,20 @@
+"""What training starts from: data, demonstrations, initial model, warm start."""
+
+from __future__ import annotations
+
+import sys
+
+from prefect import flow
+
+from flows.run import RunRequest, is_preparation, run_name, run_steps
+from flows.shell import main
+
+
+@flow(name="prepare", flow_run_name=run_name, persist_result=False)
+def prepare(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
+    """Pull and split the data, record demonstrations, make the initial model and warm it up."""
+    return run_steps(run, is_preparation)
+
+
+if __name__ == "__main__":
+    sys.exit(main("flows.prepare", prepare, is_preparation))

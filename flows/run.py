@@ -1,0 +1,99 @@
+"""What every flow does: check what was asked for, order its steps, end what it started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated
+
+from prefect import runtime
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+
+from agentgym.config import ConfigError, RunConfig, load_config
+from agentgym.progress import Bars
+from agentgym.steps import finished, local_environment, open_store, steps_of
+from agentgym.store.manifest import Manifest
+from tasks.data import pull_data
+from tasks.recovery import begin_attempt
+from tasks.steps import environments_down, environments_up, step_task
+
+Wanted = Callable[[str], bool]  # step name -> does this flow run it
+Override = Annotated[str, Field(pattern=r"^[\w.-]+=", examples=["optimiser.lr=3e-4"])]
+
+
+class RunRequest(BaseModel):
+    """Which run: a parameter file, and what differs from it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    params: str = Field(
+        default="params.yaml", min_length=1, title="Parameter file", description="A path from the project's root, for example params.yaml"
+    )
+    overrides: tuple[Override, ...] = Field(
+        default=(), title="Overrides", description="key.path=value over the parameter file, for example optimiser.lr=3e-4"
+    )
+
+    def config(self) -> RunConfig:
+        """Errors: ConfigError with one line."""
+        return load_config(self.params, self.overrides)
+
+
+def run_name() -> str:
+    """Tells runs apart in a list: the parameter file and what differs from it."""
+    asked = RunRequest.model_validate(runtime.flow_run.parameters.get("run") or {})
+    return " ".join([asked.params, *asked.overrides])[:120]
+
+
+def is_preparation(step: str) -> bool:
+    """Data, demonstrations, initial model, warm start."""
+    return not is_training(step) and not is_evaluation(step)
+
+
+def is_training(step: str) -> bool:
+    """The stages of the curriculum."""
+    return step.startswith("stage-")
+
+
+def is_evaluation(step: str) -> bool:
+    """Evaluations and what is made of them: registered model and report."""
+    return step.startswith("evaluate-") or step in ("register", "report")
+
+
+def is_any(step: str) -> bool:
+    """The whole job."""
+    return True
+
+
+def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
+    """Run every wanted step that is not done, in order; a killed run goes on from its last commit.
+
+    Result: what happened to each step. Errors: ConfigError before anything starts.
+    """
+    cfg = run.config()
+    begin_attempt()
+    with Bars(Console()) as bars:
+        bars.start("dataset", 1)
+        pull_data(cfg.data.path)
+        bars.advance()
+        check_parents(cfg, wanted, finished(cfg, open_store(cfg)))
+        bars.start("environment", 1)
+        servers, endpoints = environments_up(cfg)
+        bars.advance()
+
+        def environment(expert: bool) -> AbstractContextManager[list[str]]:
+            return local_environment(cfg, True) if expert else nullcontext(endpoints)
+
+        try:
+            return {name: str(step_task(step)(name, cfg, environment, bars)) for name, step in steps_of(cfg).items() if wanted(name)}
+        finally:
+            environments_down(servers)
+
+
+def check_parents(cfg: RunConfig, wanted: Wanted, done: dict[str, Manifest]) -> None:
+    """Errors: ConfigError where a wanted step builds on one that is neither done nor wanted."""
+    for step in steps_of(cfg).values():
+        missing = [parent for parent in step.parents if parent not in done and not wanted(parent)]
+        if wanted(step.name) and missing:
+            flow = "flows.prepare" if is_preparation(missing[0]) else "flows.train"
+            raise ConfigError(f"step {step.name} needs {', '.join(missing)} first; run `python -m {flow}` with the same parameters")

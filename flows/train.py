@@ -1,0 +1,20 @@
+"""The stages of the curriculum, one after another."""
+
+from __future__ import annotations
+
+import sys
+
+from prefect import flow
+
+from flows.run import RunRequest, is_training, run_name, run_steps
+from flows.shell import main
+
+
+@flow(name="train", flow_run_name=run_name, persist_result=False)
+def train(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
+    """Train every stage of the horizon schedule, each from its last commit; needs what `prepare` makes."""
+    return run_steps(run, is_training)
+
+
+if __name__ == "__main__":
+    sys.exit(main("flows.train", train, is_training))

@@ -1,0 +1,135 @@
+"""What a step shows in Prefect: how far it is while it runs; its numbers and its MLflow run when it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+from uuid import UUID
+
+from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
+
+from agentgym.config import RunConfig
+from agentgym.context import Progress
+from agentgym.ledger import curve, step_run
+from agentgym.steps import Outcome, open_store, run_key
+from agentgym.store.manifest import Manifest
+from agentgym.tracking import LedgerUnavailable
+from tasks.services import STATE, running
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 5.0  # between two updates: each is a request to the server
+LAST_UPDATE_S = 10.0
+
+
+class _Watched:
+    """Passes progress on and remembers where it stands."""
+
+    def __init__(self, inner: Progress) -> None:
+        self._inner = inner
+        self._what, self._total, self._count, self._note = "", 0, 0, ""
+
+    def start(self, what: str, total: int) -> None:
+        self._what, self._total, self._count, self._note = what, total, 0, ""
+        self._inner.start(what, total)
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        self._count += count
+        self._note = note or self._note
+        self._inner.advance(count, note)
+
+    def shown(self) -> tuple[float, str] | None:
+        """(percent, text); None before anything began."""
+        if not self._what:
+            return None
+        percent = min(100.0, 100.0 * self._count / self._total) if self._total else 100.0
+        return percent, f"{self._what}: {self._count}/{self._total} {self._note}".strip()
+
+
+@contextlib.contextmanager
+def progress_artifact(step: str, inner: Progress) -> Iterator[Progress]:
+    """What `inner` is told also shows as a progress artifact of the current task run, at most one request in EVERY_S."""
+    watched, stop = _Watched(inner), threading.Event()
+    # progress comes from coroutines, where Prefect's calls would have to be awaited; the context names the task run
+    thread = threading.Thread(
+        target=contextvars.copy_context().run, args=(_publish, f"progress-{step}", watched, stop), name=f"progress-{step}", daemon=True
+    )
+    thread.start()
+    try:
+        yield watched
+    finally:
+        stop.set()
+        thread.join(LAST_UPDATE_S)
+
+
+def _publish(key: str, watched: _Watched, stop: threading.Event) -> None:
+    artifact: UUID | None = None
+    published: tuple[float, str] | None = None
+    while not stop.wait(EVERY_S) or watched.shown() != published:
+        shown = watched.shown()
+        if shown is None or shown == published:
+            continue
+        published = shown
+        try:
+            if artifact is None:
+                artifact = cast(UUID, create_progress_artifact(shown[0], key=key, description=shown[1]))
+            else:
+                update_progress_artifact(artifact, progress=shown[0], description=shown[1])
+        except Exception as error:  # whatever ails the server, a step must not fail because it cannot be watched
+            logger.warning("progress of %s is not shown in Prefect: %s: %s", key.removeprefix("progress-"), type(error).__name__, error)
+
+
+def result_artifact(cfg: RunConfig, outcome: Outcome) -> None:
+    """A table of the step's numbers; its description links the step's MLflow run where an MLflow server is known."""
+    try:
+        _create_table(cfg, outcome)
+    except Exception as error:  # the step is done: neither Prefect nor MLflow being away may undo that
+        logger.warning("%s is done but has no table in Prefect: %s: %s", outcome.step.name, type(error).__name__, error)
+
+
+def _create_table(cfg: RunConfig, outcome: Outcome) -> None:
+    name, manifest = outcome.step.name, outcome.manifest
+    try:
+        experiment, run = step_run(cfg, run_key(cfg), manifest, outcome.step.title)
+        server = mlflow_server(cfg)
+        page = f"{server}/#/experiments/{experiment}/runs/{run}"
+        where = f"[MLflow run {run[:8]}]({page})" if server else f"MLflow run {run} (`make up` or `make ui` shows it)"
+    except LedgerUnavailable:
+        where = "MLflow is out of reach"
+    create_table_artifact(
+        table=step_table(cfg, manifest),
+        key=f"step-{name}",
+        description=f"**{outcome.step.title}**: {outcome} · {where} · manifest `{manifest.digest[:12]}` · "
+        f"{manifest.timings.get('wall_s', 0.0):.1f} s",
+    )
+
+
+def mlflow_server(cfg: RunConfig) -> str | None:
+    """Address of the MLflow UI, where one is known: the configured server's, or that of `make up`."""
+    if cfg.tracking.uri.startswith("http"):
+        return cfg.tracking.uri.rstrip("/")
+    services = running(STATE)
+    return services.mlflow if services else None
+
+
+def step_table(cfg: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
+    """An evaluation's numbers with their intervals; a row per optimiser step of training; else the step's results."""
+    if "summary" in manifest.results:
+        gains = manifest.results.get("paired", {})
+        return [
+            {"metric": metric, **_interval(value), **({"gain": _interval(gains[metric])["mean"]} if metric in gains else {})}
+            for metric, value in manifest.results["summary"].items()
+        ]
+    rows = curve(open_store(cfg), manifest)
+    if rows:
+        measured = [key for key in rows[0] if any(row[key] is not None for row in rows)]
+        return [{key: "" if row[key] is None else row[key] for key in measured} for row in rows]
+    return [{"result": key, "value": str(value)} for key, value in manifest.results.items()]
+
+
+def _interval(value: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(f"{value[name]:.4g}") for name in ("mean", "low", "high")}

@@ -1,0 +1,153 @@
+"""What brings a flow run back that lost its process: automations on the server, and a new attempt that tidies up after the old one.
+
+The state of a run is in the store, so a new attempt goes on from the last commit; Prefect only has to start it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from datetime import timedelta
+
+from prefect import get_client, runtime
+from prefect.automations import Automation
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import StateType, TaskRun
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.states import Crashed
+
+from agentgym.deploy.owned import end_with_owner
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 30  # Prefect's minimum; prefect.yaml gives it to every deployment
+SILENCE_S = 90  # three heartbeats missed
+START_TIMEOUT_S = 300  # from Pending to Running: importing the flow takes 10 to 30 s
+MAX_ATTEMPTS = 10  # of one flow run
+MAX_RETRIES_PER_HOUR = 10  # also counts attempts that died before they ran
+END_GRACE_S = 8.0
+PAGE = 200  # what the server gives at once
+
+_ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
+
+
+def automations(max_attempts: int = MAX_ATTEMPTS, max_retries_per_hour: int = MAX_RETRIES_PER_HOUR) -> list[Automation]:
+    """The rules, for runs of deployments alone: what a person started in a terminal is theirs to start again."""
+    attempts = [str(count) for count in range(max_attempts)]
+    retry = _change(StateType.SCHEDULED, "its process was lost; it goes on from the last commit", name="AwaitingRetry")
+    return [
+        _automation(
+            "agentgym: a silent run has crashed",
+            f"No heartbeat for {SILENCE_S} s: worker and process are gone.",
+            _trigger(after=["heartbeat"], expect=["heartbeat", "Cancelling", "Paused", "Suspended", *_ENDED], within_s=SILENCE_S),
+            _change(StateType.CRASHED, f"no heartbeat for {SILENCE_S} s: worker and process are gone"),
+        ),
+        _automation(
+            "agentgym: a run that never started has crashed",
+            f"Pending for {START_TIMEOUT_S} s: its worker died while it started the run.",
+            _trigger(after=["Pending"], expect=["Running", "AwaitingConcurrencySlot", "Cancelling", *_ENDED], within_s=START_TIMEOUT_S),
+            _change(StateType.CRASHED, f"did not start within {START_TIMEOUT_S} s"),
+        ),
+        _automation(
+            "agentgym: a crashed run goes on",
+            f"Crashed runs are scheduled again, {max_attempts} attempts in all; they go on from the last commit.",
+            _trigger(expect=["Crashed"], run_counts=attempts),
+            retry,
+        ),
+        _automation(
+            "agentgym: a run that keeps crashing has failed",
+            f"After {max_attempts} attempts somebody must look.",
+            _trigger(expect=["Crashed"], run_counts=[str(max_attempts)]),
+            _change(
+                StateType.FAILED,
+                f"crashed {max_attempts} times; see its logs, then `prefect flow-run retry` goes on from the last commit",
+            ),
+        ),
+        _automation(
+            "agentgym: a run that crashes fast has failed",
+            f"{max_retries_per_hour} retries within an hour, also of attempts that died before they ran.",
+            _trigger(expect=["AwaitingRetry"], threshold=max_retries_per_hour, within_s=3600),
+            _change(
+                StateType.FAILED,
+                f"crashed {max_retries_per_hour} times within an hour; see its logs, "
+                "then `prefect flow-run retry` goes on from the last commit",
+            ),
+        ),
+    ]
+
+
+def apply_automations(wanted: Sequence[Automation]) -> None:
+    """Make the server have exactly these of ours; others are left alone."""
+    with get_client(sync_client=True) as client:
+        for automation in wanted:
+            for known in client.read_automations_by_name(automation.name):
+                assert known.id is not None
+                client.delete_automation(known.id)
+            automation.create()
+
+
+def _automation(name: str, description: str, trigger: EventTrigger, action: ChangeFlowRunState) -> Automation:
+    return Automation(name=name, description=description, trigger=trigger, actions=[action])
+
+
+def _change(state: StateType, message: str, name: str | None = None) -> ChangeFlowRunState:
+    return ChangeFlowRunState(state=state, name=name, message=message, force=False)
+
+
+def _trigger(
+    *, expect: Sequence[str], after: Sequence[str] = (), run_counts: Sequence[str] = (), threshold: int = 1, within_s: int = 0
+) -> EventTrigger:
+    """Events of one flow run of a deployment: of their presence, or with `after` of their absence for within_s."""
+    match: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
+    if run_counts:
+        match["prefect.run-count"] = list(run_counts)
+    return EventTrigger(
+        match=match,
+        match_related={"prefect.resource.role": "deployment"},
+        for_each={"prefect.resource.id"},
+        after={f"prefect.flow-run.{name}" for name in after},
+        expect={f"prefect.flow-run.{name}" for name in expect},
+        posture=Posture.Proactive if after else Posture.Reactive,
+        threshold=threshold,
+        within=timedelta(seconds=within_s),
+    )
+
+
+def begin_attempt() -> None:
+    """What a flow of ours does first: its logs are the library's too, it ends with its worker, and it tidies up after an attempt
+    that was killed."""
+    logging.getLogger("agentgym").setLevel(logging.INFO)  # into the run's logs; what reaches a terminal is the handlers' business
+    end_with_worker()
+    settle_interrupted_attempt()
+
+
+def settle_interrupted_attempt() -> int:
+    """In a flow run's second or later attempt: what the attempt before left unfinished has crashed; Prefect itself would show
+    those task runs as running for ever. Result: how many there were."""
+    flow_run_id, attempt = runtime.flow_run.id, int(runtime.flow_run.run_count or 1)
+    if flow_run_id is None or attempt < 2:
+        return 0
+    with get_client(sync_client=True) as client:
+        mine = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+        known: list[TaskRun] = []
+        while page := client.read_task_runs(flow_run_filter=mine, limit=PAGE, offset=len(known)):
+            known += page
+        # one whose process died in the same moment may have no state at all
+        left = [task_run for task_run in known if task_run.state is None or not task_run.state.is_final()]
+        for task_run in left:
+            message = f"interrupted with attempt {attempt - 1} of its flow run; attempt {attempt} goes on from the last commit"
+            client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
+    logger.info("attempt %d; %d task runs of the one before were interrupted", attempt, len(left))
+    return len(left)
+
+
+def end_with_worker() -> None:
+    """In a process that a worker started: end when the worker does, so that no run goes on that nobody can cancel.
+
+    A process worker holds the other end of stdin. Elsewhere (a terminal, a container) this does nothing.
+    """
+    if runtime.deployment.id is not None and stat.S_ISFIFO(os.fstat(0).st_mode):
+        end_with_owner(END_GRACE_S)

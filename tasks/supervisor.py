@@ -1,0 +1,242 @@
+"""What `make up` starts: one process that runs the Prefect server, a worker and MLflow, brings back what dies, and ends them.
+
+They watch a pipe that only this process holds, so none outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from agentgym.cli import guarded
+from agentgym.config import ConfigError
+from agentgym.deploy.owned import end_with_owner, owned_process, tail
+from agentgym.store.files import discard, write_temp
+from agentgym.store.lease import process_start
+from tasks.services import POLL_S, POOL, START_TIMEOUT_S, STATE, TOML, TOML_MARK, Services, forget, log_file, state_file, toml_is_ours
+
+logger = logging.getLogger(__name__)
+
+KUBERNETES_POOL = "kubernetes"
+JOB_TEMPLATE = Path("k8s/prefect/base-job-template.json")
+POOL_LIMIT = 4  # flow runs of this machine at a time; each deployment has its own limit beside it
+CHECK_S = 1.0  # between two looks at the services
+MAX_RESTARTS, RESTART_WINDOW_S = 5, 600.0  # of one service
+WORKER_GRACE_S = 8.0  # below what its owner waits
+
+
+class Service:
+    """One child of the supervisor and its restarts."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: dict[str, str]) -> None:
+        self.name, self._command, self._log, self._env = name, command, log, env
+        self._stack = contextlib.ExitStack()
+        self._starts: list[float] = []
+        self._next_start = 0.0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.given_up = False
+
+    def keep(self) -> bool:
+        """Start it where it is not running and may be. Result: did anything change."""
+        if self.process is not None and self.process.poll() is None:
+            return False
+        now = time.monotonic()
+        if self.process is not None:
+            logger.warning("%s ended with code %d", self.name, self.process.returncode)
+            self.close()
+            self._next_start = now + min(2.0 ** len(self._starts), 60.0)
+            return True
+        if self.given_up or now < self._next_start:
+            return False
+        self._starts = [start for start in self._starts if now - start < RESTART_WINDOW_S]
+        if len(self._starts) > MAX_RESTARTS:
+            logger.error("%s died %d times within %g s; it stays down\n%s", self.name, len(self._starts), RESTART_WINDOW_S, tail(self._log))
+            self.given_up = True
+            return True
+        self._starts.append(now)
+        self.process = self._stack.enter_context(owned_process(self._command, log_path=self._log, env=self._env))
+        logger.info("%s is process %d", self.name, self.process.pid)
+        return True
+
+    def close(self) -> None:
+        """End it."""
+        self._stack.close()
+        self.process = None
+
+
+def supervise(state: Path, prefect_port: int, mlflow_port: int) -> int:
+    """Run the services until SIGTERM. Result: an exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    started = process_start(os.getpid())
+    if started is None:
+        raise ConfigError("`make up` needs /proc to tell its processes from others; use `prefect server start` here")
+    prefect, mlflow = f"http://127.0.0.1:{prefect_port}", f"http://127.0.0.1:{mlflow_port}"
+    me = Services(os.getpid(), started, prefect, mlflow)
+    own = [sys.executable, "-m", "tasks.supervisor"]
+    env = {
+        "PWD": str(Path.cwd()),  # prefect.yaml's working directory
+        "PREFECT_API_URL": me.api,
+        "PREFECT_UI_STATIC_DIRECTORY": str((state / "prefect/ui").resolve()),
+        "PREFECT_SERVER_UI_API_URL": me.api,
+        "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_CANCELLING_TIMEOUT_SECONDS": "60",
+        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        "PREFECT_WORKER_QUERY_SECONDS": "5",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes that nobody here uses, and that outlive the server
+    }
+    database = f"sqlite:///{(state / 'mlflow.db').resolve()}"
+    artifacts = str((state / "mlflow-artifacts").resolve())
+    mlflow_command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database, "--artifacts-destination", artifacts]
+    commands = {
+        "prefect": [sys.executable, "-m", "tasks.prefect_server", str(prefect_port)],
+        "mlflow": [*own, "keep", *mlflow_command, "--host", "127.0.0.1", "--port", str(mlflow_port), "--workers", "1"],
+        "worker": [*own, "worker"],
+    }
+    services = {name: Service(name, command, log_file(state, name), env) for name, command in commands.items()}
+    ready = False
+
+    def publish() -> None:
+        pids = {name: service.process.pid for name, service in services.items() if service.process is not None}
+        given_up = tuple(name for name, service in services.items() if service.given_up)
+        _write(state_file(state), asdict(Services(me.pid, me.started, prefect, mlflow, ready, pids, given_up)))
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.ExitStack() as stack:
+        stack.callback(forget, state)
+        for service in services.values():
+            stack.callback(service.close)  # in the end: the worker first, while the server still listens
+        try:
+            services["prefect"].keep()
+            services["mlflow"].keep()
+            publish()
+            for name, address in (("prefect", f"{me.api}/health"), ("mlflow", f"{mlflow}/health")):
+                _wait_until_healthy(services[name], address, log_file(state, name))
+            _set_up(env)
+            if toml_is_ours():
+                TOML.write_text(_toml(state, me.api))
+            ready = True
+            while True:
+                changed = [service.keep() for service in services.values()]  # each of them, so no any() over a generator
+                if any(changed):
+                    publish()
+                time.sleep(CHECK_S)
+        except KeyboardInterrupt:
+            logger.info("stopping")
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return 0
+
+
+def _wait_until_healthy(service: Service, address: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not healthy(address):
+        if service.process is None or service.process.poll() is not None:
+            raise RuntimeError(f"{service.name} ended while starting\n{tail(log)}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{service.name} did not come up within {START_TIMEOUT_S:g} s\n{tail(log)}")
+        time.sleep(POLL_S)
+
+
+def _set_up(env: dict[str, str]) -> None:
+    """Pools, automations and deployments, as the files of this project say. In children: Prefect's client would stay in memory."""
+    image = {"AGENTGYM_IMAGE": os.environ.get("AGENTGYM_IMAGE", "agentgym:latest")}
+    for command in (["tasks.supervisor", "pools"], ["prefect", "--no-prompt", "deploy", "--all"]):
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            env={**os.environ, **image, **env},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"`python -m {' '.join(command)}` failed ({done.returncode}):\n{(done.stdout + done.stderr)[-2000:]}")
+
+
+def _pools() -> int:
+    from prefect import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+
+    from tasks.recovery import apply_automations, automations
+
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=POOL_LIMIT), overwrite=True)
+        template = json.loads(JOB_TEMPLATE.read_bytes())
+        client.create_work_pool(WorkPoolCreate(name=KUBERNETES_POOL, type="kubernetes", base_job_template=template), overwrite=True)
+    apply_automations(automations())
+    return 0
+
+
+def _toml(state: Path, api: str) -> str:
+    home = state / "prefect"
+    return f"""{TOML_MARK}: `prefect` commands typed here go to this project's server
+home = {json.dumps(str(home))}
+profiles_path = {json.dumps(str(home / "profiles.toml"))}
+local_storage_path = {json.dumps(str(home / "storage"))}
+
+[api]
+url = {json.dumps(api)}
+"""
+
+
+def _write(path: Path, content: object) -> None:
+    """Readers see the old content or the new, never a part."""
+    temporary = write_temp(path.parent, json.dumps(content, indent=1).encode())
+    try:
+        temporary.replace(path)
+    finally:
+        discard(temporary)
+
+
+def healthy(address: str) -> bool:
+    """Does a server answer there, within 5 s."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(address, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except (OSError, urllib.error.HTTPError):
+        return False
+
+
+def _worker() -> int:
+    """A Prefect worker that ends with its owner, its flow runs with it: they report themselves as crashed and are run again."""
+    end_with_owner(WORKER_GRACE_S)
+    sys.argv = ["prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", f"{socket.gethostname()}-{POOL}"]
+    from prefect.cli import app
+
+    app()
+    return 0
+
+
+def _keep(command: Sequence[str]) -> int:
+    """Run a command that knows nothing of owners, and end it with ours."""
+    process = subprocess.Popen(list(command), stdin=subprocess.DEVNULL)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    end_with_owner()
+    return process.wait()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """What the supervisor and its children are started with."""
+    commands: dict[str, Callable[[], int]] = {
+        "supervise": lambda: guarded(lambda: supervise(STATE, int(arguments[1]), int(arguments[2])), show_traceback=True),
+        "pools": _pools,
+        "worker": _worker,
+        "keep": lambda: _keep(arguments[1:]),
+    }
+    return commands[arguments[0]]()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,221 @@
+"""A run on Ray: what is lost when one of its processes is, and what is left when it is over."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from agentgym.audit import audit
+from agentgym.config import ConfigError, OptimiserConfig, load_config
+from agentgym.data import ItemStream, load_splits
+from agentgym.deploy.rayjobs import RayUnreachable
+from agentgym.rollouts.horizon import stages
+from agentgym.steps import finished, open_store, run_step
+from agentgym.training import cluster
+from agentgym.training.cluster import PlacementError, open_cluster
+from agentgym.training.compute import LearnerPlan
+from agentgym.training.model import weights_blob
+from agentgym.training.rayengine import RayEngine, WorkersLost
+from agentgym.training.raylearner import RankLost
+
+ray = pytest.mark.ray
+STEP = "import sys; from agentgym.cli import main; sys.exit(main(['step', *sys.argv[1:]]))"
+
+
+def test_a_cluster_that_does_not_answer_is_named_at_once(tmp_path, tiny_params):
+    pytest.importorskip("ray")
+    cfg = load_config(tiny_params(tmp_path), ["compute=ray", "ray.address=127.0.0.1:9"])
+    began = time.monotonic()
+    with (
+        pytest.raises(RayUnreachable, match=r"^no Ray cluster answers at 127\.0\.0\.1:9 .*; start the cluster, or correct ray\.address"),
+        open_cluster(cfg, num_ranks=1, num_workers=1),
+    ):
+        pass
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ray.worker_cpus=0", r"^ray\.worker_cpus and ray\.worker_gpus are both 0"),
+        ("ray.address=somewhere", r"^ray\.address 'somewhere' must be host:port of a cluster's GCS, auto, or empty"),
+    ],
+)
+def test_what_ray_could_not_use_is_bad_input(tmp_path, tiny_params, override, message):
+    pytest.importorskip("ray")
+
+    def use():
+        with open_cluster(load_config(tiny_params(tmp_path), ["compute=ray", override]), num_ranks=1, num_workers=1):
+            pass
+
+    with pytest.raises(ConfigError, match=message):
+        use()
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory, tiny_params):
+    """The folder of a run whose next step is stage 1."""
+    folder = tmp_path_factory.mktemp("warm")
+    for name in ("prepare", "initialise", "evaluate-initialise", "warm-start", "evaluate-warm-start"):
+        run_step(name, load_config(tiny_params(folder)))
+    return folder
+
+
+@pytest.fixture
+def warm(warmed, tmp_path, tiny_params):
+    """The params file of a copy of it."""
+    shutil.copytree(warmed, tmp_path, dirs_exist_ok=True)
+    return tiny_params(tmp_path, ray={"num_workers": 2, "num_ranks": 2, "placement_timeout_s": 300})
+
+
+@pytest.fixture
+def joined(ray_cluster, monkeypatch):
+    """Overrides that make a run a guest of the test session's cluster."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", ray_cluster.token)
+    return ["compute=ray", f"ray.address={ray_cluster.address}"]
+
+
+def local_ray():
+    """Processes of local clusters; the session's own lives elsewhere."""
+    return [
+        process.info["cmdline"]
+        for process in psutil.process_iter(["cmdline"])
+        if cluster.TEMP_PREFIX in " ".join(process.info["cmdline"] or ())
+    ]
+
+
+def auth_settings():
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}
+
+
+def wait_for(what, seconds=240):
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+def kill_worker_at(monkeypatch, step, count):
+    """SIGKILL to the first rollout worker once `count` episodes of the optimiser step are finished; returns the killed."""
+    killed, collect = [], RayEngine.collect
+
+    def collecting(self, items, **settings):
+        finished = []
+
+        def progress(number):
+            finished.append(number)
+            if settings["step"] == step and len(finished) == count and not killed:
+                killed.append(self.workers[0].where)
+                os.kill(int(killed[0].split()[1]), signal.SIGKILL)
+
+        return collect(self, items, **settings, progress=progress)
+
+    monkeypatch.setattr(RayEngine, "collect", collecting)
+    return killed
+
+
+@ray
+@pytest.mark.timeout(900)
+def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(warm, monkeypatch, caplog):
+    cfg = load_config(warm, ["compute=ray"])
+    handler, before = signal.getsignal(signal.SIGTERM), auth_settings()
+
+    with subprocess.Popen([sys.executable, "-c", STEP, "stage-1", "--params", str(warm), "--set", "compute=ray"]) as process:
+        wait_for(lambda: list(cfg.store.path.glob("steps/stage-1-*/manifests/000000.json")))
+        process.kill()
+    wait_for(lambda: not local_ray(), 60)
+    assert list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}{process.pid}-*"))  # nobody was there to remove it
+
+    killed = kill_worker_at(monkeypatch, step=2, count=3)
+    assert str(run_step("stage-1", cfg)) == "resumed at commit 1"
+    assert f"rollout worker 0 ({killed[0]}) is lost" in caplog.text
+    wait_for(lambda: not local_ray(), 60)
+    assert not list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}*"))  # the other one's was removed on the way
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert auth_settings() == before
+    assert_whole(cfg, "stage-1")
+
+
+def assert_whole(cfg, *names):
+    """Every episode once, every item once and in order, and the audit agrees."""
+    from agentgym.context import TRAJECTORIES, decode_trajectories
+
+    store = open_store(cfg)
+    done = finished(cfg, store)
+    commits = [commit for name in names for commit in store.history(name, done[name].key)]
+    splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    steps = sum(stage.last_step - stage.first_step + 1 for stage in stages(cfg.horizon) if stage.name in names)
+    expected = [item.item_id for item in ItemStream(splits.train, seed=cfg.seed).next(steps * cfg.rollout.items_per_step)]
+    assert [item for commit in commits for item in commit.state["consumed"]] == expected
+    for commit in commits:
+        episodes = [
+            t
+            for t in decode_trajectories(store.read(commit, TRAJECTORIES))
+            if t.item.split == "train" and t.max_turns == commit.state["max_turns"]
+        ]
+        admitted = [(item, sample) for item in commit.state["consumed"] for sample in range(cfg.rollout.group_size)]
+        assert [(t.item.item_id, t.sample) for t in episodes[: len(admitted)]] == admitted
+        assert {turn.version for t in episodes for turn in t.turns} == {commit.state["global_step"] - 1}
+    report = audit(cfg)
+    assert report.ok, report.to_json()
+
+
+@ray
+@pytest.mark.timeout(900)
+def test_a_job_trains_with_actors_of_its_cluster(warm, ray_cluster, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", ray_cluster.token)
+    cfg = load_config(warm, ["compute=ray-job", f"ray.address={ray_cluster.dashboard}"])
+    assert str(run_step("stage-1", cfg)) == "ran"
+    assert_whole(cfg, "stage-1")
+
+
+@ray
+@pytest.mark.timeout(600)
+def test_workers_are_replaced_so_often_and_no_more(warm, joined, monkeypatch):
+    cfg = load_config(warm, [*joined, "ray.max_lost_workers=0", "ray.num_workers=1", "ray.num_ranks=1"])
+    kill_worker_at(monkeypatch, step=1, count=1)
+    with pytest.raises(
+        WorkersLost,
+        match=r"^1 rollout workers were lost \(limit ray\.max_lost_workers 0\), the last, process \d+ on .*; run the step again",
+    ):
+        run_step("stage-1", cfg)
+
+
+@ray
+@pytest.mark.timeout(600)
+def test_a_group_that_does_not_fit_is_refused_with_what_was_asked_and_what_there_is(tmp_path, tiny_params, joined):
+    cfg = load_config(tiny_params(tmp_path), [*joined, "ray.rank_cpus=64", "ray.placement_timeout_s=2"])
+    began = time.monotonic()
+    with (
+        pytest.raises(
+            PlacementError,
+            match=r"no room for this run within ray\.placement_timeout_s 2: asked for 2 x \(CPU 64\) and 3 x \(CPU 1\); "
+            r"node .* has CPU 16, of which free CPU 16\. Lower ray\.num_workers",
+        ),
+        open_cluster(cfg, num_ranks=2, num_workers=3),
+    ):
+        pass
+    assert time.monotonic() - began < 60
+
+
+@ray
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("number", "verdict"), [(signal.SIGKILL, "died: "), (signal.SIGSTOP, "does not answer; ")])
+def test_a_lost_rank_ends_the_step_and_is_named(tmp_path, tiny_params, joined, make_model, number, verdict, monkeypatch):
+    monkeypatch.setattr("agentgym.training.raylearner.SLACK_S", 5.0)
+    cfg = load_config(tiny_params(tmp_path), [*joined, "ray.rank_timeout_s=15", "ray.placement_timeout_s=300"])
+    model = make_model()
+    plan = LearnerPlan(model.config.to_json_string(), weights_blob(model), OptimiserConfig(), 10)
+    with open_cluster(cfg, num_ranks=2, num_workers=0) as room, room.learner(plan) as learner:
+        whole = learner.blobs()
+        assert whole["model.safetensors"] == plan.weights
+        where = learner._where[1]
+        os.kill(int(where.split()[1]), number)
+        with pytest.raises(RankLost, match=rf"^learner rank 1 \({where}\) {verdict}.*run the step again to go on from its last commit$"):
+            learner.blobs()

@@ -1,0 +1,144 @@
+"""Two processes that hold the weights together learn what one learns alone, and read what it wrote."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load as load_safetensors
+
+from agentgym.algorithms.batch import Batch
+from agentgym.config import AlgorithmConfig, OptimiserConfig
+from agentgym.training.checkpoint import CRITIC_OPTIMISER, OPTIMISER, WEIGHTS
+from agentgym.training.compute import LearnerPlan
+from agentgym.training.model import weights_blob
+
+LR = 1e-3
+CONFIG = AlgorithmConfig(
+    recipe="ppo", kl_coef=0.1, kl_place="loss", entropy_coef=0.01, minibatches=2, max_mismatch_kl=1.0, critic_warmup_steps=0
+)
+RANK = """
+import datetime, pickle, sys
+import torch, torch.distributed as dist
+from agentgym.training.model import set_threads
+from agentgym.training.sharded import Sharded
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+set_threads()
+wait = datetime.timedelta(seconds=120)
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=wait)
+plans, batches, config = pickle.load(open(folder + "/asked", "rb"))
+learn = pickle.load(open(folder + "/learn", "rb"))
+exec(learn)
+told = all_of(plans, batches, config, lambda plan: plan.build(Sharded(torch.device("cpu"))))
+if rank == 0:
+    pickle.dump(told, open(folder + "/told", "wb"))
+dist.destroy_process_group()
+"""
+LEARN = """
+def all_of(plans, batches, config, build):
+    told = {}
+    learner = build(plans["new"])
+    told["score"] = learner.score(batches["whole"])
+    told["first"] = learner.update(batches["whole"], config, step=1, seed=0)
+    told["blobs"] = learner.blobs()
+    told["second"] = learner.update(batches["whole"], config, step=2, seed=0)
+    told["resumed"] = build(plans["resumed"]).update(batches["whole"], config, step=2, seed=0)
+    lonely = build(plans["new"])
+    told["one row"] = lonely.supervised(batches["one row"], step=1)
+    told["pairs"] = lonely.prefer(batches["pairs"], told["score"][: len(batches["pairs"].input_ids)], beta=0.1, label_smoothing=0.0, step=2)
+    told["after"] = lonely.weights_blob()
+    return told
+"""
+
+
+def batch_of(lengths, vocabulary):
+    generator = torch.Generator().manual_seed(3)
+    starts = torch.cumsum(torch.tensor([0, *lengths]), 0)
+    mask = torch.rand(int(starts[-1]), generator=generator) < 0.5
+    mask[starts[:-1]], mask[starts[1:] - 1] = False, True
+    rewards = torch.zeros(len(mask))
+    rewards[starts[1:] - 1] = torch.randn(len(lengths), generator=generator)
+    ids = torch.randint(vocabulary, (len(mask),), generator=generator)
+    rows = torch.arange(len(lengths))
+    return Batch(ids, starts, mask, rewards, torch.zeros(len(mask)), rows // 2, rows % 2 == 1, 1.0)
+
+
+@pytest.fixture(scope="module")
+def alone_and_together(make_model, tmp_path_factory):
+    """What one process and what two say about the same plans and batches."""
+    model, folder = make_model(), tmp_path_factory.mktemp("ranks")
+    optimiser = OptimiserConfig(lr=LR, warmup_steps=0)
+    new = LearnerPlan(
+        model.config.to_json_string(), weights_blob(model), optimiser, 10, critic=b"", critic_lr=LR, reference=weights_blob(make_model(1))
+    )
+    batches = {"whole": batch_of([7, 12, 5, 9, 3], 60), "one row": batch_of([8], 60), "pairs": batch_of([7, 12, 5, 9], 60)}
+    scored = new.build().score(batches["whole"])
+    batches["whole"].logprobs.copy_(scored)  # as if an engine with these weights had sampled it
+    one = new.build()
+    one.update(batches["whole"], CONFIG, step=1, seed=0)
+    blobs = one.blobs()
+    plans = {"new": new, "resumed": plan_from(new, blobs)}
+    scope = {}
+    exec(LEARN, scope)
+    alone = scope["all_of"](plans, batches, CONFIG, lambda plan: plan.build())
+    (folder / "asked").write_bytes(pickle.dumps((plans, batches, CONFIG)))
+    (folder / "learn").write_bytes(pickle.dumps(LEARN))
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(rank)]) for rank in range(2)]
+    try:
+        assert [rank.wait(240) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return new, batches, alone, pickle.loads((folder / "told").read_bytes())
+
+
+def plan_from(new, blobs):
+    states = {name: blobs[name] for name in (OPTIMISER, CRITIC_OPTIMISER)}
+    return LearnerPlan(
+        new.architecture,
+        blobs[WEIGHTS],
+        new.optimiser,
+        10,
+        critic=blobs["critic.safetensors"],
+        critic_lr=LR,
+        reference=new.reference,
+        optimiser_states=states,
+    )
+
+
+@pytest.mark.parametrize("part", ["first", "second", "resumed", "one row", "pairs"])
+def test_losses_gradients_and_metrics_do_not_depend_on_the_number_of_ranks(alone_and_together, part):
+    _, _, alone, together = alone_and_together
+    assert alone[part].keys() == together[part].keys()
+    assert together[part] == pytest.approx(alone[part], rel=2e-4, abs=2e-5), json.dumps([alone[part], together[part]], indent=1)
+
+
+def test_scores_do_not_depend_on_the_number_of_ranks(alone_and_together):
+    _, _, alone, together = alone_and_together
+    torch.testing.assert_close(together["score"], alone["score"], rtol=1e-5, atol=1e-5)
+
+
+def test_weights_after_an_update_are_those_of_one_process(alone_and_together):
+    new, _, alone, together = alone_and_together
+    before = load_safetensors(new.weights)
+    for ours, theirs in ((alone["blobs"][WEIGHTS], together["blobs"][WEIGHTS]), (alone["after"], together["after"])):
+        mine, other = load_safetensors(ours), load_safetensors(theirs)
+        assert mine.keys() == other.keys() == before.keys()
+        moved = torch.cat([(mine[name] - before[name]).flatten() for name in before])
+        apart = torch.cat([(mine[name] - other[name]).flatten() for name in before])
+        assert float(moved.abs().max()) > 0.5 * LR
+        assert float(apart.norm()) < 1e-3 * float(moved.norm())
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(alone_and_together):
+    new, batches, _, together = alone_and_together
+    resumed = plan_from(new, together["blobs"]).build().update(batches["whole"], CONFIG, step=2, seed=0)
+    assert resumed == pytest.approx(together["second"], rel=2e-4, abs=2e-5)
+
+
+def test_a_checkpoint_of_one_process_goes_on_at_two_ranks(alone_and_together):
+    _, _, alone, together = alone_and_together
+    assert together["resumed"] == pytest.approx(alone["second"], rel=2e-4, abs=2e-5)

@@ -1,0 +1,240 @@
+"""The deployments as a user runs them: `make up`, the real `prefect` command, kills, cancel, `make down`; on a fresh PREFECT_HOME."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+
+class Deployed:
+    """A project with its services up, and the `prefect` command in it."""
+
+    def __init__(self, project):
+        self.project = project
+
+    def prefect(self, *words):
+        ended = self.project.run("prefect", "--no-prompt", *words)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    def submit(self, deployment, *overrides):
+        """`prefect deployment run`. Result: the flow run's id."""
+        said = self.prefect("deployment", "run", deployment, "--param", f"run={json.dumps({'overrides': overrides})}")
+        return re.search(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", said.replace("\n", "")).group()
+
+    def api(self, path, body=None):
+        """Prefect's own interface; its client would take seconds to import for every look."""
+        services = json.loads((self.project.folder / ".agentgym/services.json").read_text())
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{services['prefect']}/api/{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.load(reply)
+
+    def look(self, run):
+        """A flow run with its task runs, artifacts and logs."""
+        flow_run, mine = self.api(f"flow_runs/{run}"), {"id": {"any_": [run]}}
+        tasks = self.api("task_runs/filter", {"flow_runs": mine})
+        artifacts = self.api("artifacts/filter", {"flow_runs": mine, "sort": "CREATED_DESC"})
+        logs = self.api("logs/filter", {"logs": {"flow_run_id": {"any_": [run]}}})
+        return {
+            "name": flow_run["name"],
+            "state": flow_run["state"]["name"],
+            "message": flow_run["state"]["message"],
+            "attempts": flow_run["run_count"],
+            # a task run that was just created may have no state yet
+            "tasks": [(task["name"], (task["state"] or {}).get("name"), (task["state"] or {}).get("message")) for task in tasks],
+            "artifacts": [(artifact["key"], artifact["type"], artifact["description"], artifact["data"]) for artifact in artifacts],
+            "logs": [(log["name"], log["message"]) for log in logs],
+        }
+
+    def wait(self, run, *states, timeout_s=240):
+        deadline = time.monotonic() + timeout_s
+        while (seen := self.look(run))["state"] not in states:
+            assert time.monotonic() < deadline, seen["state"]
+            time.sleep(0.5)
+        return seen
+
+    def wait_for_commit(self, step, count=1):
+        """Until that many commits of a step are in the store, by any run."""
+        deadline = time.monotonic() + 240
+        while len([path for path in self.project.manifests() if f"/{step}-" in str(path)]) < count:
+            assert time.monotonic() < deadline, f"{step} never committed"
+            time.sleep(0.05)
+
+    def pids(self, *words):
+        return [pid for pid, command in processes(self.project).items() if any(word in command for word in words)]
+
+
+def processes(project):
+    """{pid: command line} of everything that runs in this project."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if (entry / "cwd").resolve() == project.folder.resolve():
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+    return found
+
+
+RUN_PROCESSES = ("prefect.engine", "envs serve")
+
+
+def make(project, target, *words):
+    return project.run("make", "--old-file=.venv/.installed", target, *words, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory, finished):
+    """`make up` in a copy of a finished project: a few steps of another seed are quick, and its data is pulled."""
+    project = type(finished)(tmp_path_factory.mktemp("deployed") / "project", finished.home)
+    shutil.copytree(finished.folder, project.folder, symlinks=True, ignore=shutil.ignore_patterns(".venv"))
+    shutil.rmtree(project.folder / ".agentgym/prefect")
+    (project.folder / ".venv").symlink_to(sys.prefix)
+    for name in ("PREFECT_PORT", "MLFLOW_PORT"):
+        project.environment.pop(name, None)
+    started = make(project, "up")
+    try:
+        assert started.returncode == 0, started.stdout + started.stderr
+        project.started = started.stdout
+        yield Deployed(project)
+    finally:
+        ended = make(project, "down")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("stopped")
+    assert processes(project) == {}
+    assert make(project, "down").stdout == "nothing is running\n"
+    assert not (project.folder / "prefect.toml").exists()
+    assert list(project.home.iterdir()) == []
+
+
+def test_up_says_where_everything_is_and_a_second_time_starts_nothing(deployed):
+    before = processes(deployed.project)
+    again = make(deployed.project, "up")
+    assert again.returncode == 0
+    assert again.stdout.splitlines()[0] == "already running"
+    for line in ("prefect  http://127.0.0.1:", "worker   pool local", "mlflow   http://127.0.0.1:"):
+        assert line in deployed.project.started
+        assert line in again.stdout
+    assert processes(deployed.project) == before
+
+
+def test_every_flow_is_deployed_on_a_process_pool_and_a_kubernetes_pool(deployed):
+    listed = deployed.prefect("deployment", "ls")
+    for flow in ("pipeline", "prepare", "train", "evaluate", "compare"):
+        for pool in ("local", "kubernetes"):
+            assert f"{flow}/{pool}" in listed
+    known = deployed.prefect("deployment", "inspect", "pipeline/kubernetes")
+    assert "agentgym:latest" in known
+    assert str(deployed.project.folder) not in known
+
+
+def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deployed):
+    run = deployed.submit("pipeline/local", "seed=5", "horizon.stage_steps=[6,1,2]")
+    deployed.wait_for_commit("stage-1", 3)
+    for pid in deployed.pids("prefect.engine"):
+        os.kill(pid, signal.SIGKILL)
+    seen = deployed.wait(run, "Completed", "Failed")
+    assert seen["state"] == "Completed", seen["message"]
+    assert seen["attempts"] == 2
+    assert seen["name"] == "params.yaml seed=5 horizon.stage_steps=[6,1,2]"
+    # the interrupted task run is not left as running for ever
+    states = {}
+    for name, state, message in seen["tasks"]:
+        states.setdefault(name, []).append((state, message))
+    assert {state for runs in states.values() for state, _ in runs} == {"Completed", "Crashed"}
+    crashed = [name for name, runs in states.items() if any(state == "Crashed" for state, _ in runs)]
+    assert crashed == ["stage 1/3 · max_turns 5"]
+    assert any((message or "").startswith("interrupted with attempt 1") for _, message in states[crashed[0]])
+    assert {"stage 2/3 · max_turns 8", "stage 3/3 · max_turns 12", "environments up", "report"} <= states.keys()
+    # progress while it runs, a table and the MLflow run after it
+    artifacts = {key: (kind, description, data) for key, kind, description, data in reversed(seen["artifacts"])}
+    assert artifacts["progress-stage-3"][0] == "progress"
+    kind, description, data = artifacts["step-stage-1"]
+    assert kind == "table"
+    assert "resumed at commit" in description
+    services = json.loads((deployed.project.folder / ".agentgym/services.json").read_text())
+    assert re.search(rf"\[MLflow run \w+\]\({services['mlflow']}/#/experiments/\d+/runs/[0-9a-f]{{32}}\)", description)
+    rows = json.loads(data) if isinstance(data, str) else data
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert {"rollout_max_turns", "rollout_success", "validation_success"} <= rows[0].keys()
+    # the library's logs are the run's logs
+    assert any(name == "agentgym.training.rl" and message.startswith("step 6: success") for name, message in seen["logs"])
+    audit = deployed.project.run("agentgym", "audit", "--episodes", "2", "--set", "seed=5", "--set", "horizon.stage_steps=[6,1,2]")
+    assert audit.returncode == 0, audit.stdout
+
+
+def test_cancel_ends_everything_the_run_owns(deployed):
+    run = deployed.submit("pipeline/local", "seed=6", "horizon.stage_steps=[300,1,2]")
+    before = len([path for path in deployed.project.manifests() if "/stage-1-" in str(path)])
+    deployed.wait_for_commit("stage-1", before + 1)
+    assert len(deployed.pids(*RUN_PROCESSES)) >= 2
+    deployed.prefect("flow-run", "cancel", run)
+    deadline = time.monotonic() + 30
+    while deployed.pids(*RUN_PROCESSES):
+        assert time.monotonic() < deadline, processes(deployed.project)
+        time.sleep(0.2)
+    seen = deployed.wait(run, "Cancelled")
+    assert not {state for _, state, _ in seen["tasks"]} & {"Running", "Pending"}
+
+
+def test_a_wrong_parameter_fails_at_once_with_one_line_and_is_not_tried_again(deployed):
+    refused = deployed.project.run("prefect", "--no-prompt", "deployment", "run", "train/local", "--param", 'run={"overrides": ["seed"]}')
+    assert refused.returncode == 1  # by the form's own rules, before there is a run
+    seen = deployed.wait(deployed.submit("train/local", "rollout.gruop_size=4"), "Failed", "Completed")
+    assert "unknown key rollout.gruop_size; did you mean rollout.group_size?" in seen["message"]
+    assert seen["tasks"] == []
+    seen = deployed.wait(deployed.submit("train/local", "data.path=nowhere"), "Failed", "Completed")
+    assert "data.path nowhere does not exist" in seen["message"]
+    assert [(name, state) for name, state, _ in seen["tasks"]] == [("pull data", "Failed")]
+    assert seen["attempts"] == 1
+
+
+def test_a_flow_typed_in_a_terminal_uses_the_running_server(deployed):
+    refused = deployed.project.run("python", "-m", "flows.train", "seed=7")
+    assert refused.returncode == 2
+    assert refused.stderr == "error: step stage-1 needs prepare, warm-start first; run `python -m flows.prepare` with the same parameters\n"
+    prepared = deployed.project.run("python", "-m", "flows.prepare", "seed=7")
+    assert prepared.returncode == 0, prepared.stdout + prepared.stderr
+    assert "warm start (SFT)" in prepared.stdout
+    assert "params.yaml seed=7" in deployed.prefect("flow-run", "ls", "--flow-name", "prepare")
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_its_worker_too_is_found_by_its_silence(deployed):
+    run = deployed.submit("pipeline/local", "seed=8", "horizon.stage_steps=[6,1,2]")
+    before = len([path for path in deployed.project.manifests() if "/stage-1-" in str(path)])
+    deployed.wait_for_commit("stage-1", before + 2)
+    for pid in deployed.pids("tasks.supervisor worker", "prefect.engine"):
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while deployed.pids("envs serve"):
+        assert time.monotonic() < deadline, "an environment server outlived its run"
+        time.sleep(0.2)
+    seen = deployed.wait(run, "Completed", "Failed", timeout_s=600)
+    assert (seen["state"], seen["attempts"]) == ("Completed", 2)
+    assert {state for _, state, _ in seen["tasks"]} == {"Completed", "Crashed"}
+
+
+@pytest.mark.slow
+def test_services_end_with_a_killed_supervisor_and_come_back_with_up(deployed):
+    (supervisor,) = deployed.pids("tasks.supervisor supervise")
+    os.kill(supervisor, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while processes(deployed.project):
+        assert time.monotonic() < deadline, processes(deployed.project)
+        time.sleep(0.2)
+    again = make(deployed.project, "up")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "http://127.0.0.1:" in again.stdout
+    assert "pipeline/local" in deployed.prefect("deployment", "ls")

@@ -1,0 +1,70 @@
+"""DVC's own commands on a copy of this repository: experiments, what differs between them, and pages that need no network."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+GIT = {f"GIT_{who}_{what}": "test@localhost" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory, finished):
+    """A clone whose outputs are committed, and in it `dvc exp run -S` of another number of test items."""
+    project = type(finished)(tmp_path_factory.mktemp("dvc") / "project", finished.home)
+    shutil.copytree(finished.folder, project.folder, ignore=shutil.ignore_patterns(".venv"))
+    project.environment |= {**GIT, "DVC_SITE_CACHE_DIR": str(project.folder / ".agentgym/dvc"), "DVC_NO_ANALYTICS": "1"}
+    reproduced = project.run("dvc", "repro", timeout=600)
+    assert reproduced.returncode == 0, reproduced.stderr
+    for words in (("add", "--all"), ("commit", "--quiet", "--message", "the run")):
+        assert project.run("git", *words).returncode == 0
+    tracked = project.run("git", "ls-files").stdout.split()
+    assert "outputs/evaluate-stage-3.json" in tracked
+    assert "dvc.lock" in tracked
+    before = project.manifests()
+    ran = project.run("dvc", "exp", "run", "-S", "evaluation.num_items=10", "-n", "more-items", timeout=900)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    project.added = {path.parts[-3].rpartition("-")[0] for path in project.manifests().keys() - before.keys()}
+    return project
+
+
+def test_an_experiment_runs_what_depends_on_its_parameter_and_goes_on_from_the_shared_store(experiment):
+    assert experiment.added == {
+        *(f"evaluate-{name}" for name in ("initialise", "warm-start", "stage-1", "stage-2", "stage-3")),
+        "register",
+        "report",
+    }
+    assert "more-items" in experiment.run("dvc", "exp", "list").stdout
+
+
+def test_params_diff_names_the_changed_parameter_alone(experiment):
+    differences = json.loads(experiment.run("dvc", "params", "diff", "--json").stdout)
+    assert differences == {"params.yaml": {"evaluation.num_items": {"old": 8, "new": 10, "diff": 2}}}
+
+
+def test_metrics_diff_compares_numbers_of_both_revisions(experiment):
+    differences = json.loads(experiment.run("dvc", "metrics", "diff", "--json").stdout)
+    stage = differences["outputs/evaluate-stage-3.json"]
+    assert stage["results.num_items"] == {"old": 8, "new": 10, "diff": 2}
+    assert not any("digest" in metric or metric.endswith("key") for metric in stage)
+    shown = json.loads(experiment.run("dvc", "metrics", "show", "--json").stdout)["workspace"]["data"]
+    assert "mean" in shown["outputs/evaluate-stage-3.json"]["data"]["results"]["summary"]["greedy"]
+
+
+@pytest.mark.parametrize(("command", "revisions"), [(("show",), ["workspace"]), (("diff", "HEAD", "more-items"), ["HEAD", "more-items"])])
+def test_plots_open_without_a_network(experiment, command, revisions):
+    made = experiment.run("dvc", "plots", *command, "--out", "plots-page")
+    assert made.returncode == 0, made.stderr
+    assert "failed to load" not in made.stderr
+    assert "WARNING" not in made.stderr
+    page = (experiment.folder / "plots-page/index.html").read_text()
+    markup = re.sub(r"<script[^>]*>.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"""<(script|link|img)[^>]*(src|href)=["']?(https?:)?//""", page)
+    assert "vegaEmbed" in page
+    for title in ("success while training", "validation success while training", "success on test items", "loss of the warm start"):
+        assert f'"{title}"' in page or title in markup
+    for revision in revisions:
+        assert f'"rev": "{revision}"' in page

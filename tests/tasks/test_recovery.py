@@ -1,0 +1,91 @@
+"""Which events bring a run back and which end it; against the server's own matching, and once against a real server."""
+
+import time
+from datetime import UTC, datetime
+
+import pytest
+from prefect import flow, get_client
+from prefect.server.events.schemas.automations import Automation as ServerAutomation
+from prefect.server.events.schemas.events import ReceivedEvent
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Crashed, Running
+
+from tasks.prefect_server import prefect_api
+from tasks.recovery import MAX_ATTEMPTS, apply_automations, automations
+
+RULES = {automation.name.removeprefix("agentgym: "): automation for automation in automations()}
+
+
+def covers(rule, name, run_count=1, deployment=True):
+    """Would the server count this event for this rule."""
+    automation = ServerAutomation.model_validate(RULES[rule].model_dump(mode="json", exclude={"id"}))
+    related = [{"prefect.resource.id": "prefect.flow.1", "prefect.resource.role": "flow"}]
+    if deployment:
+        related.append({"prefect.resource.id": "prefect.deployment.1", "prefect.resource.role": "deployment"})
+    event = ReceivedEvent(
+        occurred=datetime.now(UTC),
+        event=f"prefect.flow-run.{name}",
+        resource={"prefect.resource.id": "prefect.flow-run.1", "prefect.run-count": str(run_count)},
+        related=related,
+        id="018f4c2e-0000-7000-8000-000000000000",
+    )
+    trigger = automation.trigger
+    return trigger.covers(event) and (trigger.expects(event.event) or trigger.starts_after(event.event))
+
+
+def test_a_crashed_run_goes_on_until_its_last_attempt_and_then_has_failed():
+    again = [covers("a crashed run goes on", "Crashed", count) for count in range(MAX_ATTEMPTS + 2)]
+    assert again == [True] * MAX_ATTEMPTS + [False, False]
+    over = [covers("a run that keeps crashing has failed", "Crashed", count) for count in range(MAX_ATTEMPTS + 2)]
+    assert over == [False] * MAX_ATTEMPTS + [True, False]
+
+
+def test_a_run_that_failed_or_was_cancelled_stays_so():
+    assert not any(covers("a crashed run goes on", name) for name in ("Failed", "Cancelled", "Cancelling", "Completed"))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_a_person_started_in_a_terminal_is_left_to_them(rule):
+    names = ("heartbeat", "Pending", "Crashed", "AwaitingRetry")
+    assert any(covers(rule, name, count) for name in names for count in (1, MAX_ATTEMPTS))
+    assert not any(covers(rule, name, count, deployment=False) for name in names for count in (1, MAX_ATTEMPTS))
+
+
+def test_silence_is_three_missed_heartbeats_and_not_a_run_that_waits_or_ends():
+    trigger = RULES["a silent run has crashed"].trigger
+    assert trigger.after == {"prefect.flow-run.heartbeat"}
+    assert trigger.within.total_seconds() == 90
+    for name in ("heartbeat", "Completed", "Cancelling", "Cancelled", "Failed", "Crashed"):
+        assert f"prefect.flow-run.{name}" in trigger.expect
+
+
+def test_a_real_server_schedules_a_crashed_run_again_and_gives_up_after_the_last_attempt(tmp_path, monkeypatch):
+    @flow(name="crashing")
+    def crashing():
+        pass
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))  # of the server, a process of its own
+    # whatever server this project may have running is not the test's
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_api(tmp_path / "state"), get_client(sync_client=True) as client:
+        apply_automations(automations(max_attempts=2))
+        apply_automations(automations(max_attempts=2))
+        assert sorted(found.name for found in client.read_automations()) == sorted(f"agentgym: {name}" for name in RULES)
+        deployment = client.create_deployment(client.create_flow(crashing), name="local")
+        run = client.create_flow_run_from_deployment(deployment)
+
+        def state_after_crash():
+            client.set_flow_run_state(run.id, Running(), force=True)
+            client.set_flow_run_state(run.id, Crashed(message="killed"), force=True)
+            deadline = time.monotonic() + 60
+            while (state := client.read_flow_run(run.id).state).name == "Crashed":
+                assert time.monotonic() < deadline, "no automation answered"
+                time.sleep(0.2)
+            return state
+
+        first = state_after_crash()
+        assert (first.name, first.message) == ("AwaitingRetry", "its process was lost; it goes on from the last commit")
+        second = state_after_crash()
+        assert second.name == "Failed"
+        assert second.message.startswith("crashed 2 times; see its logs")
