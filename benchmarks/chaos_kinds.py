@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 from chaos_project import COMMAND_TIMEOUT_S, GONE_WITHIN_S, POLL_S, ROOT, START_TIMEOUT_S, Project, Trial
 
 FLOW = ("-m", "flows.pipeline")
@@ -176,11 +177,7 @@ class MlflowServer:
         command = ["-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{database}", "--artifacts-destination", str(artifacts)]
         log = self.project.scratch / "mlflow-server.log"
         self.process = self.project.start([*command, "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"], log)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not answers(f"http://127.0.0.1:{self.port}/health"):
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                raise RuntimeError(f"the MLflow server does not come up\n{log.read_text()[-2000:]}")
-            time.sleep(POLL_S)
+        wait_for(f"http://127.0.0.1:{self.port}/health", self.process, log)
 
     def kill(self) -> None:
         assert self.process is not None
@@ -224,7 +221,8 @@ def small_disk(project: Project) -> Iterator[tuple[str, ...]]:
 @contextlib.contextmanager
 def services(project: Project) -> Iterator[tuple[str, ...]]:
     """`make up`: a Prefect server, a worker and MLflow under a supervisor."""
-    project.must("-m", "tasks.services", "up")
+    ports = ("--prefect-port", str(free_port()), "--mlflow-port", str(free_port()))  # the usual ones may be somebody's
+    project.must("-m", "tasks.services", "up", *ports)
     try:
         yield ()
     finally:
@@ -283,17 +281,25 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
-    """Overrides: the address of a cluster of two nodes of two CPUs each; `fact` says which."""
+    """Overrides: the address of a cluster of two nodes of two CPUs each, `fact` says which; an environment server for both."""
     folder = Path(tempfile.mkdtemp(prefix="agc-", dir="/tmp"))  # a socket's path has 107 bytes
     project.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "-c", RAY_CLUSTER, str(folder), str(folder / "facts.json")]
-    place = {"cwd": project.folder, "env": project.environment, "start_new_session": True}
+    (folder / "ray").mkdir()  # where Ray notes the address
+    place = {"cwd": project.folder, "env": {**project.environment, "TMPDIR": str(folder)}, "start_new_session": True}
     with (project.scratch / "ray.log").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, **place)
     project.server = RayCluster(project, folder, process)
+    options = json.dumps(yaml.safe_load((project.folder / "params.yaml").read_text())["env"]["options"])
+    host, port = "127.0.0.2", free_port()  # the loopback of this machine, under a name that another node is not refused
+    serve = ("-m", "envs", "serve", "babyai", "--options", options, "--host", host, "--port", str(port))
+    environment = project.start(serve, project.scratch / "environment.log")
     try:
-        yield (f"ray.address={project.server.facts()[fact]}",)
+        wait_for(f"http://{host}:{port}/readyz", environment, project.scratch / "environment.log")
+        yield (f"ray.address={project.server.facts()[fact]}", f"env.endpoints=['http://{host}:{port}']")
     finally:
+        environment.kill()
+        environment.wait()
         assert process.stdin is not None
         process.stdin.close()
         try:
@@ -348,6 +354,15 @@ def no_mount() -> str:
             return f"a disk of its own cannot be mounted here ({done.stderr.strip()}); run as root"
         subprocess.run(["umount", folder], check=True)
     return ""
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the server answers. Errors: RuntimeError where it does not."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not answers(url):
+        if time.monotonic() > deadline or process.poll() is not None:
+            raise RuntimeError(f"nobody answers at {url}\n{log.read_text()[-2000:]}")
+        time.sleep(POLL_S)
 
 
 def answers(url: str) -> bool:

@@ -66,7 +66,7 @@ def s3_endpoint(tmp_path_factory):
     from agentgym.deploy.owned import owned_process, tail
 
     folder = tmp_path_factory.mktemp("s3")
-    command = [sys.executable, str(Path(__file__).with_name("s3_server.py")), str(folder / "port")]
+    command = [sys.executable, "-P", str(Path(__file__).with_name("s3_server.py")), str(folder / "port")]
     with owned_process(command, log_path=folder / "log", env={}) as server:
         deadline = time.monotonic() + 120
         while not (folder / "port").exists():
