@@ -50,8 +50,9 @@ def test_metrics_diff_compares_numbers_of_both_revisions(experiment):
     stage = differences["outputs/evaluate-stage-3.json"]
     assert stage["results.num_items"] == {"old": 8, "new": 10, "diff": 2}
     assert not any("digest" in metric or metric.endswith("key") for metric in stage)
-    shown = json.loads(experiment.run("dvc", "metrics", "show", "--json").stdout)["workspace"]["data"]
-    assert "mean" in shown["outputs/evaluate-stage-3.json"]["data"]["results"]["summary"]["greedy"]
+    shown = json.loads(experiment.run("dvc", "metrics", "show", "--json").stdout)
+    (workspace,) = shown.values()
+    assert "mean" in workspace["data"]["outputs/evaluate-stage-3.json"]["data"]["results"]["summary"]["greedy"]
 
 
 @pytest.mark.parametrize(("command", "revisions"), [(("show",), ["workspace"]), (("diff", "HEAD", "more-items"), ["HEAD", "more-items"])])
