@@ -105,6 +105,13 @@ def auth_headers(environment: Mapping[str, str]) -> dict[str, str]:
     return {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}
 
 
+def forget_token() -> None:
+    """Ray keeps the first token it saw, and this process may have been on another cluster."""
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled
+
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
 def _connect(address: str) -> Any:
     """A client of the Jobs API that gives up in time. Errors: ConfigError without Ray, RayUnreachable."""
     try:
@@ -113,6 +120,7 @@ def _connect(address: str) -> Any:
         from ray.job_submission import JobSubmissionClient
     except ImportError as error:
         raise ConfigError(f"compute ray-job needs Ray ({error}); install it with: pip install 'agentgym-flow[cluster]'") from None
+    forget_token()
     for name in ("dashboard_sdk", "job.sdk"):
         logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
 

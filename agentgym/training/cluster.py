@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.deploy.rayjobs import RayUnreachable, auth_headers
+from agentgym.deploy.rayjobs import RayUnreachable, auth_headers, forget_token
 from agentgym.store.lease import pid_space, process_start
 from agentgym.training.actors import end, node_id
 from agentgym.training.checkpoint import Checkpoint
@@ -127,7 +127,7 @@ def connected(address: str, *, num_cpus: float) -> Iterator[None]:
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGTERM)
         with _environment_kept("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"), contextlib.ExitStack() as stack:
-            _forget_token()
+            forget_token()
             options: dict[str, Any] = {"log_to_driver": True, "configure_logging": False}
             try:
                 if address:
@@ -151,13 +151,6 @@ def _import_ray() -> Any:
     except ImportError as error:
         raise ConfigError(f"compute ray needs Ray ({error}); install it with: pip install 'agentgym-flow[cluster]'") from None
     return ray
-
-
-def _forget_token() -> None:
-    """Ray keeps the first token it saw, and this process may have been on another cluster."""
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled
-
-    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:

@@ -81,11 +81,13 @@ def ray_cluster(tmp_path_factory):
 
 CLUSTER = """
 import json, os, sys
-import ray
-context = ray.init(num_cpus=16, include_dashboard=True, dashboard_port=0, object_store_memory=200_000_000, _temp_dir=sys.argv[1])
-info = context.address_info
+os.environ["RAY_TMPDIR"] = sys.argv[1]
+os.mkdir(sys.argv[1] + "/ray")
+from ray.cluster_utils import Cluster
+free = {"dashboard_port": 0, "dashboard_agent_listen_port": 0}  # another cluster on this machine has the usual ones
+cluster = Cluster(True, head_node_args={"num_cpus": 16, "include_dashboard": True, "object_store_memory": 200_000_000, **free})
 with open(sys.argv[2] + ".new", "w") as file:
-    json.dump({"address": info["address"], "dashboard": "http://" + info["webui_url"]}, file)
+    json.dump({"address": cluster.address, "dashboard": "http://" + cluster.webui_url}, file)
 os.rename(sys.argv[2] + ".new", sys.argv[2])
 sys.stdin.read()
 """
