@@ -28,7 +28,9 @@ class Project:
     def __init__(self, folder: Path, home: Path) -> None:
         self.folder, self.home = folder, home
         inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DVC_", "MLFLOW_", "HF_", "MPL"))
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PREFECT_", "DVC_", "MLFLOW_", "HF_", "MPL", "MAKE", "MFLAGS"))
         }
         self.environment = {**inherited, "HOME": str(home), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
 
