@@ -38,7 +38,6 @@ slow: install  ## what takes minutes
 	@$(BIN)/python -m pytest -m "slow" $(ARGS)
 
 ray: install  ## what starts Ray
-	@$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
 	@$(BIN)/python -m pytest -m "ray" $(ARGS)
 
 chaos: install  ## kill parts of a run at random times and check what is left; an hour, writes docs/results/faults.md
