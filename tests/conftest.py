@@ -5,11 +5,15 @@ import importlib.util
 import secrets
 import shutil
 import subprocess
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+# a shell's background job ignores Ctrl-C, and so would every program the tests start and interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXTS = ["you see a red ball", "turn left", "turn right", "move forward", "task: go to the red ball 2 steps ahead", "invalid action"] * 3
 
