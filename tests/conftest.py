@@ -4,8 +4,8 @@ import copy
 import importlib.util
 import secrets
 import shutil
-import subprocess
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
