@@ -23,7 +23,6 @@ from agentgym.deploy.owned import end_with_owner
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 30  # Prefect's minimum; prefect.yaml gives it to every deployment
 SILENCE_S = 90  # three heartbeats missed
 START_TIMEOUT_S = 300  # from Pending to Running: importing the flow takes 10 to 30 s
 MAX_ATTEMPTS = 10  # of one flow run

@@ -135,3 +135,16 @@ def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Sequence[str]
     else:
         with inline.open_engine(cfg, checkpoint, endpoints, version=version) as own:
             yield own
+
+
+def play_validation(cfg: RunConfig, engine: AnyEngine, items: Sequence[Item], step: int) -> list[Trajectory]:
+    """One episode of each validation item under the weights the engine holds; never learned from."""
+    settings = cfg.validation
+    return engine.collect(
+        items[: settings.num_items],
+        num_samples=1,
+        step=step,
+        max_turns=settings.max_turns,
+        temperature=settings.temperature,
+        seed=cfg.seed,
+    )

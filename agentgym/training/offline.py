@@ -24,7 +24,7 @@ from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
 from agentgym.training.checkpoint import OPTIMISER, WEIGHTS, Checkpoint, load_checkpoint
-from agentgym.training.compute import AnyEngine, AnyLearner, LearnerPlan, open_compute
+from agentgym.training.compute import AnyEngine, AnyLearner, LearnerPlan, open_compute, play_validation
 from agentgym.training.learner import Learner
 from agentgym.training.model import set_threads
 from agentgym.training.sft import DEMOS, demo_rows
@@ -67,14 +67,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             validation: list[Trajectory] = []
             if cfg.validation.every and step % cfg.validation.every == 0:
                 metrics["sync/canary_max_abs"] = engine.publish(learner, step)
-                validation = engine.collect(
-                    splits.validation[: cfg.validation.num_items],
-                    num_samples=1,
-                    step=step,
-                    max_turns=cfg.validation.max_turns,
-                    temperature=cfg.validation.temperature,
-                    seed=cfg.seed,
-                )
+                validation = play_validation(cfg, engine, splits.validation, step)
                 metrics["validation/success"] = rollout_metrics(validation)["rollout/success"]
             metrics["time/step_s"] = time.perf_counter() - began
             cpu_began = time.process_time()

@@ -17,7 +17,7 @@ from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
 from agentgym.training.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS, Checkpoint, load_checkpoint
-from agentgym.training.compute import AnyEngine, LearnerPlan, open_compute
+from agentgym.training.compute import AnyEngine, LearnerPlan, open_compute, play_validation
 from agentgym.training.model import set_threads
 from agentgym.types import Item, Trajectory
 
@@ -82,14 +82,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             metrics["time/cpu_s"] = time.process_time() - cpu_began  # of this process: neither servers nor validation
             validation = []
             if cfg.validation.every and step % cfg.validation.every == 0:
-                validation = engine.collect(
-                    splits.validation[: cfg.validation.num_items],
-                    num_samples=1,
-                    step=step,
-                    max_turns=cfg.validation.max_turns,
-                    temperature=cfg.validation.temperature,
-                    seed=cfg.seed,
-                )
+                validation = play_validation(cfg, engine, splits.validation, step)
                 metrics["validation/success"] = rollout_metrics(validation)["rollout/success"]
             metrics |= {
                 "sync/staleness_max": float(max((step - 1 - turn.version for t in rollouts.trajectories for turn in t.turns), default=0)),
