@@ -174,11 +174,11 @@ def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     said = "imported into" if imported.is_new else "was imported already into"
     print(f"{imported.url} at {imported.sha} {said} {imported.path}")
     print(f"licence: {imported.licence or 'not known here; see its repository'}")
-    for env in dict.fromkeys((cfg.env.name, *PUBLISHED_COUNTS)):
+    for env in dict.fromkeys((*cfg.weights, *PUBLISHED_COUNTS)):
         try:
             splits = load_splits(imported.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
         except DataError as error:
-            if env == cfg.env.name:
+            if env in cfg.weights:
                 raise
             print(f"warning: {error}")
             continue
@@ -205,7 +205,7 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
     splits = load_data(cfg)
     check_pin(cfg.data.path)
-    _describe(cfg.env.name, splits)
+    _describe(cfg.env_names, splits)
     return 0
 
 

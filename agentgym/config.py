@@ -45,7 +45,10 @@ class Section(BaseModel):
             if isinstance(extra, dict) and extra.get("operational"):
                 continue
             value = getattr(self, name)
-            result[name] = value.semantic() if isinstance(value, Section) else json.loads(json.dumps(value))
+            if isinstance(value, tuple) and value and isinstance(value[0], Section):
+                result[name] = [each.semantic() for each in value]
+            else:
+                result[name] = value.semantic() if isinstance(value, Section) else json.loads(json.dumps(value))
         return result
 
 
@@ -57,6 +60,7 @@ class DataConfig(Section):
 class EnvConfig(Section):
     name: str = Field(default="babyai", pattern="^[a-z0-9-]+$")
     options: dict[str, Any] = Field(default_factory=dict)  # handed to the environment as they are
+    weight: PositiveFloat = 1.0  # its share of the items, against the other environments of the run
     endpoints: tuple[str, ...] = _operational(())  # running servers; empty: one local process is started
     max_sessions: PositiveInt = _operational(256)  # per server
     session_ttl_s: PositiveFloat = _operational(300.0)  # an idle session is closed after this
@@ -266,6 +270,7 @@ class RunConfig(Section):
     compute: Literal["inline", "ray", "ray-job"] = _operational("inline")  # this process, Ray actors, jobs on a Ray cluster
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
+    mix: tuple[EnvConfig, ...] = ()  # further environments of the same run
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -308,11 +313,15 @@ class RunConfig(Section):
                 f"{self.rollout.max_new_tokens} + observation_tokens {self.rollout.observation_tokens} = {needed}; "
                 "raise it or shorten the horizon"
             )
-        if self.rollout.concurrency > self.env.max_sessions * max(1, len(self.env.endpoints)):
-            raise ValueError(
-                f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions {self.env.max_sessions}; "
-                "lower it or raise the other"
-            )
+        names = [env.name for env in self.envs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"mix: the environments of a run must have different names, got {', '.join(names)}; remove one")
+        for env in self.envs:
+            if self.rollout.concurrency > env.max_sessions * max(1, len(env.endpoints)):
+                raise ValueError(
+                    f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions {env.max_sessions} ({env.name}); "
+                    "lower it or raise the other"
+                )
         for name in ("worker", "rank"):
             if not getattr(self.ray, f"{name}_cpus") + getattr(self.ray, f"{name}_gpus"):
                 raise ValueError(f"ray.{name}_cpus and ray.{name}_gpus are both 0; Ray places only what takes room, a fraction is enough")
@@ -345,6 +354,21 @@ class RunConfig(Section):
         ):
             if given:
                 raise ValueError(f"{key} {given} means nothing to recipe {name}; leave it out, or use a recipe of reinforcement learning")
+
+    @property
+    def envs(self) -> tuple[EnvConfig, ...]:
+        """Every environment of the run."""
+        return (self.env, *self.mix)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Share of the items, by environment; they need not sum to 1."""
+        return {env.name: env.weight for env in self.envs}
+
+    @property
+    def env_names(self) -> str:
+        """For people: `babyai`, or `babyai + textcraft`."""
+        return " + ".join(env.name for env in self.envs)
 
     @property
     def state_dir(self) -> Path:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentgym.config import RunConfig
+from agentgym.rollouts.client import Endpoints
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import RunStore, StepWriter
 from agentgym.tracking import Point, encode_points
@@ -49,7 +50,7 @@ class StepContext:
     store: RunStore
     writer: StepWriter
     parents: dict[str, Manifest]
-    environment: Callable[[bool], AbstractContextManager[list[str]]]  # offer_expert -> endpoints
+    environment: Callable[[bool], AbstractContextManager[Endpoints]]  # offer_expert -> endpoints of running servers
     progress: Progress = field(default_factory=NoProgress)
     on_commit: Callable[[Manifest], None] = lambda _: None
     _opened_at: float = field(default_factory=time.perf_counter)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,15 +58,45 @@ def splits_from_json(data: bytes) -> Splits:
     return Splits(train, validation, test, row["digest"], tuple(row["warnings"]))
 
 
-def data_digest(path: Path, env: str) -> str:
+def data_digest(path: Path, *envs: str) -> str:
     """sha256 over the bytes of the files a run reads, without looking inside. Errors: DataError where they are not there."""
     digest = hashlib.sha256()
-    for pattern in _FILES.values():
-        file = path / pattern.format(env=env)
+    for file in (path / pattern.format(env=env) for env in envs for pattern in _FILES.values()):
         if not file.is_file():
             raise DataError(f"dataset not pulled: {file} does not exist; run `dvc pull {path}.dvc`, or set data.path to its folder")
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
+    """The splits of several environments as one, `interleave`d, so that any first part of a split has their shares."""
+    items = {name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights)) for name in _SPLITS}
+    digest = hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest() if len(parts) > 1 else parts[0].digest
+    return Splits(**items, digest=digest, warnings=tuple(warning for part in parts for warning in part.warnings))
+
+
+def interleave(items: Sequence[Item], weights: Mapping[str, float]) -> list[Item]:
+    """All of them, environments taking turns by weight while they have any, each one's items in the order they came in."""
+    waiting: dict[str, list[Item]] = {}
+    for item in reversed(items):
+        waiting.setdefault(item.env, []).append(item)
+    result: list[Item] = []
+    while waiting:
+        for env in turns_of({env: weight for env, weight in weights.items() if env in waiting}):
+            result.append(waiting[env].pop())
+            if not waiting[env]:
+                del waiting[env]
+                break
+    return result
+
+
+def turns_of(weights: Mapping[str, float]) -> Iterator[str]:
+    """Whose turn it is, for ever: whoever is furthest behind its share, of equals the one named first."""
+    total, counts = sum(weights.values()), dict.fromkeys(weights, 0)
+    for number in itertools.count(1):
+        env = max(weights, key=lambda name: number * weights[name] / total - counts[name])
+        counts[env] += 1
+        yield env
 
 
 def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) -> Splits:
@@ -107,33 +139,49 @@ def parse_item_id(item_id: str) -> tuple[str, int]:
 
 
 class ItemStream:
-    """An endless, seeded order of items: every epoch is a new shuffle of all of them.
+    """An endless, seeded order of items. Environments take turns by weight; of each, every epoch is a new shuffle of all its items.
 
     `position` counts the items handed out and is the whole state: a stream built with another one's position goes on where
     that one stands. Batches cross epochs without a gap, and a batch of at most a third of the items never holds one twice.
     """
 
-    def __init__(self, items: Sequence[Item], *, seed: int, position: int = 0) -> None:
-        if not items:
-            raise ValueError("an item stream needs at least one item, got none")
+    def __init__(self, items: Sequence[Item], *, seed: int, position: int = 0, weights: Mapping[str, float] | None = None) -> None:
+        """weights: share of each environment; None: equal ones. Errors: ValueError where an environment has no item."""
         if position < 0:
             raise ValueError(f"stream position {position} must be >= 0")
+        if weights is None:
+            weights = dict.fromkeys((item.env for item in items), 1.0)
+        own = {env: [item for item in items if item.env == env] for env in weights}
+        if not own or not all(own.values()):
+            empty = ", ".join(env for env in own if not own[env])
+            raise ValueError(f"an item stream needs at least one item, got none{f' of {empty}' if empty else ''}")
+        self.position = position
+        self._turns = turns_of(weights)
+        passed = Counter(itertools.islice(self._turns, position))
+        self._streams = {env: _Epochs(each, seed=seed, position=passed[env]) for env, each in own.items()}
+
+    def next(self, n: int) -> list[Item]:
+        """The next `n` items."""
+        self.position += n
+        return [self._streams[env].next() for env in itertools.islice(self._turns, n)]
+
+
+class _Epochs:
+    """One environment's part of a stream."""
+
+    def __init__(self, items: Sequence[Item], *, seed: int, position: int) -> None:
         self.position = position
         self._items = tuple(items)
         self._seed = seed
         self._epoch = -1
         self._order: list[int] = []
 
-    def next(self, n: int) -> list[Item]:
-        """The next `n` items."""
-        batch = []
-        for _ in range(n):
-            epoch, index = divmod(self.position, len(self._items))
-            if epoch != self._epoch:
-                self._epoch, self._order = epoch, self._order_of(epoch)
-            batch.append(self._items[self._order[index]])
-            self.position += 1
-        return batch
+    def next(self) -> Item:
+        epoch, index = divmod(self.position, len(self._items))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._order_of(epoch)
+        self.position += 1
+        return self._items[self._order[index]]
 
     def _order_of(self, epoch: int) -> list[int]:
         """The epoch's shuffle, with the items that closed the epoch before moved back to its middle."""

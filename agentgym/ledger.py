@@ -79,10 +79,10 @@ def parent_run(cfg: RunConfig, run_key: str) -> str:
     """The MLflow run of this configuration; found or created."""
     tags = {
         "algorithm": cfg.algorithm.recipe,
-        "environment": cfg.env.name,
+        "environment": cfg.env_names,
         "horizon": ",".join(map(str, cfg.horizon.max_turns)),
         "seed": str(cfg.seed),
-        "data.sha256": data_digest(cfg.data.path, cfg.env.name),
+        "data.sha256": data_digest(cfg.data.path, *cfg.weights),
     }
     title = f"{cfg.algorithm.recipe} {'>'.join(map(str, cfg.horizon.max_turns))} seed {cfg.seed}"
     return tracker_of(cfg).parent_run(run_key, params=cfg.semantic(), tags=tags, title=title)

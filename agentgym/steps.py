@@ -11,7 +11,7 @@ import importlib.util
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,8 +19,9 @@ from typing import Any, Literal
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import ConfigError, RunConfig, config_digest
 from agentgym.context import METRICS, NoProgress, Progress, StepContext
-from agentgym.data import Splits, data_digest, load_splits
+from agentgym.data import Splits, data_digest, load_splits, mix_splits
 from agentgym.ledger import Paced, curve, deliver_step, ledger_identity
+from agentgym.rollouts.client import Endpoints
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.lease import LeaseHeld
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 WAIT_POLL_S = 0.5
 
-Environment = Callable[[bool], AbstractContextManager[list[str]]]
+Environment = Callable[[bool], AbstractContextManager[Endpoints]]
 STAYS_HERE = ("prepare", "initialise", "register", "report")  # whatever the compute: they need no accelerator
 
 
@@ -65,14 +66,13 @@ class Outcome:
 
 def steps_of(cfg: RunConfig) -> dict[str, Step]:
     """Every step of a run in an order that respects parents."""
-    model = ("seed", "deterministic", "env", "model")
+    model = ("seed", "deterministic", "env", "mix", "model")
     episodes = ("rollout.max_new_tokens", "rollout.system_prompt", "rollout.action_format")
     demonstrations = (*model, "warm_start", "rollout.system_prompt", "rollout.action_format")
     offline = () if RECIPES[cfg.algorithm.recipe].loop == "rl" else ("offline",)
     training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation", *offline)
-    evaluation = ("deterministic", "env", "model.context_tokens", *episodes, "evaluation")
-    env_source = f"envs.{cfg.env.name}"
-    env_modules = ("envs.server", *((env_source,) if _is_module(env_source) else ()))
+    evaluation = ("deterministic", "env", "mix", "model.context_tokens", *episodes, "evaluation")
+    env_modules = ("envs.server", *(source for env in cfg.envs if _is_module(source := f"envs.{env.name}")))
     table: dict[str, Step] = {}
 
     def add(
@@ -97,7 +97,7 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
         name = f"evaluate-{checkpoint}"
         return add(name, title, parents, evaluation, ("agentgym.evaluation.evaluate", *env_modules), run, headline)
 
-    add("prepare", "prepare data", (), ("seed", "data", "env"), ("agentgym.data",), _prepare)
+    add("prepare", "prepare data", (), ("seed", "data", "env", "mix"), ("agentgym.data",), _prepare)
     current = add(
         "initialise",
         "demonstrations and initial model",
@@ -153,15 +153,18 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
 def run_key(cfg: RunConfig) -> str:
     """Names a run: everything that changes any of its results, as 64 hex digits."""
     sources = {name: source_digest(step.modules) for name, step in steps_of(cfg).items()}
-    return config_digest({"config": cfg.semantic(), "data": data_digest(cfg.data.path, cfg.env.name), "sources": sources})
+    return config_digest({"config": cfg.semantic(), "data": data_digest(cfg.data.path, *cfg.weights), "sources": sources})
 
 
 def load_data(cfg: RunConfig) -> Splits:
     """The configured items, checked, also against what the run asks of them. Errors: ConfigError."""
-    splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    splits = mix_splits(
+        cfg.weights,
+        [load_splits(cfg.data.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed) for env in cfg.weights],
+    )
     if RECIPES[cfg.algorithm.recipe].loop in ("dpo", "evolve") and cfg.offline.num_items > len(splits.train) // 3:
         raise ConfigError(
-            f"offline.num_items {cfg.offline.num_items} is more than a third of the {len(splits.train)} train items of {cfg.env.name}, so "
+            f"offline.num_items {cfg.offline.num_items} is more than a third of the {len(splits.train)} train items of {cfg.env_names}, so "
             "that one stage could meet an item twice; lower it"
         )
     for key, asked, name, items in (
@@ -169,7 +172,7 @@ def load_data(cfg: RunConfig) -> Splits:
         ("rollout.items_per_step", cfg.rollout.items_per_step, "train", splits.train),
     ):
         if asked > len(items):
-            raise ConfigError(f"{key} {asked} is more than the {len(items)} {name} items of {cfg.env.name}; lower it")
+            raise ConfigError(f"{key} {asked} is more than the {len(items)} {name} items of {cfg.env_names}; lower it")
     return splits
 
 
@@ -186,7 +189,7 @@ def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
     """The step's identity, given the final manifests of its parents."""
     inputs = {name: parents[name].digest for name in step.parents}
     if not step.parents:
-        inputs["data"] = data_digest(cfg.data.path, cfg.env.name)
+        inputs["data"] = data_digest(cfg.data.path, *cfg.weights)
     return step_key(step.name, config=semantic_of(step, cfg), inputs=inputs, source=source_digest(step.modules))
 
 
@@ -288,9 +291,9 @@ def run_with_parents(name: str, cfg: RunConfig, *, wait_s: float = 0.0, progress
     wait_s and errors: see `run_when_free`.
     """
     with contextlib.ExitStack() as stack:
-        running: list[list[str]] = []  # endpoints, once there is a server
+        running: list[Endpoints] = []  # once there are servers
 
-        def environment(expert: bool) -> AbstractContextManager[list[str]]:
+        def environment(expert: bool) -> AbstractContextManager[Endpoints]:
             if expert:
                 return local_environment(cfg, True)
             if not running:
@@ -322,16 +325,18 @@ def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
 
 
 @contextlib.contextmanager
-def local_environment(cfg: RunConfig, expert: bool) -> Iterator[list[str]]:
-    """The configured servers, or one local process for as long as it is needed."""
-    if cfg.env.endpoints and not expert:
-        yield list(cfg.env.endpoints)
-        return
+def local_environment(cfg: RunConfig, expert: bool) -> Iterator[Endpoints]:
+    """The configured servers of each environment, or one local process for as long as it is needed."""
     from agentgym.deploy.local import local_env
 
-    with local_env(
-        cfg.env, expert=expert, log_path=cfg.state_dir / "logs" / f"{cfg.env.name}{'-expert' if expert else ''}.log"
-    ) as endpoints:
+    with contextlib.ExitStack() as stack:
+        endpoints: dict[str, Sequence[str]] = {}
+        for env in cfg.envs:
+            if env.endpoints and not expert:
+                endpoints[env.name] = env.endpoints
+            else:
+                log_path = cfg.state_dir / "logs" / f"{env.name}{'-expert' if expert else ''}.log"
+                endpoints[env.name] = stack.enter_context(local_env(env, expert=expert, log_path=log_path))
         yield endpoints
 
 

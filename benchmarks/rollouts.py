@@ -432,7 +432,7 @@ def case_staleness(quick: bool) -> dict[str, Any]:
             cfg = load_config(ROOT / "params.yaml", overrides)
             for name in ("prepare", "initialise", "warm-start"):
                 run_step(name, cfg)
-            manifest = run_step("stage-1", cfg, environment=lambda _: nullcontext([endpoint])).manifest
+            manifest = run_step("stage-1", cfg, environment=lambda _: nullcontext({"babyai": [endpoint]})).manifest
             times = [each.created_at for each in open_store(cfg).history("stage-1", manifest.key)]
             seconds[staleness] = (times[-1] - times[0]) / (len(times) - 1)
     ratio = seconds[0] / seconds[1]

@@ -140,10 +140,10 @@ def _waiting(cells: Sequence[Cell]) -> list[Cell]:
         dataset_pointer(cell.cfg.data.path)
         if not cell.cfg.data.path.is_dir() or not cell.is_done():
             waiting.append(cell)
-    for cfg in {cell.cfg.env.model_dump_json(): cell.cfg for cell in waiting}.values():
-        check_local_env(cfg.env)
+    for env in {env.model_dump_json(): env for cell in waiting for env in cell.cfg.envs}.values():
+        check_local_env(env)
     pulled = [cell.cfg for cell in waiting if cell.cfg.data.path.is_dir()]
-    for cfg in {str((c.seed, c.data, c.env.name, c.evaluation, c.rollout.items_per_step)): c for c in pulled}.values():
+    for cfg in {str((c.seed, c.data, c.env_names, c.evaluation, c.rollout.items_per_step)): c for c in pulled}.values():
         load_data(cfg)
     return waiting
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from agentgym.config import ConfigError, RunConfig, load_config
 from agentgym.progress import Bars
+from agentgym.rollouts.client import Endpoints
 from agentgym.steps import finished, local_environment, open_store, steps_of
 from agentgym.store.manifest import Manifest
 from tasks.data import pull_data
@@ -81,7 +82,7 @@ def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
         servers, endpoints = environments_up(cfg)
         bars.advance()
 
-        def environment(expert: bool) -> AbstractContextManager[list[str]]:
+        def environment(expert: bool) -> AbstractContextManager[Endpoints]:
             return local_environment(cfg, True) if expert else nullcontext(endpoints)
 
         try:

@@ -81,8 +81,9 @@ def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
     done = {name: manifest for name, manifest in finished_steps.items() if wanted(name)}
     if any(wanted(name) and name not in done for name in steps_of(cfg)):
         check_parents(cfg, wanted, finished_steps)
-        check_local_env(cfg.env)
-        check_env_servers(cfg.env)
+        for env in cfg.envs:
+            check_local_env(env)
+            check_env_servers(env)
         check_server(cfg.tracking_uri)
         if is_pulled:
             load_data(cfg)

@@ -10,6 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import RunConfig
 from agentgym.context import NoProgress, Progress
+from agentgym.rollouts.client import Endpoints
 from agentgym.steps import Environment, Outcome, Step, local_environment, run_step
 from tasks.artifacts import progress_artifact, result_artifact
 from tasks.retries import may_help
@@ -47,13 +48,13 @@ def _run(name: str, cfg: RunConfig, environment: Environment | None, progress: P
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def environments_up(cfg: RunConfig) -> tuple[AbstractContextManager[list[str]], list[str]]:
+def environments_up(cfg: RunConfig) -> tuple[AbstractContextManager[Endpoints], Endpoints]:
     """(what ends them, endpoints) once every server has played its scripted episode."""
     servers = local_environment(cfg, False)
     return servers, servers.__enter__()
 
 
 @task(name="environments down", task_run_name="environments down", timeout_seconds=120, cache_policy=NO_CACHE, persist_result=False)
-def environments_down(servers: AbstractContextManager[list[str]]) -> None:
+def environments_down(servers: AbstractContextManager[Endpoints]) -> None:
     """End what `environments_up` started."""
     servers.__exit__(None, None, None)

@@ -25,6 +25,7 @@ class Experience:
     gae_lambda: float = 1.0
     values: Tensor | None = None  # [n] of the state each token is chosen in
     end_values: Tensor | None = None  # [B] of the state after the last action: 0 where the episode was over
+    env_ids: Tensor | None = None  # [B] int64, equal for rows of one environment; None: all are of one
 
     @property
     def num_rows(self) -> int:
@@ -67,12 +68,12 @@ def rloo(experience: Experience) -> tuple[Tensor, None]:
 
 def reinforce_plus_plus(experience: Experience) -> tuple[Tensor, None]:
     """The discounted sum of what follows each token, whitened over the global batch. Source: arXiv:2501.03262."""
-    return whiten(_backwards(experience, experience.rewards, experience.gamma)), None
+    return _whitened(experience, _backwards(experience, experience.rewards, experience.gamma)), None
 
 
 def reinforce_plus_plus_baseline(experience: Experience) -> tuple[Tensor, None]:
     """Each return minus its group's mean, whitened over the global batch's tokens. Source: arXiv:2501.03262."""
-    return whiten(_centred(experience)[0][experience.row]), None
+    return _whitened(experience, _centred(experience)[0][experience.row]), None
 
 
 def gae(experience: Experience) -> tuple[Tensor, Tensor]:
@@ -87,7 +88,7 @@ def gae(experience: Experience) -> tuple[Tensor, Tensor]:
     following = torch.where(is_last, ends[experience.row], values.roll(-1))
     deltas = experience.rewards + experience.gamma * following - values
     advantages = _backwards(experience, deltas, experience.gamma * experience.gae_lambda)
-    return whiten(advantages), advantages + values
+    return _whitened(experience, advantages), advantages + values
 
 
 def whiten(values: Tensor) -> Tensor:
@@ -95,6 +96,16 @@ def whiten(values: Tensor) -> Tensor:
     if len(values) < 2 or bool((values == values[0]).all()):
         return torch.zeros_like(values)
     return (values - values.mean()) / (values.std() + EPS)
+
+
+def _whitened(experience: Experience, values: Tensor) -> Tensor:
+    """[n] values, whitened among the tokens of one environment: the reward scale of one must not set the step size of another."""
+    if experience.env_ids is None:
+        return whiten(values)
+    result, env = torch.zeros_like(values), experience.env_ids[experience.row]
+    for each in torch.unique(env):
+        result[env == each] = whiten(values[env == each])
+    return result
 
 
 def _centred(experience: Experience) -> tuple[Tensor, Tensor]:

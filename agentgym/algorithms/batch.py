@@ -27,6 +27,7 @@ class Batch:
     group_ids: Tensor  # [B] int64, equal for samples of one item
     cut: Tensor  # [B] bool, true where the horizon or the context ended the episode, not the environment
     temperature: float  # the actions were sampled at
+    env_ids: Tensor | None = None  # [B] int64, equal for rows of one environment; None: all are of one
 
     @property
     def num_rows(self) -> int:
@@ -55,6 +56,7 @@ class Batch:
             self.group_ids[rows],
             self.cut[rows],
             self.temperature,
+            None if self.env_ids is None else self.env_ids[rows],
         )
 
     def with_shuffled_outcomes(self, *, seed: int, step: int) -> Batch:
@@ -109,6 +111,7 @@ def to_batch(
     if len(temperatures) > 1:
         raise ValueError(f"one batch, one temperature; got {sorted(temperatures)}")
     groups: dict[str, int] = {}
+    envs: dict[str, int] = {}
     lengths = [len(trajectory.input_ids) for trajectory in kept]
     batch = Batch(
         input_ids=torch.tensor([token for t in kept for token in t.input_ids]),
@@ -119,6 +122,7 @@ def to_batch(
         group_ids=torch.tensor([groups.setdefault(t.item.item_id, len(groups)) for t in kept]),
         cut=torch.tensor([t.status in CUT for t in kept]),
         temperature=temperatures.pop(),
+        env_ids=torch.tensor([envs.setdefault(t.item.env, len(envs)) for t in kept]),
     )
     outcomes = torch.tensor([(t.reward or 0.0) + penalty(t) for t in kept], dtype=torch.float32)
     for row, trajectory in enumerate(kept):

@@ -58,13 +58,13 @@ def audit(cfg: RunConfig, *, run: str | None = None, num_episodes: int = 32, pro
             with tallies["numbers"].guard(line.name):
                 check_numbers(cfg, store, line, lines, splits, tables, tallies["numbers"])
         show.advance(1, f"{line.name}: numbers")
-    system = ""
+    manuals: dict[str, str] = {}
     with tallies["replay"].guard("environment"):
-        system = check_replay(cfg, lines, num_episodes, tallies["replay"])
+        manuals = check_replay(cfg, lines, num_episodes, tallies["replay"])
     show.advance(1, "replay")
     for line in lines:
         with tallies["tokens"].guard(line.name):
-            check_tokens(cfg, store, line, system, tallies["tokens"])
+            check_tokens(cfg, store, line, manuals, tallies["tokens"])
         with tallies["rescore"].guard(line.name):
             check_logprobs(cfg, store, line, num_episodes, tallies["rescore"])
         show.advance(1, f"{line.name}: tokens")

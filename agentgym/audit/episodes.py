@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +16,7 @@ from agentgym.audit.lines import Line, draw, load, place
 from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
 from agentgym.data import Splits
-from agentgym.rollouts.client import EnvError, EnvPool
+from agentgym.rollouts.client import EnvError, EnvPools
 from agentgym.rollouts.episode import extract_action
 from agentgym.steps import local_environment
 from agentgym.store.runstore import RunStore
@@ -75,7 +75,7 @@ def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> 
             tally.expect(place(where, episode), "reward as the sum of its turns'", outcome, episode.reward)
 
 
-def check_tokens(cfg: RunConfig, store: RunStore, line: Line, system: str, tally: Tally) -> None:
+def check_tokens(cfg: RunConfig, store: RunStore, line: Line, manuals: Mapping[str, str], tally: Tally) -> None:
     """Ids outside the policy's spans are what the renderer makes of the logged observations; inside, of the logged actions."""
     checkpoint = load(store, line.final if line.name == "initialise" else line.checkpoint)
     if checkpoint is None or not line.episodes:
@@ -88,7 +88,7 @@ def check_tokens(cfg: RunConfig, store: RunStore, line: Line, system: str, tally
             if not episode.status.is_valid:
                 tally.skipped += 1
                 continue
-            rebuilt = list(start(episode.first_observation, system))
+            rebuilt = list(start(episode.first_observation, manuals.get(episode.item.env, "")))
             mask = [False] * len(rebuilt)
             for number, turn in enumerate(episode.turns, 1):
                 ids = episode.input_ids[turn.start : turn.end]
@@ -114,8 +114,8 @@ def check_tokens(cfg: RunConfig, store: RunStore, line: Line, system: str, tally
             tally.expect(where, "log-probabilities outside actions other than 0", [], [value for value in outside if value])
 
 
-def check_replay(cfg: RunConfig, lines: Sequence[Line], num_episodes: int, tally: Tally) -> str:
-    """Result: the environment's instructions, where episodes begin with them."""
+def check_replay(cfg: RunConfig, lines: Sequence[Line], num_episodes: int, tally: Tally) -> dict[str, str]:
+    """Result: the task manuals episodes begin with, by environment."""
     chosen: list[tuple[str, Trajectory]] = []
     for line in lines:
         logged = [commit for commit in line.commits if line.episodes.get(commit.seq)]
@@ -125,13 +125,13 @@ def check_replay(cfg: RunConfig, lines: Sequence[Line], num_episodes: int, tally
     tally.skipped += sum(not episode.status.is_valid for _, episode in chosen)
     chosen = [(where, episode) for where, episode in chosen if episode.status.is_valid]
     if not chosen:
-        return ""
-    with local_environment(cfg, False) as endpoints, open_pool(cfg, endpoints, allow_expert=False) as (pool, loop):
+        return {}
+    with local_environment(cfg, False) as endpoints, open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, manuals):
         loop.run(_replay(pool, chosen, cfg.rollout.concurrency, tally))
-        return loop.run(pool.info())[0].instructions if cfg.rollout.system_prompt else ""
+        return manuals
 
 
-async def _replay(pool: EnvPool, chosen: Sequence[tuple[str, Trajectory]], concurrency: int, tally: Tally) -> None:
+async def _replay(pool: EnvPools, chosen: Sequence[tuple[str, Trajectory]], concurrency: int, tally: Tally) -> None:
     slots, nonce = asyncio.Semaphore(concurrency), uuid.uuid4().hex
 
     async def one(index: int, where: str, episode: Trajectory) -> None:

@@ -15,7 +15,7 @@ from agentgym.config import RunConfig
 from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES
 from agentgym.data import Splits, splits_from_json
 from agentgym.evaluation.evaluate import Array, evaluation_metrics, outcomes, paired, score
-from agentgym.rollouts.metrics import rollout_metrics
+from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.steps import load_data
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -94,7 +94,7 @@ def _check_training(cfg: RunConfig, line: Line, commit: Manifest, tally: Tally) 
     expected["actor/lr"] = learning_rate(cfg.optimiser, step, sum(cfg.horizon.stage_steps))
     validation = [episode for episode in episodes if episode.item.split == "validation"]
     if validation:
-        expected["validation/success"] = rollout_metrics(validation)["rollout/success"]
+        expected |= validation_metrics(validation)
     own = {name for name in logged if name.startswith(("rollout/", "validation/"))}
     for name in sorted(expected.keys() | own):
         tally.expect(where, name, expected.get(name), logged.get(name))
@@ -116,7 +116,7 @@ def _check_offline_stage(cfg: RunConfig, line: Line, tally: Tally) -> None:
                 expected |= exploration_metrics(explored, material_of(cfg, stage, explored))
             if cfg.validation.every and step % cfg.validation.every == 0:
                 validation = [episode for episode in line.episodes.get(commit.seq, ()) if episode.item.split == "validation"]
-                expected["validation/success"] = rollout_metrics(validation)["rollout/success"]
+                expected |= validation_metrics(validation)
             own = {name for name in point.metrics if name.startswith(("rollout/", "validation/")) or name.endswith("/lr")}
             for name in sorted(expected.keys() | own):
                 tally.expect(where, name, expected.get(name), point.metrics.get(name))
@@ -135,7 +135,7 @@ def _check_evaluation(cfg: RunConfig, store: RunStore, line: Line, splits: Split
         return
     greedy, samples = tables[line.name] = outcomes(episodes, items, settings.num_samples)
     try:
-        expected: dict[str, Any] = json.loads(json.dumps(score(greedy, samples, settings)))
+        expected: dict[str, Any] = json.loads(json.dumps(score(greedy, samples, settings, [item.env for item in items])))
     except ValueError as error:
         tally.fail(f"{where}: {error}")
         return

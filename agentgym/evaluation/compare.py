@@ -220,7 +220,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "horizon": row.first.horizon,
         "group": row.first.group,
         "algorithm": cfg.algorithm.recipe,
-        "env": {"name": cfg.env.name, "options": cfg.env.options},
+        "env": [{"name": env.name, "options": env.options} for env in cfg.envs],
         "max_turns": list(horizon),
         "stage_steps": list(cfg.horizon.stage_steps),
         "evaluation": {name: getattr(settings, name) for name in ("split", "num_items", "num_samples", "max_turns", "temperature")},

@@ -35,7 +35,7 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
     items = getattr(splits, settings.split)[: settings.num_items]
     if len(items) < settings.num_items:
         raise ValueError(
-            f"evaluation.num_items {settings.num_items} is more than the {len(items)} {settings.split} items of {cfg.env.name}; lower it"
+            f"evaluation.num_items {settings.num_items} is more than the {len(items)} {settings.split} items of {cfg.env_names}; lower it"
         )
     version = int(parent.state["global_step"])
     num_done = int(ctx.head.state["num_items"]) if ctx.head else 0
@@ -62,7 +62,7 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
     earlier = [decode_trajectories(ctx.read(commit, TRAJECTORIES)) for commit in ctx.store.history(ctx.step, ctx.writer.key)]
     everything = [trajectory for part in earlier for trajectory in part] + trajectories
     greedy, samples = outcomes(everything, items, settings.num_samples)
-    results = score(greedy, samples, settings)
+    results = score(greedy, samples, settings, [item.env for item in items])
     if baseline is not None:
         base = json.loads(ctx.read(ctx.parents[baseline], OUTCOMES))
         gains = paired(base, greedy, samples, settings)
@@ -88,12 +88,25 @@ def outcomes(trajectories: Sequence[Trajectory], items: Sequence[Item], num_samp
     return table[:, 0], table[:, 1:]
 
 
-def score(greedy: Array, samples: Array, settings: EvaluationConfig) -> dict[str, Any]:
-    """The reported numbers of one evaluation, as JSON types."""
-    summary = summarise(
-        greedy, samples, k=settings.k, confidence=settings.confidence, num_bootstrap=settings.num_bootstrap, seed=settings.seed
-    )
-    return {"summary": _intervals(summary), "num_env_errors": num_failed(greedy, samples)}
+def score(greedy: Array, samples: Array, settings: EvaluationConfig, envs: Sequence[str]) -> dict[str, Any]:
+    """The reported numbers of one evaluation, as JSON types. envs: [I] of each item; where they differ, each one's numbers, too."""
+
+    def summary(rows: Any) -> dict[str, Any]:
+        found = summarise(
+            greedy[rows],
+            samples[rows],
+            k=settings.k,
+            confidence=settings.confidence,
+            num_bootstrap=settings.num_bootstrap,
+            seed=settings.seed,
+        )
+        return _intervals(found)
+
+    result: dict[str, Any] = {"summary": summary(slice(None)), "num_env_errors": num_failed(greedy, samples)}
+    if len(set(envs)) > 1:
+        table = np.array(envs)
+        result["by_env"] = {env: {"num_items": envs.count(env), "summary": summary(table == env)} for env in sorted(set(envs))}
+    return result
 
 
 def paired(base: dict[str, Any], greedy: Array, samples: Array, settings: EvaluationConfig) -> dict[str, Any]:
@@ -112,6 +125,8 @@ def paired(base: dict[str, Any], greedy: Array, samples: Array, settings: Evalua
 def evaluation_metrics(results: dict[str, Any], trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The same numbers under metric names."""
     metrics = {f"eval/{name}": float(interval["mean"]) for name, interval in results["summary"].items()}
+    for env, own in results.get("by_env", {}).items():
+        metrics |= {f"eval/{env}/{name}": float(interval["mean"]) for name, interval in own["summary"].items()}
     rollout = rollout_metrics(trajectories)
     return metrics | {f"eval/{name}": rollout[f"rollout/{name}"] for name in ("turns_mean", "max_turns_frac", "env_error_frac")}
 

@@ -113,7 +113,7 @@ def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manif
     last = evaluations[compared[-1]]
     registered = ctx.parents["register"].results
     page = report_html(
-        f"{cfg.env.name} · {cfg.algorithm.recipe} · max_turns {' > '.join(map(str, cfg.horizon.max_turns))}",
+        f"{cfg.env_names} · {cfg.algorithm.recipe} · max_turns {' > '.join(map(str, cfg.horizon.max_turns))}",
         {
             "run": run_key[:12],
             "model": f"{registered['model']} version {registered['version']} ({registered['alias']})",

@@ -7,8 +7,8 @@ import base64
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -36,6 +36,7 @@ from envs.wire import (
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
+Endpoints = Mapping[str, Sequence[str]]  # environment -> URLs of its servers
 
 BACKOFF_S = 0.05  # before the first retry; doubles
 MAX_BACKOFF_S = 5.0  # also the most a server's Retry-After is believed
@@ -251,6 +252,42 @@ class EnvPool:
         if error.kind in ("full", "draining") and len(self.endpoints) == 1:
             wait_s = max(wait_s, error.retry_after_s)
         await asyncio.sleep(min(wait_s, MAX_BACKOFF_S))
+
+
+class EnvPools:
+    """The servers of every environment of a run. Use as `async with`."""
+
+    def __init__(self, pools: Mapping[str, EnvPool]) -> None:
+        """pools: by environment, not entered yet."""
+        self._pools = pools
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        for pool in self._pools.values():
+            await self._stack.enter_async_context(pool)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._stack.aclose()
+
+    @classmethod
+    def of(cls, envs: Sequence[EnvConfig], endpoints: Endpoints) -> Self:
+        return cls({env.name: EnvPool(endpoints[env.name], request_timeout_s=env.request_timeout_s) for env in envs})
+
+    def session(self, item: Item, request_key: str) -> AbstractAsyncContextManager[EnvSession]:
+        """As `EnvPool.session`, of the item's environment."""
+        return self._pools[item.env].session(item, request_key)
+
+    async def check(self, envs: Sequence[EnvConfig], *, allow_expert: bool) -> dict[str, str]:
+        """Refuse servers that are not what the run was configured for. Result: environment -> its task manual.
+
+        Errors: as `check_endpoints`.
+        """
+        manuals = {}
+        for env in envs:
+            found = await check_endpoints(self._pools[env.name], expect_env=env.name, allow_expert=allow_expert, expect_options=env.options)
+            manuals[env.name] = found[0].instructions
+        return manuals
 
 
 async def check_endpoints(

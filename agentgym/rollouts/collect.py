@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentgym.rollouts.chat import ChatRenderer
-from agentgym.rollouts.client import EnvError, EnvPool
+from agentgym.rollouts.client import EnvError, EnvPool, EnvPools
 from agentgym.rollouts.episode import Episode, EpisodeSettings, run_episode
 from agentgym.types import Completion, Item, Policy, SampleKey, Sampling, Status, Trajectory
 
@@ -82,7 +82,7 @@ async def collect(
     items: Sequence[Item],
     *,
     num_samples: int,
-    pool: EnvPool,
+    pool: EnvPool | EnvPools,
     policy: Policy,
     renderer: ChatRenderer,
     settings: EpisodeSettings,

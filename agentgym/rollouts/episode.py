@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -43,9 +44,12 @@ class EpisodeSettings:
     temperature: float
     max_new_tokens: int
     context_tokens: int
-    system: str = ""  # the task manual, or nothing
+    manuals: Mapping[str, str] = field(default_factory=dict)  # environment -> task manual its episodes begin with, if any
     action_format: Literal["plain", "react"] = "plain"
     read_last: bool = False  # append the observation after the last turn too, where it fits: a critic values that state
+
+    def manual(self, item: Item) -> str:
+        return self.manuals.get(item.env, "")
 
 
 @dataclass(slots=True)
@@ -100,7 +104,7 @@ class Episode:
 async def run_episode(policy: Policy, session: OpenSession, renderer: ChatRenderer, episode: Episode) -> Status:
     """Play until the environment ends the task, the horizon or the context is used up."""
     settings = episode.settings
-    episode.read(renderer.start(session.observation, settings.system))
+    episode.read(renderer.start(session.observation, settings.manual(episode.item)))
     if len(episode.input_ids) + settings.max_new_tokens > settings.context_tokens:
         return Status.MAX_TOKENS
     for turn in range(settings.max_turns):

@@ -8,8 +8,17 @@ from collections.abc import Sequence
 from agentgym.types import Status, Trajectory
 
 
+def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Success of one validation; where episodes of several environments meet, of each, too."""
+    metrics = rollout_metrics(trajectories)
+    return {name.replace("rollout/", "validation/"): value for name, value in metrics.items() if name.endswith("/success")}
+
+
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Shares and means over one collection; failed environments count in `env_error_frac` alone."""
+    """Shares and means over one collection; failed environments count in `env_error_frac` alone.
+
+    Where episodes of several environments meet, each also has figures of its own.
+    """
     valid = [trajectory for trajectory in trajectories if trajectory.status.is_valid]
     total = len(trajectories)
     metrics = {
@@ -23,6 +32,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     groups: dict[str, list[float]] = defaultdict(list)
     for trajectory in valid:
         groups[trajectory.item.item_id].append(trajectory.reward or 0.0)
+    for env in sorted(envs) if len(envs := {trajectory.item.env for trajectory in trajectories}) > 1 else ():
+        own = [trajectory for trajectory in valid if trajectory.item.env == env]
+        metrics[f"rollout/{env}/num_episodes"] = float(len(own))
+        if own:
+            metrics[f"rollout/{env}/success"] = sum(trajectory.success for trajectory in own) / len(own)
+            metrics[f"rollout/{env}/reward_mean"] = sum(trajectory.reward or 0.0 for trajectory in own) / len(own)
+            metrics[f"rollout/{env}/turns_mean"] = sum(len(trajectory.turns) for trajectory in own) / len(own)
     count = len(valid)
     return metrics | {
         "rollout/success": sum(trajectory.success for trajectory in valid) / count,

@@ -15,13 +15,14 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.rayjobs import RayUnreachable, auth_headers, forget_token
+from agentgym.rollouts.client import Endpoints
 from agentgym.store.lease import pid_space, process_start
 from agentgym.training.actors import end, node_id
 from agentgym.training.checkpoint import Checkpoint
@@ -82,9 +83,9 @@ class Cluster:
             end(self._ranks)
 
     @contextmanager
-    def engine(self, checkpoint: Checkpoint, endpoints: Sequence[str], *, version: int) -> Iterator[RayEngine]:
+    def engine(self, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int) -> Iterator[RayEngine]:
         """Workers that hold the checkpoint's weights as `version`. Errors: as their environment client's; WorkersLost."""
-        plan = WorkerPlan(self._cfg, checkpoint.files(), tuple(endpoints), self._num_slots, node_id())
+        plan = WorkerPlan(self._cfg, checkpoint.files(), endpoints, self._num_slots, node_id())
         loop = LoopThread()
         engine = RayEngine(plan, checkpoint, self._spawn, self._num_workers, loop)
         try:

@@ -13,6 +13,7 @@ from torch import Tensor
 import agentgym.training.engine as inline
 from agentgym.algorithms.batch import Batch
 from agentgym.config import AlgorithmConfig, OptimiserConfig, RunConfig
+from agentgym.rollouts.client import Endpoints
 from agentgym.training.checkpoint import Checkpoint
 from agentgym.training.learner import Learner
 from agentgym.training.model import load_weights, model_from_blobs
@@ -90,7 +91,7 @@ class LearnerPlan:
 
 @contextmanager
 def open_compute(
-    cfg: RunConfig, plan: LearnerPlan, checkpoint: Checkpoint, endpoints: Sequence[str], *, version: int
+    cfg: RunConfig, plan: LearnerPlan, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
 ) -> Iterator[tuple[AnyLearner, AnyEngine]]:
     """A learner, and an engine that holds the checkpoint's weights as `version`. Errors: see `open_engine`, `open_cluster`."""
     if cfg.compute == "ray":
@@ -122,7 +123,7 @@ def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[AnyLearner]:
 
 
 @contextmanager
-def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Sequence[str], *, version: int) -> Iterator[AnyEngine]:
+def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int) -> Iterator[AnyEngine]:
     """An engine alone. Errors: where a server is not what training may use; see `open_cluster`."""
     if cfg.compute == "ray":
         from agentgym.training.cluster import open_cluster

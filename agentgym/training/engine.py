@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ import torch
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import RunConfig
-from agentgym.rollouts.client import EnvPool, check_endpoints
+from agentgym.rollouts.client import Endpoints, EnvPools
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.policies.torch import TorchPolicy
@@ -79,9 +79,9 @@ class Engine:
     cfg: RunConfig
     checkpoint: Checkpoint
     policy: TorchPolicy
-    pool: EnvPool
+    pool: EnvPools
     loop: LoopThread
-    system: str
+    manuals: Mapping[str, str]  # by environment; empty where episodes do not begin with them
 
     def collect(
         self,
@@ -100,7 +100,7 @@ class Engine:
         rollout = self.cfg.rollout
         settings = episode_settings(
             self.cfg,
-            system=self.system,
+            manuals=self.manuals,
             seed=seed,
             step=step,
             max_turns=max_turns,
@@ -171,19 +171,19 @@ def canary_rows(tokenizer: Any) -> list[list[int]]:
     return [[(7 * row + 13 * column) % size for column in range(1, 17)] for row in range(4)]
 
 
-def episode_settings(cfg: RunConfig, *, system: str, **collection: Any) -> EpisodeSettings:
+def episode_settings(cfg: RunConfig, *, manuals: Mapping[str, str], **collection: Any) -> EpisodeSettings:
     """What the configuration says about every episode, and `collection` about this one."""
     return EpisodeSettings(
         max_new_tokens=cfg.rollout.max_new_tokens,
         context_tokens=cfg.model.context_tokens,
-        system=system,
+        manuals=manuals,
         action_format=cfg.rollout.action_format,
         **collection,
     )
 
 
 @contextmanager
-def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Sequence[str], *, version: int) -> Iterator[Engine]:
+def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int) -> Iterator[Engine]:
     """An engine that samples with the checkpoint's model, its own from here on. Errors: where a server is not what training may use."""
     policy = TorchPolicy(
         checkpoint.model,
@@ -192,21 +192,20 @@ def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Sequence[str]
         context_tokens=cfg.model.context_tokens,
     )
     policy.version = version
-    with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop):
-        system = loop.run(pool.info())[0].instructions if cfg.rollout.system_prompt else ""
-        yield Engine(cfg, checkpoint, policy, pool, loop, system)
+    with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, manuals):
+        yield Engine(cfg, checkpoint, policy, pool, loop, manuals)
 
 
 @contextmanager
-def open_pool(cfg: RunConfig, endpoints: Sequence[str], *, allow_expert: bool) -> Iterator[tuple[EnvPool, LoopThread]]:
-    """A client of the servers, checked, and the event loop it lives in."""
+def open_pool(cfg: RunConfig, endpoints: Endpoints, *, allow_expert: bool) -> Iterator[tuple[EnvPools, LoopThread, dict[str, str]]]:
+    """A client of the servers, checked, the event loop it lives in, and the task manuals episodes begin with, by environment."""
     loop = LoopThread()
     try:
-        pool = EnvPool(endpoints, request_timeout_s=cfg.env.request_timeout_s)
+        pool = EnvPools.of(cfg.envs, endpoints)
         loop.run(pool.__aenter__())
         try:
-            loop.run(check_endpoints(pool, expect_env=cfg.env.name, allow_expert=allow_expert, expect_options=cfg.env.options))
-            yield pool, loop
+            manuals = loop.run(pool.check(cfg.envs, allow_expert=allow_expert))
+            yield pool, loop, manuals if cfg.rollout.system_prompt else {}
         finally:
             loop.cancel()  # rollouts nobody waits for must not see the pool close under them
             loop.run(pool.__aexit__(None, None, None))

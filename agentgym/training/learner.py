@@ -133,7 +133,7 @@ class Learner:
                 raise ValueError(f"recipe {config.recipe} needs a critic; none was given to the learner")
             values, ends = self._estimate(batch)
             ends = torch.where(batch.cut, ends, 0.0) if (config.truncated or recipe.truncated) == "bootstrap" else torch.zeros_like(ends)
-        experience = Experience(row, rewards, batch.group_ids, config.gamma, config.gae_lambda, values, ends)
+        experience = Experience(row, rewards, batch.group_ids, config.gamma, config.gae_lambda, values, ends, batch.env_ids)
         given, targets = ADVANTAGES[recipe.advantages](experience)
         advantages = torch.zeros(len(batch.input_ids))
         advantages[acted] = given

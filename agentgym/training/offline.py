@@ -18,15 +18,16 @@ from agentgym.algorithms.batch import learnable, to_batch
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import OptimiserConfig, RunConfig
 from agentgym.context import TRAJECTORIES, StepContext, decode_trajectories, now_ms
-from agentgym.data import ItemStream, Splits, splits_from_json
+from agentgym.data import Splits, splits_from_json
 from agentgym.rollouts.horizon import Stage
-from agentgym.rollouts.metrics import rollout_metrics
+from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
 from agentgym.training.checkpoint import OPTIMISER, WEIGHTS, Checkpoint, load_checkpoint
 from agentgym.training.compute import AnyEngine, AnyLearner, LearnerPlan, open_compute, play_validation
 from agentgym.training.learner import Learner
 from agentgym.training.model import set_threads
+from agentgym.training.rl import train_stream
 from agentgym.training.sft import DEMOS, demo_rows
 from agentgym.types import Item, Trajectory
 
@@ -68,7 +69,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             if cfg.validation.every and step % cfg.validation.every == 0:
                 metrics["sync/canary_max_abs"] = engine.publish(learner, step)
                 validation = play_validation(cfg, engine, splits.validation, step)
-                metrics["validation/success"] = rollout_metrics(validation)["rollout/success"]
+                metrics |= validation_metrics(validation)
             metrics["time/step_s"] = time.perf_counter() - began
             cpu_began = time.process_time()
             points.append(Point(step, now_ms(), metrics))
@@ -110,7 +111,7 @@ def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item
     """The train items of a stage that begins at `start`, in the stream's order."""
     if RECIPES[cfg.algorithm.recipe].loop == "sft":
         return []
-    return ItemStream(splits.train, seed=cfg.seed, position=int(start.state.get("stream_position", 0))).next(cfg.offline.num_items)
+    return train_stream(cfg, splits, start).next(cfg.offline.num_items)
 
 
 def preference_pairs(trajectories: Sequence[Trajectory], *, per_item: int, seed: int, step: int) -> list[tuple[Trajectory, Trajectory]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from agentgym.config import RunConfig
 from agentgym.rollouts.chat import ChatRenderer
-from agentgym.rollouts.client import EnvPool, check_endpoints
+from agentgym.rollouts.client import Endpoints, EnvPools
 from agentgym.rollouts.collect import collect, in_order, require_valid
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.policies.torch import TorchPolicy
@@ -47,7 +48,7 @@ class WorkerPlan:
 
     cfg: RunConfig
     files: dict[str, bytes]  # architecture and tokenizer
-    endpoints: tuple[str, ...]
+    endpoints: Endpoints
     num_slots: int  # episodes at a time
     drivers_node: str  # Ray's id of the node the step runs on
 
@@ -55,12 +56,12 @@ class WorkerPlan:
 class RolloutWorker:
     """Actor: an engine of its own and its own connections to the environments. Its methods run in one event loop."""
 
-    async def start(self, plan: WorkerPlan, weights: np.ndarray[Any, Any], digest: str, version: int) -> tuple[str, str]:
-        """Begin with these weights. Result: (where this is, the environment's instructions)."""
+    async def start(self, plan: WorkerPlan, weights: np.ndarray[Any, Any], digest: str, version: int) -> tuple[str, dict[str, str]]:
+        """Begin with these weights. Result: (where this is, task manuals by environment)."""
         set_threads()
         self._cfg = cfg = plan.cfg
         if node_id() != plan.drivers_node:
-            for endpoint in plan.endpoints:
+            for endpoint in itertools.chain.from_iterable(plan.endpoints.values()):
                 if urlsplit(endpoint).hostname in ("127.0.0.1", "localhost", "::1"):
                     raise ValueError(
                         f"environment server {endpoint} can be reached on the machine of the step alone, and this rollout worker is on "
@@ -72,10 +73,10 @@ class RolloutWorker:
         self._renderer = ChatRenderer(tokenizer_from_files(json.loads(plan.files[TOKENIZER])))
         self._policy = TorchPolicy(model, stop_id=self._renderer.stop_id, num_slots=plan.num_slots, context_tokens=cfg.model.context_tokens)
         self._policy.version = version
-        self._pool = EnvPool(plan.endpoints, request_timeout_s=cfg.env.request_timeout_s)
+        self._pool = EnvPools.of(cfg.envs, plan.endpoints)
         await self._pool.__aenter__()
-        info = await check_endpoints(self._pool, expect_env=cfg.env.name, allow_expert=False, expect_options=cfg.env.options)
-        return f"process {os.getpid()} on {socket.gethostname()}", info[0].instructions if cfg.rollout.system_prompt else ""
+        manuals = await self._pool.check(cfg.envs, allow_expert=False)
+        return f"process {os.getpid()} on {socket.gethostname()}", manuals if cfg.rollout.system_prompt else {}
 
     async def play(self, item: Item, sample: int, settings: EpisodeSettings) -> Trajectory:
         """One episode, with as many attempts as a failing environment may have; each has a session of its own."""
@@ -143,7 +144,7 @@ class RayEngine:
         self._checkpoint, self._spawn, self._num_workers, self._loop = checkpoint, spawn, num_workers, loop
         self._canary = Canary(checkpoint.tokenizer)
         self._weights = Published(None, "", -1)
-        self._system = ""
+        self._manuals: dict[str, str] = {}
         self._num_lost = 0
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
@@ -178,7 +179,7 @@ class RayEngine:
         """As `Engine.collect`: trajectories in admission order. Errors: RolloutError, WorkersLost."""
         rollout = self._cfg.rollout
         settings = episode_settings(
-            self._cfg, system=self._system, seed=seed, step=step, max_turns=max_turns, temperature=temperature, read_last=read_last
+            self._cfg, manuals=self._manuals, seed=seed, step=step, max_turns=max_turns, temperature=temperature, read_last=read_last
         )
         slots = asyncio.Semaphore(rollout.concurrency)
 
@@ -294,9 +295,9 @@ class RayEngine:
         worker = Worker(index, await asyncio.to_thread(self._spawn, index))
         weights = self._weights
         try:
-            worker.where, self._system = await _within(
+            worker.where, self._manuals = await _within(
                 worker.actor.start.remote(self._plan, weights.reference, weights.digest, weights.version),
-                self._cfg.ray.placement_timeout_s + self._cfg.env.start_timeout_s,
+                self._cfg.ray.placement_timeout_s + max(env.start_timeout_s for env in self._cfg.envs),
             )
             worker.version = weights.version
             await self._update(worker)

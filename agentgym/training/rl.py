@@ -11,9 +11,9 @@ from agentgym.algorithms.batch import groups_with_signal, learnable, overlong_pe
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlgorithmConfig, ConfigError, RunConfig
 from agentgym.context import StepContext, now_ms
-from agentgym.data import ItemStream, splits_from_json
+from agentgym.data import ItemStream, Splits, splits_from_json
 from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
-from agentgym.rollouts.metrics import rollout_metrics
+from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
 from agentgym.training.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS, Checkpoint, load_checkpoint
@@ -35,7 +35,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     checkpoint = load_checkpoint(ctx.store, start)
     step = int(start.state["global_step"])
     horizon = horizon_state(start)
-    stream = ItemStream(splits.train, seed=cfg.seed, position=int(start.state.get("stream_position", 0)))
+    stream = train_stream(cfg, splits, start)
     skipped = 0
     ctx.progress.start(f"stage {stage.index} · max_turns {stage.max_turns}", stage.last_step - stage.first_step + 1)
     ctx.progress.advance(step + 1 - stage.first_step)
@@ -83,7 +83,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             validation = []
             if cfg.validation.every and step % cfg.validation.every == 0:
                 validation = play_validation(cfg, engine, splits.validation, step)
-                metrics["validation/success"] = rollout_metrics(validation)["rollout/success"]
+                metrics |= validation_metrics(validation)
             metrics |= {
                 "sync/staleness_max": float(max((step - 1 - turn.version for t in rollouts.trajectories for turn in t.turns), default=0)),
                 "time/generate_s": rollouts.seconds,
@@ -184,6 +184,11 @@ def resolved(cfg: RunConfig) -> AlgorithmConfig:
     longest = cfg.rollout.max_new_tokens * max(cfg.horizon.max_turns)
     own = {"truncated": recipe.truncated, "aggregation": recipe.aggregation, "constant_length": longest}
     return algorithm.model_copy(update={name: value for name, value in own.items() if getattr(algorithm, name) is None})
+
+
+def train_stream(cfg: RunConfig, splits: Splits, start: Manifest) -> ItemStream:
+    """The train items as they come after a commit."""
+    return ItemStream(splits.train, seed=cfg.seed, weights=cfg.weights, position=int(start.state.get("stream_position", 0)))
 
 
 def horizon_state(manifest: Manifest) -> HorizonState:

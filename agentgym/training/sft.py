@@ -11,9 +11,9 @@ import numpy as np
 
 from agentgym.algorithms.batch import to_batch
 from agentgym.context import StepContext, decode_trajectories, encode_trajectories, now_ms
-from agentgym.data import splits_from_json
+from agentgym.data import interleave, splits_from_json
 from agentgym.rollouts.chat import ChatRenderer
-from agentgym.rollouts.client import EnvError, EnvPool
+from agentgym.rollouts.client import EnvError, EnvPools
 from agentgym.rollouts.episode import Episode, EpisodeSettings, reply_naming
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
@@ -33,13 +33,12 @@ def initialise(ctx: StepContext) -> Manifest:
     cfg = ctx.cfg
     splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
     texts: list[_TextEpisode] = []
-    system = ""
+    manuals: dict[str, str] = {}
     if cfg.warm_start.enabled:
         order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len(splits.train))
-        items = [splits.train[index] for index in order[: cfg.warm_start.num_demos]]
+        items = interleave([splits.train[index] for index in order], cfg.weights)[: cfg.warm_start.num_demos]
         ctx.progress.start("expert demonstrations", len(items))
-        with ctx.environment(True) as endpoints, open_pool(cfg, endpoints, allow_expert=True) as (pool, loop):
-            system = loop.run(pool.info())[0].instructions if cfg.rollout.system_prompt else ""
+        with ctx.environment(True) as endpoints, open_pool(cfg, endpoints, allow_expert=True) as (pool, loop, manuals):
             texts = loop.run(_demonstrate(pool, items, cfg.rollout.concurrency, cfg.rollout.episode_timeout_s, ctx.progress.advance))
     if cfg.model.source == "hub":
         model, tokenizer = load_hub(cfg.model)
@@ -50,10 +49,12 @@ def initialise(ctx: StepContext) -> Manifest:
         tokenizer = train_tokenizer((text for episode in texts for text in episode.texts()), cfg.model.vocab_size)
         model = new_model(cfg.model, vocab_size=len(tokenizer), eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id, seed=cfg.seed)
     checkpoint = new_checkpoint(model, tokenizer)
-    demos = [episode.tokenise(checkpoint.renderer, _settings(ctx, system)) for episode in texts]
+    demos = [episode.tokenise(checkpoint.renderer, _settings(ctx, manuals)) for episode in texts]
     success = sum(demo.success for demo in demos) / len(demos) if demos else 0.0
-    if demos and not success:
-        raise ValueError(f"the expert of {cfg.env.name} solved none of {len(demos)} tasks; nothing to start from. Check env.options")
+    for env in cfg.envs if demos else ():
+        own = [demo for demo in demos if demo.item.env == env.name]
+        if not any(demo.success for demo in own):
+            raise ValueError(f"the expert of {env.name} solved none of {len(own)} tasks; nothing to start from. Check its options")
     return ctx.commit(
         done=True,
         state={"global_step": 0},
@@ -132,7 +133,7 @@ class _TextEpisode:
         """The ids a policy would have produced, had it played this."""
         settings = replace(settings, max_turns=max(1, len(self.steps)))
         episode = Episode(self.item, 0, settings, self.first_observation, success=self.success, timing={})
-        episode.read(renderer.start(self.first_observation, settings.system))
+        episode.read(renderer.start(self.first_observation, settings.manual(self.item)))
         for index, (action, observation, reward) in enumerate(self.steps):
             ids = tuple(renderer.action_ids(reply_naming(action, settings.action_format)))
             start = len(episode.input_ids)
@@ -143,7 +144,7 @@ class _TextEpisode:
         return episode.finish(Status.TERMINATED)
 
 
-def _settings(ctx: StepContext, system: str) -> EpisodeSettings:
+def _settings(ctx: StepContext, manuals: dict[str, str]) -> EpisodeSettings:
     rollout = ctx.cfg.rollout
     return EpisodeSettings(
         seed=ctx.cfg.seed,
@@ -152,13 +153,13 @@ def _settings(ctx: StepContext, system: str) -> EpisodeSettings:
         temperature=1.0,
         max_new_tokens=rollout.max_new_tokens,
         context_tokens=ctx.cfg.model.context_tokens,
-        system=system,
+        manuals=manuals,
         action_format=rollout.action_format,
     )
 
 
 async def _demonstrate(
-    pool: EnvPool, items: Sequence[Item], concurrency: int, timeout_s: float, progress: Callable[[int], None]
+    pool: EnvPools, items: Sequence[Item], concurrency: int, timeout_s: float, progress: Callable[[int], None]
 ) -> list[_TextEpisode]:
     """One expert episode of each item, in the items' order; where the expert gives up it ends without success.
 

@@ -47,7 +47,7 @@ def refusal(path, *overrides):
             "model: {context_tokens: 100}",
             "model.context_tokens 100 is too small for 12 turns of rollout.max_new_tokens 6 + observation_tokens 32 = 456; raise it",
         ),
-        ("rollout: {concurrency: 999}", "rollout.concurrency 999 is above env.max_sessions 256; lower it or raise the other"),
+        ("rollout: {concurrency: 999}", "rollout.concurrency 999 is above env.max_sessions 256 (babyai); lower it or raise the other"),
         (
             "algorithm: {truncated: bootstrap}",
             "bootstrap needs a critic, and recipe grpo has none; use zero or mask, or ppo",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentgym.config import ConfigError
-from agentgym.data import DataError, ItemStream, Splits, load_splits, parse_item_id, splits_from_json
+from agentgym.data import DataError, ItemStream, Splits, interleave, load_splits, mix_splits, parse_item_id, splits_from_json
 from agentgym.types import Item
 
 
@@ -233,3 +233,47 @@ def test_a_stream_refuses_no_items_and_a_negative_position() -> None:
         ItemStream([], seed=0)
     with pytest.raises(ValueError, match="position -1 must be >= 0"):
         stream(3, position=-1)
+
+
+def test_environments_take_turns_by_weight_and_each_keeps_its_own_order() -> None:
+    items = [Item("a", index) for index in range(40)] + [Item("b", index) for index in range(40)]
+    mixed = ItemStream(items, seed=3, weights={"a": 3.0, "b": 1.0}).next(40)
+    assert [item.env for item in mixed[:8]] == ["a", "a", "b", "a"] * 2
+    for env, count in (("a", 30), ("b", 10)):
+        own = [item.task_id for item in mixed if item.env == env]
+        alone = ItemStream([item for item in items if item.env == env], seed=3).next(count)
+        assert own == [item.task_id for item in alone]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    weights=st.dictionaries(st.sampled_from("abcd"), st.floats(0.1, 10), min_size=1),
+    before=st.integers(0, 60),
+    after=st.integers(0, 60),
+)
+def test_a_mixed_stream_resumes_where_it_was_and_no_environment_falls_behind(weights: dict[str, float], before: int, after: int) -> None:
+    items = [Item(env, index) for env in weights for index in range(7)]
+    whole = ItemStream(items, seed=1, weights=weights).next(before + after)
+    resumed = ItemStream(items, seed=1, weights=weights, position=before)
+    assert resumed.next(after) == whole[before:]
+    for env, weight in weights.items():
+        share = (before + after) * weight / sum(weights.values())
+        assert abs(sum(item.env == env for item in whole) - share) < len(weights)
+
+
+def test_a_stream_names_the_environment_that_has_no_item() -> None:
+    with pytest.raises(ValueError, match="got none of b"):
+        ItemStream([Item("a", 1)], seed=0, weights={"a": 1.0, "b": 1.0})
+
+
+def test_the_first_part_of_a_mixed_split_has_the_environments_shares(tmp_path: Path) -> None:
+    parts = []
+    for env, count in (("babyai", 6), ("textcraft", 2)):
+        test = tuple(Item(env, index, "test") for index in range(count))
+        parts.append(Splits((Item(env, 90, "train"),), (Item(env, 91, "validation"),), test, f"digest of {env}", (f"{env}: few",)))
+    mixed = mix_splits({"babyai": 1.0, "textcraft": 1.0}, parts)
+    assert [item.env for item in mixed.test] == ["babyai", "textcraft"] * 2 + ["babyai"] * 4
+    assert mixed.warnings == ("babyai: few", "textcraft: few")
+    assert splits_from_json(mixed.to_json()) == mixed
+    assert mix_splits({"babyai": 1.0}, parts[:1]) == parts[0]
+    assert interleave([], {"babyai": 1.0}) == []

@@ -122,3 +122,14 @@ def test_every_action_token_of_a_row_shares_its_outcome():
 def test_whitening_what_does_not_vary_gives_zeros():
     assert whiten(torch.full((4,), 0.1)).tolist() == [0.0] * 4
     assert whiten(torch.tensor([3.0])).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline", "gae"])
+def test_each_environment_is_whitened_among_its_own(name):
+    # of each: 1 and 0, or 100 and 0, one token each; mean 1/2 (50), sample deviation 0.70711 (70.711)
+    critic = {"values": torch.zeros(4), "end_values": torch.zeros(4)} if name == "gae" else {}
+    rows, groups, envs = [[1], [0], [100], [0]], [0, 0, 1, 1], torch.tensor([0, 0, 1, 1])
+    expected = [0.707107, -0.707107, 0.707107, -0.707107]
+    assert advantages(name, rows, groups, env_ids=envs, **critic) == pytest.approx(expected, abs=1e-4)
+    # negative control: together, the environment with the larger rewards decides
+    assert advantages(name, rows, groups, **critic)[0] != pytest.approx(0.707107, abs=0.1)

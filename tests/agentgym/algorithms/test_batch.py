@@ -150,3 +150,10 @@ def test_shuffled_outcomes_are_the_same_ones_on_other_rows_last_actions():
     assert torch.equal(shuffled.rewards[ends], shuffled.returns)
     assert torch.equal(batch.with_shuffled_outcomes(seed=0, step=1).rewards, shuffled.rewards)
     assert not torch.equal(batch.with_shuffled_outcomes(seed=0, step=2).rewards, shuffled.rewards)
+
+
+def test_rows_know_their_environment_and_so_does_every_selection():
+    rows = [trajectory([1, 2], [0, 1], env=env, task_id=index) for index, env in enumerate(["babyai", "textcraft", "babyai"])]
+    batch = to_batch(rows)
+    assert batch.env_ids.tolist() == [0, 1, 0]
+    assert batch.select(torch.tensor([2, 1])).env_ids.tolist() == [0, 1]

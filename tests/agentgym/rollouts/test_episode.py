@@ -131,7 +131,7 @@ def test_an_exact_fit_is_played(renderer):
 
 
 def test_the_manual_comes_first_where_there_is_one(renderer):
-    trajectory, _, _ = play(renderer, [says(renderer, "a")], [Reply(terminated=True)], replace(SETTINGS, system="rules"))
+    trajectory, _, _ = play(renderer, [says(renderer, "a")], [Reply(terminated=True)], replace(SETTINGS, manuals={"babyai": "rules"}))
     assert list(trajectory.input_ids[: trajectory.turns[0].start]) == renderer.start("task: go", "rules")
 
 

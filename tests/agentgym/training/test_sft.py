@@ -18,7 +18,7 @@ def test_a_demonstration_is_rendered_as_a_rollout_reads_it(tokenizer, action_for
     episode = _TextEpisode(Item("babyai", 4), "task: go")
     episode.steps = [("turn left", "you see", 0.0), ("move forward", "done", 1.0)]
     episode.success = True
-    demo = episode.tokenise(renderer, replace(SETTINGS, action_format=action_format, system="rules"))
+    demo = episode.tokenise(renderer, replace(SETTINGS, action_format=action_format, manuals={"babyai": "rules"}))
     spans = [demo.input_ids[turn.start : turn.end] for turn in demo.turns]
     assert [extract_action(renderer.text(span), action_format) for span in spans] == ["turn left", "move forward"]
     assert all(span[-1] == renderer.stop_id for span in spans)

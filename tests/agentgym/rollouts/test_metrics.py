@@ -1,0 +1,51 @@
+"""Figures of a collection, worked out by hand."""
+
+import pytest
+
+from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
+from agentgym.types import Item, Status, Trajectory, Turn
+
+
+def trajectory(env, reward, *, num_turns=1, status=Status.TERMINATED):
+    return Trajectory(
+        item=Item(env, 0),
+        sample=0,
+        step=1,
+        max_turns=4,
+        status=status,
+        reward=reward if status.is_valid else None,
+        success=reward == 1.0,
+        first_observation="",
+        turns=(Turn("go", "gone", 0.0, 0, 1, 0),) * num_turns,
+        input_ids=(1, 2),
+        action_mask=(False, True),
+        logprobs=(0.0, -0.5),
+        temperature=1.0,
+    )
+
+
+def test_environments_that_meet_have_figures_of_their_own():
+    both = [trajectory("babyai", 1.0), trajectory("babyai", 0.0, num_turns=3), trajectory("textcraft", 0.5, num_turns=2)]
+    metrics = rollout_metrics([*both, trajectory("textcraft", 0.0, status=Status.ENV_ERROR)])
+    assert metrics["rollout/success"] == pytest.approx(1 / 3)
+    assert metrics["rollout/env_error_frac"] == pytest.approx(1 / 4)
+    own = {name: value for name, value in metrics.items() if name.count("/") == 2}
+    assert own == {
+        "rollout/babyai/num_episodes": 2,
+        "rollout/babyai/success": 0.5,
+        "rollout/babyai/reward_mean": 0.5,
+        "rollout/babyai/turns_mean": 2,
+        "rollout/textcraft/num_episodes": 1,
+        "rollout/textcraft/success": 0,
+        "rollout/textcraft/reward_mean": 0.5,
+        "rollout/textcraft/turns_mean": 2,
+    }
+    assert validation_metrics(both) == {
+        "validation/success": pytest.approx(1 / 3),
+        "validation/babyai/success": 0.5,
+        "validation/textcraft/success": 0,
+    }
+
+
+def test_one_environment_has_no_second_set_of_figures():
+    assert not [name for name in rollout_metrics([trajectory("babyai", 1.0)]) if "babyai" in name]
