@@ -19,6 +19,7 @@ import uvicorn
 from envs.registry import load_spec
 from envs.server import ServerSettings, make_app
 from envs.sessions import Sessions
+from envs.wire import TOKEN_VARIABLE
 
 logger = logging.getLogger("envs")
 
@@ -69,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
         options = json.loads(arguments.options)
         if not isinstance(options, dict):
             raise ValueError(f"--options must be a JSON object, got {arguments.options!r}")
+        if arguments.recipes:
+            options["recipes"] = arguments.recipes
         spec = load_spec(arguments.name, options)
     except json.JSONDecodeError as error:
         return _refuse(f"--options is not JSON: {error}")
@@ -83,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         drain_timeout_s=arguments.drain_timeout,
         offer_expert=arguments.expert,
         expert_timeout_s=arguments.expert_timeout,
+        token=os.environ.get(TOKEN_VARIABLE, ""),
     )
     app = make_app(spec, settings)
     try:
@@ -115,11 +119,16 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m envs", description="Environment servers.")
     commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="serve one environment over HTTP", description="Serve one environment over HTTP.")
+    serve = commands.add_parser(
+        "serve",
+        help="serve one environment over HTTP",
+        description=f"Serve one environment over HTTP. Where {TOKEN_VARIABLE} is set, requests must bear that token.",
+    )
     serve.add_argument("name", help="environment, for example babyai")
     serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
     serve.add_argument("--port", type=int, default=0, help="0 takes a free one (default)")
     serve.add_argument("--options", default="{}", metavar="JSON", help="the environment's options")
+    serve.add_argument("--recipes", default="", metavar="DIR", help="textcraft: AgentGym's recipe folder, the same as the option recipes")
     serve.add_argument("--max-sessions", type=_positive_int, default=256, metavar="N", help="(default: %(default)s)")
     serve.add_argument("--session-ttl", type=_positive_float, default=300.0, metavar="S", help="an idle session is closed after this")
     serve.add_argument("--drain-timeout", type=_positive_float, default=30.0, metavar="S", help="for open sessions after SIGTERM")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -11,16 +12,36 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from envs.compat import DIALECTS, AgentGymRoutes, read_body
 from envs.env import EnvSpec
+from envs.openapi import Route, document
 from envs.sessions import Refused, ServerSettings, Sessions
-from envs.wire import CreateRequest, ErrorKind, ErrorReply, Message, SessionRequest, StepRequest
+from envs.wire import (
+    TOKEN_VARIABLE,
+    CloseReply,
+    CreateReply,
+    CreateRequest,
+    ErrorKind,
+    ErrorReply,
+    ExpertReply,
+    InfoReply,
+    Message,
+    ObservationReply,
+    ReadyReply,
+    RenderReply,
+    SessionRequest,
+    StepReply,
+    StepRequest,
+)
 
 __all__ = ["ServerSettings", "make_app"]
 
 M = TypeVar("M", bound=Message)
-MAX_BODY_BYTES = 256 * 1024
+Handler = Callable[[Request], Awaitable[Response]]
+OPEN_PATHS = ("/healthz", "/readyz", "/metrics")  # asked by probes and scrapers, which bear no token; nothing of an episode is in them
 
 
 def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
@@ -71,13 +92,30 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(sessions.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    posts: list[Callable[[Request], Awaitable[Response]]] = [step, create, close]
+    async def openapi(_: Request) -> Response:
+        return JSONResponse(document(app.title, [route for route, _ in table], bearer=bool(settings.token)))
+
+    table: list[tuple[Route, Handler]] = [
+        (Route("POST", "/step", StepRequest, StepReply, summary="act"), step),
+        (Route("POST", "/create", CreateRequest, CreateReply, summary="open a session on a task"), create),
+        (Route("POST", "/close", SessionRequest, CloseReply, summary="close a session"), close),
+        (Route("GET", "/info", None, InfoReply, summary="what this server is"), info),
+        (Route("GET", "/observation", SessionRequest, ObservationReply, summary="the last observation"), observation),
+        (Route("GET", "/render", SessionRequest, RenderReply, summary="a picture of the present state"), render),
+        (Route("GET", "/readyz", None, ReadyReply, summary="is the scripted episode passed"), readyz),
+        (Route("GET", "/healthz", media_type="text/plain", summary="is the process alive"), healthz),
+        (Route("GET", "/metrics", media_type="text/plain", summary="Prometheus figures"), metrics),
+        (Route("GET", "/openapi.json", summary="this document"), openapi),
+    ]
     if settings.offer_expert:
-        posts.append(expert)
-    for handler in posts:
-        app.add_route(f"/{handler.__name__}", handler, methods=["POST"])
-    for handler in (info, observation, render, healthz, readyz, metrics):
-        app.add_route(f"/{handler.__name__}", handler, methods=["GET"])
+        table.append((Route("POST", "/expert", SessionRequest, ExpertReply, summary="what an expert would do now"), expert))
+    if spec.name in DIALECTS:
+        for method, path, body, handler in AgentGymRoutes(sessions).table():
+            table.append((Route(method, path, body, errors=None, summary="as AgentGym's server"), handler))
+    for route, handler in table:
+        app.add_route(route.path, handler, methods=[route.method])
+    if settings.token:
+        app.add_middleware(Bearer, token=settings.token, refuse=lambda error: failed(error.reply, error.status))
 
     def failed(reply: ErrorReply, status: int) -> Response:
         sessions.metrics.errors.labels(reply.kind.value).inc()
@@ -102,14 +140,29 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
     return app
 
 
+class Bearer:
+    """Lets requests pass that bear the token, and those to OPEN_PATHS."""
+
+    def __init__(self, app: ASGIApp, token: str, refuse: Callable[[Refused], Response]) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._expected):
+                message = f"this server asks for a bearer token; set {TOKEN_VARIABLE} to the one it was started with"
+                response = self._refuse(Refused(ErrorKind.UNAUTHORIZED, message))
+                response.headers["WWW-Authenticate"] = "Bearer"
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 async def _parse(request: Request, model: type[M]) -> M:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise Refused(ErrorKind.BAD_REQUEST, f"body is longer than {MAX_BODY_BYTES} bytes")
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(await read_body(request))
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in problem["loc"]) or "body"

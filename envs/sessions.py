@@ -43,6 +43,7 @@ CALL_TIMEOUT_S = 120.0  # of one call to a blocking simulator
 EXPERT_THREADS = 4
 
 STATUS = {
+    ErrorKind.UNAUTHORIZED: 401,
     ErrorKind.UNKNOWN_SESSION: 404,
     ErrorKind.TURN_MISMATCH: 409,
     ErrorKind.SESSION_GONE: 410,
@@ -62,6 +63,7 @@ class ServerSettings:
     drain_timeout_s: float = 30.0  # open sessions get this long once the server was asked to stop
     offer_expert: bool = False
     expert_timeout_s: float = 5.0
+    token: str = ""  # every request but probes and metrics must bear it; empty: none is asked for
 
 
 class Refused(Exception):
@@ -176,14 +178,14 @@ class Sessions:
             raise Refused(ErrorKind.NOT_READY, "the scripted episode has not passed yet")
         return ReadyReply(ready=True, active_sessions=len(self._by_id), max_sessions=self.settings.max_sessions)
 
-    async def create(self, request: CreateRequest) -> bytes:
-        """The same key gives the same session, also to two requests at once."""
+    async def create(self, request: CreateRequest, make: Callable[[], Simulator] | None = None) -> bytes:
+        """The same key gives the same session, also to two requests at once. make: another simulator than the served one."""
         if request.request_key in self._gone_keys:
             raise Refused(ErrorKind.SESSION_GONE, "the session of this request key was closed; use a new key")
         opening = self._by_key.get(request.request_key)
         if opening is None:
             self._admit()
-            opening = asyncio.create_task(self._open(request))
+            opening = asyncio.create_task(self._open(request, make or self.spec.make))
             self._by_key[request.request_key] = opening
         session = await asyncio.shield(opening)
         if session.task_id != request.task_id:
@@ -280,12 +282,12 @@ class Sessions:
             self.metrics.rejected.inc()
             raise Refused(ErrorKind.FULL, f"all {self.settings.max_sessions} sessions are taken")
 
-    async def _open(self, request: CreateRequest) -> Session:
+    async def _open(self, request: CreateRequest, make: Callable[[], Simulator]) -> Session:
         simulator: Simulator | None = None
 
         def build() -> str:
             nonlocal simulator
-            simulator = self.spec.make()
+            simulator = make()
             return simulator.reset(request.task_id)
 
         try:

@@ -3,7 +3,7 @@
 A request acts at most once: `create` carries a request key, `step` the number of its turn, and the server repeats the
 reply it already gave. Errors are status codes with an `ErrorReply` body:
 
-404 unknown_session · 409 turn_mismatch · 410 session_gone · 422 bad_request · 500 env_crashed | expert_failed ·
+401 unauthorized · 404 unknown_session · 409 turn_mismatch · 410 session_gone · 422 bad_request · 500 env_crashed | expert_failed ·
 503 full | draining | not_ready
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 PROTOCOL_VERSION = 1
+TOKEN_VARIABLE = "AGENTGYM_ENV_TOKEN"  # noqa: S105 - in the environment of server and client: the bearer token the one asks for
 MAX_ACTION_CHARS = 16_384
 
 
@@ -27,6 +28,7 @@ class Message(BaseModel):
 class ErrorKind(StrEnum):
     """What went wrong, for a program; `ErrorReply.message` is for a person."""
 
+    UNAUTHORIZED = "unauthorized"
     UNKNOWN_SESSION = "unknown_session"
     TURN_MISMATCH = "turn_mismatch"
     SESSION_GONE = "session_gone"

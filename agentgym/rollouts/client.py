@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import ipaddress
 import logging
+import os
 import random
+import socket
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Protocol, Self, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 from pydantic import ValidationError
@@ -20,6 +26,7 @@ from agentgym.types import Item
 from envs.wire import (
     MAX_ACTION_CHARS,
     PROTOCOL_VERSION,
+    TOKEN_VARIABLE,
     CloseReply,
     CreateReply,
     CreateRequest,
@@ -43,7 +50,7 @@ MAX_BACKOFF_S = 5.0  # also the most a server's Retry-After is believed
 LOAD_AGE_S = 1.0  # how old a server's reported load may be
 CLOSE_TIMEOUT_S = 5.0
 CHECK_TIMEOUT_S = 10.0  # of one request before a run begins
-_HEADERS = {"Content-Type": "application/json"}
+RESOLVE_S = 30.0  # how long the addresses of a host name are believed
 
 
 class EnvError(RuntimeError):
@@ -118,30 +125,47 @@ class EnvSession:
 
 
 class EnvPool:
-    """Servers of one environment. Use as `async with`."""
+    """Servers of one environment, which may come and go. Use as `async with`."""
 
     def __init__(self, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4, patience_s: float = 20.0) -> None:
-        """patience_s: while no server of the pool opens a session, `session` tries at least so long: one may be restarting."""
+        """endpoints: URLs; a host name with several addresses stands for a server at each, and is looked up again and again.
+
+        patience_s: while no server of the pool opens a session, `session` tries at least so long: one may be restarting.
+        """
         if not endpoints:
             raise ValueError("no environment server given; name at least one endpoint such as http://127.0.0.1:8000")
-        self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
+        self._configured = tuple(endpoint.rstrip("/") for endpoint in endpoints)
+        self.endpoints = self._configured  # as last looked up
+        self._hosts: dict[str, str] = {}  # endpoint by address -> the name it was found under
+        self._resolved_at = -RESOLVE_S
+        self._checked: dict[str, InfoReply] = {}  # what endpoints were when they were checked
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._max_retries = max_retries
         self._patience_s = patience_s
         self._refused_since: float | None = None  # when the pool last stopped opening sessions
         self._http: aiohttp.ClientSession | None = None
         self._random = random.SystemRandom()  # which server answers changes no result
-        self._load = dict.fromkeys(self.endpoints, 0.0)  # open sessions; inf where the server takes none
-        self._load_seen_at = dict.fromkeys(self.endpoints, 0.0)
+        self._load: defaultdict[str, float] = defaultdict(float)  # open sessions; inf where the server takes none
+        self._load_seen_at: defaultdict[str, float] = defaultdict(float)
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        self._http = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=_HEADERS)
+        self._http = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=request_headers())
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._http is not None:
             await self._http.close()
+
+    async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
+        """Refuse servers that are not what the run was configured for; those that come later are held to the same.
+
+        Result: the task manual. Errors: as `check_endpoints`.
+        """
+        await self._resolve()
+        found = await check_endpoints(self, expect_env=env.name, allow_expert=allow_expert, expect_options=env.options)
+        self._checked = dict(zip(self.endpoints, found, strict=True))
+        return found[0].instructions
 
     async def info(self) -> list[InfoReply]:
         """What each endpoint is, in the order given. Errors: EnvError."""
@@ -205,12 +229,49 @@ class EnvPool:
                 attempt += 1
 
     async def _choose(self) -> str:
-        """The less loaded of two servers drawn at random."""
-        if len(self.endpoints) == 1:
-            return self.endpoints[0]
-        pair = self._random.sample(self.endpoints, 2)
-        await asyncio.gather(*(self._refresh_load(endpoint) for endpoint in pair))
-        return min(pair, key=self._load.__getitem__)
+        """The less loaded of two servers drawn at random. Errors: EnvError where it has come since the check and is another one."""
+        await self._resolve()
+        pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
+        if len(pair) > 1:
+            await asyncio.gather(*(self._refresh_load(endpoint) for endpoint in pair))
+        chosen = min(pair, key=self._load.__getitem__)
+        if self._checked and chosen not in self._checked:
+            await self._check_newcomer(chosen)
+        return chosen
+
+    async def _resolve(self) -> None:
+        """Look host names up, at most once in RESOLVE_S. One that cannot be found keeps the addresses it had."""
+        if time.monotonic() - self._resolved_at < RESOLVE_S:
+            return
+        self._resolved_at = time.monotonic()
+        found: dict[str, str] = {}  # endpoint -> name it was found under, where that is another
+        for endpoint in self._configured:
+            parts = urlsplit(endpoint)
+            addresses: set[tuple[str, int]] = set()
+            if parts.scheme == "http" and parts.hostname and not _is_address(parts.hostname):
+                with contextlib.suppress(OSError):
+                    rows = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
+                    addresses = {(f"[{row[4][0]}]" if row[0] is socket.AF_INET6 else str(row[4][0]), int(row[4][1])) for row in rows}
+                if not addresses:
+                    logger.warning("%s cannot be found; going on with the addresses known so far", parts.hostname)
+                    found |= {known: name for known, name in self._hosts.items() if name == parts.netloc} or {endpoint: ""}
+                    continue
+            if len(addresses) < 2:
+                found[endpoint] = ""
+            else:
+                found |= {f"http://{host}:{port}{parts.path}": parts.netloc for host, port in sorted(addresses)}
+        self._hosts = {endpoint: name for endpoint, name in found.items() if name}
+        if set(found) != set(self.endpoints):
+            logger.info("environment servers are now %s", ", ".join(found))
+        self.endpoints = tuple(found)
+
+    async def _check_newcomer(self, endpoint: str) -> None:
+        expected, info = next(iter(self._checked.values())), await self.ask(endpoint, "/info", InfoReply)
+        for name in ("env", "options", "protocol_version", "offers_expert", "instructions"):
+            if getattr(info, name) != getattr(expected, name):
+                message = f"a server that came later has {name}={getattr(info, name)!r:.200}, the others {getattr(expected, name)!r:.200}"
+                raise EnvError(endpoint, "/info", "", "mismatch", f"{message}; make them equal")
+        self._checked[endpoint] = info
 
     async def _refresh_load(self, endpoint: str) -> None:
         """Ask at most once in LOAD_AGE_S; in between our own sessions are counted on top."""
@@ -231,7 +292,8 @@ class EnvPool:
         assert self._http is not None, "use the pool as `async with EnvPool(...)`"
         data = None if body is None else body.model_dump_json().encode()
         try:
-            async with self._http.request("GET" if body is None else "POST", endpoint + route, data=data) as response:
+            host = {"Host": self._hosts[endpoint]} if endpoint in self._hosts else None
+            async with self._http.request("GET" if body is None else "POST", endpoint + route, data=data, headers=host) as response:
                 content = await response.read()
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -254,10 +316,19 @@ class EnvPool:
         await asyncio.sleep(min(wait_s, MAX_BACKOFF_S))
 
 
+class AnyPool(Protocol):
+    """Servers of one environment, of whichever dialect."""
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def session(self, item: Item, request_key: str) -> AbstractAsyncContextManager[Any]: ...
+    async def check(self, env: EnvConfig, *, allow_expert: bool) -> str: ...
+
+
 class EnvPools:
     """The servers of every environment of a run. Use as `async with`."""
 
-    def __init__(self, pools: Mapping[str, EnvPool]) -> None:
+    def __init__(self, pools: Mapping[str, AnyPool]) -> None:
         """pools: by environment, not entered yet."""
         self._pools = pools
         self._stack = AsyncExitStack()
@@ -272,9 +343,10 @@ class EnvPools:
 
     @classmethod
     def of(cls, envs: Sequence[EnvConfig], endpoints: Endpoints) -> Self:
-        return cls({env.name: EnvPool(endpoints[env.name], request_timeout_s=env.request_timeout_s) for env in envs})
+        """endpoints: those of the configuration, of its dialect, or servers of ours."""
+        return cls({env.name: _pool(env, endpoints[env.name]) for env in envs})
 
-    def session(self, item: Item, request_key: str) -> AbstractAsyncContextManager[EnvSession]:
+    def session(self, item: Item, request_key: str) -> AbstractAsyncContextManager[Any]:
         """As `EnvPool.session`, of the item's environment."""
         return self._pools[item.env].session(item, request_key)
 
@@ -283,11 +355,22 @@ class EnvPools:
 
         Errors: as `check_endpoints`.
         """
-        manuals = {}
-        for env in envs:
-            found = await check_endpoints(self._pools[env.name], expect_env=env.name, allow_expert=allow_expert, expect_options=env.options)
-            manuals[env.name] = found[0].instructions
-        return manuals
+        return {env.name: await self._pools[env.name].check(env, allow_expert=allow_expert) for env in envs}
+
+
+def _pool(env: EnvConfig, endpoints: Sequence[str], **settings: Any) -> AnyPool:
+    settings = {"request_timeout_s": env.request_timeout_s, **settings}
+    if env.dialect == "agentgym" and set(endpoints) == set(env.endpoints):
+        from agentgym.rollouts.dialect import AgentGymPool
+
+        return AgentGymPool(env.name, endpoints, **settings)
+    return EnvPool(endpoints, **settings)
+
+
+def request_headers() -> dict[str, str]:
+    """Of every request to an environment server. The token comes from the process's environment: no file or log ever has it."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
 
 
 async def check_endpoints(
@@ -334,14 +417,23 @@ def check_env_servers(env: EnvConfig) -> None:
     """
 
     async def ask() -> None:
-        async with EnvPool(env.endpoints, request_timeout_s=min(env.request_timeout_s, CHECK_TIMEOUT_S), max_retries=2) as pool:
-            await check_endpoints(pool, expect_env=env.name, allow_expert=False, expect_options=env.options)
+        async with _pool(env, env.endpoints, request_timeout_s=min(env.request_timeout_s, CHECK_TIMEOUT_S), max_retries=2) as pool:
+            await pool.check(env, allow_expert=False)
 
     if env.endpoints:
         try:
             asyncio.run(ask())
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+
+def _is_address(host: str) -> bool:
+    """True for what need not be looked up."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
 
 
 def _give_up(endpoint: str, route: str, session_id: str, attempt: int, error: _Retryable) -> NoReturn:

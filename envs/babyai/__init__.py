@@ -67,6 +67,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         make=lambda: World(parsed),
         options=chosen,
         probe_actions=("turn left", "turn right", "move forward"),
+        agentgym=lambda: World(Options(AGENTGYM_LEVELS, "agentgym", "high", "minigrid")),
     )
 
 

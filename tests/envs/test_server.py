@@ -401,3 +401,39 @@ def test_babyai_is_served_with_its_options():
             assert (await step(client, session, 1, action)).json()["success"] is True
 
     asyncio.run(main())
+
+
+def test_a_token_is_asked_for_where_there_is_one_but_not_by_probes():
+    async def main():
+        async with serving(token="secret") as (client, _, _):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+                reply = await client.get("/info", headers=headers)
+                assert (reply.status_code, reply.headers["WWW-Authenticate"]) == (401, "Bearer")
+                failure = ErrorReply.model_validate_json(reply.content)
+                assert failure.kind == "unauthorized"
+                assert "AGENTGYM_ENV_TOKEN" in failure.message
+                assert "secret" not in reply.text
+            assert (await client.get("/info", headers={"Authorization": "Bearer secret"})).status_code == 200
+            assert [(await client.get(path)).status_code for path in ("/healthz", "/readyz", "/metrics")] == [200] * 3
+            assert 'env_errors_total{kind="unauthorized"} 3.0' in (await client.get("/metrics")).text
+
+    asyncio.run(main())
+
+
+def test_the_openapi_document_names_every_route_and_its_messages():
+    async def main():
+        async with serving(offer_expert=True, token="t") as (client, _, _):
+            document = (await client.get("/openapi.json", headers={"Authorization": "Bearer t"})).json()
+            routes = {(method, path) for path, methods in document["paths"].items() for method in methods}
+            assert {("post", f"/{name}") for name in ("create", "step", "close", "expert")} < routes
+            assert {("get", f"/{name}") for name in ("info", "observation", "render", "healthz", "readyz", "metrics")} < routes
+            schemas = document["components"]["schemas"]
+            assert schemas["StepRequest"]["properties"]["turn"]["minimum"] == 1
+            assert document["paths"]["/observation"]["get"]["parameters"][0]["name"] == "session_id"
+            assert document["security"] == [{"token": []}]
+        async with serving() as (client, _, _):
+            document = (await client.get("/openapi.json")).json()
+            assert "/expert" not in document["paths"]
+            assert "security" not in document
+
+    asyncio.run(main())

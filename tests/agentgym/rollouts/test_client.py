@@ -294,3 +294,94 @@ def test_servers_that_are_not_what_was_configured_are_refused(serving, monkeypat
 def test_a_pool_without_servers_is_refused():
     with pytest.raises(ValueError, match="at least one endpoint"):
         EnvPool([], request_timeout_s=1)
+
+
+def resolving(monkeypatch, table):
+    """Names of `table` have its addresses, which may change; all others are real."""
+    real = asyncio.BaseEventLoop.getaddrinfo
+
+    async def getaddrinfo(loop, host, port, **settings):
+        if host not in table:
+            return await real(loop, host, port, **settings)
+        if table[host] is None:
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in table[host]]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(client, "RESOLVE_S", 0.0)
+
+
+@asynccontextmanager
+async def server_at(host, port, options=None):
+    """A BabyAI server on another loopback address, in this loop."""
+    import uvicorn
+
+    from envs.babyai import spec
+    from envs.server import ServerSettings, make_app
+
+    app = make_app(spec(options or {}), ServerSettings(drain_timeout_s=0.1))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    while not (server.started and app.state.sessions.ready):
+        await asyncio.sleep(0.01)
+    try:
+        yield listener.getsockname()[1], app.state.sessions
+    finally:
+        server.should_exit = True
+        await running
+
+
+def test_a_name_with_several_addresses_is_several_servers_that_come_and_go(monkeypatch):
+    async def main():
+        table = {"envs.test": ["127.0.0.2", "127.0.0.3"]}
+        resolving(monkeypatch, table)
+        async with server_at("127.0.0.2", 0) as (port, first), server_at("127.0.0.3", port) as (_, second):
+            async with pool_of(f"http://envs.test:{port}") as pool:
+                await pool.check(EnvConfig(options={"view": "compact"}), allow_expert=False)
+                assert set(pool.endpoints) == {f"http://127.0.0.2:{port}", f"http://127.0.0.3:{port}"}
+                for number in range(12):
+                    await play(pool, f"key {number}", ["turn left"])
+                both = first.metrics.steps._value.get(), second.metrics.steps._value.get()
+                assert min(both) > 0
+                assert sum(both) == 12
+                table["envs.test"] = ["127.0.0.3", "127.0.0.4"]  # one left, one came
+                async with server_at("127.0.0.4", port) as (_, third):
+                    for number in range(12, 24):
+                        await play(pool, f"key {number}", ["turn left"])
+                    assert first.metrics.steps._value.get() == both[0]
+                    assert third.metrics.steps._value.get() > 0
+                    table["envs.test"] = None  # the name service is away: the addresses known so far serve on
+                    await play(pool, "last key", ["turn left"])
+                    assert set(pool.endpoints) == {f"http://127.0.0.3:{port}", f"http://127.0.0.4:{port}"}
+
+    asyncio.run(main())
+
+
+def test_a_server_that_comes_later_must_be_like_the_others(monkeypatch):
+    async def main():
+        table = {"envs.test": ["127.0.0.2", "127.0.0.3"]}
+        resolving(monkeypatch, table)
+        async with server_at("127.0.0.2", 0) as (port, _), server_at("127.0.0.3", port), pool_of(f"http://envs.test:{port}") as pool:
+            await pool.check(EnvConfig(), allow_expert=False)
+            table["envs.test"] = ["127.0.0.5", "127.0.0.6"]
+            async with server_at("127.0.0.5", port, {"view": "agentgym"}), server_at("127.0.0.6", port, {"view": "agentgym"}):
+                with pytest.raises(EnvError, match=r"a server that came later has options=.*'view': 'agentgym'"):
+                    await play(pool, "key")
+
+    asyncio.run(main())
+
+
+def test_the_token_of_the_environment_is_sent(serving, monkeypatch):
+    async def main(endpoint):
+        async with pool_of(endpoint) as pool:
+            with pytest.raises(EnvError, match="unauthorized: this server asks for a bearer token; set AGENTGYM_ENV_TOKEN"):
+                await pool.info()
+        monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "secret")
+        async with pool_of(endpoint) as pool:
+            assert len(await play(pool, "key")) == 6
+
+    with serving(token="secret") as (endpoint, _):
+        asyncio.run(main(endpoint))

@@ -1,0 +1,170 @@
+"""A client of AgentGym's own servers: their routes and shapes, behind the same sessions as ours.
+
+What their protocol cannot do is not made up: a step has no number, so a lost reply ends the attempt at the episode (it is
+played again in a session of its own); there is no load, no manual and no expert; a session nobody closes stays for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from agentgym.config import ConfigError, EnvConfig
+from agentgym.rollouts.client import CLOSE_TIMEOUT_S, MAX_BACKOFF_S, EnvError, request_headers
+from agentgym.types import Item
+from envs.wire import MAX_ACTION_CHARS, StepReply
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_S = 0.1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What differs between AgentGym's servers."""
+
+    greeting: str  # what `GET /` answers, at least in part
+    create: Callable[[int], Any]  # task -> body
+    reset: Callable[[int, int], dict[str, Any]]  # id, task -> body
+    names_id: str = "id"  # of the environment's id in step and close
+    reward: str = "reward"  # of a step's answer
+    is_total: bool = False  # that figure is the sum so far
+
+
+SHAPES = {
+    "textcraft": Shape("TextCraft", lambda _: {}, lambda number, task: {"id": number, "data_idx": task}),
+    "babyai": Shape("BabyAI", lambda _: None, lambda number, task: {"id": number, "data_idx": task}, reward="score", is_total=True),
+    "searchqa": Shape("ok", lambda task: {"id": task}, lambda number, task: {"env_idx": number, "id": task}, names_id="env_idx"),
+}
+
+
+class AgentGymSession:
+    """One open episode. One coroutine at a time uses it."""
+
+    def __init__(self, pool: AgentGymPool, endpoint: str, number: int, observation: str) -> None:
+        self.endpoint = endpoint
+        self.observation = observation  # the latest
+        self.turn = 0
+        self.number = number
+        self._pool = pool
+        self._total = 0.0
+
+    async def step(self, action: str) -> StepReply:
+        """Act; never sent twice. A positive reward ends the episode: their servers go on, and would pay it again. Errors: EnvError."""
+        shape = self._pool.shape
+        text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
+        answer = await self._pool.ask(self.endpoint, "/step", {shape.names_id: self.number, "action": text})
+        try:
+            observation, figure, done = str(answer["observation"]), float(answer[shape.reward]), bool(answer["done"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise EnvError(self.endpoint, "/step", "", "protocol", f"unexpected answer {json.dumps(answer)[:200]}") from error
+        reward = figure - self._total if shape.is_total else figure
+        self._total += reward
+        self.turn += 1
+        self.observation = observation
+        return StepReply(
+            turn=self.turn, observation=observation, reward=reward, terminated=done or reward > 0, truncated=False, success=reward > 0
+        )
+
+    async def close(self) -> None:
+        """Best effort, tried once."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._pool.ask(self.endpoint, "/close", {self._pool.shape.names_id: self.number})
+        except (EnvError, TimeoutError) as error:
+            logger.warning("a session stays open on a server that has no reaper: %s", error)
+
+
+class AgentGymPool:
+    """AgentGym's servers of one environment. Use as `async with`."""
+
+    def __init__(self, env: str, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4) -> None:
+        """Errors: ConfigError where AgentGym has no such server, or its protocol is not known here."""
+        if env not in SHAPES:
+            raise ConfigError(f"env.dialect agentgym is known for {', '.join(sorted(SHAPES))}, not for {env!r}; use native servers")
+        self.shape = SHAPES[env]
+        self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
+        self._env = env
+        self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
+        self._max_retries = max_retries
+        self._open = dict.fromkeys(self.endpoints, 0)  # our own sessions
+        self._random = random.SystemRandom()
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+        self._http = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=request_headers())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
+        """Refuse servers of another environment. Result: "", they have no manual. Errors: EnvError; ValueError naming the endpoint."""
+        for endpoint in self.endpoints:
+            greeting = str(await self._repeated(endpoint, "/", None))
+            if self.shape.greeting not in greeting:
+                raise ValueError(f"{endpoint} says {greeting[:80]!r}, which no AgentGym server of {env.name} does; correct env.endpoints")
+        return ""
+
+    @asynccontextmanager
+    async def session(self, item: Item, request_key: str) -> AsyncIterator[AgentGymSession]:
+        """An open session on the item, closed at the end. Errors: EnvError."""
+        endpoint = min(self._random.sample(self.endpoints, min(2, len(self.endpoints))), key=self._open.__getitem__)
+        created = await self._repeated(endpoint, "/create", self.shape.create(item.task_id), post=True)
+        number = created.get("id") if isinstance(created, dict) else created
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise EnvError(endpoint, "/create", "", "protocol", f"unexpected answer {json.dumps(created)[:200]}")
+        session = AgentGymSession(self, endpoint, number, "")
+        self._open[endpoint] += 1
+        try:
+            shown = await self._repeated(endpoint, "/reset", self.shape.reset(number, item.task_id))
+            observation = shown.get("observation") if isinstance(shown, dict) else shown
+            if not isinstance(observation, str):
+                raise EnvError(endpoint, "/reset", "", "protocol", f"unexpected answer {json.dumps(shown)[:200]}")
+            session.observation = observation
+            yield session
+        finally:
+            self._open[endpoint] -= 1
+            await session.close()
+
+    async def ask(self, endpoint: str, route: str, body: Any, *, post: bool = True) -> Any:
+        """One request, sent once. Errors: EnvError; kind `unreachable` where it may or may not have been carried out."""
+        assert self._http is not None, "use the pool as `async with AgentGymPool(...)`"
+        method = "POST" if post else "GET"
+        try:
+            async with self._http.request(method, endpoint + route, data=None if body is None else json.dumps(body)) as response:
+                content, status = await response.read(), response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EnvError(endpoint, route, "", "unreachable", f"{type(error).__name__} {error}".strip()) from error
+        if status == 503:
+            raise EnvError(endpoint, route, "", "full", content[:200].decode(errors="replace"))
+        try:
+            answer = json.loads(content)
+        except ValueError as error:
+            raise EnvError(endpoint, route, "", "protocol", f"status {status}, {content[:200].decode(errors='replace')!r}") from error
+        if status != 200 or (isinstance(answer, dict) and "error" in answer):
+            raise EnvError(endpoint, route, "", "env_crashed", f"status {status}: {json.dumps(answer)[:300]}")
+        return answer
+
+    async def _repeated(self, endpoint: str, route: str, body: Any, *, post: bool = False) -> Any:
+        """A request that may be sent again: it opens, resets or asks. A session opened twice is left behind, never acted in."""
+        attempt = 0
+        while True:
+            try:
+                return await self.ask(endpoint, route, body, post=post or body is not None)
+            except EnvError as error:
+                if error.kind not in ("unreachable", "full") or attempt >= self._max_retries:
+                    raise
+                await asyncio.sleep(min(BACKOFF_S * 2**attempt * (1 + self._random.random()), MAX_BACKOFF_S))
+                attempt += 1

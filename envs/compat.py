@@ -1,0 +1,286 @@
+"""AgentGym's own routes under `/agentgym`, so that its clients work unchanged against this server.
+
+Shapes and error style are theirs (errors are status 200 with `{"error": text}` where their server does so); sessions,
+limits and the reaper are ours. Ids are unguessable integers below 2**53. On purpose not theirs: an episode that ended pays
+nothing more, and `close` of an unknown id is `false` everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from envs.sessions import Refused, Sessions
+from envs.wire import MAX_ACTION_CHARS, CreateReply, CreateRequest, ErrorKind, StepReply, StepRequest
+
+Json = dict[str, Any]
+MAX_ID = 2**53
+
+
+class Reset(BaseModel):
+    """Further fields are ignored, as AgentGym's servers do."""
+
+    id: int = Field(validation_alias=AliasChoices("id", "env_idx"))
+    data_idx: int = 0
+
+
+class SearchReset(BaseModel):
+    id: int = Field(validation_alias="env_idx")
+    data_idx: int | None = Field(default=None, validation_alias="id")  # None: the one given to create
+
+
+class Step(BaseModel):
+    id: int = Field(validation_alias=AliasChoices("id", "env_idx"))
+    action: str = Field(max_length=MAX_ACTION_CHARS)
+
+
+class Named(BaseModel):
+    id: int = Field(validation_alias=AliasChoices("id", "env_idx"))
+
+
+class TextCraftCreate(BaseModel):
+    """A body is required; what it says about recipes is overruled by the reset that follows."""
+
+    commands: str | None = None
+    goal: str | None = None
+
+
+class SearchCreate(BaseModel):
+    id: int
+
+
+class Nothing(BaseModel):
+    """No body is expected."""
+
+
+@dataclass(slots=True)
+class Place:
+    """One of AgentGym's environments: an id, and since its reset a session."""
+
+    id: int
+    task: int | None  # index of the item, once it is known
+    used: float
+    session: str = ""  # our session id
+    turn: int = 0
+    observation: str = ""
+    reward: float = 0.0  # of the last turn
+    score: float = 0.0  # sum of the rewards
+    done: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What differs between AgentGym's servers."""
+
+    greeting: str
+    create: type[BaseModel]
+    reset: type[BaseModel]
+    created: Callable[[Place], Any]
+    shown: Callable[[Place], Any]  # after reset, and to GET /observation
+    stepped: Callable[[Place], Json]
+    counts: bool = False  # create begins an episode, of an index the server counts itself
+    polite: bool = True  # errors have status 200
+
+
+def _whole(value: float) -> int | float:
+    return int(value) if value == int(value) else value
+
+
+DIALECTS = {
+    "textcraft": Dialect(
+        greeting="This is environment TextCraft.",
+        create=TextCraftCreate,
+        reset=Reset,
+        created=lambda place: {"id": place.id, "observation": place.observation, "done": False, "reward": 0},
+        shown=lambda place: {"id": place.id, "observation": place.observation, "done": place.done, "reward": _whole(place.reward)},
+        stepped=lambda place: {"observation": place.observation, "reward": _whole(place.reward), "done": place.done},
+        counts=True,
+    ),
+    "babyai": Dialect(
+        greeting="This is environment BabyAI.",
+        create=Nothing,
+        reset=Reset,
+        created=lambda place: {"id": place.id},
+        shown=lambda place: {
+            "observation": place.observation, "reward": place.reward, "score": place.score, "deleted": False, "done": place.done,
+        },
+        stepped=lambda place: {"observation": place.observation, "reward": place.reward, "score": place.score, "done": place.done},
+    ),
+    "searchqa": Dialect(
+        greeting="ok",
+        create=SearchCreate,
+        reset=SearchReset,
+        created=lambda place: place.id,
+        shown=lambda place: place.observation,
+        stepped=lambda place: {"observation": place.observation, "reward": place.reward, "done": place.done, "info": None},
+        polite=False,
+    ),
+}  # fmt: skip
+
+
+class AgentGymRoutes:
+    """The routes of one server, over the sessions it has anyway."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._dialect = DIALECTS[sessions.spec.name]
+        self._make = sessions.spec.agentgym or sessions.spec.make
+        self._places: dict[int, Place] = {}
+        self._counter = itertools.count()
+
+    def table(self) -> Iterator[tuple[str, str, type[BaseModel] | None, Callable[[Request], Awaitable[Response]]]]:
+        """(method, path, body, handler) of every route."""
+        dialect, prefix = self._dialect, "/agentgym"
+        yield "GET", f"{prefix}/", None, self._greet
+        yield "POST", f"{prefix}/create", dialect.create, self._answering(dialect.create, self._create)
+        yield "POST", f"{prefix}/reset", dialect.reset, self._answering(dialect.reset, self._reset)
+        yield "POST", f"{prefix}/step", Step, self._answering(Step, self._step)
+        yield "POST", f"{prefix}/close", Named, self._answering(Named, self._close)
+        yield "POST", f"{prefix}/render", Named, self._answering(Named, self._render)
+        yield "GET", f"{prefix}/observation", Named, self._observation
+
+    async def _greet(self, _: Request) -> Response:
+        return JSONResponse(self._dialect.greeting)
+
+    async def _create(self, body: BaseModel) -> Any:
+        self._forget()
+        if len(self._places) >= self._sessions.settings.max_sessions:
+            raise Refused(ErrorKind.FULL, f"all {self._sessions.settings.max_sessions} environments are taken")
+        task = body.id if isinstance(body, SearchCreate) else next(self._counter) if self._dialect.counts else None
+        place = Place(1 + secrets.randbelow(MAX_ID - 1), _checked(task), time.monotonic())
+        if self._dialect.counts:
+            await self._open(place)
+        self._places[place.id] = place
+        return self._dialect.created(place)
+
+    async def _reset(self, body: Any) -> Any:
+        place = self._find(body.id)
+        async with place.lock:
+            await self._end(place)
+            place.task = _checked(place.task if body.data_idx is None else body.data_idx)
+            await self._open(place)
+            return self._dialect.shown(place)
+
+    async def _step(self, body: Any) -> Any:
+        place = self._find(body.id)
+        async with place.lock:
+            if place.done:
+                raise Refused(ErrorKind.SESSION_GONE, f"The task with environment {place.id} has finished.")
+            if not place.session:
+                if place.task is None:
+                    raise Refused(ErrorKind.BAD_REQUEST, f"The environment {place.id} has not been reset.")
+                await self._open(place)
+            request = StepRequest(session_id=place.session, turn=place.turn + 1, action=body.action)
+            reply = StepReply.model_validate_json(await self._sessions.step(request))
+            place.turn, place.observation, place.reward = reply.turn, reply.observation, reply.reward
+            place.score += reply.reward
+            place.done = reply.terminated or reply.truncated
+            return self._dialect.stepped(place)
+
+    async def _close(self, body: Any) -> bool:
+        place = self._places.pop(body.id, None)
+        if place is None:
+            return False
+        async with place.lock:
+            await self._end(place)
+        return True
+
+    async def _render(self, body: Any) -> str:
+        place = self._begun(body.id)
+        reply = await self._sessions.render(place.session)
+        data = reply.data if reply.media_type != "text/plain" else base64.b64encode(reply.data.encode()).decode()
+        return f"data:{reply.media_type};base64,{data}"
+
+    async def _observation(self, request: Request) -> Response:
+        def look() -> Any:
+            return self._dialect.shown(self._begun(Named.model_validate(dict(request.query_params)).id))
+
+        async def answer() -> Any:
+            shown = look()
+            return shown["observation"] if self._dialect.counts else shown
+
+        return await self._reply(answer)
+
+    def _answering(self, model: type[BaseModel], act: Callable[[Any], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+        async def handler(request: Request) -> Response:
+            raw = await read_body(request)
+
+            async def answer() -> Any:
+                return await act(model() if model is Nothing else model.model_validate_json(raw))
+
+            return await self._reply(answer)
+
+        return handler
+
+    async def _reply(self, answer: Callable[[], Awaitable[Any]]) -> Response:
+        try:
+            return JSONResponse(await answer())
+        except ValidationError as error:
+            detail = [{"type": e["type"], "loc": ["body", *e["loc"]], "msg": e["msg"]} for e in error.errors(include_url=False)]
+            return JSONResponse({"detail": detail}, 422)
+        except Refused as error:
+            self._sessions.metrics.errors.labels(error.reply.kind.value).inc()
+            retry = {} if error.reply.retry_after_s is None else {"Retry-After": str(max(1, round(error.reply.retry_after_s)))}
+            status = 200 if self._dialect.polite and error.status != 503 else error.status
+            return JSONResponse({"error": error.reply.message}, status, retry)
+
+    def _find(self, number: int) -> Place:
+        place = self._places.get(number)
+        if place is None:
+            raise Refused(ErrorKind.UNKNOWN_SESSION, f"The id {number} is not valid.")
+        place.used = time.monotonic()
+        return place
+
+    def _begun(self, number: int) -> Place:
+        place = self._find(number)
+        if not place.session:
+            raise Refused(ErrorKind.BAD_REQUEST, "Environment not initialized")
+        return place
+
+    async def _open(self, place: Place) -> None:
+        assert place.task is not None
+        request = CreateRequest(request_key=f"agentgym-{place.id}-{secrets.token_hex(8)}", task_id=place.task)
+        opened = CreateReply.model_validate_json(await self._sessions.create(request, self._make))
+        place.session, place.observation = opened.session_id, opened.observation
+        place.turn, place.reward, place.score, place.done = 0, 0.0, 0.0, False
+
+    async def _end(self, place: Place) -> None:
+        if place.session:
+            await self._sessions.close(place.session)
+            place.session = ""
+
+    def _forget(self) -> None:
+        """Drop the ids nobody used for as long as a session may be idle; their sessions were reaped."""
+        oldest = time.monotonic() - self._sessions.settings.session_ttl_s
+        for place in [place for place in self._places.values() if place.used < oldest and not place.lock.locked()]:
+            del self._places[place.id]
+
+
+def _checked(task: int | None) -> int | None:
+    if task is not None and not 0 <= task < MAX_ID:
+        raise Refused(ErrorKind.BAD_REQUEST, f"data_idx must be at least 0 and below {MAX_ID}, got {task}")
+    return task
+
+
+MAX_BODY_BYTES = 256 * 1024
+
+
+async def read_body(request: Request) -> bytes:
+    """Errors: Refused where it is longer than MAX_BODY_BYTES."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise Refused(ErrorKind.BAD_REQUEST, f"body is longer than {MAX_BODY_BYTES} bytes")
+    return body

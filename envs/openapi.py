@@ -1,0 +1,67 @@
+"""The OpenAPI document of an environment server, made from the messages it checks its requests with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from envs.wire import ErrorReply
+
+REF = "#/components/schemas/{model}"
+
+
+@dataclass(frozen=True)
+class Route:
+    """What can be asked. A GET takes its fields from the query, a POST from the body."""
+
+    method: str
+    path: str
+    request: type[BaseModel] | None = None
+    reply: type[BaseModel] | None = None  # None: any JSON, or text
+    errors: type[BaseModel] | None = ErrorReply  # body of what is not 200; None: any
+    media_type: str = "application/json"
+    summary: str = ""
+
+
+def document(title: str, routes: Sequence[Route], *, bearer: bool) -> dict[str, Any]:
+    """OpenAPI 3.1. bearer: requests must bear a token."""
+    models = {model for route in routes for model in (route.request, route.reply, route.errors) if model is not None}
+    ordered = sorted(models, key=lambda model: model.__name__)
+    _, definitions = models_json_schema([(model, "validation") for model in ordered], ref_template=REF)
+    paths: dict[str, Any] = {}
+    for route in routes:
+        entry: dict[str, Any] = {
+            "operationId": f"{route.method.lower()} {route.path}",
+            "summary": route.summary,
+            "responses": {
+                "200": {"description": "done", "content": {route.media_type: {"schema": _schema(route.reply)}}},
+                "default": {"description": "refused", "content": {"application/json": {"schema": _schema(route.errors)}}},
+            },
+        }
+        if route.request is not None and route.method == "POST":
+            entry["requestBody"] = {"required": True, "content": {"application/json": {"schema": _schema(route.request)}}}
+        elif route.request is not None:
+            own = definitions["$defs"][route.request.__name__]
+            entry["parameters"] = [
+                {"name": name, "in": "query", "required": name in own.get("required", ()), "schema": schema}
+                for name, schema in own["properties"].items()
+            ]
+        paths.setdefault(route.path, {})[route.method.lower()] = entry
+    result: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": "1"},
+        "paths": paths,
+        "components": {"schemas": definitions.get("$defs", {})},
+    }
+    if bearer:
+        result["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        result["security"] = [{"token": []}]
+    return result
+
+
+def _schema(model: type[BaseModel] | None) -> dict[str, Any]:
+    return {} if model is None else {"$ref": REF.format(model=model.__name__)}

@@ -1,0 +1,122 @@
+"""The client of AgentGym's protocol against servers that speak it."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from agentgym.config import ConfigError, EnvConfig, RunConfig
+from agentgym.rollouts.client import EnvError, EnvPools
+from agentgym.rollouts.dialect import AgentGymPool
+from agentgym.types import Item
+
+
+def pool_of(endpoint, env="babyai", **settings):
+    return AgentGymPool(env, [endpoint], **{"request_timeout_s": 5.0, "max_retries": 1, **settings})
+
+
+def test_an_episode_is_played_in_agentgyms_protocol_and_closed(serving):
+    async def main(endpoint, sessions):
+        env = EnvConfig(name="babyai", dialect="agentgym", endpoints=(f"{endpoint}/agentgym",))
+        async with EnvPools.of([env], {"babyai": env.endpoints}) as pools:
+            assert await pools.check([env], allow_expert=False) == {"babyai": ""}
+            async with pools.session(Item("babyai", 0), "key") as session:
+                assert session.observation.startswith("Your goal: go to the red ball")
+                reply = await session.step("turn left")
+                assert (reply.turn, reply.reward, reply.terminated) == (1, 0.0, False)
+                await session.step("turn right")
+                reply = await session.step("go to red ball 1")
+                assert (reply.terminated, reply.success) == (True, True)
+                assert 0.5 < reply.reward < 1  # the gain of this turn, not the sum their server answers with
+                assert sessions.info().active_sessions == 1
+        assert sessions.info().active_sessions == 0
+
+    with serving({"view": "compact"}) as (endpoint, sessions):
+        asyncio.run(main(endpoint, sessions))
+
+
+def test_other_servers_are_refused_by_what_they_say(serving):
+    async def main(endpoint):
+        async with pool_of(f"{endpoint}/agentgym", env="textcraft") as pool:
+            with pytest.raises(ValueError, match=r"says 'This is environment BabyAI.', which no AgentGym server of textcraft does"):
+                await pool.check(EnvConfig(name="textcraft"), allow_expert=False)
+
+    with serving() as (endpoint, _):
+        asyncio.run(main(endpoint))
+
+
+@asynccontextmanager
+async def answering(*bodies):
+    """A server that gives each request the next of these answers: (status, text), or None to cut the connection."""
+    left, asked = list(bodies), []
+
+    async def handle(reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        asked.append(head.split(" ")[1])
+        answer = left.pop(0) if left else (200, "true")
+        if answer is not None:
+            status, text = answer
+            writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n{text}".encode())
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
+    finally:
+        server.close()
+
+
+OPENED = ((200, '{"id": 5}'), (200, '{"observation": "a room"}'))
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (None, "unreachable"),
+        ((200, '{"error": "The id 5 is not valid."}'), "env_crashed"),
+        ((500, '"boom"'), "env_crashed"),
+        ((200, "<html>"), "protocol"),
+        ((200, '{"observation": "x", "score": 0.0}'), "protocol"),
+        ((503, "full"), "full"),
+    ],
+)
+def test_a_step_that_fails_is_an_environment_error_and_never_sent_twice(answer, kind):
+    async def main():
+        async with answering(*OPENED, answer) as (endpoint, asked), pool_of(endpoint) as pool:
+            async with pool.session(Item("babyai", 1), "key") as session:
+                with pytest.raises(EnvError) as caught:
+                    await session.step("turn left")
+            assert caught.value.kind == kind
+            assert asked == ["/create", "/reset", "/step", "/close"]
+
+    asyncio.run(main())
+
+
+def test_opening_and_resetting_are_tried_again():
+    async def main():
+        async with answering(None, OPENED[0], (503, "full"), OPENED[1]) as (endpoint, asked), pool_of(endpoint) as pool:
+            async with pool.session(Item("babyai", 1), "key") as session:
+                assert session.observation == "a room"
+            assert asked == ["/create", "/create", "/reset", "/reset", "/close"]
+
+    asyncio.run(main())
+
+
+def test_a_late_reward_ends_the_episode_although_their_server_goes_on():
+    async def main():
+        late = (200, '{"observation": "completed", "reward": 0.3, "score": 0.3, "done": false}')
+        async with answering(*OPENED, late) as (endpoint, _), pool_of(endpoint) as pool, pool.session(Item("babyai", 1), "k") as session:
+            reply = await session.step("go to red ball 1")
+            assert (reply.reward, reply.terminated, reply.success) == (0.3, True, True)
+
+    asyncio.run(main())
+
+
+def test_what_the_dialect_cannot_do_is_said_before_anything_starts():
+    with pytest.raises(ConfigError, match="known for babyai, searchqa, textcraft, not for 'maze'"):
+        AgentGymPool("maze", ["http://127.0.0.1:1"], request_timeout_s=1)
+    with pytest.raises(ValueError, match=r"needs env\.endpoints"):
+        RunConfig.model_validate({"env": {"dialect": "agentgym"}})
+    with pytest.raises(ValueError, match="has none"):
+        RunConfig.model_validate({"env": {"dialect": "agentgym", "endpoints": ["http://a:1"]}, "rollout": {"system_prompt": True}})

@@ -1,0 +1,113 @@
+"""AgentGym's routes, asked in the way its own clients ask: bare posts, an id, asserted status 200."""
+
+import asyncio
+import base64
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from envs.registry import load_spec
+from envs.server import ServerSettings, make_app
+
+
+@asynccontextmanager
+async def serving(name, options=None, **settings):
+    app = make_app(load_spec(name, options or {}), ServerSettings(**{"drain_timeout_s": 0.1, **settings}))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://env/agentgym") as client,
+    ):
+        yield client, app.state.sessions
+
+
+async def post(client, route, status=200, **body):
+    reply = await client.post(route, json=body)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def test_a_babyai_client_creates_resets_plays_looks_and_closes():
+    async def main():
+        async with serving("babyai") as (client, sessions):  # whatever the server's own options are
+            assert (await client.get("/")).json() == "This is environment BabyAI."
+            reply = await client.post("/create")  # without a body, as the client does
+            number = reply.json()["id"]
+            assert 0 < number < 2**53
+            shown = await post(client, "/reset", id=number, data_idx=0)
+            assert shown.keys() == {"observation", "reward", "score", "deleted", "done"}
+            assert shown["observation"].startswith("Your goal: go to the red ball\nIn front of you in this room")
+            assert 'Available actions: ["turn left"' in shown["observation"]
+            assert (await client.get(f"/observation?id={number}")).json() == shown
+            won = await post(client, "/step", id=number, action="go to red ball 1")
+            assert won.keys() == {"observation", "reward", "score", "done"}
+            assert won["done"] is True
+            assert won["reward"] == won["score"] > 0.5
+            assert "The task is completed." in won["observation"]
+            over = await post(client, "/step", id=number, action="turn left")
+            assert over == {"error": f"The task with environment {number} has finished."}
+            again = await post(client, "/reset", id=number, data_idx=0)
+            assert again == shown  # and nothing of the first episode is left
+            picture = await post(client, "/render", id=number)
+            assert base64.b64decode(picture.removeprefix("data:image/png;base64,"))[:4] == b"\x89PNG"
+            assert await post(client, "/close", id=number) is True
+            assert await post(client, "/close", id=number) is False
+            assert sessions.info().active_sessions == 0
+
+    asyncio.run(main())
+
+
+def test_errors_have_the_style_its_servers_have():
+    async def main():
+        async with serving("babyai") as (client, _):
+            assert await post(client, "/step", id=99, action="turn left") == {"error": "The id 99 is not valid."}
+            number = (await client.post("/create")).json()["id"]
+            assert "has not been reset" in (await post(client, "/step", id=number, action="turn left"))["error"]
+            assert (await client.get(f"/observation?id={number}")).json() == {"error": "Environment not initialized"}
+            assert "data_idx must be at least 0" in (await post(client, "/reset", id=number, data_idx=-1))["error"]
+            detail = (await post(client, "/step", status=422, id="x"))["detail"]
+            assert [(row["loc"], row["type"]) for row in detail] == [(["body", "id"], "int_parsing"), (["body", "action"], "missing")]
+            assert (await client.post("/reset", content=b"{")).status_code == 422
+
+    asyncio.run(main())
+
+
+def test_the_server_limits_and_forgets_ids_like_sessions():
+    async def main():
+        async with serving("babyai", max_sessions=2, session_ttl_s=0.2) as (client, sessions):
+            ids = [(await client.post("/create")).json()["id"] for _ in range(2)]
+            full = await client.post("/create")
+            assert (full.status_code, full.headers["Retry-After"]) == (503, "1")
+            await post(client, "/reset", id=ids[0], data_idx=1)
+            await asyncio.sleep(0.5)
+            assert sessions.info().active_sessions == 0  # reaped
+            fresh = (await client.post("/create")).json()["id"]
+            assert fresh not in ids
+            assert await post(client, "/step", id=ids[0], action="turn left") == {"error": f"The id {ids[0]} is not valid."}
+
+    asyncio.run(main())
+
+
+def test_requests_at_once_on_one_id_take_turns():
+    async def main():
+        async with serving("babyai") as (client, _):
+            number = (await client.post("/create")).json()["id"]
+            await post(client, "/reset", id=number, data_idx=2)
+            replies = await asyncio.gather(*(post(client, "/step", id=number, action="turn left") for _ in range(8)))
+            assert all("error" not in reply for reply in replies)
+            # eight quarter turns to the left: the last view is the first one
+            first = (await post(client, "/reset", id=number, data_idx=2))["observation"]
+            assert first.split("\n", 1)[1] in [reply["observation"] for reply in replies]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("key", ["id", "env_idx"])
+def test_an_id_may_have_either_of_its_two_names(key):
+    async def main():
+        async with serving("babyai") as (client, _):
+            number = (await client.post("/create")).json()["id"]
+            await post(client, "/reset", **{key: number}, data_idx=3)
+            assert "observation" in await post(client, "/step", **{key: number}, action="turn left")
+
+    asyncio.run(main())
