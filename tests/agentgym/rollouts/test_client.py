@@ -338,7 +338,7 @@ def test_a_name_with_several_addresses_is_several_servers_that_come_and_go(monke
     async def main():
         table = {"envs.test": ["127.0.0.2", "127.0.0.3"]}
         resolving(monkeypatch, table)
-        async with server_at("127.0.0.2", 0) as (port, first), server_at("127.0.0.3", port) as (_, second):
+        async with server_at("127.0.0.2", 0) as (port, first), server_at("127.0.0.3", port) as (_, second):  # noqa: SIM117
             async with pool_of(f"http://envs.test:{port}") as pool:
                 await pool.check(EnvConfig(options={"view": "compact"}), allow_expert=False)
                 assert set(pool.endpoints) == {f"http://127.0.0.2:{port}", f"http://127.0.0.3:{port}"}
