@@ -65,9 +65,10 @@ class Recipe:
 
 
 class Book:
-    """All recipes, in an order that depends on their contents alone.
+    """All recipes, in the order of their drafts.
 
-    goals: every craftable item, by depth and then by name. depth: of items and kinds; 0 where nothing has to be crafted.
+    raw: what can be fetched. members: of every kind. depth: of items and kinds, 0 where nothing has to be crafted.
+    goals: every craftable item, by depth and then by name.
     """
 
     def __init__(self, drafts: Iterable[Draft], source: str) -> None:
@@ -98,16 +99,16 @@ class Book:
             tree: list[Recipe] = []
             queue = [goal]
             for name in queue:  # grows
-                tree += self.by_output.get(name, [])
-                below = self.members.get(name) or [part for recipe in self.by_output.get(name, []) for part, _ in recipe.ingredients]
-                for part in sorted(below):
+                own = self.by_output.get(name, [])
+                tree += own
+                for part in [*sorted(self.members.get(name, ())), *(part for recipe in own for part, _ in recipe.ingredients)]:
                     if part not in seen:
                         seen.add(part)
                         queue.append(part)
             used = dict.fromkeys(part for recipe in tree for part, _ in recipe.ingredients)
-            others = dict.fromkeys(recipe.text for part in used for recipe in self._users[part])
-            texts = [recipe.text for recipe in tree]
-            self._told[goal] = texts, [text for text in others if text not in set(texts)]
+            texts = dict.fromkeys(recipe.text for recipe in tree)
+            others = dict.fromkeys(recipe.text for part in used for recipe in self._users[part] if recipe.text not in texts)
+            self._told[goal] = [*texts], [*others]
         return self._told[goal]
 
     def find(self, output: str, given: Mapping[str, int]) -> Recipe | None:
@@ -241,7 +242,7 @@ def _without_cycles(drafts: Sequence[Draft]) -> list[Draft]:
     below: dict[str, set[str]] = defaultdict(set)
     for draft in drafts:
         if draft.kind:
-            below["#" + draft.kind].add(draft.output)
+            below["#" + draft.kind].update((draft.output, draft.kind))
     kept = []
     for draft in drafts:
         parts = [name for name, _ in draft.ingredients]
