@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from envs.textcraft.recipes import Book, Recipe
@@ -26,14 +27,13 @@ class Choices:
             return name
         return self.members.get(name) or min(self.book.members[name], key=lambda member: (self.book.depth[member], member))
 
-    def others(self, name: str) -> list[Choices]:
-        """What could be decided differently about one ingredient."""
-        result = []
-        for recipe in self.book.by_output.get(name, []):
-            result.append(Choices(self.book, {**self.recipes, name: recipe}, self.members))
-        for member in sorted(self.book.members.get(name, [])):
-            result.append(Choices(self.book, self.recipes, {**self.members, name: member}))
-        return result if len(result) > 1 else []
+    def others(self, item: str) -> Iterator[Choices]:
+        """Every way to decide anew about one item: its recipe, and who stands for the kinds in that."""
+        for recipe in self.book.by_output.get(item, ()):
+            kinds = [name for name, _ in recipe.ingredients if name in self.book.members]
+            for standing in itertools.product(*(sorted(self.book.members[kind]) for kind in kinds)):
+                members = {**self.members, **dict(zip(kinds, standing, strict=True))}
+                yield Choices(self.book, {**self.recipes, item: recipe}, members)
 
     def _depth_below(self, recipe: Recipe) -> int:
         return max(self.book.depth[name] for name, _ in recipe.ingredients)
@@ -111,13 +111,13 @@ class Plan:
 
 
 def shortest(goal: str, inventory: Mapping[str, int], choices: Choices) -> Plan:
-    """The plan that no other single choice makes shorter; never longer than under the choices given."""
+    """The plan that deciding anew about any one item does not make shorter; never longer than under the choices given."""
     best = Plan(goal, inventory, choices)
     improved = True
     while improved:
         improved = False
-        for name in dict.fromkeys(name for need in best.needs for name in (need.name, need.item)):
-            for other in best.choices.others(name):
+        for item in dict.fromkeys(need.item for need in best.needs):
+            for other in best.choices.others(item):
                 plan = Plan(goal, inventory, other)
                 if len(plan.acts) < len(best.acts):
                     best, improved = plan, True

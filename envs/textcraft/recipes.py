@@ -85,8 +85,7 @@ class Book:
                 users[name].append(recipe)
         self.by_output = dict(self.by_output)
         self._users = dict(users)
-        kinds = {kind for kind, members in self.members.items() if kind not in members}
-        self.raw = frozenset(name for name in users if name not in self.by_output and name not in kinds)
+        self.raw = frozenset(name for name in users if name not in self.by_output and name not in self.members)
         self.depth = self._measure()
         self.goals = sorted(self.by_output, key=lambda name: (self.depth[name], name))
         self.digest = hashlib.sha256("\n".join(self._lines()).encode()).hexdigest()[:16]
@@ -266,29 +265,30 @@ def _reachable(names: Iterable[str], below: Mapping[str, set[str]]) -> set[str]:
 def _resolve(drafts: Sequence[Draft]) -> tuple[list[Recipe], dict[str, frozenset[str]]]:
     """(recipes, members by kind).
 
-    A kind of which no recipe makes a member is an item like any other; a kind named like an item has that as a member, too.
+    A kind of which no recipe makes a member is an item like any other. One named like an item has that as a member, too, and is
+    told as `any sand`.
     """
-    used = {name.removeprefix("#") for draft in drafts for name, _ in draft.ingredients if name.startswith("#")}
-    members: dict[str, set[str]] = defaultdict(set)
+    used = {name for draft in drafts for name, _ in draft.ingredients if name.startswith("#")}
+    items = {name for draft in drafts for name in (draft.output, *(part for part, _ in draft.ingredients)) if name not in used}
+    by_kind: dict[str, set[str]] = defaultdict(set)
     for draft in drafts:
-        if draft.kind in used:
-            members[plain(draft.kind)].add(plain(draft.output))
-    for draft in drafts:
-        for name in (draft.output, *(part for part, _ in draft.ingredients)):
-            if plain(name) in members:
-                members[plain(name)].add(plain(name))
+        if f"#{draft.kind}" in used:
+            by_kind[f"#{draft.kind}"].update({draft.output, draft.kind} & items)
+    names = {kind: plain(kind[1:]) for kind in used}
+    names |= {kind: f"any {plain(kind[1:])}" for kind in by_kind if kind[1:] in items}
+
     recipes: dict[tuple[str, frozenset[tuple[str, int]]], Recipe] = {}
     for draft in drafts:
         ingredients: Counter[str] = Counter()
-        for name, n in draft.ingredients:
-            ingredients[plain(name.removeprefix("#"))] += n
+        for part, n in draft.ingredients:
+            ingredients[names.get(part) or plain(part)] += n
         if not ingredients:
             continue
         output = plain(draft.output)
         parts = ", ".join(f"{n} {name}" for name, n in ingredients.items())
         recipe = Recipe(output, draft.count, tuple(ingredients.items()), f"craft {draft.count} {output} using {parts}")
         recipes.setdefault((output, frozenset(ingredients.items())), recipe)
-    return list(recipes.values()), {kind: frozenset(names) for kind, names in sorted(members.items())}
+    return list(recipes.values()), {names[kind]: frozenset(map(plain, found)) for kind, found in sorted(by_kind.items())}
 
 
 def _fits(items: Mapping[str, int], slots: Sequence[tuple[frozenset[str], int]]) -> bool:
