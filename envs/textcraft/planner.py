@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,12 +27,13 @@ class Choices:
         return self.members.get(name) or min(self.book.members[name], key=lambda member: (self.book.depth[member], member))
 
     def others(self, item: str) -> Iterator[Choices]:
-        """Every way to decide anew about one item: its recipe, and who stands for the kinds in that."""
+        """Other ways to make one item: by each of its recipes, with each member of one of the kinds in that."""
         for recipe in self.book.by_output.get(item, ()):
-            kinds = [name for name, _ in recipe.ingredients if name in self.book.members]
-            for standing in itertools.product(*(sorted(self.book.members[kind]) for kind in kinds)):
-                members = {**self.members, **dict(zip(kinds, standing, strict=True))}
-                yield Choices(self.book, {**self.recipes, item: recipe}, members)
+            recipes = {**self.recipes, item: recipe}
+            yield Choices(self.book, recipes, self.members)
+            for kind, _ in recipe.ingredients:
+                for member in sorted(self.book.members.get(kind, ())):
+                    yield Choices(self.book, recipes, {**self.members, kind: member})
 
     def _depth_below(self, recipe: Recipe) -> int:
         return max(self.book.depth[name] for name, _ in recipe.ingredients)
@@ -111,7 +111,7 @@ class Plan:
 
 
 def shortest(goal: str, inventory: Mapping[str, int], choices: Choices) -> Plan:
-    """The plan that deciding anew about any one item does not make shorter; never longer than under the choices given."""
+    """The plan that no other way to make one of its items makes shorter; never longer than under the choices given."""
     best = Plan(goal, inventory, choices)
     improved = True
     while improved:

@@ -50,7 +50,7 @@ class Recipe:
 
     def accepts(self, given: Mapping[str, int], members: Mapping[str, frozenset[str]]) -> bool:
         """True where `given`, items by name, is neither less nor more than this recipe takes."""
-        left = {name: n for name, n in given.items() if n}
+        left = dict(given)
         slots = []
         for name, n in self.ingredients:
             if name in members:
@@ -77,10 +77,16 @@ class Book:
         self.recipes, self.members = _resolve(kept)
         if not self.recipes:
             raise ValueError(f"no crafting recipe in {source}")
+        self._exact: dict[tuple[str, frozenset[tuple[str, int]]], Recipe] = {}
+        self._loose: dict[str, list[Recipe]] = defaultdict(list)  # those with kinds
         self.by_output: dict[str, list[Recipe]] = defaultdict(list)
         users: dict[str, list[Recipe]] = defaultdict(list)
         for recipe in self.recipes:
             self.by_output[recipe.output].append(recipe)
+            if any(name in self.members for name, _ in recipe.ingredients):
+                self._loose[recipe.output].append(recipe)
+            else:
+                self._exact[recipe.output, frozenset(recipe.ingredients)] = recipe
             for name, _ in recipe.ingredients:
                 users[name].append(recipe)
         self.by_output = dict(self.by_output)
@@ -111,8 +117,11 @@ class Book:
         return self._told[goal]
 
     def find(self, output: str, given: Mapping[str, int]) -> Recipe | None:
-        """The recipe that makes this from exactly that."""
-        return next((recipe for recipe in self.by_output.get(output, ()) if recipe.accepts(given, self.members)), None)
+        """The recipe that makes this from exactly that, items by name and how many of each."""
+        recipe = self._exact.get((output, frozenset(given.items())))
+        if recipe is None:
+            recipe = next((each for each in self._loose.get(output, ()) if each.accepts(given, self.members)), None)
+        return recipe
 
     def _measure(self) -> dict[str, int]:
         """The least number of crafting levels below each name: recipes by their deepest ingredient, items by their shallowest recipe."""

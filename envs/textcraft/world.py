@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +53,7 @@ class World:
     def step(self, action: str) -> StepResult:
         assert not self._ended, "the episode is over"
         self.num_steps += 1
-        observation, success = self._act(normalise(action))
+        observation, success = self._act(normalise(action)) if len(action) <= LONGEST else (_unreadable(action), False)
         truncated = not success and self.num_steps == self.options.max_steps
         self._ended = success or truncated
         return StepResult(observation, 1.0 if success else 0.0, success, truncated, success)
@@ -71,7 +70,7 @@ class World:
 
     def _act(self, text: str) -> tuple[str, bool]:
         """(observation, whether the goal was crafted)."""
-        match = _ACTION.fullmatch(text) if len(text) <= LONGEST else None
+        match = _ACTION.fullmatch(text)
         if match is None:
             return _unreadable(text), False
         n, item, output, given, _ = match.groups()
@@ -88,19 +87,19 @@ class World:
         return f"Got {n} {item}"
 
     def _craft(self, output: str, listed: str) -> tuple[str, bool]:
-        given: Counter[str] = Counter()
+        given: dict[str, int] = {}
         for part in listed.split(","):
             match = _PART.fullmatch(part.strip())
             if match is None:
                 return f"Wrong item format: {_short(part.strip())}", False
-            given[match[2]] += int(match[1])
+            given[match[2]] = given.get(match[2], 0) + int(match[1])
         if any(self.inventory.get(name, 0) < n for name, n in given.items()):
             return f"Could not find enough items to craft {_short(item_id(output))}", False
         recipe = self.book.find(output, given)
         if recipe is None:
             return f"Could not find a valid recipe for {_short(f'{output} using {listed}')}", False
         for name, n in given.items():
-            self.inventory[name] = self.inventory.get(name, 0) - n
+            self.inventory[name] -= n
             if not self.inventory[name]:
                 del self.inventory[name]
         self.inventory[output] = self.inventory.get(output, 0) + recipe.count
