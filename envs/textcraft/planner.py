@@ -1,0 +1,155 @@
+"""Knows how to craft anything: which recipes, which members of a kind, how much of everything, in which order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from envs.textcraft.recipes import Book, Recipe
+
+
+@dataclass(slots=True)
+class Choices:
+    """Which recipe makes an item and which member stands for a kind; the first known where nothing was chosen."""
+
+    book: Book
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    members: dict[str, str] = field(default_factory=dict)
+
+    def recipe(self, item: str) -> Recipe:
+        return self.recipes.get(item) or min(self.book.by_output[item], key=self._depth_below)
+
+    def item(self, name: str) -> str:
+        """The item that is meant by an ingredient."""
+        if name not in self.book.members:
+            return name
+        return self.members.get(name) or min(self.book.members[name], key=lambda member: (self.book.depth[member], member))
+
+    def others(self, item: str) -> Iterator[Choices]:
+        """Other ways to make one item: by each of its recipes, with each member of one of the kinds in that."""
+        for recipe in self.book.by_output.get(item, ()):
+            recipes = {**self.recipes, item: recipe}
+            yield Choices(self.book, recipes, self.members)
+            for kind, _ in recipe.ingredients:
+                for member in sorted(self.book.members.get(kind, ())):
+                    yield Choices(self.book, recipes, {**self.members, kind: member})
+
+    def _depth_below(self, recipe: Recipe) -> int:
+        return max(self.book.depth[name] for name, _ in recipe.ingredients)
+
+
+@dataclass(slots=True)
+class Act:
+    """One action and what it does to the inventory."""
+
+    takes: dict[str, int]
+    item: str
+    n: int
+
+    @property
+    def text(self) -> str:
+        if not self.takes:
+            return f"get {self.n} {self.item}"
+        return f"craft {self.n} {self.item} using " + ", ".join(f"{n} {name}" for name, n in self.takes.items())
+
+    def after(self, inventory: Mapping[str, int]) -> dict[str, int]:
+        left = Counter(inventory)
+        left.subtract(self.takes)
+        left[self.item] += self.n
+        return {name: n for name, n in left.items() if n}
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A node of the goal's tree, in the order parents, then children."""
+
+    level: int
+    name: str  # as the recipe above says
+    item: str
+    n: int
+    held: int
+    recipe: Recipe | None  # by which the rest is made; None where there is nothing to be made
+
+
+class Plan:
+    """The acts that lead from an inventory to the goal under the given choices: every ingredient before what it goes into.
+
+    Things of one sort are fetched all at once, and what a recipe makes too much of goes into the next one that needs it.
+    """
+
+    def __init__(self, goal: str, inventory: Mapping[str, int], choices: Choices) -> None:
+        self.choices = choices
+        self.acts: list[Act] = []
+        self.needs: list[Need] = []
+        self._stock = dict(inventory)  # less what is set aside
+        self._gets: dict[str, Act] = {}
+        self._provide(goal, 1, 0)
+
+    def _provide(self, name: str, n: int, level: int) -> None:
+        """Set n of it aside, making what is missing."""
+        item = self.choices.item(name)
+        held = min(n, self._stock.get(item, 0))
+        short = n - held
+        self._stock[item] = self._stock.get(item, 0) - held
+        craftable = short > 0 and item in self.choices.book.by_output
+        recipe = self.choices.recipe(item) if craftable else None
+        self.needs.append(Need(level, name, item, n, held, recipe))
+        if recipe is not None:
+            times = -(-short // recipe.count)
+            takes: Counter[str] = Counter()
+            for part, each in recipe.ingredients:
+                self._provide(part, each * times, level + 1)
+                takes[self.choices.item(part)] += each
+            self.acts += [Act(dict(takes), item, recipe.count)] * times
+            self._stock[item] += times * recipe.count - short
+        elif short:
+            if item not in self._gets:
+                self._gets[item] = Act({}, item, 0)
+                self.acts.append(self._gets[item])
+            self._gets[item].n += short
+
+
+def shortest(goal: str, inventory: Mapping[str, int], choices: Choices) -> Plan:
+    """The plan that no other way to make one of its items makes shorter; never longer than under the choices given."""
+    best = Plan(goal, inventory, choices)
+    improved = True
+    while improved:
+        improved = False
+        for item in dict.fromkeys(need.item for need in best.needs):
+            for other in best.choices.others(item):
+                plan = Plan(goal, inventory, other)
+                if len(plan.acts) < len(best.acts):
+                    best, improved = plan, True
+    return best
+
+
+class Planner:
+    """The expert of one episode. It repeats itself while nothing happens, and plans anew after acts that were not its own."""
+
+    def __init__(self, book: Book, goal: str, inventory: dict[str, int]) -> None:
+        self._goal = goal
+        self._inventory = inventory  # the world's own
+        self._choices = Choices(book)
+        self._ahead: Sequence[Act] = ()
+        self._before: dict[str, int] = {}  # the inventory in which the first of them is due
+
+    def next_action(self) -> str:
+        if self._ahead and self._inventory == self._ahead[0].after(self._before):
+            self._before, self._ahead = dict(self._inventory), self._ahead[1:]
+        elif not self._ahead or self._inventory != self._before:
+            plan = shortest(self._goal, self._inventory, self._choices)
+            self._choices, self._ahead, self._before = plan.choices, plan.acts, dict(self._inventory)
+        return self._ahead[0].text
+
+
+def tree_lines(book: Book, goal: str, inventory: Mapping[str, int]) -> list[str]:
+    """The tree of the shortest plan, one line per ingredient: how many, of which how many are held, and how the rest is had."""
+    lines = []
+    for need in shortest(goal, inventory, Choices(book)).needs:
+        kind = f" (any {need.name})" if need.name != need.item else ""
+        missing = need.n - need.held
+        how = "held" if not missing else need.recipe.text if need.recipe else f"get {missing} {need.item}"
+        share = f", {need.held} held" if missing and need.held else ""
+        lines.append(f"{'  ' * need.level}{need.n} {need.item}{kind}{share}: {how}")
+    return lines

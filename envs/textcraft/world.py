@@ -1,0 +1,129 @@
+"""One TextCraft episode behind the `Simulator` protocol: a goal, a list of crafting commands and an inventory."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from envs.env import Expert, StepResult
+from envs.textcraft.planner import Planner, tree_lines
+from envs.textcraft.recipes import Book, item_id
+
+LONGEST = 1000  # characters of an action that are looked at: nine ingredients need less than half
+ECHO_CHARS = 200  # of an action that could not be read
+EMPTY = "You are not carrying anything."
+
+_ACTION = re.compile(
+    r"get (?P<n>[1-9][0-9]{0,5}) (?P<item>.+)|craft (?:[0-9]{1,6} )?(?P<output>.+?) using (?P<given>.+)|(?P<look>inventory)"
+)
+_PART = re.compile(r"([1-9][0-9]{0,5}) (.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Which goals there are and how they are told."""
+
+    goals: tuple[str, ...]
+    distractors: int  # commands that do not lead to the goal, at most
+    max_steps: int  # 0: no limit
+
+
+class World:
+    """All chance of an episode comes from its task id; the book is shared and never changes."""
+
+    def __init__(self, book: Book, options: Options) -> None:
+        self.book = book
+        self.options = options
+        self.goal = ""
+        self.inventory: dict[str, int] = {}  # in the order in which things were first had
+        self.num_steps = 0  # of this episode
+        self._ended = False
+
+    def reset(self, task_id: int) -> str:
+        self.goal = self.options.goals[task_id % len(self.options.goals)]
+        self.inventory, self.num_steps, self._ended = {}, 0, False
+        chance = random.Random(f"textcraft {task_id}")  # noqa: S311  (a str is hashed by sha512, the same everywhere)
+        tree, others = self.book.told(self.goal)
+        commands = tree + chance.sample(others, min(self.options.distractors, len(others)))
+        chance.shuffle(commands)
+        return "Crafting commands:\n" + "\n".join(commands) + f"\n\nGoal: craft {self.goal}."
+
+    def step(self, action: str) -> StepResult:
+        assert not self._ended, "the episode is over"
+        self.num_steps += 1
+        observation, success = self._act(normalise(action)) if len(action) <= LONGEST else (_unreadable(action), False)
+        truncated = not success and self.num_steps == self.options.max_steps
+        self._ended = success or truncated
+        return StepResult(observation, 1.0 if success else 0.0, success, truncated, success)
+
+    def render(self) -> tuple[str, bytes]:
+        title = f"Goal: {self.goal} (depth {self.book.depth[self.goal]}), {self.num_steps} steps taken"
+        lines = [title, self._look(), "", *tree_lines(self.book, self.goal, self.inventory)]
+        return "text/plain", "\n".join(lines).encode()
+
+    def expert(self) -> Expert:
+        return Planner(self.book, self.goal, self.inventory)
+
+    def close(self) -> None: ...
+
+    def _act(self, text: str) -> tuple[str, bool]:
+        """(observation, whether the goal was crafted)."""
+        match = _ACTION.fullmatch(text)
+        if match is None:
+            return _unreadable(text), False
+        n, item, output, given, _ = match.groups()
+        if item is not None:
+            return self._get(int(n), item), False
+        if output is not None:
+            return self._craft(output, given)
+        return self._look(), False
+
+    def _get(self, n: int, item: str) -> str:
+        if item not in self.book.raw:
+            return f"Could not find {_short(item)}"
+        self.inventory[item] = self.inventory.get(item, 0) + n
+        return f"Got {n} {item}"
+
+    def _craft(self, output: str, listed: str) -> tuple[str, bool]:
+        given: dict[str, int] = {}
+        for part in listed.split(","):
+            match = _PART.fullmatch(part.strip())
+            if match is None:
+                return f"Wrong item format: {_short(part.strip())}", False
+            given[match[2]] = given.get(match[2], 0) + int(match[1])
+        if any(self.inventory.get(name, 0) < n for name, n in given.items()):
+            return f"Could not find enough items to craft {_short(item_id(output))}", False
+        recipe = self.book.find(output, given)
+        if recipe is None:
+            return f"Could not find a valid recipe for {_short(f'{output} using {listed}')}", False
+        for name, n in given.items():
+            self.inventory[name] -= n
+            if not self.inventory[name]:
+                del self.inventory[name]
+        self.inventory[output] = self.inventory.get(output, 0) + recipe.count
+        return f"Crafted {recipe.count} {item_id(output)}", output == self.goal
+
+    def _look(self) -> str:
+        return "Inventory: " + (" ".join(f"[{name}] ({n})" for name, n in self.inventory.items()) or EMPTY)
+
+
+def normalise(text: str) -> str:
+    """Lower case, single blanks, names without `minecraft:` and underscores, no closing full stop."""
+    return " ".join(text.lower().replace("minecraft:", "").replace("_", " ").split()).rstrip(". ")
+
+
+def goals_of(book: Book, *, min_depth: int, max_depth: int) -> Sequence[str]:
+    """In the book's order. max_depth: 0 means no limit."""
+    return [goal for goal in book.goals if min_depth <= book.depth[goal] and (not max_depth or book.depth[goal] <= max_depth)]
+
+
+def _unreadable(text: str) -> str:
+    if text.startswith("craft "):
+        return f"Could not extract recipe from {_short(text)}"
+    return f"Could not execute {_short(text)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= ECHO_CHARS else text[:ECHO_CHARS] + "..."

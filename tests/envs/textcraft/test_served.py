@@ -1,0 +1,69 @@
+"""TextCraft over HTTP, as trainers use it."""
+
+import asyncio
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import uvicorn
+
+from agentgym.rollouts.client import EnvPool, check_endpoints
+from agentgym.types import Item
+from envs.registry import load_spec
+from envs.server import ServerSettings, make_app
+
+
+@contextmanager
+def serving(options):
+    app = make_app(load_spec("textcraft", options), ServerSettings(drain_timeout_s=0.1, offer_expert=True))
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        while not (server.started and app.state.sessions.ready):
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def test_many_sessions_at_once_are_solved_by_the_expert_over_http():
+    async def episode(pool, task_id, key="together"):
+        async with pool.session(Item("textcraft", task_id), f"{key} {task_id}") as session:
+            told = [session.observation]
+            while True:
+                reply = await session.step(await session.expert())
+                told.append(reply.observation)
+                if reply.terminated or session.turn == 50:
+                    return told, reply.reward, reply.success
+
+    async def main(endpoint):
+        async with EnvPool([endpoint], request_timeout_s=10) as pool:
+            info = (await check_endpoints(pool, expect_env="textcraft", allow_expert=True, expect_options={"max_depth": 3}))[0]
+            assert len(info.options["digest"]) == 16
+            together = await asyncio.gather(*(episode(pool, task_id) for task_id in range(0, 536, 16)))
+            assert [(reward, success) for _, reward, success in together] == [(1.0, True)] * 34
+            assert (await episode(pool, 32, "alone"))[0] == together[2][0]
+
+    with serving({"max_depth": 3}) as endpoint:
+        asyncio.run(main(endpoint))
+
+
+def test_junk_over_http_is_answered_and_never_paid():
+    junk = ["", "\x00", "x" * 16_384, "craft", "get 99999999999 stick", "craft 1 bowl using " + "1 a," * 4000, "🪓", "inventory"]
+
+    async def main(endpoint):
+        async with EnvPool([endpoint], request_timeout_s=10) as pool, pool.session(Item("textcraft", 0), "junk") as session:
+            for action in junk:
+                reply = await session.step(action)
+                assert (reply.reward, reply.terminated) == (0.0, False)
+            assert reply.observation == "Inventory: You are not carrying anything."
+            media_type, data = await session.render()
+            assert (media_type, data[:10]) == ("text/plain", b"Goal: bowl")
+
+    with serving({"goals": ["bowl"]}) as endpoint:
+        asyncio.run(main(endpoint))
