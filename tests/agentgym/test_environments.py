@@ -1,0 +1,136 @@
+"""Every environment, several at once, and one of somebody else's: learned from, resumed and audited like the first."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentgym.audit import audit
+from agentgym.config import EnvConfig, load_config
+from agentgym.context import METRICS
+from agentgym.deploy.local import local_env
+from agentgym.rollouts.client import EnvPool
+from agentgym.steps import finished, open_store, run_step
+from agentgym.tracking import decode_points
+from agentgym.types import Item
+
+ROOT = Path(__file__).parents[2]
+BEFORE = ("prepare", "initialise", "warm-start")
+SMALL = {
+    "model": {"context_tokens": 1024, "hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 64},
+    "warm_start": {"num_demos": 72, "steps": 100, "batch_size": 16, "optimiser": {"lr": 0.005}},
+    "horizon": {"kind": "stepwise", "max_turns": [5, 6], "stage_steps": [2, 1]},
+    "validation": {"every": 2, "num_items": 6, "max_turns": 6},
+    "evaluation": {"num_items": 6, "num_samples": 2, "k": [1, 2], "max_turns": 6, "num_bootstrap": 100},
+}
+ROLLOUT = {"items_per_step": 6, "group_size": 4, "concurrency": 24, "temperature": 0.7}
+BABYAI = {"name": "babyai", "options": {"levels": ["GoToRedBallNoDists"]}}
+TEXTCRAFT = {"name": "textcraft", "options": {"goals": ["emerald block", "gold ingot", "melon seeds", "paper"], "distractors": 0}}
+HIGHER_LOWER = {"name": "higher-lower", "options": {"limit": 20}}
+
+
+@pytest.fixture
+def params(tiny_params, tmp_path):
+    """(environments, **changes) -> the configuration of a small run on them, with lists of items of their own."""
+
+    def make(*envs, **changes):
+        data = tmp_path / "data"
+        for env in envs:
+            for name, ids in (("train", range(100)), ("eval", range(200, 230))):
+                place = data / name / f"{env['name']}_{'train' if name == 'train' else 'test'}.json"
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(json.dumps([{"item_id": f"{env['name']}_{task}"} for task in ids]))
+        tree = {"env": envs[0], "mix": list(envs[1:]), "data": {"path": str(data)}, **SMALL, **changes}
+        return load_config(tiny_params(tmp_path / "run", **tree))
+
+    return make
+
+
+def train(cfg):
+    """All up to the second stage and its evaluation. Result: metrics of the three optimiser steps."""
+    for name in (*BEFORE, "stage-1", "stage-2", "evaluate-warm-start", "evaluate-stage-2"):
+        run_step(name, cfg)
+    report = audit(cfg, num_episodes=4)
+    assert report.ok, [check.failures for check in report.checks if not check.ok]
+    store = open_store(cfg)
+    done = finished(cfg, store)
+    commits = [commit for name in ("stage-1", "stage-2") for commit in store.history(name, done[name].key)]
+    return [point.metrics for commit in commits for point in decode_points(store.read(commit, METRICS))], done
+
+
+@pytest.mark.parametrize(
+    ("env", "max_new_tokens", "observation_tokens"), [(BABYAI, 6, 32), (TEXTCRAFT, 40, 64)], ids=["babyai", "textcraft"]
+)
+def test_three_updates_on_each_environment_pass_the_audit(params, env, max_new_tokens, observation_tokens):
+    cfg = params(env, rollout={**ROLLOUT, "max_new_tokens": max_new_tokens, "observation_tokens": observation_tokens})
+    metrics, done = train(cfg)
+    assert len(metrics) == 3
+    assert done["initialise"].results["expert_success"] == 1.0
+    assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
+    assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)  # rewards differed within a group, and weights moved
+
+
+def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(params):
+    textcraft = {**TEXTCRAFT, "weight": 2.0}
+    cfg = params(
+        BABYAI,
+        textcraft,
+        rollout={**ROLLOUT, "max_new_tokens": 40, "observation_tokens": 64, "system_prompt": False},
+        algorithm={"recipe": "reinforce++"},
+    )
+    metrics, done = train(cfg)
+    for row in metrics:
+        assert row["rollout/babyai/num_episodes"] == 2 * 4
+        assert row["rollout/textcraft/num_episodes"] == 4 * 4
+    consumed = [
+        item for name in ("stage-1", "stage-2") for c in open_store(cfg).history(name, done[name].key) for item in c.state["consumed"]
+    ]
+    assert [item.partition("_")[0] for item in consumed[:6]] == ["textcraft", "babyai", "textcraft"] * 2
+    results = done["evaluate-stage-2"].results
+    assert {env: own["num_items"] for env, own in results["by_env"].items()} == {"babyai": 2, "textcraft": 4}
+    assert 0 <= results["by_env"]["babyai"]["summary"]["greedy"]["mean"] <= 1
+    assert "validation/babyai/success" in metrics[1]
+
+
+def test_environments_of_one_run_need_names_of_their_own(params):
+    with pytest.raises(ValueError, match="must have different names, got babyai, babyai"):
+        params(BABYAI, BABYAI)
+
+
+@pytest.fixture
+def plugged_in(tmp_path, monkeypatch):
+    """The example, installed as a package, as every process started from here finds it."""
+    place = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(place)]
+    subprocess.run([*command, str(ROOT / "examples/higher_lower")], check=True, timeout=120)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+
+
+def test_an_installed_environment_is_served_solved_and_trained(plugged_in, params, tmp_path):
+    assert len((ROOT / "examples/higher_lower/higher_lower.py").read_text().splitlines()) <= 60
+
+    async def gold(endpoints):
+        async def play(task):
+            async with pool.session(Item("higher-lower", task), f"key {task}") as session:
+                for turn in range(1, 8):  # 2^7 > 100
+                    reply = await session.step(await session.expert())
+                    if reply.terminated:
+                        return turn, reply.reward, reply.success
+            raise AssertionError(f"task {task} is not solved")
+
+        async with EnvPool(endpoints, request_timeout_s=10) as pool:
+            return await asyncio.gather(*(play(task) for task in range(200)))
+
+    with local_env(EnvConfig(name="higher-lower"), expert=True, log_path=tmp_path / "log") as endpoints:
+        played = asyncio.run(gold(endpoints))
+    assert all((reward, success) == (1.0, True) for _, reward, success in played)
+    assert len({turns for turns, _, _ in played}) > 3
+
+    metrics, done = train(params(HIGHER_LOWER, rollout={**ROLLOUT, "max_new_tokens": 6, "observation_tokens": 16}))
+    assert len(metrics) == 3
+    assert done["initialise"].results["expert_success"] == 1.0
+    assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
