@@ -66,12 +66,15 @@ class Bm25:
         ids = [self._vocabulary[token] for token in tokens(query) if token in self._vocabulary]
         if not ids:
             return []
-        scores = np.round(self._index.get_scores_from_ids(ids), 4)
-        topk = min(topk, len(scores))
-        threshold = np.partition(scores, -topk)[-topk]
-        candidates = np.flatnonzero((scores >= threshold) & (scores > 0))
-        best = candidates[np.argsort(-scores[candidates], kind="stable")[:topk]]
-        return [self._documents[number] for number in best.tolist()]
+        scores = np.rint(self._index.get_scores_from_ids(ids) * 1e4)
+        best = []
+        for _ in range(min(topk, len(scores))):
+            first = int(scores.argmax())  # the earliest of equals
+            if scores[first] <= 0:
+                break
+            best.append(self._documents[first])
+            scores[first] = 0
+        return best
 
 
 def tokens(text: str) -> list[str]:
