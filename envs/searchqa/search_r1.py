@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
@@ -51,8 +51,8 @@ class _Again(Exception):
 class _Asked:
     query: str
     topk: int
-    answer: list[Document] = field(default_factory=list)
-    error: str = ""
+    answer: list[Document] | None = None
+    error: str = "the request was given up"
     done: bool = False
 
 
@@ -90,7 +90,7 @@ class SearchR1:
                     self._serve_waiting()
             finally:
                 self._turn.release()
-        if asked.error:
+        if asked.answer is None:
             raise RetrieverError(asked.error)
         return asked.answer
 
@@ -98,8 +98,9 @@ class SearchR1:
         """Answer everybody who waits, the caller among them unless there are too many."""
         time.sleep(WINDOW_S)
         batch: list[_Asked] = []
-        while self._waiting and len(batch) < MAX_BATCH:
-            batch.append(self._waiting.popleft())
+        with contextlib.suppress(IndexError):  # until nobody is left: who gave up waiting may go at any moment
+            while len(batch) < MAX_BATCH:
+                batch.append(self._waiting.popleft())
         try:
             found = self._ask([asked.query for asked in batch], max(asked.topk for asked in batch))
             for asked, documents in zip(batch, found, strict=True):

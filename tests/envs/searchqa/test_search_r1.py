@@ -3,6 +3,7 @@
 import asyncio
 import re
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -204,6 +205,17 @@ def test_a_trouble_of_one_batch_is_not_kept_for_the_next(retrieving):
         with pytest.raises(RetrieverError):
             retriever.search("Japan", 1)
         assert retriever.search("Japan", 1)[0].title == "Japan"
+
+
+def test_queries_of_a_request_that_was_given_up_fail_and_are_not_answered_with_nothing(retrieving, monkeypatch):
+    with retrieving() as (url, _):
+        retriever = SearchR1(url)
+        monkeypatch.setattr(search_r1, "WINDOW_S", 0.1)
+        monkeypatch.setattr(retriever, "_ask", lambda queries, topk: sys.exit())  # as a thread that is stopped leaves it
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.submit(retriever.search, "Japan", 1), pool.submit(retriever.search, "Chile", 1)
+            errors = {type(first.exception()), type(second.exception())}
+        assert errors == {SystemExit, RetrieverError}
 
 
 def test_a_dead_retriever_crashes_the_served_step_and_costs_no_other_session(retrieving, monkeypatch):
