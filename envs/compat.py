@@ -73,6 +73,7 @@ class Place:
     session: str = ""  # our session id
     turn: int = 0
     observation: str = ""
+    prompt: str = ""  # task manual and first observation
     reward: float = 0.0  # of the last turn
     score: float = 0.0  # sum of the rewards
     done: bool = False
@@ -122,7 +123,7 @@ DIALECTS = {
         create=SearchCreate,
         reset=SearchReset,
         created=lambda place: place.id,
-        shown=lambda place: place.observation,
+        shown=lambda place: place.prompt,
         stepped=lambda place: {"observation": place.observation, "reward": place.reward, "done": place.done, "info": None},
         polite=False,
     ),
@@ -135,7 +136,7 @@ class AgentGymRoutes:
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._dialect = DIALECTS[sessions.spec.name]
-        self._make = sessions.spec.agentgym or sessions.spec.make
+        self._spec = sessions.spec.agentgym or sessions.spec
         self._places: dict[int, Place] = {}
         self._counter = itertools.count()
 
@@ -251,8 +252,9 @@ class AgentGymRoutes:
     async def _open(self, place: Place) -> None:
         assert place.task is not None
         request = CreateRequest(request_key=f"agentgym-{place.id}-{secrets.token_hex(8)}", task_id=place.task)
-        opened = CreateReply.model_validate_json(await self._sessions.create(request, self._make))
+        opened = CreateReply.model_validate_json(await self._sessions.create(request, self._spec.make))
         place.session, place.observation = opened.session_id, opened.observation
+        place.prompt = f"{self._spec.instructions}\n{opened.observation}"
         place.turn, place.reward, place.score, place.done = 0, 0.0, 0.0, False
 
     async def _end(self, place: Place) -> None:

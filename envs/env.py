@@ -61,4 +61,4 @@ class EnvSpec:
     options: dict[str, Any]
     probe_actions: tuple[str, ...]  # a scripted episode on task 0, played before the server says it is ready
     blocking: bool = False  # true where a step may take more than a millisecond: it then runs off the event loop
-    agentgym: Callable[[], Simulator] | None = None  # the same world as AgentGym's server shows it, where that server has one
+    agentgym: EnvSpec | None = None  # the environment as AgentGym's own server shows it, where that differs from this

@@ -1,4 +1,4 @@
-"""Environments by name: BabyAI, TextCraft, and whatever installed packages offer under the entry point group `agentgym.envs`."""
+"""Environments by name: those of this package, and whatever installed packages offer under the entry point group `agentgym.envs`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from envs.env import EnvSpec
 
 ENTRY_POINT_GROUP = "agentgym.envs"
-BUILT_IN = {"babyai": "envs.babyai:spec", "textcraft": "envs.textcraft:spec"}
+BUILT_IN = {"babyai": "envs.babyai:spec", "searchqa": "envs.searchqa:spec", "textcraft": "envs.textcraft:spec"}
 
 
 def load_spec(name: str, options: dict[str, Any]) -> EnvSpec:

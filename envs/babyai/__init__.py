@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 from envs.babyai.levels import AGENTGYM_LEVELS, check_level
@@ -56,6 +57,12 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             nearest = _nearest(str(chosen[key]), list(known))
             raise ValueError(f"babyai option {key}: unknown value {chosen[key]!r}; did you mean {nearest!r}? known: {', '.join(known)}")
     parsed = Options(_levels(chosen["levels"]), chosen["view"], chosen["actions"], chosen["reward"])
+    served = _served(chosen, parsed)
+    theirs = Options(AGENTGYM_LEVELS, "agentgym", "high", "minigrid")
+    return replace(served, agentgym=_served({**DEFAULTS, "levels": "agentgym"}, theirs))
+
+
+def _served(chosen: dict[str, Any], parsed: Options) -> EnvSpec:
     manual = (
         "You are in a grid of rooms and follow an instruction. You look one way and see up to six cells ahead, never through walls.",
         _COMPACT_MANUAL if parsed.view == "compact" else _AGENTGYM_MANUAL,
@@ -67,7 +74,6 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         make=lambda: World(parsed),
         options=chosen,
         probe_actions=("turn left", "turn right", "move forward"),
-        agentgym=lambda: World(Options(AGENTGYM_LEVELS, "agentgym", "high", "minigrid")),
     )
 
 

@@ -10,6 +10,7 @@ from envs.registry import load_spec
 
 def test_a_built_in_environment_gets_its_options():
     assert load_spec("babyai", {"reward": "minigrid"}).options["reward"] == "minigrid"
+    assert load_spec("searchqa", {"topk": 5}).options["topk"] == 5
 
 
 def test_an_installed_package_can_offer_an_environment(monkeypatch):
@@ -18,5 +19,5 @@ def test_an_installed_package_can_offer_an_environment(monkeypatch):
     assert load_spec("mine", {}).name == "babyai"
     with pytest.raises(ValueError, match=r"unknown environment 'mime'; did you mean 'mine'\?"):
         load_spec("mime", {})
-    with pytest.raises(ValueError, match="known: babyai, mine"):
+    with pytest.raises(ValueError, match="known: babyai, mine, searchqa, textcraft"):
         load_spec("zzz", {})

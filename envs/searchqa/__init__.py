@@ -1,0 +1,109 @@
+"""SearchQA: answer a question with the help of a search engine."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from envs.env import EnvSpec
+from envs.searchqa import questions, retrievers
+from envs.searchqa.episode import Episode, Options
+from envs.searchqa.flashrag import FlashRag
+from envs.searchqa.questions import Questions
+from envs.searchqa.retrievers import Retriever
+from envs.searchqa.search_r1 import SearchR1
+
+DEFAULTS: dict[str, Any] = {
+    "mode": "strict",
+    "topk": 3,
+    "max_doc_chars": 0,
+    "questions": "embedded",
+    "retriever": "bm25",
+    "retriever_timeout_s": 20.0,
+}
+_MODES = ("strict", "agentgym")
+_MAX_TOPK = 100
+_MAX_TIMEOUT_S = 50.0  # a query may wait as long again for its turn, and the server gives a step 120 s
+
+_MANUAL = """\
+You are asked a question and can look things up in a collection of documents before you answer.
+Think as long as you like between <think> and </think>. Then end your reply with one of these two:
+<search>what to look for</search> - you are shown the {topk} best documents between <information> and </information>. Name the person, \
+place or thing you want to read about. What one document tells may be needed for the next search.
+<answer>the answer</answer> - a name, a number or a few words, without explanation. For example: <answer>1867</answer>
+Only the first of the two that a reply contains counts."""
+_ONE_ANSWER = "You can answer once."
+_MANY_ANSWERS = "You are told whether your answer is right. If not, search further or answer again."
+
+
+def spec(options: dict[str, Any]) -> EnvSpec:
+    """Options: mode, topk, max_doc_chars, questions, retriever, retriever_timeout_s; the README says what they mean.
+
+    Errors: ValueError naming the key or value and the nearest known one, or the file that is missing.
+    """
+    for key in options:
+        if key not in DEFAULTS:
+            raise ValueError(f"searchqa has no option {key!r}; did you mean {_nearest(key, list(DEFAULTS))!r}?")
+    chosen = {**DEFAULTS, **options}
+    mode = chosen["mode"]
+    if mode not in _MODES:
+        raise ValueError(f"searchqa option mode: unknown value {mode!r}; did you mean {_nearest(str(mode), list(_MODES))!r}?")
+    parsed = Options(mode, _whole(chosen, "topk", 1, _MAX_TOPK), _whole(chosen, "max_doc_chars", 0, 1_000_000))
+    asked, retriever = _questions(chosen["questions"]), _retriever(chosen)
+    if isinstance(asked, FlashRag) and isinstance(retriever, retrievers.Bm25):
+        raise ValueError(
+            "searchqa: the embedded corpus does not answer the questions of the benchmarks; give retriever the URL of an index"
+        )
+
+    def served(options: Options) -> EnvSpec:
+        manual = _MANUAL.format(topk=options.topk)
+        return EnvSpec(
+            name="searchqa",
+            instructions=f"{manual}\n{_ONE_ANSWER if options.mode == 'strict' else _MANY_ANSWERS}",
+            make=partial(Episode, asked, retriever, options),
+            options=chosen,
+            probe_actions=("<search>town</search>", "<answer>none</answer>"),
+            blocking=not isinstance(retriever, retrievers.Bm25),  # a search of the embedded corpus takes 0.1 ms
+        )
+
+    return replace(served(parsed), agentgym=served(replace(parsed, mode="agentgym")))
+
+
+def _questions(value: Any) -> Questions:
+    if value == "embedded":
+        return questions.embedded()
+    if not isinstance(value, str) or not value:
+        raise ValueError(f'searchqa option questions: expected "embedded" or a folder with train.parquet and test.parquet, got {value!r}')
+    folder = Path(value)
+    if not folder.is_dir():
+        hint = "; did you mean 'embedded'?" if difflib.get_close_matches(value, ["embedded"]) else ""
+        raise ValueError(f"searchqa option questions: there is no folder {value!r}{hint}")
+    found = FlashRag(folder)
+    found[0]  # a server plays task 0 before it says it is ready
+    return found
+
+
+def _retriever(chosen: dict[str, Any]) -> Retriever:
+    value, timeout_s = chosen["retriever"], chosen["retriever_timeout_s"]
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise ValueError(f"searchqa option retriever_timeout_s: expected seconds up to {_MAX_TIMEOUT_S:g}, got {timeout_s!r}")
+    if value == "bm25":
+        return retrievers.embedded()
+    if not isinstance(value, str) or "://" not in value:
+        hint = "; did you mean 'bm25'?" if difflib.get_close_matches(str(value), ["bm25"]) else ""
+        raise ValueError(f'searchqa option retriever: expected "bm25" or a URL such as http://127.0.0.1:8000/retrieve, got {value!r}{hint}')
+    return SearchR1(value, float(timeout_s))
+
+
+def _whole(chosen: dict[str, Any], key: str, low: int, high: int) -> int:
+    value = chosen[key]
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"searchqa option {key}: expected a whole number from {low} to {high}, got {value!r}")
+    return value
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]

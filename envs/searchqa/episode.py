@@ -1,0 +1,141 @@
+"""One question behind the `Simulator` protocol, and the expert that knows where its answer stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from envs.env import Expert, ExpertFailed, StepResult
+from envs.searchqa.grammar import cut, information, last_answer, parse
+from envs.searchqa.questions import Question, Questions
+from envs.searchqa.retrievers import Document, Retriever
+from envs.searchqa.scoring import exact_match, f1, normalise
+
+MAX_QUERY_CHARS = 1_000  # the rest of a longer query is not read
+
+NEITHER = (
+    "Your reply has neither a complete <search> nor a complete <answer>."
+    " To look something up, write <search>your query</search>; to finish, write <answer>your answer</answer>."
+)
+EMPTY_QUERY = "Your query is empty. Write what you look for between <search> and </search>."
+RIGHT = "Your answer is right."
+WRONG = "Your answer is not right."
+TRY_AGAIN = "Your answer is not right. Search further or try again."
+OVER = "The episode is over."
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    mode: Literal["strict", "agentgym"]
+    topk: int  # documents per search
+    max_doc_chars: int  # shown of each; 0 is all
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    query: str
+    documents: tuple[Document, ...]
+
+
+class Episode:
+    """A question, the searches made for it and the answers given."""
+
+    def __init__(self, questions: Questions, retriever: Retriever, options: Options) -> None:
+        self._questions = questions
+        self._retriever = retriever
+        self.options = options
+        self.question = Question("", (), "")
+        self.searched: list[Searched] = []
+        self.answers: list[tuple[str, bool]] = []  # (answer, whether it was right)
+        self.ended = False
+
+    def reset(self, task_id: int) -> str:
+        """Errors: ValueError where the set of questions has none under this id."""
+        self.question = self._questions[task_id]
+        self.searched, self.answers, self.ended = [], [], False
+        return f"Question: {self.question.text}"
+
+    def step(self, action: str) -> StepResult:
+        """After the end nothing is done and nothing paid. Errors: RetrieverError."""
+        if self.ended:
+            return self._result(OVER)
+        said = parse(action)
+        if said is None:
+            return self._result(NEITHER)
+        if said.kind == "search":
+            return self._search(said.text.strip()[:MAX_QUERY_CHARS])
+        return self._answer(said.text if self.options.mode == "strict" else last_answer(action))
+
+    def render(self) -> tuple[str, bytes]:
+        lines = [f"Question ({self.question.data_source}): {self.question.text}"]
+        for number, search in enumerate(self.searched, start=1):
+            lines += ["", f"Search {number}: {search.query}"]
+            lines += [f"  {document.title}: {document.text}" for document in search.documents] or ["  nothing found"]
+        lines += ["", *(f"Answer: {answer} ({'right' if right else 'wrong'})" for answer, right in self.answers)]
+        return "text/plain", "\n".join(lines).rstrip().encode()
+
+    def expert(self) -> Expert:
+        return Researcher(self)
+
+    def close(self) -> None:
+        self.searched = []
+
+    def _search(self, query: str) -> StepResult:
+        if not query:
+            return self._result(EMPTY_QUERY)
+        documents = tuple(self._retriever.search(query, self.options.topk))
+        self.searched.append(Searched(query, documents))
+        return self._result(information(documents, self.options.max_doc_chars))
+
+    def _answer(self, answer: str) -> StepResult:
+        """agentgym: a wrong one costs a turn, and the next one may be right."""
+        answer = answer.strip()
+        right = exact_match(answer, self.question.answers)
+        self.answers.append((answer, right))
+        self.ended = right or self.options.mode == "strict"
+        text = RIGHT if right else WRONG if self.ended else TRY_AGAIN
+        return self._result(text, right=right, f1=round(f1(answer, self.question.answers), 4), em=float(right))
+
+    def _result(self, text: str, *, right: bool = False, **scores: float) -> StepResult:
+        info = {"data_source": self.question.data_source, "num_searches": len(self.searched), **scores}
+        return StepResult(text, 1.0 if right else 0.0, terminated=self.ended, success=right, info=info)
+
+
+class Researcher:
+    """Searches for each hop in turn and answers with what the documents told.
+
+    It knows which document tells what. Of a question whose way is not known it searches for the question itself, and gives the golden
+    answer only where a document that came back contains it. Any state will do to go on from: it looks at what was shown so far.
+    """
+
+    def __init__(self, episode: Episode) -> None:
+        self._episode = episode
+
+    def next_action(self) -> str:
+        question = self._episode.question
+        if not question.hops:
+            told = next((answer for answer in question.answers if self._shown(answer)), "")
+            return f"<answer>{told}</answer>" if told else self._query([question.text])
+        for hop in question.hops:
+            if not self._shown(hop.finds, hop.title):
+                return self._query([hop.query, hop.title])
+        return f"<answer>{question.hops[-1].finds}</answer>"
+
+    def _query(self, queries: Sequence[str]) -> str:
+        """The first of these that was not tried."""
+        tried = [search.query for search in self._episode.searched]
+        for query in queries:
+            if query not in tried:
+                return f"<search>{query}</search>"
+        raise ExpertFailed(f"no document tells what {self._episode.question.text!r} needs; searched for: {'; '.join(tried)}")
+
+    def _shown(self, answer: str, title: str = "") -> bool:
+        """Whether the policy was shown these words, by the document of this title if one is given."""
+        limit = self._episode.options.max_doc_chars
+        for search in self._episode.searched:
+            for document in search.documents:
+                text = f"{document.title} {cut(document.text, limit)}"
+                if title in ("", document.title) and f" {normalise(answer)} " in f" {normalise(text)} ":
+                    return True
+        return False

@@ -1,0 +1,122 @@
+"""The benchmarks' own questions: FlashRAG parquet files as AgentGym's set-up writes them, under the ids it publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envs.searchqa.questions import Question
+
+COLUMNS = ("question", "golden_answers", "data_source", "reward_model", "extra_info")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The ids of one benchmark's questions: row 0 is `first`."""
+
+    split: str  # also the stem of the file
+    data_source: str
+    first: int
+    count: int
+
+    @property
+    def last(self) -> int:
+        return self.first + self.count - 1
+
+
+RANGES = (
+    Range("test", "nq", 0, 3_610),
+    Range("test", "triviaqa", 3_610, 11_313),
+    Range("test", "popqa", 14_923, 14_267),
+    Range("test", "hotpotqa", 29_190, 7_405),
+    Range("test", "2wikimultihopqa", 36_595, 12_576),
+    Range("test", "musique", 49_171, 2_417),
+    Range("test", "bamboogle", 51_588, 125),
+    Range("train", "nq", 51_713, 79_168),
+    Range("train", "hotpotqa", 130_881, 90_447),
+)
+
+
+class FlashRag:
+    """`train.parquet` and `test.parquet` of one folder; either may be missing until an id of it is asked for.
+
+    A row's id is the first id of its data set plus `extra_info.index` (its row number within the data set; counted where the column is
+    not there), so that an extract of the files serves the same questions under the same ids.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Errors: ValueError where no file is there, a column is missing, or rows contradict the published ranges."""
+        try:
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise ValueError("questions from parquet files need pyarrow: pip install 'agentgym-flow[searchqa]'") from error
+        self.folder = folder
+        self._tables: dict[str, Any] = {}
+        self._rows: dict[int, int] = {}  # task id -> row of the split's table
+        for split in ("train", "test"):
+            path = folder / f"{split}.parquet"
+            if not path.is_file():
+                continue
+            try:
+                present = set(parquet.read_schema(path).names)
+                table = parquet.read_table(path, columns=[name for name in COLUMNS if name in present])
+            except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+                raise ValueError(f"{path} cannot be read as parquet: {error}") from error
+            if missing := {"question", "data_source"} - present:
+                raise ValueError(f"{path} has no column {', '.join(sorted(missing))}; expected: {', '.join(COLUMNS)}")
+            if not present & {"reward_model", "golden_answers"}:
+                raise ValueError(f"{path} has no answers: neither reward_model nor golden_answers is a column")
+            self._tables[split] = table
+            self._number(split, table, path)
+        if not self._tables:
+            raise ValueError(f"questions: {folder} has neither train.parquet nor test.parquet")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, task_id: int) -> Question:
+        """Errors: ValueError naming the data set, row and file an id should be in."""
+        place = find_range(task_id)
+        row = self._rows.get(task_id)
+        if row is None:
+            path = self.folder / f"{place.split}.parquet"
+            there = "has no such row" if place.split in self._tables else "is not there"
+            raise ValueError(f"task id {task_id} is row {task_id - place.first} of {place.data_source} ({place.split}), but {path} {there}")
+        return _question(self._tables[place.split].slice(row, 1).to_pylist()[0], task_id)
+
+    def _number(self, split: str, table: Any, path: Path) -> None:
+        ranges = {place.data_source: place for place in RANGES if place.split == split}
+        counted = dict.fromkeys(ranges, 0)
+        sources = table.column("data_source").to_pylist()
+        extra = table.column("extra_info").to_pylist() if "extra_info" in table.column_names else [None] * len(sources)
+        for row, (source, facts) in enumerate(zip(sources, extra, strict=True)):
+            if source not in ranges:
+                raise ValueError(f"{path}, row {row}: unknown data_source {source!r}; known: {', '.join(ranges)}")
+            place = ranges[source]
+            index = facts.get("index") if isinstance(facts, Mapping) else None
+            index = counted[source] if index is None else index
+            counted[source] += 1
+            if not isinstance(index, int) or not 0 <= index < place.count:
+                raise ValueError(f"{path}, row {row}: index {index!r} of {source}, which has {place.count} questions ({split})")
+            if self._rows.setdefault(place.first + index, row) != row:
+                raise ValueError(f"{path}, row {row}: index {index} of {source} comes twice")
+
+
+def find_range(task_id: int) -> Range:
+    """Errors: ValueError for an id outside the published ranges."""
+    for place in RANGES:
+        if place.first <= task_id <= place.last:
+            return place
+    raise ValueError(f"task id {task_id} is outside the published ranges 0..{RANGES[-1].last}")
+
+
+def _question(row: Mapping[str, Any], task_id: int) -> Question:
+    truth = (row.get("reward_model") or {}).get("ground_truth") or {}
+    answers = truth.get("target") or row.get("golden_answers") or []
+    answers = [answers] if isinstance(answers, str) else [str(answer) for answer in answers]
+    if not answers:
+        raise ValueError(f"task id {task_id}: the row has no golden answer")
+    text = str(row["question"]).strip()
+    return Question(text if text.endswith("?") else f"{text}?", tuple(answers), str(row["data_source"]))

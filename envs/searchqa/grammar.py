@@ -1,0 +1,75 @@
+"""The tags of a reply, and documents as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from envs.searchqa.retrievers import Document
+
+Kind = Literal["search", "answer"]
+
+_KINDS: tuple[Kind, ...] = ("search", "answer")
+_THINK, _THOUGHT = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a reply does."""
+
+    kind: Kind
+    text: str
+
+
+def parse(reply: str) -> Action | None:
+    """The first `<search>..</search>` or `<answer>..</answer>` outside of thoughts; None where there is neither.
+
+    A tag that is never closed is text. Time is linear in the length of the reply.
+    """
+    said = without_thoughts(reply)
+    first = [(start, Action(kind, text)) for kind in _KINDS for start, text in islice(_pairs(said, kind), 1)]
+    return min(first, key=lambda item: item[0])[1] if first else None
+
+
+def last_answer(reply: str) -> str:
+    """The content of the last `<answer>` pair; empty where there is none."""
+    return max(_pairs(without_thoughts(reply), "answer"), default=(0, ""))[1]
+
+
+def without_thoughts(reply: str) -> str:
+    """Without `<think>..</think>`, and without what precedes a `</think>` that a chat template opened.
+
+    A `<think>` that is never closed hides nothing: what follows it counts.
+    """
+    opened, closed = reply.find(_THINK), reply.find(_THOUGHT)
+    if closed >= 0 and (opened < 0 or closed < opened):
+        reply = reply[closed + len(_THOUGHT) :]
+    parts, position = [], 0
+    while (opened := reply.find(_THINK, position)) >= 0 and (closed := reply.find(_THOUGHT, opened)) >= 0:
+        parts.append(reply[position:opened])
+        position = closed + len(_THOUGHT)
+    return "".join(parts) + reply[position:]
+
+
+def information(documents: Sequence[Document], max_doc_chars: int = 0) -> str:
+    """What a search answers, the text of each document cut to max_doc_chars."""
+    lines = [f'Doc {n}(Title: "{d.title}") {cut(d.text, max_doc_chars)}' for n, d in enumerate(documents, start=1)]
+    return f"<information>{chr(10).join(lines) or 'No document matches.'}</information>"
+
+
+def _pairs(text: str, kind: Kind) -> Iterator[tuple[int, str]]:
+    """(where it starts, its content) of each pair of tags, none inside another."""
+    opening, closing = f"<{kind}>", f"</{kind}>"
+    end = 0
+    while (start := text.find(opening, end)) >= 0 and (end := text.find(closing, start)) >= 0:
+        yield start, text[start + len(opening) : end]
+
+
+def cut(text: str, max_chars: int) -> str:
+    """A longer text ends after its last whole word within max_chars; 0 means no limit."""
+    if not max_chars or len(text) <= max_chars:
+        return text
+    end = text.rfind(" ", 0, max_chars + 1)
+    return text[: end if end > 0 else max_chars].rstrip() + " ..."

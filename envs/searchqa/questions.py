@@ -1,0 +1,70 @@
+"""Questions by task id: the embedded ones, and the ranges in which AgentGym numbers those of the benchmarks.
+
+Ids below 51713 are eval, the others train, in both sets: a published id list means the right split either way.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+QUESTIONS = Path(__file__).resolve().parent / "corpus" / "questions.jsonl.gz"
+FIRST_TRAIN_ID = 51_713
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One search of the way to the answer: what to ask, the title of the document that tells, and what it tells."""
+
+    query: str
+    title: str
+    finds: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    text: str
+    answers: tuple[str, ...]  # any of them is right
+    data_source: str
+    hops: tuple[Hop, ...] = ()  # empty where nobody knows the way
+
+
+class Questions(Protocol):
+    """A set of questions. Equal ids give equal questions on every machine."""
+
+    def __getitem__(self, task_id: int) -> Question:
+        """Errors: ValueError naming what is missing."""
+        ...
+
+
+class Embedded:
+    """The questions over the embedded corpus: every id >= 0 is valid, ids of a split repeat after the length of its list."""
+
+    def __init__(self, train: Sequence[Question], evaluation: Sequence[Question]) -> None:
+        self.train = tuple(train)
+        self.eval = tuple(evaluation)
+
+    def __getitem__(self, task_id: int) -> Question:
+        if task_id < 0:
+            raise ValueError(f"task id {task_id} is negative")
+        if task_id < FIRST_TRAIN_ID:
+            return self.eval[task_id % len(self.eval)]
+        return self.train[(task_id - FIRST_TRAIN_ID) % len(self.train)]
+
+
+@cache
+def embedded() -> Embedded:
+    """Read once per process."""
+    splits: dict[str, list[Question]] = {"train": [], "eval": []}
+    with gzip.open(QUESTIONS, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            hops = tuple(Hop(**hop) for hop in row["hops"])
+            source = "embedded_one_hop" if len(hops) == 1 else "embedded_two_hop"
+            splits[row["split"]].append(Question(row["question"], tuple(row["answers"]), source, hops))
+    return Embedded(splits["train"], splits["eval"])

@@ -1,0 +1,89 @@
+"""Finding documents for a query: the protocol, and BM25 over a corpus held in memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import bm25s
+import numpy as np
+
+logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for every debug line of its own
+
+PASSAGES = Path(__file__).resolve().parent / "corpus" / "passages.jsonl.gz"
+_K1, _B = 1.2, 0.75
+_STOPWORDS = frozenset(
+    """
+    a an and are as at be by did do does for from had has have he her his how in into is it its of on or she that the their there they
+    this to was were what when where which who whom whose why will with
+    """.split()  # noqa: SIM905  (a list of single words reads worse)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    title: str
+    text: str
+
+
+class RetrieverError(RuntimeError):
+    """The retriever did not answer: a failure of the environment, not of the policy."""
+
+
+class Retriever(Protocol):
+    """Used by all sessions of a server, from several threads at once."""
+
+    def search(self, query: str, topk: int) -> Sequence[Document]:
+        """At most `topk` documents, best first; none where nothing matches. Errors: RetrieverError."""
+        ...
+
+
+class Bm25:
+    """BM25 (Lucene's variant, k1 1.2, b 0.75) over title and text. Read only once built, so threads share it without a lock.
+
+    Equal queries give equal documents in equal order on every machine: scores are compared to four decimals, ties go to the earlier one.
+    """
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self._documents = tuple(documents)
+        vocabulary: dict[str, int] = {}
+        ids = [
+            [vocabulary.setdefault(token, len(vocabulary)) for token in tokens(f"{d.title} {d.title} {d.text}")] for d in self._documents
+        ]
+        self._index = bm25s.BM25(k1=_K1, b=_B, method="lucene", backend="numpy", csc_backend="numpy")
+        self._index.index((ids, vocabulary), create_empty_token=False, show_progress=False)
+        self._vocabulary = vocabulary
+
+    def search(self, query: str, topk: int) -> list[Document]:
+        """Documents that share no word with the query are never returned."""
+        ids = [self._vocabulary[token] for token in tokens(query) if token in self._vocabulary]
+        if not ids:
+            return []
+        scores = np.rint(self._index.get_scores_from_ids(ids) * 1e4)
+        best = []
+        for _ in range(min(topk, len(scores))):
+            first = int(scores.argmax())  # the earliest of equals
+            if scores[first] <= 0:
+                break
+            best.append(self._documents[first])
+            scores[first] = 0
+        return best
+
+
+def tokens(text: str) -> list[str]:
+    """Lower-case words without the commonest ones."""
+    return [word for word in re.findall(r"\w+", text.lower()) if word not in _STOPWORDS]
+
+
+@cache
+def embedded() -> Bm25:
+    """The index of the corpus that ships with the package, built once per process."""
+    with gzip.open(PASSAGES, "rt", encoding="utf-8") as lines:
+        return Bm25([Document(**json.loads(line)) for line in lines])

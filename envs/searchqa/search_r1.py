@@ -1,0 +1,190 @@
+"""A retriever behind HTTP: the client of the Search-R1 retrieval API, as its `retrieval_server.py` and many others serve it.
+
+`POST {"queries": [..], "topk": k, "return_scores": true}` -> `{"result": [[{"document": {"contents": ".."}, "score": ..}, ..], ..]}`, one
+list per query. `contents` is the title in quotes, a line break and the text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ValidationError
+
+from envs.searchqa.retrievers import Document, RetrieverError
+
+logger = logging.getLogger(__name__)
+
+WINDOW_S = 0.002  # the first of a batch waits so long for others
+MAX_BATCH = 256  # queries of one request
+ATTEMPTS = 3  # of one batch, within the deadline
+BACKOFF_S = 0.1  # before the second attempt; doubles
+MAX_REPLY_BYTES = 64 * 1024 * 1024
+
+
+class _Contents(BaseModel):
+    contents: str
+
+
+class _Hit(BaseModel):
+    document: _Contents
+
+
+class _Reply(BaseModel):
+    result: list[list[_Hit]]
+
+
+class _Again(Exception):
+    """A failure after which the same request may be sent again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    query: str
+    topk: int
+    answer: list[Document] | None = None
+    error: str = "the request was given up"
+    done: bool = False
+
+
+class SearchR1:
+    """One retrieval server, shared by all threads.
+
+    Queries are gathered: one request is under way at a time, and whoever gets the turn next takes along all that wait.
+    """
+
+    def __init__(self, url: str, timeout_s: float = 20.0) -> None:
+        """timeout_s: of a request, retries included; a query waits as long again for its turn. Errors: ValueError for no URL."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"retriever: {url!r} is no URL such as http://127.0.0.1:8000/retrieve")
+        self.url = url
+        self._timeout_s = timeout_s
+        self._secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname, parts.port
+        self._path = (parts.path or "/retrieve") + (f"?{parts.query}" if parts.query else "")
+        self._waiting: deque[_Asked] = deque()
+        self._turn = threading.Lock()
+
+    def search(self, query: str, topk: int) -> list[Document]:
+        """Errors: RetrieverError naming the URL."""
+        deadline = time.monotonic() + self._timeout_s
+        asked = _Asked(query, topk)
+        self._waiting.append(asked)
+        while not asked.done:
+            if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                with contextlib.suppress(ValueError):  # it may be in the request under way
+                    self._waiting.remove(asked)
+                raise RetrieverError(f"retriever {self.url}: no turn within {self._timeout_s:g} s, it is too slow for its load")
+            try:
+                if not asked.done:
+                    self._serve_waiting()
+            finally:
+                self._turn.release()
+        if asked.answer is None:
+            raise RetrieverError(asked.error)
+        return asked.answer
+
+    def _serve_waiting(self) -> None:
+        """Answer everybody who waits, the caller among them unless there are too many."""
+        time.sleep(WINDOW_S)
+        batch: list[_Asked] = []
+        with contextlib.suppress(IndexError):  # until nobody is left: who gave up waiting may go at any moment
+            while len(batch) < MAX_BATCH:
+                batch.append(self._waiting.popleft())
+        try:
+            found = self._ask([asked.query for asked in batch], max(asked.topk for asked in batch))
+            for asked, documents in zip(batch, found, strict=True):
+                asked.answer = documents[: asked.topk]
+        except Exception as error:
+            for asked in batch:
+                asked.error = str(error) or type(error).__name__
+            if not isinstance(error, RetrieverError):
+                raise
+        finally:
+            for asked in batch:
+                asked.done = True
+
+    def _ask(self, queries: Sequence[str], topk: int) -> list[list[Document]]:
+        deadline = time.monotonic() + self._timeout_s
+        body = json.dumps({"queries": list(queries), "topk": topk, "return_scores": True}).encode()
+        for attempt in range(1, ATTEMPTS + 1):
+            left_s = deadline - time.monotonic()
+            try:
+                return self._read(self._post(body, left_s / (ATTEMPTS - attempt + 1)), len(queries))
+            except _Again as error:
+                pause_s = BACKOFF_S * 2 ** (attempt - 1)
+                if attempt == ATTEMPTS or time.monotonic() + pause_s >= deadline:
+                    raise RetrieverError(f"retriever {self.url}: {error} ({attempt} attempts)") from error
+                logger.warning("retriever %s: %s; trying again in %.1f s", self.url, error, pause_s)
+                time.sleep(pause_s)
+        raise AssertionError("unreachable")
+
+    def _post(self, body: bytes, timeout_s: float) -> bytes:
+        """The body of a reply with status 200. A timer cuts the connection when time is up, however slowly bytes trickle in."""
+        if timeout_s <= 0:
+            raise _Again("no time left")
+        late = threading.Event()
+        make = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = make(self._host, self._port, timeout=timeout_s)
+        timer = threading.Timer(timeout_s, lambda: _cut(connected, late))
+        timer.daemon = True
+        try:
+            connection.connect()
+            connected = connection.sock  # the connection forgets it when the reply begins
+            timer.start()
+            connection.request("POST", self._path, body, {"Content-Type": "application/json", "Connection": "close"})
+            reply = connection.getresponse()
+            content = reply.read(MAX_REPLY_BYTES + 1)
+        except (OSError, http.client.HTTPException) as error:
+            slow = late.is_set() or isinstance(error, TimeoutError)
+            raise _Again(f"no answer within {timeout_s:.3g} s" if slow else f"{type(error).__name__} {error}".strip()) from error
+        finally:
+            timer.cancel()
+            connection.close()
+        if late.is_set():
+            raise _Again(f"no answer within {timeout_s:.3g} s")
+        if reply.status >= 500 or reply.status == 429:
+            raise _Again(f"status {reply.status}")
+        if reply.status != 200:
+            raise RetrieverError(f"retriever {self.url}: status {reply.status}: {content[:200].decode(errors='replace')}")
+        if len(content) > MAX_REPLY_BYTES:
+            raise RetrieverError(f"retriever {self.url}: the reply is longer than {MAX_REPLY_BYTES} bytes")
+        if reply.length:  # read(n) does not complain about a body that ends early
+            raise _Again(f"the connection was cut {reply.length} bytes before the end")
+        return content
+
+    def _read(self, content: bytes, num_queries: int) -> list[list[Document]]:
+        try:
+            result = _Reply.model_validate_json(content).result
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(str(part) for part in problem["loc"]) or "body"
+            raise RetrieverError(f"retriever {self.url}: not a reply of the Search-R1 API: {where}: {problem['msg']}") from None
+        if len(result) != num_queries:
+            raise RetrieverError(f"retriever {self.url}: {len(result)} lists of documents for {num_queries} queries")
+        return [[_document(hit.document.contents) for hit in hits] for hits in result]
+
+
+def _cut(connected: socket.socket, late: threading.Event) -> None:
+    late.set()
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+def _document(contents: str) -> Document:
+    """First line, without its quotes: the title."""
+    title, _, text = contents.partition("\n")
+    title = title.strip()
+    if len(title) >= 2 and title[0] == title[-1] == '"':
+        title = title[1:-1]
+    return Document(title, text.strip())
