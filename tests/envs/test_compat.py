@@ -111,3 +111,51 @@ def test_an_id_may_have_either_of_its_two_names(key):
             assert "observation" in await post(client, "/step", **{key: number}, action="turn left")
 
     asyncio.run(main())
+
+
+def test_a_textcraft_client_creates_with_a_body_and_plays_the_index_it_resets_to():
+    async def main():
+        async with serving("textcraft") as (client, _):
+            assert (await client.get("/")).json() == "This is environment TextCraft."
+            assert (await client.post("/create")).status_code == 422  # as there, a body is required
+            created = await post(client, "/create", minecraft_dir="agentenv_textcraft/", commands=None, goal=None)
+            second = await post(client, "/create")
+            assert created.keys() == {"id", "observation", "done", "reward"}
+            assert created["observation"] != second["observation"]  # each creation counts on
+            number = created["id"]
+            shown = await post(client, "/reset", id=number, data_idx=36)
+            assert (shown["id"], shown["reward"], shown["done"]) == (number, 0, False)
+            assert shown["observation"].startswith("Crafting commands:\n")
+            assert (await client.get(f"/observation?id={number}")).json() == shown["observation"]
+            goal = shown["observation"].rpartition("Goal: craft ")[2].rstrip(".")
+            assert goal == "emerald block"
+            assert await post(client, "/step", id=number, action="get 9 emerald") == {
+                "observation": "Got 9 emerald",
+                "reward": 0,
+                "done": False,
+            }
+            won = await post(client, "/step", id=number, action="craft 1 emerald block using 9 emerald")
+            assert won == {"observation": "Crafted 1 minecraft:emerald_block", "reward": 1, "done": True}
+
+    asyncio.run(main())
+
+
+def test_a_searchqa_client_names_its_item_at_creation_and_may_try_again():
+    async def main():
+        async with serving("searchqa") as (client, sessions):  # strict for others, theirs under /agentgym
+            assert (await client.get("/")).json() == "ok"
+            number = await post(client, "/create", id=0)
+            assert isinstance(number, int)
+            prompt = await post(client, "/reset", env_idx=number, id=3)
+            assert "<search>" in prompt.partition("Question: ")[0]
+            assert (await client.get(f"/observation?env_idx={number}")).json() == prompt
+            found = await post(client, "/step", env_idx=number, action="<search>a town</search>")
+            assert found.keys() == {"observation", "reward", "done", "info"}
+            assert found["observation"].strip().startswith('<information>Doc 1(Title: "')
+            wrong = await post(client, "/step", env_idx=number, action="<answer>nonsense</answer>")
+            assert (wrong["reward"], wrong["done"]) == (0.0, False)  # there, guessing goes on
+            assert (await post(client, "/step", status=404, env_idx=5, action="x")) == {"error": "The id 5 is not valid."}
+            assert await post(client, "/close", env_idx=number) is True
+            assert sessions.info().active_sessions == 0
+
+    asyncio.run(main())

@@ -9,6 +9,7 @@ from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.rollouts.client import EnvError, EnvPools
 from agentgym.rollouts.dialect import AgentGymPool
 from agentgym.types import Item
+from envs.registry import load_spec
 
 
 def pool_of(endpoint, env="babyai", **settings):
@@ -32,6 +33,28 @@ def test_an_episode_is_played_in_agentgyms_protocol_and_closed(serving):
         assert sessions.info().active_sessions == 0
 
     with serving({"view": "compact"}) as (endpoint, sessions):
+        asyncio.run(main(endpoint, sessions))
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "actions"),
+    [
+        ("textcraft", 36, ["get 9 emerald", "craft 1 emerald block using 9 emerald"]),
+        ("searchqa", 0, ["<search>a lake</search>", "<answer>nonsense</answer>"]),
+    ],
+)
+def test_the_other_servers_are_driven_too(serving, name, task, actions):
+    async def main(endpoint, sessions):
+        async with AgentGymPool(name, [f"{endpoint}/agentgym"], request_timeout_s=5) as pool:
+            await pool.check(EnvConfig(name=name), allow_expert=False)
+            async with pool.session(Item(name, task), "key") as session:
+                assert session.observation
+                replies = [await session.step(action) for action in actions]
+            won = name == "textcraft"
+            assert [(r.reward, r.terminated, r.success) for r in replies] == [(0.0, False, False), (1.0 if won else 0.0, won, won)]
+        assert sessions.info().active_sessions == 0
+
+    with serving(spec=load_spec(name, {})) as (endpoint, sessions):
         asyncio.run(main(endpoint, sessions))
 
 
