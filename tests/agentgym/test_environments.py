@@ -30,6 +30,7 @@ SMALL = {
 ROLLOUT = {"items_per_step": 6, "group_size": 4, "concurrency": 24, "temperature": 0.7}
 BABYAI = {"name": "babyai", "options": {"levels": ["GoToRedBallNoDists"]}}
 TEXTCRAFT = {"name": "textcraft", "options": {"goals": ["emerald block", "gold ingot", "melon seeds", "paper"], "distractors": 0}}
+SEARCHQA = {"name": "searchqa", "options": {"topk": 1, "max_doc_chars": 60, "mode": "agentgym"}}
 HIGHER_LOWER = {"name": "higher-lower", "options": {"limit": 20}}
 
 
@@ -63,10 +64,13 @@ def train(cfg):
 
 
 @pytest.mark.parametrize(
-    ("env", "max_new_tokens", "observation_tokens"), [(BABYAI, 6, 32), (TEXTCRAFT, 40, 64)], ids=["babyai", "textcraft"]
+    ("env", "max_new_tokens", "observation_tokens", "recipe"),
+    [(BABYAI, 6, 32, "grpo"), (TEXTCRAFT, 40, 64, "grpo"), (SEARCHQA, 60, 80, "ppo")],  # ppo learns where every reward is equal, too
+    ids=["babyai", "textcraft", "searchqa"],
 )
-def test_three_updates_on_each_environment_pass_the_audit(params, env, max_new_tokens, observation_tokens):
-    cfg = params(env, rollout={**ROLLOUT, "max_new_tokens": max_new_tokens, "observation_tokens": observation_tokens})
+def test_three_updates_on_each_environment_pass_the_audit(params, env, max_new_tokens, observation_tokens, recipe):
+    rollout = {**ROLLOUT, "max_new_tokens": max_new_tokens, "observation_tokens": observation_tokens}
+    cfg = params(env, rollout=rollout, algorithm={"recipe": recipe, "critic_warmup_steps": 1})
     metrics, done = train(cfg)
     assert len(metrics) == 3
     assert done["initialise"].results["expert_success"] == 1.0
@@ -79,19 +83,21 @@ def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(par
     cfg = params(
         BABYAI,
         textcraft,
-        rollout={**ROLLOUT, "max_new_tokens": 40, "observation_tokens": 64, "system_prompt": False},
+        SEARCHQA,
+        rollout={**ROLLOUT, "items_per_step": 8, "max_new_tokens": 60, "observation_tokens": 80},
         algorithm={"recipe": "reinforce++"},
     )
     metrics, done = train(cfg)
     for row in metrics:
         assert row["rollout/babyai/num_episodes"] == 2 * 4
         assert row["rollout/textcraft/num_episodes"] == 4 * 4
+        assert row["rollout/searchqa/num_episodes"] == 2 * 4
     consumed = [
         item for name in ("stage-1", "stage-2") for c in open_store(cfg).history(name, done[name].key) for item in c.state["consumed"]
     ]
-    assert [item.partition("_")[0] for item in consumed[:6]] == ["textcraft", "babyai", "textcraft"] * 2
+    assert [item.partition("_")[0] for item in consumed[:8]] == ["textcraft", "babyai", "searchqa", "textcraft"] * 2
     results = done["evaluate-stage-2"].results
-    assert {env: own["num_items"] for env, own in results["by_env"].items()} == {"babyai": 2, "textcraft": 4}
+    assert {env: own["num_items"] for env, own in results["by_env"].items()} == {"babyai": 2, "searchqa": 1, "textcraft": 3}
     assert 0 <= results["by_env"]["babyai"]["summary"]["greedy"]["mean"] <= 1
     assert "validation/babyai/success" in metrics[1]
 

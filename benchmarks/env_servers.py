@@ -1,0 +1,218 @@
+"""How fast an environment server steps, over HTTP on kept connections: `python benchmarks/env_servers.py [ENV ...]`.
+
+Each server is one process; the load comes from another. Without `--server` ours are started, one of each environment, and
+asked in both dialects. `--server NAME=DIALECT=URL` measures a server that runs already, ours or AgentGym's, in the same run;
+`NAME` says what actions to send. Closed loop: every session sends its next action when the last one is answered, and begins
+another episode after STEPS actions. Prints steps per second, latency and memory, and writes docs/results/envs.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import statistics
+import tempfile
+import time
+import urllib.parse
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+from pipeline import machine
+
+from agentgym.config import EnvConfig
+from agentgym.deploy.local import local_env
+
+ROOT = Path(__file__).parents[1]
+STEPS = 20  # of one episode
+ACTIONS = {
+    "babyai": ("turn left", "move forward", "turn right", "move forward", "go to red ball 1", "pickup"),
+    "textcraft": ("get 1 oak log", "inventory", "craft 4 oak planks using 1 oak log", "get 2 string", "get 1 diamond"),
+    "searchqa": ("<search>Naerholt town river</search>", "<search>a lake in the north</search>", "<search>founded the company</search>"),
+}
+# AgentGym's own servers on 2 cores under load, one process, 32 sessions (steps/s, two runs); the same actions were not sent
+PUBLISHED = {"textcraft": (1258, 1898), "babyai": (367, 540)}
+OPTIONS = {"babyai": {"levels": "agentgym", "view": "agentgym", "actions": "high", "reward": "minigrid"}}
+
+
+@dataclass(frozen=True)
+class Target:
+    env: str
+    dialect: str  # native | agentgym
+    url: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    label: str
+    env: str
+    dialect: str
+    sessions: int
+    steps_per_s: float
+    p50_ms: float
+    p99_ms: float
+    create_ms: float  # mean, of create and reset together
+    rss_mib: float | None  # of the server; None where its process is not on this machine
+    errors: int
+
+
+class Connection:
+    """One kept connection that costs the load generator as little as may be: it is on the same machine."""
+
+    def __init__(self, url: str) -> None:
+        parts = urllib.parse.urlsplit(url)
+        self._host, self._port, self._prefix = parts.hostname or "", parts.port or 80, parts.path.rstrip("/")
+
+    async def open(self) -> None:
+        self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+
+    async def post(self, route: str, body: Any) -> Any:
+        payload = b"" if body is None else json.dumps(body).encode()
+        head = (
+            f"POST {self._prefix}{route} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(payload)}\r\n\r\n"
+        )
+        self._writer.write(head.encode() + payload)
+        status, length = await self._head()
+        answer = json.loads(await self._reader.readexactly(length))
+        if status != 200 or (isinstance(answer, dict) and "error" in answer):
+            raise RuntimeError(f"{route}: {status} {answer}")
+        return answer
+
+    async def _head(self) -> tuple[int, int]:
+        lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        length = next(int(line[15:]) for line in lines if line.lower().startswith("content-length:"))
+        return int(lines[0].split(" ")[1]), length
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def episode(connection: Connection, target: Target, number: int, times: list[float]) -> float:
+    """STEPS actions. Result: seconds until the first observation."""
+    began = time.perf_counter()
+    if target.dialect == "native":
+        key = f"{id(times)}-{number}"
+        session = (await connection.post("/create", {"request_key": key, "task_id": number}))["session_id"]
+        end: dict[str, Any] = {"session_id": session}
+    else:
+        bodies: dict[str, Any] = {"textcraft": {}, "searchqa": {"id": number}}
+        created = await connection.post("/create", bodies.get(target.env))
+        number_of_env = created["id"] if isinstance(created, dict) else created
+        name = "env_idx" if target.env == "searchqa" else "id"
+        await connection.post("/reset", {name: number_of_env, "id" if name == "env_idx" else "data_idx": number})
+        end = {name: number_of_env}
+    opened = time.perf_counter() - began
+    actions = itertools.cycle(ACTIONS[target.env])
+    for turn in range(1, STEPS + 1):
+        body = {**end, "action": next(actions), **({"turn": turn} if target.dialect == "native" else {})}
+        asked = time.perf_counter()
+        answer = await connection.post("/step", body)
+        times.append(time.perf_counter() - asked)
+        if answer.get("done") or answer.get("terminated") or answer.get("truncated"):
+            break
+    await connection.post("/close", end)
+    return opened
+
+
+async def measure(target: Target, num_sessions: int, seconds: float) -> Measured:
+    times: list[float] = []
+    opened: list[float] = []
+    numbers = itertools.count()
+    errors = 0
+    until = time.perf_counter() + seconds
+
+    async def session() -> None:
+        nonlocal errors
+        connection = Connection(target.url)
+        await connection.open()
+        while time.perf_counter() < until:
+            try:
+                opened.append(await episode(connection, target, next(numbers) % 500, times))
+            except (RuntimeError, OSError, asyncio.IncompleteReadError):
+                errors += 1
+                connection.close()
+                await connection.open()
+        connection.close()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(session() for _ in range(num_sessions)))
+    wall_s = time.perf_counter() - began
+    ordered = sorted(times)
+    return Measured(
+        label=target.label,
+        env=target.env,
+        dialect=target.dialect,
+        sessions=num_sessions,
+        steps_per_s=round(len(times) / wall_s, 1),
+        p50_ms=round(1000 * statistics.median(ordered), 3),
+        p99_ms=round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 3),
+        create_ms=round(1000 * statistics.fmean(opened), 3) if opened else float("nan"),
+        rss_mib=rss_mib(urllib.parse.urlsplit(target.url).port or 80),
+        errors=errors,
+    )
+
+
+def rss_mib(port: int) -> float | None:
+    """Of the process of this machine that listens there."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            for connection in process.net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                    return round(process.memory_info().rss / 2**20, 1)
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("envs", nargs="*", choices=[*ACTIONS, []], help=f"default: {', '.join(ACTIONS)}")
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--server", action="append", default=[], metavar="NAME=DIALECT=URL", help="one that runs already")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/envs.json")
+    arguments = parser.parse_args()
+    given = [Target(env, dialect, url.rstrip("/"), url) for env, dialect, url in (text.split("=", 2) for text in arguments.server)]
+    uvloop.install()
+    rows: list[Measured] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        targets = list(given)
+        for env in arguments.envs or (ACTIONS if not given else sorted({target.env for target in given})):
+            config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=512)
+            (url,) = stack.enter_context(local_env(config, expert=False, log_path=Path(folder) / f"{env}.log"))
+            targets += [Target(env, "native", url, "ours"), Target(env, "agentgym", f"{url}/agentgym", "ours")]
+        names = ("sessions", "steps/s", "p50 ms", "p99 ms", "create ms", "RSS MiB")
+        print(f"{'server':<28}{'env':<11}{'dialect':<10}" + "".join(f"{name:>11}" for name in names))
+        for target in targets:
+            for num_sessions in arguments.sessions:
+                row = asyncio.run(measure(target, num_sessions, arguments.seconds))
+                rows.append(row)
+                figures = (row.sessions, row.steps_per_s, row.p50_ms, row.p99_ms, row.create_ms, row.rss_mib or float("nan"))
+                print(f"{row.label[:27]:<28}{row.env:<11}{row.dialect:<10}" + "".join(f"{figure:>11.5g}" for figure in figures))
+                if row.errors:
+                    print(f"  {row.errors} errors")
+    ratios = {}
+    for row in rows:
+        if (row.sessions, row.dialect, row.label) == (32, "native", "ours") and row.env in PUBLISHED:
+            low, high = PUBLISHED[row.env]
+            ratios[row.env] = {"over_agentgyms_slower_run": row.steps_per_s / low, "over_its_faster_run": row.steps_per_s / high}
+    for env, ratio in ratios.items():
+        print(f"{env}: " + ", ".join(f"{value:.1f}x {name.replace('_', ' ')}" for name, value in ratio.items()))
+    result = {
+        "machine": machine(),
+        "command": "python benchmarks/env_servers.py",
+        "rows": [asdict(row) for row in rows],
+        "published_agentgym_steps_per_s_at_32": PUBLISHED,
+        "ratios_to_published": ratios,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Requests nobody should send, made from the served OpenAPI document, while somebody else plays on."""
+
+import asyncio
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from agentgym.config import EnvConfig
+from agentgym.deploy.local import local_env
+from agentgym.rollouts.client import EnvPool
+from agentgym.types import Item
+
+NATIVE_CHECKS = "not_a_server_error,negative_data_rejection,response_schema_conformance,content_type_conformance"
+STEPS = 6
+
+
+def fuzz(endpoint, checks, *chosen, examples):
+    """Schemathesis over the operations chosen. Result: its report; raises where a check failed."""
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{endpoint}/openapi.json", "--phases", "fuzzing", "--checks", checks]
+    command += ["--max-examples", str(examples), "--seed", "1", "--request-timeout", "10", "--no-color", "--continue-on-failure", *chosen]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def num_refused(endpoint):
+    text = urllib.request.urlopen(f"{endpoint}/metrics", timeout=5).read().decode()
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("env_errors_total"))
+
+
+@pytest.mark.parametrize(
+    ("env", "examples"),
+    [("textcraft", 150), pytest.param("babyai", 150, marks=pytest.mark.slow), pytest.param("searchqa", 150, marks=pytest.mark.slow)],
+)
+def test_a_thousand_malformed_requests_break_nothing(env, examples, tmp_path):
+    async def expert_actions(pool, task, number):
+        """An undisturbed episode: its actions and observations."""
+        async with pool.session(Item(env, task), f"alone {number}") as session:
+            told = [session.observation]
+            for _ in range(STEPS):
+                reply = await session.step(await session.expert())
+                told.append(reply.observation)
+                if reply.terminated:
+                    break
+            return told
+
+    async def play(endpoints):
+        async with EnvPool(endpoints, request_timeout_s=10) as pool:
+            expected = await expert_actions(pool, 3, 0)
+            async with pool.session(Item(env, 3), "beside the storm") as session:
+                told = [session.observation]
+                storm = asyncio.create_task(
+                    asyncio.to_thread(fuzz, endpoints[0], NATIVE_CHECKS, "--exclude-path-regex", "agentgym", examples=examples)
+                )
+                while len(told) < len(expected):
+                    told.append((await session.step(await session.expert())).observation)
+                    await asyncio.sleep(1)
+                await storm
+            assert told == expected
+            await asyncio.to_thread(fuzz, endpoints[0], "not_a_server_error", "--include-path-regex", "agentgym", examples=examples)
+            assert await expert_actions(pool, 3, 1) == expected
+            return num_refused(endpoints[0])
+
+    log = tmp_path / "log"
+    with local_env(EnvConfig(name=env, max_sessions=4096), expert=True, log_path=log) as endpoints:
+        assert asyncio.run(play(endpoints)) >= 1000
+    assert "Traceback" not in log.read_text()
