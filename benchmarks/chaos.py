@@ -45,6 +45,7 @@ from chaos_project import (
 from pipeline import machine
 
 MAX_COMMANDS = 5  # until one must have ended well
+WATCH_S = 0.25  # between two looks at an undisturbed run
 TRIES = 4  # for each fault that must hit
 TOO_LATE_S = 2.0  # a command that ends well so soon after its death had ended before
 
@@ -79,7 +80,7 @@ def observe(project: Project, prepared: Prepared, setting: Setting, kinds: Seque
                     seen[kind.name].append(time.monotonic() - began)
             if time.monotonic() - began > COMMAND_TIMEOUT_S:
                 raise RuntimeError(f"the undisturbed run does not end\n{log.read_text()[-2000:]}")
-            time.sleep(POLL_S)
+            time.sleep(WATCH_S)
         wall_s = time.monotonic() - began
         if process.returncode:
             raise RuntimeError(f"the undisturbed run ended with {process.returncode}\n{log.read_text()[-2000:]}")

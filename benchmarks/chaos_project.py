@@ -61,6 +61,7 @@ class Project:
         self.server: Any = None  # what stands around the command, for whoever strikes it
         self.ports: set[int] = set()  # every one a process of ours was seen listening on
         self.closed = False
+        self.others = set(psutil.process_iter())  # none of them can be ours; looking at each again takes a good part of a core
         names = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
         )
@@ -132,19 +133,26 @@ class Project:
 
         Ray's workers write over their environment: they are known by their parents and by where they work.
         """
-        running = list(psutil.process_iter(["ppid", "cmdline", "cwd", "status"]))
-        ours: set[int] = set()
-        for process in sorted(running, key=lambda process: process.pid):
+        ours: dict[int, psutil.Process] = {}
+        for process in sorted(set(psutil.process_iter()) - self.others, key=lambda process: process.pid):
             with contextlib.suppress(psutil.Error):
-                place = process.info["cwd"] or ""
-                if (
-                    process.info["ppid"] in ours
-                    or Path(place).is_relative_to(self.folder)
-                    or process.environ().get(OWNER) == self.environment[OWNER]
-                ):
-                    ours.add(process.pid)
-        found = [p for p in running if p.pid in ours and p.info["status"] != psutil.STATUS_ZOMBIE]
-        return [process for process in found if re.search(pattern, " ".join(process.info["cmdline"] or ()))]
+                if process.ppid() in ours or self.is_ours(process):
+                    ours[process.pid] = process
+        found = []
+        for process in ours.values():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and re.search(pattern, " ".join(process.cmdline())):
+                    found.append(process)
+        return found
+
+    def is_ours(self, process: psutil.Process) -> bool:
+        """By what it was started with, or by where it works."""
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(OWNER) == self.environment[OWNER]:
+                return True
+        with contextlib.suppress(psutil.Error):
+            return Path(process.cwd()).is_relative_to(self.folder)
+        return False
 
     def look_at_ports(self) -> None:
         for process in self.processes():
