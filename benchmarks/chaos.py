@@ -38,9 +38,9 @@ from chaos_project import (
     Trial,
     check_gone,
     check_result,
+    failure,
     last_line,
     num_versions,
-    says_failure,
 )
 from pipeline import machine
 
@@ -113,11 +113,13 @@ def attempt(project: Project, prepared: Prepared, kind: Kind, reference: Referen
         struck = time.monotonic()
         trial.codes.append(ended(process, log, trial))
         scene.mend()
+        if trial.codes[0] > 0:
+            trial.notes.append(f"{trial.codes[0]}: {failure(log) or last_line(log)}")
         if trial.codes[0] == 0 and 0 not in kind.codes and time.monotonic() - struck < TOO_LATE_S:
             trial.hit = False  # it had just ended
         if trial.hit and trial.codes[0] not in kind.codes:
             trial.failures.setdefault("command", []).append(f"it ended with {trial.codes[0]}, expected {kind.codes}: {last_line(log)}")
-        if trial.codes[0] == 1 and kind.setting.command[1] in OURS and not says_failure(log):
+        if trial.codes[0] == 1 and kind.setting.command[1] in OURS and not failure(log):
             trial.failures.setdefault("command", []).append(f"it did not say in a line what failed: {last_line(log)!r}")
         check_gone(project, trial, keep=kind.setting.stays)
         while trial.codes[-1] != 0 and len(trial.codes) < MAX_COMMANDS:
@@ -125,7 +127,7 @@ def attempt(project: Project, prepared: Prepared, kind: Kind, reference: Referen
             process = project.start(words, again)
             trial.codes.append(ended(process, again, trial))
             if trial.codes[-1]:
-                trial.notes.append(f"{trial.codes[-1]}: {last_line(again)}")
+                trial.notes.append(f"{trial.codes[-1]}: {failure(again) or last_line(again)}")
         trial.recovery_s = time.monotonic() - struck
         trial.failures["ended"] = [] if trial.codes[-1] == 0 else [f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"]
         check_gone(project, trial, keep=kind.setting.stays)

@@ -325,6 +325,7 @@ def last_line(log: Path) -> str:
     return (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:300]
 
 
-def says_failure(log: Path) -> bool:
-    """Does it end with a line that says what failed; below it may stand the end of a server's log."""
-    return any(line.startswith("failed: ") for line in log.read_text(errors="replace").splitlines()[-MAX_TAIL:])
+def failure(log: Path) -> str:
+    """The line at its end that says what failed, or nothing; below it may stand the end of a server's log."""
+    lines = log.read_text(errors="replace").splitlines()[-MAX_TAIL:]
+    return next((line[:300] for line in reversed(lines) if line.startswith("failed: ")), "")

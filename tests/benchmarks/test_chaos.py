@@ -110,9 +110,9 @@ def test_what_listens_on_a_port_is_ours_unless_a_neighbour_started_it(project):
 def test_a_failure_is_said_in_a_line_below_which_may_stand_the_end_of_a_log(project, tmp_path):
     log = tmp_path / "run.log"
     log.write_text("starting\nfailed: RuntimeError: the server ended\nthe last lines of server.log:\nTraceback\n")
-    assert project.says_failure(log)
+    assert project.failure(log) == "failed: RuntimeError: the server ended"
     log.write_text("starting\nTraceback (most recent call last):\nRuntimeError: the server ended\n")
-    assert not project.says_failure(log)
+    assert project.failure(log) == ""
 
 
 def test_the_phase_is_read_off_the_leases(project, tmp_path):
