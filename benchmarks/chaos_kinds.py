@@ -240,7 +240,7 @@ numbers = itertools.count(2)
 address = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": 0, "object_store_memory": 150_000_000, "temp_dir": sys.argv[1]}
 cluster = Cluster(initialize_head=True, head_node_args=address)
 def add():
-    place = os.path.join(sys.argv[1], str(next(numbers)))  # in one folder, a node that unpacks a job's files deletes those its neighbour works in
+    place = os.path.join(sys.argv[1], str(next(numbers)))  # in one folder a node would unpack a job's files over its neighbour's
     return cluster.add_node(num_cpus=2, object_store_memory=150_000_000, temp_dir=place).all_processes["raylet"][0].process.pid
 def tell(pid):
     with open(sys.argv[2] + ".new", "w") as file:
