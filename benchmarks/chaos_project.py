@@ -161,7 +161,7 @@ class Project:
 
     def phase(self) -> str:
         """Which step holds its lease, and after which commit it is."""
-        leases = sorted(self.state.glob("store/steps/*/leases/*.json"), key=lambda path: path.stat().st_ctime)
+        leases = sorted(self.state.glob("store/steps/*/leases/*.json"), key=lambda path: path.stat().st_mtime)  # a copy keeps it
         if not leases:
             return "before the first step"
         last = leases[-1]
