@@ -277,6 +277,8 @@ class Campaign:
                     self.references[kind.setting] = observe(lane, prepared, kind.setting, same)
                     self.result["references"][", ".join(other.name for other in same)] = asdict(self.references[kind.setting])
                 trial = attempt(lane, prepared, kind, self.references[kind.setting], self.seed, number)
+                if not trial.hit:
+                    self.references[kind.setting] = self.references[kind.setting].faster(trial.at_s)
             except (RuntimeError, OSError, KeyError, subprocess.SubprocessError, psutil.Error) as error:  # the others still count
                 lane.end()
                 trial = Trial(kind.name, number, failures={"ended": [f"{type(error).__name__}: {error}"[-1000:]]})
