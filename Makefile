@@ -40,7 +40,7 @@ slow: install  ## what takes minutes
 ray: install  ## what starts Ray
 	@$(BIN)/python -m pytest -m "ray" $(ARGS)
 
-chaos: install  ## kill parts of a run at random times and check what is left; an hour, writes docs/results/faults.md
+chaos: install  ## kill parts of a run at random times and check what is left; most of an hour, writes docs/results/faults.md
 	@$(BIN)/python benchmarks/chaos.py $(ARGS)
 
 chaos-short: install  ## the same, one fault each of four kinds; minutes

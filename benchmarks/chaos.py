@@ -1,6 +1,6 @@
 """Kills parts of a run at random times, from outside, and checks what is left: `python benchmarks/chaos.py`.
 
-In a copy of this repository a tiny run is started; at a random moment one of its parts is killed, the disk is filled, or a
+In copies of this repository, two at a time, a tiny run is started; at a random moment one of its parts is killed, the disk is filled, or a
 second learner comes; the same command is then given again until it ends. After each fault the run must be audited, no item
 lost or trained twice, no point or model version doubled, nothing left running. Writes docs/results/faults.md and faults.json.
 """
@@ -16,13 +16,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from chaos_kinds import KINDS, OURS, SHORT, Kind, Scene, Setting
 from chaos_project import (
     COMMAND_TIMEOUT_S,
@@ -35,12 +38,16 @@ from chaos_project import (
     Trial,
     check_gone,
     check_result,
+    failure,
     last_line,
     num_versions,
 )
 from pipeline import machine
 
 MAX_COMMANDS = 5  # until one must have ended well
+WATCH_S = 0.25  # between two looks at an undisturbed run
+TRIES = 4  # for each fault that must hit
+TOO_LATE_S = 2.0  # a command that ends well so soon after its death had ended before
 
 
 @dataclass(frozen=True)
@@ -48,17 +55,14 @@ class Prepared:
     """State to begin with: nothing, or a copy of a preparation that went well."""
 
     project: Project
-    copy: Path
-
-    def make(self) -> None:
-        self.project.clear()
-        for name in PREPARATION:
-            self.project.must("-m", "agentgym", "step", name)
-        shutil.copytree(self.project.state, self.copy)
+    copy: Path  # made when it is first needed
 
     def set_up(self, setting: Setting) -> None:
         self.project.clear()
-        if setting.prepared:
+        if setting.prepared and not self.copy.exists():
+            self.project.must("-m", "agentgym", "step", PREPARATION, "--with-parents")
+            shutil.copytree(self.project.state, self.copy)
+        elif setting.prepared:
             shutil.copytree(self.copy, self.project.state, dirs_exist_ok=True)
 
 
@@ -76,7 +80,7 @@ def observe(project: Project, prepared: Prepared, setting: Setting, kinds: Seque
                     seen[kind.name].append(time.monotonic() - began)
             if time.monotonic() - began > COMMAND_TIMEOUT_S:
                 raise RuntimeError(f"the undisturbed run does not end\n{log.read_text()[-2000:]}")
-            time.sleep(POLL_S)
+            time.sleep(WATCH_S)
         wall_s = time.monotonic() - began
         if process.returncode:
             raise RuntimeError(f"the undisturbed run ended with {process.returncode}\n{log.read_text()[-2000:]}")
@@ -99,18 +103,23 @@ def attempt(project: Project, prepared: Prepared, kind: Kind, reference: Referen
         moment = began + chance.uniform(first_s, first_s + 0.9 * (last_s - first_s))  # a faster run than the one observed is hit, too
         while time.monotonic() < moment and process.poll() is None:
             time.sleep(min(POLL_S, max(0.0, moment - time.monotonic())))
+        project.look_at_ports()
         while not (victims := kind.victims(project, process)) and process.poll() is None:
             time.sleep(POLL_S)  # this run is slower than the one observed
-        project.look_at_ports()
+            project.look_at_ports()
         trial.at_s, trial.phase, trial.hit = time.monotonic() - began, project.phase(), bool(victims) and process.poll() is None
         if trial.hit:
             kind.strike(scene, victims)
         struck = time.monotonic()
         trial.codes.append(ended(process, log, trial))
         scene.mend()
+        if trial.codes[0] > 0:
+            trial.notes.append(f"{trial.codes[0]}: {failure(log) or last_line(log)}")
+        if trial.codes[0] == 0 and 0 not in kind.codes and time.monotonic() - struck < TOO_LATE_S:
+            trial.hit = False  # it had just ended
         if trial.hit and trial.codes[0] not in kind.codes:
             trial.failures.setdefault("command", []).append(f"it ended with {trial.codes[0]}, expected {kind.codes}: {last_line(log)}")
-        if trial.codes[0] == 1 and kind.setting.command[1] in OURS and not last_line(log).startswith("failed: "):
+        if trial.codes[0] == 1 and kind.setting.command[1] in OURS and not failure(log):
             trial.failures.setdefault("command", []).append(f"it did not say in a line what failed: {last_line(log)!r}")
         check_gone(project, trial, keep=kind.setting.stays)
         while trial.codes[-1] != 0 and len(trial.codes) < MAX_COMMANDS:
@@ -118,13 +127,20 @@ def attempt(project: Project, prepared: Prepared, kind: Kind, reference: Referen
             process = project.start(words, again)
             trial.codes.append(ended(process, again, trial))
             if trial.codes[-1]:
-                trial.notes.append(f"{trial.codes[-1]}: {last_line(again)}")
+                trial.notes.append(f"{trial.codes[-1]}: {failure(again) or last_line(again)}")
         trial.recovery_s = time.monotonic() - struck
         trial.failures["ended"] = [] if trial.codes[-1] == 0 else [f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"]
         check_gone(project, trial, keep=kind.setting.stays)
         check_result(project, overrides, reference, trial)
     check_gone(project, trial, keep="")
     return trial
+
+
+def keep_logs(project: Project, folder: Path) -> None:
+    """What the commands and the servers of a trial that failed said."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for log in [*project.scratch.glob("*.log"), *project.state.glob("logs/*.log")]:
+        shutil.copy(log, folder)
 
 
 def ended(process: subprocess.Popen[bytes], log: Path, trial: Trial) -> int:
@@ -193,59 +209,133 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=32, help="faults that hit, over all kinds (default 32)")
     parser.add_argument("--seed", type=int, default=0, help="of the random times")
     parser.add_argument("--short", action="store_true", help=f"one fault each of {', '.join(SHORT)}")
+    parser.add_argument("--parallel", type=int, default=2, help="trials at a time, each in a copy of its own (default 2)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/faults.md", help="report; the figures lie beside it as .json")
     arguments = parser.parse_args()
     names = arguments.kinds or (list(SHORT) if arguments.short else list(KINDS))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    result = run([KINDS[name] for name in names], len(names) if arguments.short else arguments.kills, arguments.seed, arguments.out)
+    kills = len(names) if arguments.short else arguments.kills
+    result = run([KINDS[name] for name in names], kills, arguments.seed, arguments.out, arguments.parallel)
     print(to_markdown(result))
-    hit = {trial["kind"] for trial in result["trials"] if trial["hit"]}
-    return 0 if hit == result["kinds"].keys() - result["not_run"].keys() and all(Trial(**trial).ok for trial in result["trials"]) else 1
+    if len(result["not_run"]) == len(names):
+        return 1
+    num_hits = sum(trial["hit"] for trial in result["trials"])
+    return 0 if num_hits == kills and all(Trial(**trial).ok for trial in result["trials"]) else 1
 
 
-def run(kinds: Sequence[Kind], kills: int, seed: int, out: Path) -> dict[str, Any]:
+@dataclass
+class Campaign:
+    """All trials of a call, shared by the lanes that run them, each in a project of its own."""
+
+    kinds: Sequence[Kind]
+    wanted: dict[str, int]  # kind -> faults that must hit
+    seed: int
+    out: Path
+    result: dict[str, Any]
+    began: float = field(default_factory=time.monotonic)
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    tries: Counter[str] = field(default_factory=Counter)
+    at_work: list[Kind] = field(default_factory=list)
+    references: dict[Setting, Reference] = field(default_factory=dict)
+    stopped: bool = False
+
+    def next(self) -> tuple[Kind, int] | None:
+        """(kind, number of the trial), once one may begin; None when all is done. Not every fault hits: up to 4 tries for each."""
+        with self.lock:
+            while not self.stopped:
+                hits = Counter(trial["kind"] for trial in self.result["trials"] if trial["hit"])
+                under_way = Counter(kind.name for kind in self.at_work)
+                left = [
+                    kind
+                    for kind in self.kinds
+                    if hits[kind.name] + under_way[kind.name] < self.wanted[kind.name]
+                    and self.tries[kind.name] < TRIES * self.wanted[kind.name]
+                ]
+                free = [kind for kind in left if not any(self.disturb(kind, other) for other in self.at_work)]
+                if free:
+                    kind = min(free, key=lambda kind: self.tries[kind.name])
+                    self.at_work.append(kind)
+                    self.tries[kind.name] += 1
+                    return kind, self.tries[kind.name] - 1
+                if not left and not self.at_work:
+                    return None
+                self.lock.wait()  # for a trial under way: it may miss
+            return None
+
+    def disturb(self, kind: Kind, other: Kind) -> bool:
+        """May the two not run side by side: Ray's clusters share a machine's memory, and a setting is observed once."""
+        return (kind.setting.is_ray and other.setting.is_ray) or (kind.setting == other.setting and kind.setting not in self.references)
+
+    def run(self, lane: Project) -> None:
+        """Trials, one after the other, until none is left."""
+        prepared = Prepared(lane, lane.folder.parent / "prepared")
+        while (work := self.next()) is not None:
+            kind, number = work
+            try:
+                if kind.setting not in self.references:
+                    same = [other for other in self.kinds if other.setting == kind.setting]
+                    self.references[kind.setting] = observe(lane, prepared, kind.setting, same)
+                    self.result["references"][", ".join(other.name for other in same)] = asdict(self.references[kind.setting])
+                trial = attempt(lane, prepared, kind, self.references[kind.setting], self.seed, number)
+                if not trial.hit:
+                    self.references[kind.setting] = self.references[kind.setting].faster(trial.at_s)
+            except (RuntimeError, OSError, KeyError, subprocess.SubprocessError, psutil.Error) as error:  # the others still count
+                lane.end()
+                trial = Trial(kind.name, number, failures={"ended": [f"{type(error).__name__}: {error}"[-1000:]]})
+            with self.lock:
+                self.at_work.remove(kind)
+                if not self.stopped:
+                    self.note(lane, kind, trial)
+                self.lock.notify_all()
+
+    def note(self, lane: Project, kind: Kind, trial: Trial) -> None:
+        """Into the report; what a failed trial said is kept beside it."""
+        now = time.monotonic() - self.began
+        print(f"{now:6.0f} s  {kind.what}: {'ok' if trial.ok else 'FAILED'} {asdict(trial)}", flush=True)
+        self.result["trials"].append(asdict(trial))
+        self.result["wall_s"] = now
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.with_suffix(".json").write_text(json.dumps(self.result, indent=1) + "\n")
+        self.out.write_text(to_markdown(self.result))
+        if not trial.ok:
+            keep_logs(lane, self.out.with_suffix("") / f"{trial.kind}-{trial.number}")
+
+    def stop(self, lanes: Sequence[Project]) -> None:
+        """No lane begins anything more, and what it has running is killed."""
+        with self.lock:
+            self.stopped = True
+            self.lock.notify_all()
+        for lane in lanes:
+            lane.close()
+
+
+def run(kinds: Sequence[Kind], kills: int, seed: int, out: Path, parallel: int) -> dict[str, Any]:
     """All trials; the report is written after each, so that an interrupted run has one."""
-    began = time.monotonic()
     not_run = {kind.name: reason for kind in kinds if (reason := kind.setting.missing())}
     kinds = [kind for kind in kinds if kind.name not in not_run]
     result: dict[str, Any] = {
         "machine": machine(),
         "command": " ".join(["python", *sys.argv]),
         "seed": seed,
+        "parallel": parallel,
         "kinds": {name: kind.what for name, kind in KINDS.items() if kind in kinds or name in not_run},
         "not_run": not_run,
         "references": {},
         "trials": [],
     }
-    with tempfile.TemporaryDirectory(prefix="agentgym-chaos-") as folder:
-        project = Project(Path(folder))
-        prepared = Prepared(project, Path(folder) / "prepared")
-        try:
-            if any(kind.setting.prepared for kind in kinds):
-                prepared.make()
-            references: dict[Setting, Reference] = {}
-            wanted = {kind.name: kills // len(kinds) + (index < kills % len(kinds)) for index, kind in enumerate(kinds)}
-            for number in range(4 * max(wanted.values(), default=0)):  # not every fault hits
-                for kind in kinds:
-                    if sum(trial["hit"] for trial in result["trials"] if trial["kind"] == kind.name) >= wanted[kind.name]:
-                        continue
-                    try:
-                        if kind.setting not in references:
-                            same = [other for other in kinds if other.setting == kind.setting]
-                            references[kind.setting] = observe(project, prepared, kind.setting, same)
-                            result["references"][", ".join(other.name for other in same)] = asdict(references[kind.setting])
-                        trial = attempt(project, prepared, kind, references[kind.setting], seed, number)
-                    except (RuntimeError, OSError, KeyError, subprocess.SubprocessError) as error:  # the others still count
-                        project.end()
-                        trial = Trial(kind.name, number, failures={"ended": [f"{type(error).__name__}: {error}"[-1000:]]})
-                    print(f"{time.monotonic() - began:6.0f} s  {kind.what}: {'ok' if trial.ok else 'FAILED'} {asdict(trial)}", flush=True)
-                    result["trials"].append(asdict(trial))
-                    result["wall_s"] = time.monotonic() - began
-                    out.parent.mkdir(parents=True, exist_ok=True)
-                    out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-                    out.write_text(to_markdown(result))
-        finally:
-            project.end()
+    wanted = {kind.name: kills // len(kinds) + (index < kills % len(kinds)) for index, kind in enumerate(kinds)}
+    campaign = Campaign(kinds, wanted, seed, out, result)
+    with tempfile.TemporaryDirectory(prefix="agentgym-chaos-", ignore_cleanup_errors=True) as folder:
+        lanes: list[Project] = []
+        with ThreadPoolExecutor(parallel) as pool:
+            try:
+                for number in range(min(parallel, sum(wanted.values()))):
+                    (Path(folder) / str(number)).mkdir()
+                    lanes.append(Project(Path(folder) / str(number)))
+                for work in as_completed([pool.submit(campaign.run, lane) for lane in lanes]):
+                    work.result()
+            finally:
+                campaign.stop(lanes)
     return result
 
 

@@ -55,6 +55,7 @@ class Setting:
     prepared: bool = False  # begin where the preparation is done; else with nothing
     around: Callable[[Project], AbstractContextManager[tuple[str, ...]]] = lambda _: contextlib.nullcontext(())  # -> overrides
     missing: Callable[[], str] = lambda: ""  # why it cannot be had here; empty: it can
+    is_ray: bool = False
     stays: str = ""  # matches the processes that stand around it, and what goes on by itself when the command has ended
 
     def words(self, overrides: Sequence[str]) -> tuple[str, ...]:
@@ -80,12 +81,15 @@ class Kind:
 
 
 def send(number: signal.Signals) -> Callable[[Scene, list[psutil.Process]], None]:
-    """To every victim at once."""
+    """To every victim at once. No hit where all of them were gone."""
 
-    def strike(_: Scene, victims: list[psutil.Process]) -> None:
+    def strike(scene: Scene, victims: list[psutil.Process]) -> None:
+        num_sent = 0
         for victim in victims:
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.send_signal(number)
+                num_sent += 1
+        scene.trial.hit = num_sent > 0
 
     return strike
 
@@ -230,12 +234,14 @@ def services(project: Project) -> Iterator[tuple[str, ...]]:
 
 
 RAY_CLUSTER = """
-import json, os, sys
+import itertools, json, os, sys
 from ray.cluster_utils import Cluster
+numbers = itertools.count(2)
 address = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": 0, "object_store_memory": 150_000_000, "temp_dir": sys.argv[1]}
 cluster = Cluster(initialize_head=True, head_node_args=address)
 def add():
-    return cluster.add_node(num_cpus=2, object_store_memory=150_000_000).all_processes["raylet"][0].process.pid
+    place = os.path.join(sys.argv[1], str(next(numbers)))  # in one folder a node would unpack a job's files over its neighbour's
+    return cluster.add_node(num_cpus=2, object_store_memory=150_000_000, temp_dir=place).all_processes["raylet"][0].process.pid
 def tell(pid):
     with open(sys.argv[2] + ".new", "w") as file:
         json.dump({"address": cluster.address, "dashboard": "http://" + cluster.webui_url, "raylet": pid}, file)
@@ -387,12 +393,12 @@ DEPLOYED = Setting(
     ("-m", "prefect", "--no-prompt", "deployment", "run", "pipeline/local", "--watch"), around=services, missing=no_services, stays="."
 )
 ON_RAY = ("--set", "ray.num_workers=2", "--set", "ray.placement_timeout_s=300", "--set")
-LOCAL_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, missing=no_ray)
-JOINED_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, around=gcs, missing=no_ray, stays=".")
-RAY_JOB = Setting((*STAGE, *ON_RAY, "compute=ray-job"), prepared=True, around=dashboard, missing=no_ray, stays=".")
+LOCAL_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, missing=no_ray, is_ray=True)
+JOINED_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, around=gcs, missing=no_ray, is_ray=True, stays=".")
+RAY_JOB = Setting((*STAGE, *ON_RAY, "compute=ray-job"), prepared=True, around=dashboard, missing=no_ray, is_ray=True, stays=".")
 WORKER, RUN = r"-m tasks\.\w+ worker", r"-m prefect\.engine"
 KILLED, BROKEN = (-signal.SIGKILL,), (0, 1)
-INTERRUPTED = (130, 0, -signal.SIGTERM, -signal.SIGINT)  # in order; too late; before Python had its handlers
+INTERRUPTED = (130, -signal.SIGTERM, -signal.SIGINT)  # in order; before Python had its handlers
 KINDS = {
     kind.name: kind
     for kind in (

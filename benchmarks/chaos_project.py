@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ TINY = {
     "validation": {"every": 2, "num_items": 4},
     "evaluation": {"num_items": 8, "num_samples": 1, "k": [1], "num_bootstrap": 200, "chunk_items": 4},
 }
-PREPARATION = ("prepare", "initialise", "warm-start")  # what stage-1 stands on
+PREPARATION = "warm-start"  # what stage-1 stands on, with all that it needs
 
 # what the store holds, by the project's own source: keys change with it
 LINEAGE = """
@@ -47,8 +47,9 @@ print(json.dumps([list(done), items]))
 
 POLL_S = 0.1
 GONE_WITHIN_S = 30.0  # after a command ended
-COMMAND_TIMEOUT_S = 1200.0
+COMMAND_TIMEOUT_S = 600.0  # a run that lost its worker while it was starting is found after 300
 START_TIMEOUT_S = 300.0
+MAX_TAIL = 20  # lines of a server's log below an error
 
 
 class Project:
@@ -59,6 +60,8 @@ class Project:
         self.state = self.folder / ".agentgym"
         self.server: Any = None  # what stands around the command, for whoever strikes it
         self.ports: set[int] = set()  # every one a process of ours was seen listening on
+        self.closed = False
+        self.others = set(psutil.process_iter())  # none of them can be ours; looking at each again takes a good part of a core
         names = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
         )
@@ -72,7 +75,15 @@ class Project:
         (self.folder / "params.yaml").write_text(yaml.safe_dump(params))
         for place in (self.home, self.scratch):
             place.mkdir()
-        foreign = ("PREFECT_", "DVC_", "MLFLOW_", "HF_", "MPL", "RAY_")
+        foreign = (
+            "PREFECT_",
+            "DVC_",
+            "MLFLOW_",
+            "HF_",
+            "MPL",
+            "RAY_",
+            "PYTHONDONTWRITEBYTECODE",
+        )  # the last: a process is started often here
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         self.environment = {
             **inherited,
@@ -90,6 +101,7 @@ class Project:
 
     def must(self, *command: str) -> str:
         """Result: what it said. Errors: RuntimeError where it failed."""
+        self.check_open()
         words = [sys.executable, *command] if command[0].startswith("-") else list(command)
         done = subprocess.run(
             words, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
@@ -98,7 +110,13 @@ class Project:
             raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"[-3000:])
         return done.stdout
 
+    def check_open(self) -> None:
+        """Errors: RuntimeError where this program is ending."""
+        if self.closed:
+            raise RuntimeError("interrupted")
+
     def start(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        self.check_open()
         with log.open("wb") as file:
             return subprocess.Popen(
                 [sys.executable, *command],
@@ -115,19 +133,26 @@ class Project:
 
         Ray's workers write over their environment: they are known by their parents and by where they work.
         """
-        running = list(psutil.process_iter(["ppid", "cmdline", "cwd", "status"]))
-        ours: set[int] = set()
-        for process in sorted(running, key=lambda process: process.pid):
+        ours: dict[int, psutil.Process] = {}
+        for process in sorted(set(psutil.process_iter()) - self.others, key=lambda process: process.pid):
             with contextlib.suppress(psutil.Error):
-                place = process.info["cwd"] or ""
-                if (
-                    process.info["ppid"] in ours
-                    or place.startswith(str(self.folder))
-                    or process.environ().get(OWNER) == self.environment[OWNER]
-                ):
-                    ours.add(process.pid)
-        found = [p for p in running if p.pid in ours and p.info["status"] != psutil.STATUS_ZOMBIE]
-        return [process for process in found if re.search(pattern, " ".join(process.info["cmdline"] or ()))]
+                if process.ppid() in ours or self.is_ours(process):
+                    ours[process.pid] = process
+        found = []
+        for process in ours.values():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and re.search(pattern, " ".join(process.cmdline())):
+                    found.append(process)
+        return found
+
+    def is_ours(self, process: psutil.Process) -> bool:
+        """By what it was started with, or by where it works."""
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(OWNER) == self.environment[OWNER]:
+                return True
+        with contextlib.suppress(psutil.Error):
+            return Path(process.cwd()).is_relative_to(self.folder)
+        return False
 
     def look_at_ports(self) -> None:
         for process in self.processes():
@@ -136,7 +161,7 @@ class Project:
 
     def phase(self) -> str:
         """Which step holds its lease, and after which commit it is."""
-        leases = sorted(self.state.glob("store/steps/*/leases/*.json"), key=lambda path: path.stat().st_ctime)
+        leases = sorted(self.state.glob("store/steps/*/leases/*.json"), key=lambda path: path.stat().st_mtime)  # a copy keeps it
         if not leases:
             return "before the first step"
         last = leases[-1]
@@ -158,13 +183,29 @@ class Project:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
     def end(self) -> None:
-        """Kill whatever is left, and what that may just have started. For the end of this program, however it comes."""
+        """Kill whatever is left, and what that may just have started."""
         deadline = time.monotonic() + GONE_WITHIN_S
         while (left := self.processes()) and time.monotonic() < deadline:
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """For the end of this program, however it comes: nothing starts here any more."""
+        self.closed = True
+        self.end()
+
+    def answers(self, port: int) -> bool:
+        """Is one of our processes, or one that nobody here started, to be reached there. A neighbour may have been given a port
+        that was ours."""
+        if not is_open(port):
+            return False
+        for connection in psutil.net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
+                with contextlib.suppress(psutil.Error):
+                    return psutil.Process(connection.pid).environ().get(OWNER) in (None, self.environment[OWNER])
+        return is_open(port)
 
 
 @dataclass
@@ -196,6 +237,12 @@ class Reference:
     consumed: tuple[str, ...]  # items, in the order of the committed optimiser steps
     versions: int  # registered models
 
+    def faster(self, wall_s: float) -> Reference:
+        """The same where a run that nobody met took no longer than this: the machine was busier when it was observed."""
+        scale = min(1.0, wall_s / self.wall_s)
+        spans = {name: (first * scale, last * scale) for name, (first, last) in self.spans.items()}
+        return replace(self, wall_s=self.wall_s * scale, spans=spans)
+
 
 def check_gone(project: Project, trial: Trial, keep: str) -> None:
     """No process of the project, and nobody on a port it had; `keep` matches what stays."""
@@ -211,7 +258,7 @@ def check_gone(project: Project, trial: Trial, keep: str) -> None:
         with contextlib.suppress(psutil.Error):
             commands.append(" ".join(process.cmdline())[:200])
     trial.failures.setdefault("processes", []).extend(commands)
-    open_ports = set() if keep else {port for port in project.ports if is_open(port)}
+    open_ports = set() if keep else {port for port in project.ports if project.answers(port)}
     trial.failures.setdefault("ports", []).extend(f"port {port} still answers" for port in sorted(open_ports))
 
 
@@ -282,3 +329,9 @@ def leftovers(state: Path) -> list[str]:
 
 def last_line(log: Path) -> str:
     return (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:300]
+
+
+def failure(log: Path) -> str:
+    """The line at its end that says what failed, or nothing; below it may stand the end of a server's log."""
+    lines = log.read_text(errors="replace").splitlines()[-MAX_TAIL:]
+    return next((line[:300] for line in reversed(lines) if line.startswith("failed: ")), "")

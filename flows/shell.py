@@ -26,6 +26,8 @@ from tasks.data import dataset_pointer
 from tasks.prefect_server import prefect_api
 from tasks.services import STATE, running
 
+OURS = ("agentgym", "tasks")  # whose warnings a person at the terminal sees
+
 
 def main(module: str, flow: Any, wanted: Wanted, argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is resumable)."""
@@ -61,7 +63,7 @@ def _quieten_console() -> None:
     """Prefect's progress lines would tear the bars apart; the API and its UI still get all of them. Our warnings stay."""
 
     def worth_a_line(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR and not record.name.startswith("agentgym")
+        return record.levelno >= logging.ERROR and not record.name.startswith(OURS)
 
     for name in ("", *logging.root.manager.loggerDict):
         for handler in logging.getLogger(name).handlers:  # one handler may serve several loggers
@@ -69,7 +71,8 @@ def _quieten_console() -> None:
                 handler.addFilter(worth_a_line)
     assert logging.lastResort is not None
     # warnings go to whatever sys.stderr is at the time: while bars are shown, that is a proxy that prints above them
-    logging.getLogger("agentgym").addHandler(logging.lastResort)
+    for name in OURS:
+        logging.getLogger(name).addHandler(logging.lastResort)
 
 
 def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:

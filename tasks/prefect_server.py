@@ -1,6 +1,7 @@
 """A Prefect server for the length of one command.
 
-Prefect's own temporary server outlives a killed client; this one watches a pipe and ends with its owner.
+Prefect's own temporary server outlives a killed client; this one watches a pipe and ends with its owner. One that dies
+is brought back on its port with its database, within what Prefect's client waits for an answer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import fcntl
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +20,9 @@ from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from agentgym.deploy.owned import end_with_owner, owned_process, tail
+from agentgym.deploy.owned import end_with_owner, tail
 from tasks.services import STATE, is_stale
-from tasks.supervisor import healthy
+from tasks.supervisor import CHECK_S, Service, healthy
 
 START_TIMEOUT_S = 180.0
 POLL_S = 0.1
@@ -47,15 +49,19 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
             command = [sys.executable, "-m", "tasks.prefect_server", str(port)]
-            process = stack.enter_context(owned_process(command, log_path=log_path, env=environment))
+            service = Service("the Prefect server", command, log_path, environment)
+            stack.callback(service.close)
+            service.keep()
+            assert service.process is not None
             api = f"http://127.0.0.1:{port}/api"
             deadline = time.monotonic() + START_TIMEOUT_S
             while not healthy(f"{api}/health"):
-                if process.poll() is not None:
-                    raise RuntimeError(f"Prefect server exited with code {process.returncode} while starting\n{tail(log_path)}")
+                if service.process.poll() is not None:
+                    raise RuntimeError(f"Prefect server exited with code {service.process.returncode} while starting\n{tail(log_path)}")
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"Prefect server did not come up within {START_TIMEOUT_S:g} s\n{tail(log_path)}")
                 time.sleep(POLL_S)
+        stack.enter_context(_kept(service))
         stack.enter_context(temporary_settings({PREFECT_API_URL: api}))
         try:
             yield api
@@ -63,6 +69,24 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
             # what is still queued would try the ended server for a minute when the interpreter exits
             APILogWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
             EventsWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _kept(service: Service) -> Iterator[None]:
+    """Bring it back when it dies."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(CHECK_S):
+            service.keep()
+
+    thread = threading.Thread(target=watch, name="prefect-server", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 @contextlib.contextmanager

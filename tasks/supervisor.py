@@ -54,7 +54,7 @@ class Service:
             return False
         now = time.monotonic()
         if self.process is not None:
-            logger.warning("%s ended with code %d", self.name, self.process.returncode)
+            logger.warning("%s ended with code %d; it is started again", self.name, self.process.returncode)
             self.close()
             self._next_start = now + min(2.0 ** len(self._starts), 60.0)
             return True

@@ -44,7 +44,7 @@ def owned_process(command: Sequence[str], *, log_path: Path, env: Mapping[str, s
 def tail(log_path: Path) -> str:
     """The end of a child's output, for an error message."""
     lines = log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
-    return "\n".join([f"the last lines of {log_path}:", *lines])
+    return "\n".join([f"the last lines of {log_path}:", *lines]) if lines else f"{log_path} is empty"
 
 
 def end_with_owner(grace_s: float = ORPHAN_GRACE_S) -> None:

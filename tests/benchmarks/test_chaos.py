@@ -71,6 +71,56 @@ def test_an_audit_passes_when_it_says_so_and_ends_well(project):
     assert project.audit_failures(audited(1, [], "failed: no store")) == ["audit ended with 1: failed: no store"]
 
 
+def test_a_fault_without_a_victim_is_tried_again_and_a_setting_is_observed_once(chaos, tmp_path):
+    kinds = [chaos.KINDS["flow"], chaos.KINDS["environment"], chaos.KINDS["ray-worker"], chaos.KINDS["ray-node"]]
+    campaign = chaos.Campaign(kinds, {kind.name: 1 for kind in kinds}, 0, tmp_path / "faults.md", {"trials": []})
+
+    def ends(kind, hit):
+        campaign.at_work.remove(kind)
+        campaign.references[kind.setting] = None
+        campaign.result["trials"].append({"kind": kind.name, "hit": hit})
+
+    flow, environment, worker, node = kinds
+    assert campaign.next() == (flow, 0)
+    assert campaign.next() == (worker, 0)  # the environment's setting is being observed; then Ray's clusters run one at a time
+    ends(flow, hit=False)
+    assert campaign.next() == (environment, 0)
+    ends(worker, hit=True)
+    assert campaign.next() == (node, 0)
+    ends(environment, hit=True)
+    ends(node, hit=True)
+    for number in range(1, chaos.TRIES):
+        assert campaign.next() == (flow, number)
+        ends(flow, hit=False)
+    assert campaign.next() is None
+
+
+def test_after_a_run_that_ended_before_its_fault_the_next_fault_comes_sooner(project):
+    observed = project.Reference(80.0, {"flow": (0.0, 80.0), "environment": (20.0, 60.0)}, (), (), 1)
+    assert observed.faster(40.0) == project.Reference(40.0, {"flow": (0.0, 40.0), "environment": (10.0, 30.0)}, (), (), 1)
+    assert observed.faster(90.0) == observed
+
+
+def test_what_listens_on_a_port_is_ours_unless_a_neighbour_started_it(project):
+    watched = project.Project.__new__(project.Project)  # without the copy
+    watched.environment = {project.OWNER: "this"}
+    program = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(60)"
+    for owner, is_ours in (("this", True), ("another", False)):
+        with subprocess.Popen([sys.executable, "-c", program], env={project.OWNER: owner}, stdout=subprocess.PIPE) as server:
+            port = int(server.stdout.readline())
+            assert watched.answers(port) is is_ours
+            server.kill()
+        assert not watched.answers(port)
+
+
+def test_a_failure_is_said_in_a_line_below_which_may_stand_the_end_of_a_log(project, tmp_path):
+    log = tmp_path / "run.log"
+    log.write_text("starting\nfailed: RuntimeError: the server ended\nthe last lines of server.log:\nTraceback\n")
+    assert project.failure(log) == "failed: RuntimeError: the server ended"
+    log.write_text("starting\nTraceback (most recent call last):\nRuntimeError: the server ended\n")
+    assert project.failure(log) == ""
+
+
 def test_the_phase_is_read_off_the_leases(project, tmp_path):
     watched = project.Project.__new__(project.Project)  # without the copy
     watched.state = tmp_path

@@ -1,0 +1,49 @@
+"""The Prefect server of one command: while the command runs, so does it."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from prefect import flow, get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from agentgym.deploy.owned import tail
+from tasks.prefect_server import prefect_api
+
+
+def servers():
+    return [child for child in psutil.Process().children() if "tasks.prefect_server" in " ".join(child.cmdline())]
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_server_is_brought_back_at_its_address_with_what_it_knew(tmp_path, monkeypatch, caplog):
+    @flow(name="watched")
+    def watched():
+        pass
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))  # of the server, a process of its own
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_api(tmp_path / "state"), get_client(sync_client=True) as client:
+        run = client.create_flow_run(watched)
+        (server,) = servers()
+        os.kill(server.pid, signal.SIGKILL)
+        found = client.read_flow_run(run.id)  # the client's own patience is enough
+        assert found.name == run.name
+        (again,) = servers()
+        assert again.pid != server.pid
+    deadline = time.monotonic() + 30
+    while again.is_running() and again.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the server outlived its command"
+        time.sleep(0.1)
+    assert servers() == []
+    assert "the Prefect server ended with code -9; it is started again" in caplog.text
+
+
+def test_a_server_that_said_nothing_has_no_last_lines(tmp_path):
+    (tmp_path / "server.log").touch()
+    assert tail(tmp_path / "server.log") == f"{tmp_path}/server.log is empty"
+    (tmp_path / "server.log").write_text("port taken\n")
+    assert tail(tmp_path / "server.log") == f"the last lines of {tmp_path}/server.log:\nport taken"
