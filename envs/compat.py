@@ -25,6 +25,7 @@ from envs.wire import MAX_ACTION_CHARS, CreateReply, CreateRequest, ErrorKind, S
 
 Json = dict[str, Any]
 MAX_ID = 2**53
+MAX_BODY_BYTES = 256 * 1024
 
 
 class Reset(BaseModel):
@@ -273,9 +274,6 @@ def _checked(task: int | None) -> int | None:
     if task is not None and not 0 <= task < MAX_ID:
         raise Refused(ErrorKind.BAD_REQUEST, f"data_idx must be at least 0 and below {MAX_ID}, got {task}")
     return task
-
-
-MAX_BODY_BYTES = 256 * 1024
 
 
 async def read_body(request: Request) -> bytes:
