@@ -6,11 +6,13 @@ MLflow is imported where it is first used, so that spooling metrics costs nothin
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import math
 import os
 import re
+import sqlite3
 import tempfile
 import urllib.error
 import urllib.request
@@ -108,7 +110,7 @@ class Tracker:
 
         _quieten()
         if self.uri.startswith("sqlite:"):
-            Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            _make_database(Path(self.uri.removeprefix("sqlite:///")), self.artifact_root)
         return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     @cached_property
@@ -448,6 +450,36 @@ def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     for key, value in params.items():
         flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": str(value)[:MAX_PARAM_CHARS]})
     return flat
+
+
+def _make_database(path: Path, artifact_root: Path) -> None:
+    """MLflow's tables, where there is no database yet: made under another name and moved, so that it is there whole or not at all.
+
+    SQLite does not undo changes of tables when their process is killed, and MLflow never gets past half of them.
+    """
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with its holder
+        if path.exists():
+            return
+        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+        partial = path.with_name(f".tmp-{path.name}")
+
+        def clear() -> None:
+            for suffix in ("", "-wal", "-shm", "-journal"):
+                partial.with_name(partial.name + suffix).unlink(missing_ok=True)
+
+        clear()  # what one that was killed left
+        try:
+            SqlAlchemyStore(f"sqlite:///{partial}", artifact_root.as_uri()).engine.dispose()
+            with contextlib.closing(sqlite3.connect(partial)) as database:
+                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # what is beside the file does not move with it
+            partial.replace(path)
+        finally:
+            clear()  # of a full disk
 
 
 def _prepare_environment() -> None:

@@ -2,7 +2,11 @@
 
 import math
 import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,26 @@ def migrated_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with sqlite3.connect(folder / "mlflow.db") as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return folder / "mlflow.db"
+
+
+def test_a_database_is_there_whole_or_not_at_all_when_its_maker_is_killed(tmp_path: Path) -> None:
+    database = tmp_path / "mlflow.db"
+    code = (
+        "import sys; from pathlib import Path; from agentgym.tracking import Tracker; Tracker(sys.argv[1], 'x', Path(sys.argv[2])).client"
+    )
+    for size in (1, 200_000):  # at its first byte, and with some of the tables made
+        maker = subprocess.Popen([sys.executable, "-c", code, f"sqlite:///{database}", str(tmp_path / "artifacts")])
+        partial = [tmp_path / f".tmp-mlflow.db{suffix}" for suffix in ("", "-wal")]
+        while maker.poll() is None and sum(path.stat().st_size for path in partial if path.exists()) < size:
+            time.sleep(0.002)
+        maker.kill()
+        assert maker.wait() == -signal.SIGKILL
+        assert not database.exists()
+    tracker = Tracker(f"sqlite:///{database}", "tests", tmp_path / "artifacts")
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    tracker.deliver(run, [Point(1, 0, {"a": 1.0})])
+    assert tracker.points(run) == [("a", 1, 0, 1.0)]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")) == []
 
 
 @pytest.fixture
