@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
 LOG_LINES = 15
+LEAST_SPACE = 1 << 16  # bytes
 ORPHAN_GRACE_S = 3.0
 
 
@@ -42,9 +44,12 @@ def owned_process(command: Sequence[str], *, log_path: Path, env: Mapping[str, s
 
 
 def tail(log_path: Path) -> str:
-    """The end of a child's output, for an error message."""
+    """The end of a child's output, for an error message; where it could not even write one, why not."""
     lines = log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
-    return "\n".join([f"the last lines of {log_path}:", *lines]) if lines else f"{log_path} is empty"
+    if lines:
+        return "\n".join([f"the last lines of {log_path}:", *lines])
+    full = "; no space left on its disk: free some, and give the same command again"
+    return f"{log_path} is empty{full if shutil.disk_usage(log_path.parent).free < LEAST_SPACE else ''}"
 
 
 def end_with_owner(grace_s: float = ORPHAN_GRACE_S) -> None:

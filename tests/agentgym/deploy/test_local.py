@@ -77,3 +77,10 @@ def test_a_server_that_never_listens_is_given_up_and_ended(tmp_path, monkeypatch
     ):
         pass
     assert children() == before
+
+
+def test_a_child_that_could_not_even_write_why_it_ended_says_whether_the_disk_is_full(tmp_path, monkeypatch):
+    (tmp_path / "log").touch()
+    assert owned.tail(tmp_path / "log") == f"{tmp_path}/log is empty"
+    monkeypatch.setattr(owned, "LEAST_SPACE", 1 << 60)  # more than any disk has
+    assert owned.tail(tmp_path / "log").startswith(f"{tmp_path}/log is empty; no space left on its disk")
