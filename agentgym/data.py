@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from agentgym.config import ConfigError
+from agentgym.config import ConfigError, RunConfig
 from agentgym.types import Item
 
 # Items in the published AgentGym-RL-Data-ID, (train, eval); None where the count is not known exactly
@@ -164,6 +164,11 @@ class ItemStream:
         """The next `n` items."""
         self.position += n
         return [self._streams[env].next() for env in itertools.islice(self._turns, n)]
+
+
+def train_stream(cfg: RunConfig, splits: Splits, state: Mapping[str, Any]) -> ItemStream:
+    """The train items as they come after the commit with this state."""
+    return ItemStream(splits.train, seed=cfg.seed, weights=cfg.weights, position=int(state.get("stream_position", 0)))
 
 
 class _Epochs:

@@ -13,7 +13,7 @@ from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
 from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
-from agentgym.data import Splits
+from agentgym.data import Splits, train_stream
 from agentgym.rollouts.horizon import Stage, advance, max_turns, stages
 from agentgym.steps import Step, key_of, semantic_of, steps_of
 from agentgym.store.manifest import Manifest, ManifestError
@@ -21,7 +21,7 @@ from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
 from agentgym.tracking import Point, decode_points
 from agentgym.training.checkpoint import Checkpoint, load_checkpoint
 from agentgym.training.offline import commits_at, explored_items
-from agentgym.training.rl import horizon_state, train_stream
+from agentgym.training.rl import horizon_state
 from agentgym.training.sft import DEMOS
 from agentgym.types import Trajectory
 
@@ -127,7 +127,7 @@ def check_lineage(cfg: RunConfig, line: Line, splits: Splits | None, tally: Tall
         step, asked = stage.first_step + index, cfg.rollout.items_per_step
         before = line.commits[index - 1] if index else line.checkpoint
         assert before is not None
-        stream = train_stream(cfg, splits, before)
+        stream = train_stream(cfg, splits, before.state)
         most = asked * (1 + cfg.algorithm.max_refills) if RECIPES[cfg.algorithm.recipe].dynamic_sampling else asked
         count = min(max(len(commit.state.get("consumed", ())), asked), most)
         items = [item.item_id for item in stream.next(count)]

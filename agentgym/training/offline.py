@@ -18,7 +18,7 @@ from agentgym.algorithms.batch import learnable, to_batch
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import OptimiserConfig, RunConfig
 from agentgym.context import TRAJECTORIES, StepContext, decode_trajectories, now_ms
-from agentgym.data import Splits, splits_from_json
+from agentgym.data import Splits, splits_from_json, train_stream
 from agentgym.rollouts.horizon import Stage
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.store.manifest import Manifest
@@ -27,7 +27,6 @@ from agentgym.training.checkpoint import OPTIMISER, WEIGHTS, Checkpoint, load_ch
 from agentgym.training.compute import AnyEngine, AnyLearner, LearnerPlan, open_compute, play_validation
 from agentgym.training.learner import Learner
 from agentgym.training.model import set_threads
-from agentgym.training.rl import train_stream
 from agentgym.training.sft import DEMOS, demo_rows
 from agentgym.types import Item, Trajectory
 
@@ -111,7 +110,7 @@ def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item
     """The train items of a stage that begins at `start`, in the stream's order."""
     if RECIPES[cfg.algorithm.recipe].loop == "sft":
         return []
-    return train_stream(cfg, splits, start).next(cfg.offline.num_items)
+    return train_stream(cfg, splits, start.state).next(cfg.offline.num_items)
 
 
 def preference_pairs(trajectories: Sequence[Trajectory], *, per_item: int, seed: int, step: int) -> list[tuple[Trajectory, Trajectory]]:

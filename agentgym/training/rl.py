@@ -11,7 +11,7 @@ from agentgym.algorithms.batch import groups_with_signal, learnable, overlong_pe
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlgorithmConfig, ConfigError, RunConfig
 from agentgym.context import StepContext, now_ms
-from agentgym.data import ItemStream, Splits, splits_from_json
+from agentgym.data import ItemStream, splits_from_json, train_stream
 from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.store.manifest import Manifest
@@ -35,7 +35,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     checkpoint = load_checkpoint(ctx.store, start)
     step = int(start.state["global_step"])
     horizon = horizon_state(start)
-    stream = train_stream(cfg, splits, start)
+    stream = train_stream(cfg, splits, start.state)
     skipped = 0
     ctx.progress.start(f"stage {stage.index} · max_turns {stage.max_turns}", stage.last_step - stage.first_step + 1)
     ctx.progress.advance(step + 1 - stage.first_step)
@@ -184,11 +184,6 @@ def resolved(cfg: RunConfig) -> AlgorithmConfig:
     longest = cfg.rollout.max_new_tokens * max(cfg.horizon.max_turns)
     own = {"truncated": recipe.truncated, "aggregation": recipe.aggregation, "constant_length": longest}
     return algorithm.model_copy(update={name: value for name, value in own.items() if getattr(algorithm, name) is None})
-
-
-def train_stream(cfg: RunConfig, splits: Splits, start: Manifest) -> ItemStream:
-    """The train items as they come after a commit."""
-    return ItemStream(splits.train, seed=cfg.seed, weights=cfg.weights, position=int(start.state.get("stream_position", 0)))
 
 
 def horizon_state(manifest: Manifest) -> HorizonState:
