@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,6 @@ from agentgym.defaults import set_process_defaults
 
 set_process_defaults()
 
-from agentgym import interrupts  # noqa: E402
 from agentgym.config import ConfigError, RunConfig, load_config  # noqa: E402
 
 if TYPE_CHECKING:
@@ -36,14 +36,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
     """Run a command; its failures become one line and the exit code every command here has: see `main`. SIGTERM is Ctrl-C."""
-    interrupts.listen()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return command()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        interrupts.heard()
         print("interrupted; the same command goes on from the last commit", file=sys.stderr)
         return 130
     except Exception as error:  # the last resort: whoever called hears of it by the code

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentgym import interrupts
 from agentgym.config import RunConfig
 from agentgym.rollouts.client import Endpoints
 from agentgym.store.manifest import Blob, Manifest
@@ -99,7 +98,6 @@ class StepContext:
         self._opened_at = now
         self.on_commit(manifest)
         self.writer.prune(1 if done else self.cfg.store.keep_checkpoints)
-        interrupts.check()
         return manifest
 
 
