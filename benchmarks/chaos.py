@@ -209,18 +209,35 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=32, help="faults that hit, over all kinds (default 32)")
     parser.add_argument("--seed", type=int, default=0, help="of the random times")
     parser.add_argument("--short", action="store_true", help=f"one fault each of {', '.join(SHORT)}")
+    parser.add_argument("--again", action="store_true", help="put these kinds' faults in place of those of an earlier report")
     parser.add_argument("--parallel", type=int, default=2, help="trials at a time, each in a copy of its own (default 2)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/faults.md", help="report; the figures lie beside it as .json")
     arguments = parser.parse_args()
     names = arguments.kinds or (list(SHORT) if arguments.short else list(KINDS))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGINT):  # SIGINT: a shell's background job ignores it, and so would all it starts
+        signal.signal(number, signal.default_int_handler)
     kills = len(names) if arguments.short else arguments.kills
-    result = run([KINDS[name] for name in names], kills, arguments.seed, arguments.out, arguments.parallel)
+    earlier = json.loads(arguments.out.with_suffix(".json").read_text()) if arguments.again else None
+    out = arguments.out.with_name(f"{arguments.out.stem}-again.md") if earlier else arguments.out
+    result = run([KINDS[name] for name in names], kills, arguments.seed, out, arguments.parallel)
+    if earlier:
+        result = instead(earlier, result, names)
+        arguments.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        arguments.out.write_text(to_markdown(result))
+        kills = len([trial for trial in earlier["trials"] if trial["hit"] and trial["kind"] not in names]) + kills
     print(to_markdown(result))
     if len(result["not_run"]) == len(names):
         return 1
     num_hits = sum(trial["hit"] for trial in result["trials"])
     return 0 if num_hits == kills and all(Trial(**trial).ok for trial in result["trials"]) else 1
+
+
+def instead(earlier: dict[str, Any], result: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The earlier report with the named kinds tried anew, and with both commands."""
+    kept = [trial for trial in earlier["trials"] if trial["kind"] not in names]
+    union = {key: {**earlier[key], **result[key]} for key in ("kinds", "not_run", "references")}
+    command = f"{earlier['command']}`, then `{result['command']}"
+    return {**earlier, **union, "command": command, "wall_s": earlier["wall_s"] + result["wall_s"], "trials": kept + result["trials"]}
 
 
 @dataclass

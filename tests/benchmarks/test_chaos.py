@@ -176,3 +176,13 @@ def test_one_fault_each_of_a_few_kinds_leaves_a_run_that_passes_every_check(tmp_
     assert program.returncode == 0, said
     result = json.loads((tmp_path / "faults.json").read_text())
     assert sorted(trial["kind"] for trial in result["trials"] if trial["hit"]) == ["environment", "flow", "step", "two-learners"]
+
+
+def test_kinds_tried_again_take_the_place_of_their_earlier_faults(chaos):
+    def report(command, wall_s, *trials):
+        shared = {"kinds": {kind: kind for kind, _ in trials}, "not_run": {}, "references": {}}
+        return {**shared, "command": command, "wall_s": wall_s, "trials": [{"kind": kind, "number": number} for kind, number in trials]}
+
+    both = chaos.instead(report("a", 60, ("disk", 0), ("flow", 0)), report("b", 30, ("disk", 5)), ["disk"])
+    assert both["trials"] == [{"kind": "flow", "number": 0}, {"kind": "disk", "number": 5}]
+    assert (both["command"], both["wall_s"], set(both["kinds"])) == ("a`, then `b", 90, {"disk", "flow"})
