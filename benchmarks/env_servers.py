@@ -99,14 +99,14 @@ async def episode(connection: Connection, target: Target, number: int, times: li
     began = time.perf_counter()
     if target.dialect == "native":
         key = f"{id(times)}-{number}"
-        session = (await connection.post("/create", {"request_key": key, "task_id": number}))["session_id"]
+        session = (await connection.post("/create", {"request_key": key, "task_id": number % 500}))["session_id"]
         end: dict[str, Any] = {"session_id": session}
     else:
-        bodies: dict[str, Any] = {"textcraft": {}, "searchqa": {"id": number}}
+        bodies: dict[str, Any] = {"textcraft": {}, "searchqa": {"id": number % 500}}
         created = await connection.post("/create", bodies.get(target.env))
         number_of_env = created["id"] if isinstance(created, dict) else created
         name = "env_idx" if target.env == "searchqa" else "id"
-        await connection.post("/reset", {name: number_of_env, "id" if name == "env_idx" else "data_idx": number})
+        await connection.post("/reset", {name: number_of_env, "id" if name == "env_idx" else "data_idx": number % 500})
         end = {name: number_of_env}
     opened = time.perf_counter() - began
     actions = itertools.cycle(ACTIONS[target.env])
@@ -134,7 +134,7 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> Measured
         await connection.open()
         while time.perf_counter() < until:
             try:
-                opened.append(await episode(connection, target, next(numbers) % 500, times))
+                opened.append(await episode(connection, target, next(numbers), times))
             except (RuntimeError, OSError, asyncio.IncompleteReadError):
                 errors += 1
                 connection.close()
