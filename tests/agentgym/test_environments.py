@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -112,7 +113,8 @@ def plugged_in(tmp_path, monkeypatch):
     """The example, installed as a package, as every process started from here finds it."""
     place = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(place)]
-    subprocess.run([*command, str(ROOT / "examples/higher_lower")], check=True, timeout=120)
+    source = shutil.copytree(ROOT / "examples/higher_lower", tmp_path / "source")  # setuptools builds beside what it installs
+    subprocess.run([*command, str(source)], check=True, timeout=120)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
 
 
