@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -135,8 +136,9 @@ class SlotPool:
             end = process.retired and process.taken == sum(free.process is process for free in self._free)
         if end:
             process.jvm.close("replaced")
-        elif process.jvm.alive:
-            self.call(process.jvm, "d", slot.number)
+        else:
+            with contextlib.suppress(GameFailed, JvmLost):  # then it is gone anyway
+                self.call(process.jvm, "d", slot.number)
 
     def close(self) -> None:
         with self._gate:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from envs.babyai import spec as babyai
-from envs.env import EnvSpec, ExpertFailed, StepResult
+from envs.env import EnvSpec, ExpertFailed, StepResult, UnknownTask
 from envs.server import ServerSettings, make_app
 from envs.wire import CreateReply, ErrorReply, InfoReply, ReadyReply, StepReply
 
@@ -437,3 +437,43 @@ def test_the_openapi_document_names_every_route_and_its_messages():
             assert "security" not in document
 
     asyncio.run(main())
+
+
+def test_what_an_environment_offers_beside_episodes_is_served():
+    """Hints on a route of their own, figures in the metrics, a refusal of tasks it does not have, an end of what its sessions share."""
+
+    class Hinting(Counter):
+        def reset(self, task_id):
+            if task_id > 9:
+                raise UnknownTask(f"there is no task {task_id}")
+            return super().reset(task_id)
+
+        def hints(self):
+            return ["one", "two"]
+
+    async def main():
+        ended = []
+        gauges = {"env_engines": ("engines that run", lambda: 3)}
+        spec = EnvSpec("counter", "", Hinting, {}, (), offers_hints=True, gauges=gauges, close=lambda: ended.append(True))
+        app = make_app(spec, ServerSettings(drain_timeout_s=0.1))
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://env") as client,
+        ):
+            session = await create(client)
+            assert (await client.get(f"/hints?session_id={session}")).json() == {"actions": ["one", "two"]}
+            assert "\nenv_engines 3.0\n" in (await client.get("/metrics")).text
+            assert "/hints" in (await client.get("/openapi.json")).json()["paths"]
+            assert await create(client, "other", 10) == (422, "bad_request")
+            assert not ended
+        assert ended == [True]
+
+    asyncio.run(main())
+
+
+def test_hints_are_no_route_of_an_environment_without_them():
+    @run
+    async def test(client, sessions, simulator):
+        assert (await client.get(f"/hints?session_id={await create(client)}")).status_code == 404
+
+    test()
