@@ -22,7 +22,8 @@ MAX_ACTION_CHARS = 16_384
 class Message(BaseModel):
     """Unknown fields are refused: a misspelt one must not be ignored."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # pydantic would keep the last 16,384 texts it parsed, spread over the memory that closed sessions give back
+    model_config = ConfigDict(extra="forbid", frozen=True, cache_strings="keys")
 
 
 class ErrorKind(StrEnum):

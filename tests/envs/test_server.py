@@ -1,6 +1,7 @@
 """The rules of the wire, on the real app and a simulator that counts what is done to it."""
 
 import asyncio
+import sys
 import time
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,8 @@ import pytest
 from envs.babyai import spec as babyai
 from envs.env import EnvSpec, ExpertFailed, StepResult
 from envs.server import ServerSettings, make_app
-from envs.wire import CreateReply, ErrorReply, InfoReply, ReadyReply, StepReply
+from envs.sessions import Memory
+from envs.wire import CreateReply, CreateRequest, ErrorReply, InfoReply, ReadyReply, StepReply
 
 
 class Counter:
@@ -140,6 +142,22 @@ def test_a_request_key_opens_one_session_even_when_sent_many_times_at_once(block
     test(blocking=blocking)
 
 
+def test_nothing_is_allocated_for_good_by_parsing_a_request_or_remembering_its_session():
+    memory = Memory()
+
+    def come_and_go(first):
+        for number in range(first, first + 2000):
+            request = CreateRequest.model_validate_json(f'{{"request_key": "key {number}", "task_id": {number}}}')
+            memory.add(request.request_key)
+
+    come_and_go(0)
+    before = sys.getallocatedblocks()
+    come_and_go(2000)
+    assert sys.getallocatedblocks() - before < 200
+    assert "key 3999" in memory
+    assert "key 4000" not in memory
+
+
 def test_the_memory_of_closed_keys_is_bounded(monkeypatch):
     monkeypatch.setattr("envs.sessions.REMEMBERED", 3)
 
@@ -147,8 +165,9 @@ def test_the_memory_of_closed_keys_is_bounded(monkeypatch):
     async def test(client, sessions, simulator):
         for number in range(5):
             await client.post("/close", json={"session_id": await create(client, f"k{number}")})
-        assert list(sessions._gone_keys) == ["k2", "k3", "k4"]
-        assert len(sessions._gone_ids) == 3
+        replies = [await create(client, f"k{number}") for number in range(2, 5)]
+        assert replies == [(410, "session_gone")] * 3
+        assert isinstance(await create(client, "k0"), str)
 
     test()
 
