@@ -85,6 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--json", action="store_true")
     compare.set_defaults(run=_compare, params=None)
 
+    doctor = commands.add_parser("doctor", parents=[common], help="what is missing on this machine")
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(run=_doctor)
+
     data = commands.add_parser("data", help="the dataset").add_subparsers(required=True, metavar="COMMAND")
     importing = data.add_parser("import", parents=[common], help="import the published lists at a revision, with `dvc import`")
     importing.add_argument("--rev", required=True, help="commit id, tag or branch; the commit it means is pinned")
@@ -131,6 +135,21 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     for outcome in outcomes:
         print(f"{outcome.step.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
     return 0
+
+
+def _doctor(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from agentgym.doctor import examine
+
+    findings = examine(cfg)
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        for finding in findings:
+            state = "ok" if finding.ok else "MISSING" if finding.needed else "absent"
+            print(f"{finding.name:<12}{state:<9}{finding.text}")
+    return 0 if all(finding.ok for finding in findings if finding.needed) else 1
 
 
 def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:

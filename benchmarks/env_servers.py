@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 import urllib.parse
+import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,19 @@ STEPS = 20  # of one episode
 ACTIONS = {
     "babyai": ("turn left", "move forward", "turn right", "move forward", "go to red ball 1", "pickup"),
     "textcraft": ("get 1 oak log", "inventory", "craft 4 oak planks using 1 oak log", "get 2 string", "get 1 diamond"),
+    "sciworld": (
+        "open door to kitchen",
+        "go to kitchen",
+        "look around",
+        "open cupboard",
+        "pick up thermometer",
+        "inventory",
+        "look at table",
+    ),
     "searchqa": ("<search>Naerholt town river</search>", "<search>a lake in the north</search>", "<search>founded the company</search>"),
 }
-# AgentGym's own servers on 2 cores under load, one process, 32 sessions (steps/s, two runs); the same actions were not sent
-PUBLISHED = {"textcraft": (1258, 1898), "babyai": (367, 540)}
+# sessions: AgentGym's own servers on 2 cores under load, one process (steps/s, two runs); the same actions were not sent
+PUBLISHED = {32: {"textcraft": (1258, 1898), "babyai": (367, 540)}, 8: {"sciworld": (2.5, 4.7)}}
 OPTIONS = {"babyai": {"levels": "agentgym", "view": "agentgym", "actions": "high", "reward": "minigrid"}}
 
 
@@ -57,8 +67,10 @@ class Measured:
     steps_per_s: float
     p50_ms: float
     p99_ms: float
-    create_ms: float  # mean, of create and reset together
-    rss_mib: float | None  # of the server; None where its process is not on this machine
+    create_ms: float  # median, of create and reset together
+    rss_mib: float | None  # of the server and the processes it started; None where they are not on this machine
+    cpu_ms_per_step: float | None  # of the same processes, opening episodes included
+    engine_ms_per_step: float | None  # of these, inside a simulator that counts them itself
     errors: int
 
 
@@ -141,9 +153,12 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> Measured
                 await connection.open()
         connection.close()
 
+    processes = processes_at(urllib.parse.urlsplit(target.url).port or 80)
+    cpu_s, engine_s = cpu_seconds(processes), engine_seconds(target.url)
     began = time.perf_counter()
     await asyncio.gather(*(session() for _ in range(num_sessions)))
     wall_s = time.perf_counter() - began
+    processes = processes_at(urllib.parse.urlsplit(target.url).port or 80)
     ordered = sorted(times)
     return Measured(
         label=target.label,
@@ -153,20 +168,34 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> Measured
         steps_per_s=round(len(times) / wall_s, 1),
         p50_ms=round(1000 * statistics.median(ordered), 3),
         p99_ms=round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 3),
-        create_ms=round(1000 * statistics.fmean(opened), 3) if opened else float("nan"),
-        rss_mib=rss_mib(urllib.parse.urlsplit(target.url).port or 80),
+        create_ms=round(1000 * statistics.median(opened), 3) if opened else float("nan"),
+        rss_mib=round(sum(process.memory_info().rss for process in processes) / 2**20, 1) if processes else None,
+        cpu_ms_per_step=round(1000 * (cpu_seconds(processes) - cpu_s) / len(times), 3) if processes else None,
+        engine_ms_per_step=round(1000 * (engine_seconds(target.url) - engine_s) / len(times), 3) if engine_s else None,
         errors=errors,
     )
 
 
-def rss_mib(port: int) -> float | None:
-    """Of the process of this machine that listens there."""
+def processes_at(port: int) -> list[psutil.Process]:
+    """The process of this machine that listens there, and those it started."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             for connection in process.net_connections(kind="tcp"):
                 if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-                    return round(process.memory_info().rss / 2**20, 1)
-    return None
+                    return [process, *process.children(recursive=True)]
+    return []
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    return sum(process.cpu_times().user + process.cpu_times().system for process in processes)
+
+
+def engine_seconds(url: str) -> float:
+    """What the server's metrics say of its simulator; 0 where they say nothing."""
+    with contextlib.suppress(OSError):
+        text = urllib.request.urlopen(f"{url.removesuffix('/agentgym')}/metrics", timeout=10).read().decode()  # noqa: S310
+        return next((float(line.split()[1]) for line in text.splitlines() if line.startswith("env_engine_cpu_seconds ")), 0.0)
+    return 0.0
 
 
 def main() -> None:
@@ -186,20 +215,21 @@ def main() -> None:
             config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=512)
             (url,) = stack.enter_context(local_env(config, expert=False, log_path=Path(folder) / f"{env}.log"))
             targets += [Target(env, "native", url, "ours"), Target(env, "agentgym", f"{url}/agentgym", "ours")]
-        names = ("sessions", "steps/s", "p50 ms", "p99 ms", "create ms", "RSS MiB")
+        names = ("sessions", "steps/s", "p50 ms", "p99 ms", "create ms", "RSS MiB", "CPU ms", "engine ms")
         print(f"{'server':<28}{'env':<11}{'dialect':<10}" + "".join(f"{name:>11}" for name in names))
         for target in targets:
             for num_sessions in arguments.sessions:
                 row = asyncio.run(measure(target, num_sessions, arguments.seconds))
                 rows.append(row)
-                figures = (row.sessions, row.steps_per_s, row.p50_ms, row.p99_ms, row.create_ms, row.rss_mib or float("nan"))
-                print(f"{row.label[:27]:<28}{row.env:<11}{row.dialect:<10}" + "".join(f"{figure:>11.5g}" for figure in figures))
+                figures = (row.sessions, row.steps_per_s, row.p50_ms, row.p99_ms, row.create_ms, row.rss_mib, row.cpu_ms_per_step)
+                texts = ["-" if figure is None else f"{figure:.5g}" for figure in (*figures, row.engine_ms_per_step)]
+                print(f"{row.label[:27]:<28}{row.env:<11}{row.dialect:<10}" + "".join(f"{text:>11}" for text in texts))
                 if row.errors:
                     print(f"  {row.errors} errors")
     ratios = {}
     for row in rows:
-        if (row.sessions, row.dialect, row.label) == (32, "native", "ours") and row.env in PUBLISHED:
-            low, high = PUBLISHED[row.env]
+        if (row.dialect, row.label) == ("native", "ours") and row.env in PUBLISHED.get(row.sessions, {}):
+            low, high = PUBLISHED[row.sessions][row.env]
             ratios[row.env] = {"over_agentgyms_slower_run": row.steps_per_s / low, "over_its_faster_run": row.steps_per_s / high}
     for env, ratio in ratios.items():
         print(f"{env}: " + ", ".join(f"{value:.1f}x {name.replace('_', ' ')}" for name, value in ratio.items()))
@@ -207,7 +237,7 @@ def main() -> None:
         "machine": machine(),
         "command": "python benchmarks/env_servers.py",
         "rows": [asdict(row) for row in rows],
-        "published_agentgym_steps_per_s_at_32": PUBLISHED,
+        "published_agentgym_steps_per_s_by_sessions": PUBLISHED,
         "ratios_to_published": ratios,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

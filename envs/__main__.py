@@ -16,7 +16,7 @@ from types import FrameType
 
 import uvicorn
 
-from envs.registry import load_spec
+from envs.registry import known, load_spec
 from envs.server import ServerSettings, make_app
 from envs.sessions import Sessions
 from envs.wire import TOKEN_VARIABLE
@@ -66,6 +66,8 @@ class Server(uvicorn.Server):
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    if arguments.command == "list":
+        return _list()
     try:
         options = json.loads(arguments.options)
         if not isinstance(options, dict):
@@ -137,7 +139,20 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port-file", type=Path, metavar="PATH", help="holds the port while the server listens")
     serve.add_argument("--check", action="store_true", help="only say whether name and options are right")
     serve.add_argument("--owner-pipe", action="store_true", help="exit when stdin is closed: the server cannot outlive its owner")
+    commands.add_parser("list", help="every environment and, where it cannot be served on this machine, why; one JSON object a line")
     return parser
+
+
+def _list() -> int:
+    """Exit code 0, also where some cannot be served: most users need one or two."""
+    for name in sorted(known()):
+        try:
+            load_spec(name, {})
+            missing = ""
+        except (ValueError, ImportError) as error:
+            missing = str(error)
+        sys.stdout.write(json.dumps({"name": name, "missing": missing}) + "\n")
+    return 0
 
 
 def _positive_int(text: str) -> int:

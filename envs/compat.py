@@ -12,7 +12,7 @@ import base64
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from pydantic import AliasChoices, BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from envs.sessions import Refused, Sessions
+from envs.sessions import TEXTS, Refused, Sessions
 from envs.wire import MAX_ACTION_CHARS, CreateReply, CreateRequest, ErrorKind, StepReply, StepRequest
 
 Json = dict[str, Any]
@@ -78,6 +78,7 @@ class Place:
     reward: float = 0.0  # of the last turn
     score: float = 0.0  # sum of the rewards
     done: bool = False
+    opening: Json = field(default_factory=dict)  # what the simulator tells of its task
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -91,12 +92,65 @@ class Dialect:
     created: Callable[[Place], Any]
     shown: Callable[[Place], Any]  # after reset, and to GET /observation
     stepped: Callable[[Place], Json]
+    looked: Callable[[Place], Any] | None = None  # to GET /observation, where that is not `shown`
     counts: bool = False  # create begins an episode, of an index the server counts itself
     polite: bool = True  # errors have status 200
+    opened: Callable[[Any], Json] | None = None  # simulator -> what else `shown` tells, and another first observation
+    views: Mapping[str, Callable[[Any, Place], Any]] = field(default_factory=dict)  # GET route -> what it shows while an episode runs
+    visual: Callable[[Any, Json], Json] | None = None  # POST /step_visual: simulator, answer to a step -> answer
 
 
 def _whole(value: float) -> int | float:
     return int(value) if value == int(value) else value
+
+
+def _sciworld_detail(place: Place) -> Json:
+    shown = {"reward": place.reward, "score": place.score}
+    return {
+        **place.opening,
+        "observation": place.observation,
+        **{k: _whole(v) for k, v in shown.items()},
+        "deleted": False,
+        "done": place.done,
+    }
+
+
+def _sciworld_state(simulator: Any, place: Place) -> Json:
+    look, inventory, goals, actions, objects = simulator.ask(
+        "freeActionLook", "freeActionInventory", "getGoalProgressStr", "getPossibleActions", "getPossibleObjects"
+    )
+    return {
+        "observation": look,
+        "inventory": inventory,
+        "task_description": simulator.description,
+        "goal_progress": goals,
+        "possible_actions": actions.splitlines()[:10],
+        "possible_objects": objects.splitlines()[:10],
+        "current_moves": simulator.moves,
+        "environment_info": _sciworld_detail(place),
+    }
+
+
+def _sciworld_hint(simulator: Any, _: Place) -> Json:
+    actions, objects = simulator.ask("getPossibleActions", "getPossibleObjects")
+    return {"possible_actions": actions.splitlines(), "possible_objects": objects.splitlines()}
+
+
+def _sciworld_visual(simulator: Any, answer: Json) -> Json:
+    look, inventory = simulator.ask("freeActionLook", "freeActionInventory")
+    info = {
+        "moves": simulator.moves,
+        "score": answer["score"],
+        "reward": answer["reward"],
+        "look": look,
+        "inv": inventory,
+        "taskDesc": simulator.description,
+        "valid": simulator.hints(),
+        "variationIdx": simulator.task.variation,
+        "taskName": simulator.task.name,
+        "simplificationStr": "",
+    }
+    return {**answer, "info": info, "object_tree": simulator.tree(), "inventory": inventory, "moves": simulator.moves}
 
 
 DIALECTS = {
@@ -107,6 +161,7 @@ DIALECTS = {
         created=lambda place: {"id": place.id, "observation": place.observation, "done": False, "reward": 0},
         shown=lambda place: {"id": place.id, "observation": place.observation, "done": place.done, "reward": _whole(place.reward)},
         stepped=lambda place: {"observation": place.observation, "reward": _whole(place.reward), "done": place.done},
+        looked=lambda place: place.observation,
         counts=True,
     ),
     "babyai": Dialect(
@@ -127,6 +182,30 @@ DIALECTS = {
         shown=lambda place: place.prompt,
         stepped=lambda place: {"observation": place.observation, "reward": place.reward, "done": place.done, "info": None},
         polite=False,
+    ),
+    "sciworld": Dialect(
+        greeting="This is environment ScienceWorld.",
+        create=Nothing,
+        reset=Reset,
+        created=lambda place: {"id": place.id},
+        shown=_sciworld_detail,
+        looked=lambda place: place.observation,
+        stepped=lambda place: {
+            "observation": place.observation, "reward": _whole(place.reward), "score": _whole(place.score), "done": place.done,
+        },
+        opened=lambda simulator: {
+            "task_name": simulator.task.name, "var_num": simulator.task.variation,
+            "task_description": simulator.description, "observation": simulator.room,
+        },
+        views={
+            "detail": lambda _, place: _sciworld_detail(place),
+            "task_description": lambda simulator, _: {"task_description": simulator.description},
+            "goals": lambda simulator, _: {"goals": simulator.ask("getGoalProgressStr")[0]},
+            "object_tree": lambda simulator, _: {"object_tree": simulator.tree()},
+            "action_hint": _sciworld_hint,
+            "state": _sciworld_state,
+        },
+        visual=_sciworld_visual,
     ),
 }  # fmt: skip
 
@@ -151,6 +230,10 @@ class AgentGymRoutes:
         yield "POST", f"{prefix}/close", Named, self._answering(Named, self._close)
         yield "POST", f"{prefix}/render", Named, self._answering(Named, self._render)
         yield "GET", f"{prefix}/observation", Named, self._observation
+        if dialect.visual is not None:
+            yield "POST", f"{prefix}/step_visual", Step, self._answering(Step, self._step_visual)
+        for name, view in dialect.views.items():
+            yield "GET", f"{prefix}/{name}", Named, self._viewing(view)
 
     async def _greet(self, _: Request) -> Response:
         return JSONResponse(self._dialect.greeting)
@@ -178,7 +261,7 @@ class AgentGymRoutes:
         place = self._find(body.id)
         async with place.lock:
             if place.done:
-                raise Refused(ErrorKind.SESSION_GONE, f"The task with environment {place.id} has finished.")
+                raise _finished(place)
             if not place.session:
                 if place.task is None:
                     raise Refused(ErrorKind.BAD_REQUEST, f"The environment {place.id} has not been reset.")
@@ -201,18 +284,33 @@ class AgentGymRoutes:
     async def _render(self, body: Any) -> str:
         place = self._begun(body.id)
         reply = await self._sessions.render(place.session)
-        data = reply.data if reply.media_type != "text/plain" else base64.b64encode(reply.data.encode()).decode()
+        data = base64.b64encode(reply.data.encode()).decode() if reply.media_type in TEXTS else reply.data
         return f"data:{reply.media_type};base64,{data}"
 
     async def _observation(self, request: Request) -> Response:
-        def look() -> Any:
-            return self._dialect.shown(self._begun(Named.model_validate(dict(request.query_params)).id))
-
         async def answer() -> Any:
-            shown = look()
-            return shown["observation"] if self._dialect.counts else shown
+            place = self._begun(Named.model_validate(dict(request.query_params)).id)
+            return (self._dialect.looked or self._dialect.shown)(place)
 
         return await self._reply(answer)
+
+    async def _step_visual(self, body: Any) -> Any:
+        answer = await self._step(body)
+        place, visual = self._find(body.id), self._dialect.visual
+        assert visual is not None
+        return await self._sessions.inspect(place.session, lambda simulator: visual(simulator, answer))
+
+    def _viewing(self, view: Callable[[Any, Place], Any]) -> Callable[[Request], Awaitable[Response]]:
+        async def handler(request: Request) -> Response:
+            async def answer() -> Any:
+                place = self._begun(Named.model_validate(dict(request.query_params)).id)
+                if place.done:
+                    raise _finished(place)
+                return await self._sessions.inspect(place.session, lambda simulator: view(simulator, place))
+
+            return await self._reply(answer)
+
+        return handler
 
     def _answering(self, model: type[BaseModel], act: Callable[[Any], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:
@@ -257,6 +355,9 @@ class AgentGymRoutes:
         place.session, place.observation = opened.session_id, opened.observation
         place.prompt = f"{self._spec.instructions}\n{opened.observation}"
         place.turn, place.reward, place.score, place.done = 0, 0.0, 0.0, False
+        if self._dialect.opened is not None:
+            place.opening = await self._sessions.inspect(place.session, self._dialect.opened)
+            place.observation = place.opening.pop("observation", place.observation)
 
     async def _end(self, place: Place) -> None:
         if place.session:
@@ -268,6 +369,10 @@ class AgentGymRoutes:
         oldest = time.monotonic() - self._sessions.settings.session_ttl_s
         for place in [place for place in self._places.values() if place.used < oldest and not place.lock.locked()]:
             del self._places[place.id]
+
+
+def _finished(place: Place) -> Refused:
+    return Refused(ErrorKind.SESSION_GONE, f"The task with environment {place.id} has finished.")
 
 
 def _checked(task: int | None) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,11 +31,18 @@ class ExpertFailed(RuntimeError):
     """The expert has no action for this state."""
 
 
+class UnknownTask(ValueError):
+    """The environment has no task of this id."""
+
+
 class Simulator(Protocol):
     """One session's world. One thread at a time uses it."""
 
     def reset(self, task_id: int) -> str:
-        """Build the task and return its first observation. Equal ids give equal episodes on every machine."""
+        """Build the task and return its first observation. Equal ids give equal episodes on every machine.
+
+        Errors: UnknownTask.
+        """
         ...
 
     def step(self, action: str) -> StepResult:
@@ -43,12 +50,18 @@ class Simulator(Protocol):
         ...
 
     def render(self) -> tuple[str, bytes]:
-        """(media type, bytes) of the present state."""
+        """(media type, bytes) of the present state: a picture, text, or JSON for the viewer to draw."""
         ...
 
     def expert(self) -> Expert: ...
 
     def close(self) -> None: ...
+
+
+class Hinting(Protocol):
+    """A simulator that can say which actions it would carry out now; `GET /hints` shows them, observations never do."""
+
+    def hints(self) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +74,7 @@ class EnvSpec:
     options: dict[str, Any]
     probe_actions: tuple[str, ...]  # a scripted episode on task 0, played before the server says it is ready
     blocking: bool = False  # true where a step may take more than a millisecond: it then runs off the event loop
+    offers_hints: bool = False  # its simulators are `Hinting`
     agentgym: EnvSpec | None = None  # the environment as AgentGym's own server shows it, where that differs from this
+    gauges: Mapping[str, tuple[str, Callable[[], float]]] = field(default_factory=dict)  # Prometheus name: (help, present value)
+    close: Callable[[], None] | None = None  # end what the simulators share, once the last session is closed

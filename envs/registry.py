@@ -10,13 +10,18 @@ from typing import Any
 from envs.env import EnvSpec
 
 ENTRY_POINT_GROUP = "agentgym.envs"
-BUILT_IN = {"babyai": "envs.babyai:spec", "searchqa": "envs.searchqa:spec", "textcraft": "envs.textcraft:spec"}
+BUILT_IN = {name: f"envs.{name}:spec" for name in ("babyai", "sciworld", "searchqa", "textcraft")}
+
+
+def known() -> dict[str, EntryPoint]:
+    """Every environment that is installed here, by name."""
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    return found | {name: EntryPoint(name, target, ENTRY_POINT_GROUP) for name, target in BUILT_IN.items()}
 
 
 def load_spec(name: str, options: dict[str, Any]) -> EnvSpec:
-    """Errors: ValueError in one line, for an unknown name and for options the environment refuses."""
-    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    found |= {built_in: EntryPoint(built_in, target, ENTRY_POINT_GROUP) for built_in, target in BUILT_IN.items()}
+    """Errors: ValueError in one line, for an unknown name, for options the environment refuses and for what it lacks on this machine."""
+    found = known()
     if name not in found:
         near = difflib.get_close_matches(name, found, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(found))}"

@@ -27,6 +27,7 @@ from envs.wire import (
     ErrorKind,
     ErrorReply,
     ExpertReply,
+    HintsReply,
     InfoReply,
     Message,
     ObservationReply,
@@ -83,6 +84,9 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
     async def render(request: Request) -> Response:
         return _message(await sessions.render(_session_id(request)))
 
+    async def hints(request: Request) -> Response:
+        return _message(await sessions.hints(_session_id(request)))
+
     async def healthz(_: Request) -> Response:
         return Response("ok", media_type="text/plain")
 
@@ -107,6 +111,8 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
         (Route("GET", "/metrics", media_type="text/plain", summary="Prometheus figures"), metrics),
         (Route("GET", "/openapi.json", summary="this document"), openapi),
     ]
+    if spec.offers_hints:
+        table.append((Route("GET", "/hints", SessionRequest, HintsReply, summary="actions the simulator would carry out now"), hints))
     if settings.offer_expert:
         table.append((Route("POST", "/expert", SessionRequest, ExpertReply, summary="what an expert would do now"), expert))
     if spec.name in DIALECTS:

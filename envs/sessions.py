@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from envs.bounded import run_bounded
-from envs.env import EnvSpec, Expert, ExpertFailed, Simulator
+from envs.env import EnvSpec, Expert, ExpertFailed, Simulator, UnknownTask
 from envs.wire import (
     CloseReply,
     CreateReply,
@@ -25,6 +25,7 @@ from envs.wire import (
     ErrorKind,
     ErrorReply,
     ExpertReply,
+    HintsReply,
     InfoReply,
     ObservationReply,
     ReadyReply,
@@ -41,6 +42,7 @@ REMEMBERED = 10_000  # closed sessions and their request keys that still get a 4
 POOL_THREADS = 16
 CALL_TIMEOUT_S = 120.0  # of one call to a blocking simulator
 EXPERT_THREADS = 4
+TEXTS = ("text/plain", "application/json")  # rendered states that are sent as they are
 
 STATUS = {
     ErrorKind.UNAUTHORIZED: 401,
@@ -139,6 +141,8 @@ class Sessions:
         self.spec = spec
         self.settings = settings
         self.metrics = Metrics()
+        for name, (meaning, value) in spec.gauges.items():
+            Gauge(name, meaning, registry=self.metrics.registry).set_function(value)
         self.metrics.active.set_function(lambda: len(self._by_id))
         self.draining = False
         self.ready = False
@@ -177,6 +181,8 @@ class Sessions:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for session in list(self._by_id.values()):
             await self._close(session)
+        if self.spec.close is not None:
+            await self._in_pool(self.spec.close)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def info(self) -> InfoReply:
@@ -254,16 +260,23 @@ class Sessions:
         session = self._find(session_id)
         return ObservationReply(turn=session.turn, observation=session.observation)
 
-    async def render(self, session_id: str) -> RenderReply:
+    async def inspect(self, session_id: str, look: Callable[[Any], T]) -> T:
+        """What `look` sees of the session's simulator, between two turns."""
         session = self._find(session_id)
         async with session.lock:
             self._check_open(session)
             try:
-                media_type, data = await self._in_pool(session.simulator.render)
+                return await self._in_pool(lambda: look(session.simulator))
             except Exception as error:
                 await self._crash(session, error)
-        text = base64.b64encode(data).decode() if media_type != "text/plain" else data.decode()
+
+    async def render(self, session_id: str) -> RenderReply:
+        media_type, data = await self.inspect(session_id, lambda simulator: simulator.render())
+        text = data.decode() if media_type in TEXTS else base64.b64encode(data).decode()
         return RenderReply(media_type=media_type, data=text)
+
+    async def hints(self, session_id: str) -> HintsReply:
+        return HintsReply(actions=await self.inspect(session_id, lambda simulator: simulator.hints()))
 
     async def expert(self, session_id: str) -> ExpertReply:
         session = self._find(session_id)
@@ -319,6 +332,8 @@ class Sessions:
         except Exception as error:
             del self._by_key[request.request_key]
             await self._close_simulator(simulator)
+            if isinstance(error, UnknownTask):
+                raise Refused(ErrorKind.BAD_REQUEST, str(error)) from error
             logger.exception("task %d could not be opened", request.task_id)
             raise Refused(ErrorKind.ENV_CRASHED, f"task {request.task_id} could not be opened: {type(error).__name__} {error}") from error
         assert simulator is not None

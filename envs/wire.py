@@ -117,8 +117,14 @@ class ObservationReply(Message):
 class RenderReply(Message):
     """`GET /render?session_id=`."""
 
-    media_type: str  # "image/png" (data is base64) or "text/plain"
+    media_type: str  # "image/png" (data is base64), "text/plain" or "application/json"
     data: str
+
+
+class HintsReply(Message):
+    """`GET /hints?session_id=`, of environments that have them: every action the simulator would carry out now."""
+
+    actions: list[str]
 
 
 class CloseReply(Message):

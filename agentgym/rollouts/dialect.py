@@ -38,11 +38,22 @@ class Shape:
     names_id: str = "id"  # of the environment's id in step and close
     reward: str = "reward"  # of a step's answer
     is_total: bool = False  # that figure is the sum so far
+    full: float = 0.0  # where there is part credit: the total of a solved task; a negative total is a failure
+    describes: bool = False  # the reset tells the task beside the observation
 
 
 SHAPES = {
     "textcraft": Shape("TextCraft", lambda _: {}, lambda number, task: {"id": number, "data_idx": task}),
     "babyai": Shape("BabyAI", lambda _: None, lambda number, task: {"id": number, "data_idx": task}, reward="score", is_total=True),
+    "sciworld": Shape(
+        "ScienceWorld",
+        lambda _: None,
+        lambda number, task: {"id": number, "data_idx": task},
+        reward="score",
+        is_total=True,
+        full=100.0,
+        describes=True,
+    ),
     "searchqa": Shape("ok", lambda task: {"id": task}, lambda number, task: {"env_idx": number, "id": task}, names_id="env_idx"),
 }
 
@@ -59,7 +70,11 @@ class AgentGymSession:
         self._total = 0.0
 
     async def step(self, action: str) -> StepReply:
-        """Act; never sent twice. A positive reward ends the episode: their servers go on, and would pay it again. Errors: EnvError."""
+        """Act; never sent twice. Errors: EnvError.
+
+        Where there is no part credit, a positive reward ends the episode: their servers go on, and would pay it again.
+        Part credit is scaled to 0..1, a failure to 0.
+        """
         shape = self._pool.shape
         text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
         answer = await self._pool.ask(self.endpoint, "/step", {shape.names_id: self.number, "action": text})
@@ -67,13 +82,16 @@ class AgentGymSession:
             observation, figure, done = str(answer["observation"]), float(answer[shape.reward]), bool(answer["done"])
         except (KeyError, TypeError, ValueError) as error:
             raise EnvError(self.endpoint, "/step", "", "protocol", f"unexpected answer {json.dumps(answer)[:200]}") from error
-        reward = figure - self._total if shape.is_total else figure
-        self._total += reward
+        total = figure if shape.is_total else self._total + figure
+        if shape.full:
+            total = max(total, 0.0) / shape.full
+        reward = total - self._total
+        self._total = total
         self.turn += 1
         self.observation = observation
-        return StepReply(
-            turn=self.turn, observation=observation, reward=reward, terminated=done or reward > 0, truncated=False, success=reward > 0
-        )
+        success = total >= 1.0 if shape.full else reward > 0
+        ended = done or (success and not shape.full)
+        return StepReply(turn=self.turn, observation=observation, reward=reward, terminated=ended, truncated=False, success=success)
 
     async def close(self) -> None:
         """Best effort, tried once."""
@@ -132,7 +150,7 @@ class AgentGymPool:
             observation = shown.get("observation") if isinstance(shown, dict) else shown
             if not isinstance(observation, str):
                 raise EnvError(endpoint, "/reset", "", "protocol", f"unexpected answer {json.dumps(shown)[:200]}")
-            session.observation = observation
+            session.observation = f"{shown['task_description']}\n{observation}" if self.shape.describes else observation
             yield session
         finally:
             self._open[endpoint] -= 1

@@ -1,0 +1,82 @@
+"""Writes `gold.json.gz`: actions that solve each task, asked of the engine and played. `python -m envs.sciworld.make_gold FOLDER`.
+
+The engine finds them by playing the game inside, which takes a second or so; a server must not. What it proposes is played in the
+same process options as a server's, cut where the task is solved, and kept only if it is. FOLDER holds what is known so far, so
+that it can be stopped and run again; hours of one core for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from pathlib import Path
+
+from envs.sciworld.gold import GOLD
+from envs.sciworld.jvm import GameFailed, JvmLost
+from envs.sciworld.slots import Slot, SlotPool
+from envs.sciworld.tasks import PUBLISHED, VARIATIONS
+
+TIMEOUT_S = 120.0
+
+
+def solve(slot: Slot, task: str, variation: int) -> tuple[list[str], str]:
+    """(actions, why there are none)."""
+    proposed = slot.call("g", task, str(variation)).texts
+    slot.call("l", task, str(variation))
+    done: list[str] = []
+    for action in proposed:
+        _, score, completed, moves = slot.call("s", action).texts
+        done.append(action)
+        if completed == "true" or float(score) < 0:
+            return (done, "") if float(score) >= 0.995 else ([], f"ended at {float(score):.2f} after {moves} moves")
+    return [], f"not solved after {len(done)} actions"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--first", type=int, default=10**6, help="variations of each task, in order")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    known_path = arguments.folder / "known.jsonl"
+    rows = [json.loads(line) for line in known_path.read_text().splitlines()] if known_path.exists() else []
+    known = {(row["task"], row["variation"]) for row in rows}
+    wanted = [(name, v) for v in range(max(VARIATIONS.values())) for name in PUBLISHED if v < min(VARIATIONS[name], arguments.first)]
+    pool = SlotPool(slots_per_jvm=16, call_timeout_s=TIMEOUT_S)
+    began = time.monotonic()
+    try:
+        with known_path.open("a") as file:
+            for count, (task, variation) in enumerate(pair for pair in wanted if pair not in known):
+                slot = pool.acquire()
+                try:
+                    actions, failure = solve(slot, task, variation)
+                except (GameFailed, JvmLost) as error:
+                    actions, failure = [], f"{type(error).__name__} {error}"
+                finally:
+                    pool.release(slot)
+                rows.append({"task": task, "variation": variation, "actions": actions, "failure": failure})
+                file.write(json.dumps(rows[-1]) + "\n")
+                file.flush()
+                if count % 50 == 0:
+                    sys.stdout.write(f"{time.monotonic() - began:.0f}s {len(rows)} known, last {task} {variation} {failure}\n")
+                    sys.stdout.flush()
+    finally:
+        pool.close()
+        write(rows)
+
+
+def write(rows: list[dict[str, object]]) -> None:
+    """One entry per task and variation; an empty list where no solution is known."""
+    tree: dict[str, dict[str, object]] = {}
+    for row in sorted(rows, key=lambda row: (str(row["task"]), int(str(row["variation"])))):
+        tree.setdefault(str(row["task"]), {})[str(row["variation"])] = row["actions"]
+    text = json.dumps(tree, indent=0, sort_keys=True)
+    with GOLD.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as packed:
+        packed.write(text.encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Builds `slots.jar` from `java/`: `python -m envs.sciworld.make_jar`. Needs a JDK; a server needs only the archive this makes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from envs.sciworld.jvm import WRAPPER, find_engine
+
+SOURCES = Path(__file__).with_name("java")
+JAVA_VERSION = "8"  # any newer runtime loads it
+
+
+def build(target: Path) -> None:
+    """Equal sources and compilers give equal bytes. Errors: FileNotFoundError without a JDK, CalledProcessError."""
+    with tempfile.TemporaryDirectory() as folder:
+        sources = sorted(str(path) for path in SOURCES.rglob("*.java"))
+        command = ["javac", "--release", JAVA_VERSION, "-Xlint:-options", "-cp", str(find_engine()), "-d", folder, *sources]
+        subprocess.run(command, check=True)
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in sorted(Path(folder).rglob("*.class")):
+                archive.writestr(zipfile.ZipInfo(path.relative_to(folder).as_posix(), (1980, 1, 1, 0, 0, 0)), path.read_bytes())
+
+
+if __name__ == "__main__":
+    build(WRAPPER)
+    sys.stdout.write(f"{WRAPPER}\n")

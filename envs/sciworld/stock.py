@@ -1,0 +1,122 @@
+"""Without our wrapper: one Java process for each game, through the engine's own interface and py4j. Slow and large, but right."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from envs.sciworld.jvm import EXIT_TIMEOUT_S, WRAPPER, Answer, GameFailed, JvmLost, find_engine, find_java, java_options
+from envs.sciworld.slots import Pool, SlotPool
+
+logger = logging.getLogger(__name__)
+
+HEAP_MIB = 160
+
+
+def make_pool() -> Pool:
+    """Errors: ValueError where Java or the engine is missing."""
+    find_java()
+    find_engine()
+    if WRAPPER.exists():
+        return SlotPool()
+    logger.warning("%s is missing: one Java process for each session, about 145 MiB; make it: python -m envs.sciworld.make_jar", WRAPPER)
+    return StockPool()
+
+
+class StockPool:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+        self.engine_s = 0.0  # not known here
+        self._slots: set[StockSlot] = set()
+        self._gate = threading.Lock()
+
+    @property
+    def pids(self) -> list[int]:
+        with self._gate:
+            return [slot.process.pid for slot in self._slots]
+
+    def acquire(self) -> StockSlot:
+        slot = start()
+        with self._gate:
+            self._slots.add(slot)
+        return slot
+
+    def release(self, slot: Any) -> None:
+        with self._gate:
+            self._slots.discard(slot)
+        slot.end()
+
+    def close(self) -> None:
+        with self._gate:
+            slots, self._slots = self._slots, set()
+        for slot in slots:
+            slot.end()
+
+
+@dataclass(eq=False, slots=True)
+class StockSlot:
+    process: subprocess.Popen[bytes]
+    gateway: Any
+    engine: Any
+
+    def call(self, operation: str, *texts: str) -> Answer:
+        """Errors: GameFailed, JvmLost."""
+        from py4j.protocol import Py4JError, Py4JNetworkError  # only here: the package comes with the engine
+
+        try:
+            return Answer(tuple(self._carry_out(operation, texts)), 0.0)
+        except (Py4JNetworkError, OSError) as error:
+            raise JvmLost(f"{type(error).__name__} {error}") from error
+        except Py4JError as error:
+            raise GameFailed(str(error)) from error
+
+    def _carry_out(self, operation: str, texts: tuple[str, ...]) -> list[str]:
+        engine = self.engine
+        if operation == "l":
+            complaint = engine.load(texts[0], int(texts[1]), "", False)
+            if complaint:
+                raise GameFailed(complaint)
+            return [engine.getTaskDescription(), *self._step("look around")]
+        if operation == "s":
+            return self._step(texts[0])
+        if operation == "a":
+            answers = [getattr(engine, name)() for name in texts]
+            return [answer if isinstance(answer, str) else "\n".join(answer) for answer in answers]
+        assert operation == "u", operation
+        with TemporaryDirectory() as folder:
+            engine.getObjectTree(folder)
+            return [(Path(folder) / "objectTree.json").read_text()]
+
+    def _step(self, action: str) -> list[str]:
+        text = self.engine.step(action)
+        completed = "true" if self.engine.getCompleted() else "false"
+        return [text, str(self.engine.getScore()), completed, str(self.engine.getNumMoves())]
+
+    def end(self) -> None:
+        self.gateway.close()
+        self.process.kill()
+        self.process.wait(EXIT_TIMEOUT_S)
+
+
+def start() -> StockSlot:
+    """A gateway on a free loopback port that asks for a token; it ends when this process does."""
+    from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+
+    port, token, process = launch_gateway(
+        classpath=str(find_engine()),
+        javaopts=java_options(HEAP_MIB),
+        java_path=find_java(),
+        die_on_exit=True,
+        enable_auth=True,
+        create_new_process_group=True,
+        return_proc=True,
+    )
+    gateway = JavaGateway(gateway_parameters=GatewayParameters(port=port, auth_token=token, auto_field=True, auto_convert=True))
+    return StockSlot(process, gateway, gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface())

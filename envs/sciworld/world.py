@@ -1,0 +1,132 @@
+"""One ScienceWorld episode over a slot of the pool."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from envs.env import Expert, StepResult
+from envs.sciworld.gold import Recording
+from envs.sciworld.slots import Place, Pool
+from envs.sciworld.tasks import Task, find_task
+
+Reward = Literal["normalised", "agentgym"]
+
+SOLVED = 100  # full score
+NOT_SHOWN = ("terminal ", "air", "sewer")  # parts of every object, and what is everywhere
+STATES = {"solid", "liquid", "gas"}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    tasks: tuple[str, ...]
+    max_moves: int
+    reward: Reward
+
+
+class World:
+    """Errors of all methods: GameFailed, JvmLost; the episode is then over."""
+
+    def __init__(self, pool: Pool, options: Options) -> None:
+        self._pool = pool
+        self._options = options
+        self._slot: Place | None = None
+        self._played: list[str] = []
+        self.task = Task("", 0)
+        self.description = ""
+        self.room = ""  # the first look around
+        self.score = 0  # 0..100; below 0 where the task was failed for good
+        self.moves = 0
+
+    def reset(self, task_id: int) -> str:
+        """Errors: UnknownTask for an index beyond the last."""
+        self.task = find_task(self._options.tasks, task_id)
+        self._slot = self._slot or self._pool.acquire()
+        self.description, self.room, *_ = self._slot.call("l", self.task.name, str(self.task.variation)).texts
+        self._played, self.score, self.moves = [], 0, 0
+        return f"{self.description}\n{self.room}"
+
+    def step(self, action: str) -> StepResult:
+        observation, score, completed, moves = self._ours().call("s", action).texts
+        before = self._value()
+        self._played.append(action)
+        self.score, self.moves = round(100 * float(score)), int(moves)
+        failed, solved = self.score < 0, self.score >= SOLVED
+        over = failed or completed == "true"
+        return StepResult(
+            observation,
+            self._value() - before,
+            terminated=over,
+            truncated=not over and self.moves > self._options.max_moves,
+            success=solved,
+            info={"score": self.score, "moves": self.moves, "task": self.task.name, "variation": self.task.variation},
+        )
+
+    def _value(self) -> float:
+        """The episode's outcome so far: the sum of its rewards."""
+        return float(self.score) if self._options.reward == "agentgym" else max(self.score, 0) / SOLVED
+
+    def render(self) -> tuple[str, bytes]:
+        """JSON: the task, where the agent is, what it holds, and every room with what stands in it."""
+        rooms = json.loads(self._ours().call("u").texts[0])["contents"].values()
+        inside = next((room for room in rooms if _agent(room)), None)
+        held = _contents(_agent(inside)) if inside else []
+        picture = {
+            "task": f"{self.task.name}, variation {self.task.variation}",
+            "description": self.description,
+            "score": self.score,
+            "moves": self.moves,
+            "room": inside["name"] if inside else "",
+            "inventory": next((thing["contents"] for thing in held if thing["name"] == "inventory"), []),
+            "rooms": [{"name": room["name"], "objects": _contents(room, but="agent")} for room in rooms if _is_shown(room)],
+        }
+        return "application/json", json.dumps(picture).encode()
+
+    def expert(self) -> Expert:
+        return Recording(self.task, self._played)
+
+    def hints(self) -> list[str]:
+        """Every action the engine would carry out now; hundreds to thousands, and slow."""
+        return self._ours().call("a", "getValidActionObjectCombinations").texts[0].splitlines()
+
+    def ask(self, *names: str) -> list[str]:
+        """What the engine answers to these of its methods."""
+        return list(self._ours().call("a", *names).texts)
+
+    def tree(self) -> Any:
+        """All objects as the engine tells them."""
+        return json.loads(self._ours().call("u").texts[0])
+
+    def close(self) -> None:
+        if self._slot is not None:
+            slot, self._slot = self._slot, None
+            self._pool.release(slot)
+
+    def _ours(self) -> Place:
+        assert self._slot is not None, "reset first"
+        return self._slot
+
+
+def _agent(room: dict[str, Any]) -> Any:
+    """The agent may sit on something in the room."""
+    for thing in room["contents"].values():
+        found = thing if thing["name"] == "agent" else _agent(thing)
+        if found:
+            return found
+    return None
+
+
+def _contents(thing: dict[str, Any], but: str = "") -> list[dict[str, Any]]:
+    inner = [part for part in thing["contents"].values() if _is_shown(part) and part["name"] != but]
+    return [{"name": part["name"], **_matter(part), "contents": _contents(part, but)} for part in inner]
+
+
+def _matter(thing: dict[str, Any]) -> dict[str, Any]:
+    matter = thing.get("propMaterial") or {}
+    shown = {"temperature_c": round(matter["temperatureC"], 1)} if "temperatureC" in matter else {}
+    return {**shown, "state": matter["stateOfMatter"]} if matter.get("stateOfMatter") in STATES else shown
+
+
+def _is_shown(thing: dict[str, Any]) -> bool:
+    return not thing["name"].startswith(NOT_SHOWN)
