@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import os
 import secrets
 import shutil
 import signal
@@ -19,6 +20,19 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXTS = ["you see a red ball", "turn left", "turn right", "move forward", "task: go to the red ball 2 steps ahead", "invalid action"] * 3
+
+
+@pytest.fixture(scope="session")
+def java():
+    """Skips where SciWorld's Java is missing, unless everything must run."""
+    from envs.sciworld.jvm import find_java
+
+    try:
+        find_java()
+    except ValueError as error:
+        if os.environ.get("AGENTGYM_TEST_ALL"):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from envs.sciworld.jvm import WRAPPER, find_engine
 
 SOURCES = Path(__file__).with_name("java")
 JAVA_VERSION = "8"  # any newer runtime loads it
+JDK = "17"  # made the shipped archive; another compiler may order the same code another way
 
 
 def build(target: Path) -> None:

@@ -32,6 +32,7 @@ ROLLOUT = {"items_per_step": 6, "group_size": 4, "concurrency": 24, "temperature
 BABYAI = {"name": "babyai", "options": {"levels": ["GoToRedBallNoDists"]}}
 TEXTCRAFT = {"name": "textcraft", "options": {"goals": ["emerald block", "gold ingot", "melon seeds", "paper"], "distractors": 0}}
 SEARCHQA = {"name": "searchqa", "options": {"topk": 1, "max_doc_chars": 240}}
+SCIWORLD = {"name": "sciworld", "options": {"tasks": ["find-non-living-thing"]}}
 HIGHER_LOWER = {"name": "higher-lower", "options": {"limit": 20}}
 
 
@@ -101,6 +102,23 @@ def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(par
     assert {env: own["num_items"] for env, own in results["by_env"].items()} == {"babyai": 2, "searchqa": 1, "textcraft": 3}
     assert 0 <= results["by_env"]["babyai"]["summary"]["greedy"]["mean"] <= 1
     assert "validation/babyai/success" in metrics[1]
+
+
+@pytest.mark.usefixtures("java")
+def test_science_and_a_grid_world_are_learned_in_one_run(params):
+    longer = {
+        "horizon": {"kind": "stepwise", "max_turns": [7, 9], "stage_steps": [2, 1]},
+        "warm_start": {**SMALL["warm_start"], "num_demos": 32},
+        "evaluation": {**SMALL["evaluation"], "num_items": 4, "max_turns": 9},
+    }
+    cfg = params(BABYAI, SCIWORLD, rollout={**ROLLOUT, "max_new_tokens": 40, "observation_tokens": 64}, **longer)
+    metrics, done = train(cfg)
+    assert len(metrics) == 3
+    assert done["initialise"].results["expert_success"] > 0.7  # nine turns do not always do
+    for row in metrics:
+        assert row["rollout/babyai/num_episodes"] == row["rollout/sciworld/num_episodes"] == 3 * 4
+        assert row["rollout/env_error_frac"] == 0
+    assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)
 
 
 def test_environments_of_one_run_need_names_of_their_own(params):

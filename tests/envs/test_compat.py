@@ -159,3 +159,43 @@ def test_a_searchqa_client_names_its_item_at_creation_and_may_try_again():
             assert sessions.info().active_sessions == 0
 
     asyncio.run(main())
+
+
+@pytest.mark.usefixtures("java")
+def test_a_sciworld_client_plays_by_score_and_asks_the_further_routes():
+    async def main():
+        async with serving("sciworld") as (client, sessions):  # normalised for others, theirs under /agentgym
+            assert (await client.get("/")).json() == "This is environment ScienceWorld."
+            number = (await client.post("/create")).json()["id"]
+            shown = await post(client, "/reset", id=number, data_idx=3000)
+            assert shown.keys() == {"task_name", "var_num", "task_description", "observation", "reward", "score", "deleted", "done"}
+            assert (shown["task_name"], shown["var_num"], shown["score"]) == ("find-living-thing", 64, 0)
+            assert shown["task_description"].startswith("Your task is to find a(n) living thing.")
+            assert shown["observation"].startswith("This room is called the bathroom.")
+            assert (await client.get(f"/observation?id={number}")).json() == shown["observation"]
+            hint = (await client.get(f"/action_hint?id={number}")).json()
+            assert "open OBJ" in hint["possible_actions"]
+            assert "bathtub" in hint["possible_objects"]
+            assert "GoalFocusOnLiving" in (await client.get(f"/goals?id={number}")).json()["goals"]
+            assert (await client.get(f"/detail?id={number}")).json() == shown
+            assert (await client.get(f"/task_description?id={number}")).json() == {"task_description": shown["task_description"]}
+            assert (await client.get(f"/object_tree?id={number}")).json()["object_tree"]["name"] == "universe"
+            state = (await client.get(f"/state?id={number}")).json()
+            assert (state["observation"], state["current_moves"]) == (shown["observation"], 0)
+            seen = await post(client, "/step_visual", id=number, action="open door to kitchen")
+            assert (seen["observation"], seen["moves"], seen["info"]["taskName"]) == ("The door is now open.", 1, "find-living-thing")
+            assert seen["reward"] == seen["score"] > 0
+            lost = await post(client, "/step", id=number, action="focus on agent")
+            assert lost == {
+                "observation": "You focus on the agent.",
+                "reward": -100 - seen["score"],
+                "score": -100,
+                "done": True,
+            }
+            over = {"error": f"The task with environment {number} has finished."}
+            assert await post(client, "/step", id=number, action="look around") == over
+            assert (await client.get(f"/detail?id={number}")).json() == over
+            assert await post(client, "/close", id=number) is True
+            assert sessions.info().active_sessions == 0
+
+    asyncio.run(main())

@@ -32,7 +32,7 @@ def num_refused(endpoint):
 
 @pytest.mark.parametrize(
     ("env", "examples"),
-    [("textcraft", 150), pytest.param("babyai", 150, marks=pytest.mark.slow), pytest.param("searchqa", 150, marks=pytest.mark.slow)],
+    [("textcraft", 150), *(pytest.param(env, 150, marks=pytest.mark.slow) for env in ("babyai", "sciworld", "searchqa"))],
 )
 def test_a_thousand_malformed_requests_break_nothing(env, examples, tmp_path):
     async def expert_actions(pool, task, number):

@@ -15,6 +15,7 @@ from envs.wire import CreateReply, CreateRequest
 ACTIONS = {
     "babyai": ["turn left", "move forward", "pickup", "nonsense", "turn right"],
     "textcraft": ["get 1 oak log", "inventory", "craft 4 oak planks using 1 oak log", "nonsense", "get 2 string"],
+    "sciworld": ["open door to kitchen", "look around", "nonsense", "inventory", "pick up agent"],
     "searchqa": ["<search>a lake</search>", "nonsense", "<search>river town</search>", "<think>", "<search>who founded it</search>"],
 }
 TTL_S = 4.0

@@ -9,6 +9,8 @@ from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.rollouts.client import EnvError, EnvPools
 from agentgym.rollouts.dialect import AgentGymPool
 from agentgym.types import Item
+from envs.sciworld.gold import solution
+from envs.sciworld.tasks import Task
 
 
 def pool_of(endpoint, env="babyai", **settings):
@@ -55,6 +57,29 @@ def test_the_other_servers_are_driven_too(serving, name, task, actions):
 
     with serving(name) as (endpoint, sessions):
         asyncio.run(main(endpoint, sessions))
+
+
+@pytest.mark.usefixtures("java")
+def test_part_credit_is_scaled_and_neither_ends_nor_wins_an_episode(serving):
+    async def main(endpoint):
+        async with AgentGymPool("sciworld", [f"{endpoint}/agentgym"], request_timeout_s=60) as pool:
+            await pool.check(EnvConfig(name="sciworld"), allow_expert=False)
+            async with pool.session(Item("sciworld", 2939), "won") as session:
+                assert session.observation.startswith("Your task is to find a(n) living thing.")
+                assert "\nThis outside location" in session.observation
+                replies = [await session.step(action) for action in solution(Task("find-living-thing", 3))]
+                assert [reply.terminated for reply in replies] == [reply.success for reply in replies]
+                assert replies[1].reward == 0.5
+                assert not replies[1].success
+                assert replies[-1].success
+                assert sum(reply.reward for reply in replies) == pytest.approx(1.0)
+            async with pool.session(Item("sciworld", 2939), "failed") as session:
+                replies = [await session.step(action) for action in ("open door to kitchen", "focus on agent")]
+                assert replies[0].reward > 0
+                assert (replies[1].terminated, replies[1].success, sum(reply.reward for reply in replies)) == (True, False, 0.0)
+
+    with serving("sciworld") as (endpoint, _):
+        asyncio.run(main(endpoint))
 
 
 def test_other_servers_are_refused_by_what_they_say(serving):
@@ -136,7 +161,7 @@ def test_a_late_reward_ends_the_episode_although_their_server_goes_on():
 
 
 def test_what_the_dialect_cannot_do_is_said_before_anything_starts():
-    with pytest.raises(ConfigError, match="known for babyai, searchqa, textcraft, not for 'maze'"):
+    with pytest.raises(ConfigError, match="known for babyai, sciworld, searchqa, textcraft, not for 'maze'"):
         AgentGymPool("maze", ["http://127.0.0.1:1"], request_timeout_s=1)
     with pytest.raises(ValueError, match=r"needs env\.endpoints"):
         RunConfig.model_validate({"env": {"dialect": "agentgym"}})

@@ -1,0 +1,220 @@
+"""Games that share a process do not share a world, and what happens to a process ends its own games alone."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from envs.sciworld import slots
+from envs.sciworld.gold import solution
+from envs.sciworld.jvm import GameFailed, JvmLost
+from envs.sciworld.slots import SlotPool
+from envs.sciworld.tasks import PUBLISHED, VARIATIONS, Task
+
+GAMES = [Task(name, variation) for name in PUBLISHED for variation in (0, VARIATIONS[name] // 2)]  # 46
+
+
+def actions_of(task, limit):
+    """The recorded way, or where none is a walk around."""
+    return (solution(task) or ["look around", "wait1", "inventory", "open door to hallway", "go to hallway", "look around"])[:limit]
+
+
+def alone(pool, task, limit):
+    slot = pool.acquire()
+    told = [slot.call("l", task.name, str(task.variation)).texts]
+    told += [slot.call("s", action).texts for action in actions_of(task, limit)]
+    pool.release(slot)
+    return told
+
+
+def interleaved(pool, tasks, limit, seed):
+    """All games open at once; any of them moves next, from several threads."""
+    chance = random.Random(seed)
+    with ThreadPoolExecutor(8) as threads:
+        open_slots = list(threads.map(lambda _: pool.acquire(), tasks))
+        loaded = threads.map(
+            lambda pair: pair[0].call("l", pair[1].name, str(pair[1].variation)).texts, zip(open_slots, tasks, strict=True)
+        )
+        told = [[texts] for texts in loaded]
+        waiting = {number: actions_of(task, limit) for number, task in enumerate(tasks)}
+
+        def play(number):
+            told[number].append(open_slots[number].call("s", waiting[number].pop(0)).texts)
+
+        while waiting:
+            numbers = list(waiting)
+            chance.shuffle(numbers)
+            list(threads.map(play, numbers))
+            waiting = {number: left for number, left in waiting.items() if left}
+    for slot in open_slots:
+        pool.release(slot)
+    return told
+
+
+ELSEWHERE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from test_slots import GAMES, interleaved
+from envs.sciworld.slots import SlotPool
+pool = SlotPool(slots_per_jvm=5)
+json.dump(interleaved(pool, GAMES[int(sys.argv[2])::int(sys.argv[3])], int(sys.argv[4]), 2), sys.stdout)
+pool.close()
+"""
+
+
+def check_isolation(step, limit):
+    tasks = GAMES[::step]
+    pool = SlotPool()
+    try:
+        expected = [alone(pool, task, limit) for task in tasks]
+        again = interleaved(pool, tasks, limit, seed=1)
+    finally:
+        pool.close()
+    assert again == expected
+    command = [sys.executable, "-c", ELSEWHERE, os.path.dirname(__file__), "0", str(step), str(limit)]
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=True)
+    assert json.loads(done.stdout) == [[list(texts) for texts in told] for told in expected]
+
+
+def test_games_interleaved_over_slots_are_the_games_alone_also_in_another_process():
+    check_isolation(step=4, limit=10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_46_games_interleaved_are_the_games_alone_also_in_another_process():
+    check_isolation(step=1, limit=200)
+
+
+def test_a_slot_is_used_again_and_the_last_one_first(pool):
+    first, second = pool.acquire(), pool.acquire()
+    assert first is not second
+    pool.release(first)
+    pool.release(second)
+    assert pool.acquire() is second
+    pool.release(second)
+    assert len(pool.pids) == 1
+
+
+def test_loading_twice_is_loading_once(pool):
+    """The engine's own client loads each task twice."""
+    slot = pool.acquire()
+    once = slot.call("l", "boil", "3").texts
+    assert slot.call("l", "boil", "3").texts == once
+    pool.release(slot)
+
+
+@pytest.fixture
+def small():
+    """Two games a process."""
+    pool = SlotPool(slots_per_jvm=2)
+    yield pool
+    pool.close()
+
+
+def test_a_killed_process_ends_its_own_games_and_is_replaced(small):
+    held = [small.acquire() for _ in range(3)]
+    for slot in held:
+        slot.call("l", "boil", "0")
+    assert len(small.pids) == 2
+    os.kill(small.pids[0], signal.SIGKILL)
+    for slot in held[:2]:
+        with pytest.raises(JvmLost, match="ended with code -9"):
+            slot.call("s", "look around")
+        small.release(slot)
+    assert held[2].call("s", "look around").texts[0]
+    fresh = small.acquire()
+    assert fresh.call("l", "boil", "0").texts
+    assert small.restarts == 1
+
+
+def test_a_game_in_which_the_engine_asks_for_exit_ends_alone(small):
+    broken, other = small.acquire(), small.acquire()
+    other.call("l", "boil", "0")
+    with pytest.raises(GameFailed, match="the engine asked for exit 0"):
+        broken.call("a", "shutdown")
+    assert other.call("s", "look around").texts[0]
+    small.release(broken)
+    assert small.acquire() is not broken  # what is left of it is not played on
+    assert small.restarts == 0
+
+
+def test_a_game_that_gives_no_answer_is_ended_with_its_process():
+    pool = SlotPool(slots_per_jvm=2, call_timeout_s=30)
+    try:
+        slot = pool.acquire()
+        slot.call("l", "boil", "0")
+        pool._call_timeout_s = 0.05
+        with pytest.raises(JvmLost, match=r"gave no answer within 0\.05 s"):
+            slot.call("g", "boil", "1")  # the engine searches for a solution: seconds
+        assert not psutil.pid_exists(slot.process.jvm.pid)
+    finally:
+        pool.close()
+
+
+def test_a_process_that_runs_out_of_memory_ends(monkeypatch):
+    monkeypatch.setattr(slots, "HEAP_MIB", (8, 1))
+    pool = SlotPool(slots_per_jvm=2)
+
+    def fill():
+        for _ in range(2):
+            pool.acquire().call("l", "boil", "0")
+
+    try:
+        with pytest.raises(JvmLost, match="ended with code 3"):
+            fill()
+    finally:
+        pool.close()
+
+
+def test_a_process_that_grew_too_large_is_replaced_when_its_games_are_over(small, monkeypatch):
+    first, second = small.acquire(), small.acquire()
+    second.call("l", "boil", "0")
+    monkeypatch.setattr(slots, "GROWN", 0.1)
+    small.release(first)
+    assert second.call("s", "look around").texts[0]  # plays on
+    pid = second.process.jvm.pid
+    small.release(second)
+    assert not psutil.pid_exists(pid)
+    monkeypatch.undo()
+    assert small.acquire().process.jvm.pid != pid
+
+
+def test_closing_leaves_no_process_thread_or_descriptor():
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        pool = SlotPool()
+        slot = pool.acquire()
+        pids = pool.pids
+        assert not [c for c in psutil.Process(pids[0]).net_connections() if c.status == psutil.CONN_LISTEN]  # nobody else gets in
+        pool.close()
+        with pytest.raises(JvmLost):
+            slot.call("s", "look around")
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_its_server(how, tmp_path):
+    port_file = tmp_path / "port"
+    command = [sys.executable, "-m", "envs", "serve", "sciworld", "--port-file", str(port_file), "--drain-timeout", "1"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    deadline = time.monotonic() + 60
+    while not (children := psutil.Process(server.pid).children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    server.send_signal(how)
+    server.wait(60)
+    gone, left = psutil.wait_procs(children, timeout=20)
+    assert gone
+    assert not left

@@ -1,0 +1,102 @@
+"""A server of Java processes that serves for weeks: sessions come, go, are forgotten, and processes are killed under them."""
+
+import asyncio
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from agentgym.config import EnvConfig
+from agentgym.deploy.local import local_env
+from agentgym.rollouts.client import EnvError, EnvPool
+from agentgym.types import Item
+from envs.sciworld.slots import SLOTS_PER_JVM
+from envs.wire import CreateReply, CreateRequest
+
+ACTIONS = ["open door to kitchen", "look around", "nonsense", "inventory", "go to kitchen"]
+TTL_S = 5.0
+CONCURRENCY = 12  # two processes
+
+
+class Tree:
+    """A server and the processes it started."""
+
+    def __init__(self, pid):
+        self._server = psutil.Process(pid)
+
+    def jvms(self):
+        return self._server.children(recursive=True)
+
+    def held(self):
+        """(MiB of all, threads and descriptors of the server, number of processes)."""
+        mib = sum(process.memory_info().rss for process in (self._server, *self.jvms())) / 2**20
+        return mib, self._server.num_threads(), self._server.num_fds(), len(self.jvms())
+
+
+async def visit(pool, first, count):
+    """`count` sessions of five steps each, CONCURRENCY at a time. Result: how many were lost."""
+    slots = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(number):
+        async with slots:
+            try:
+                async with pool.session(Item("sciworld", number * 37 % 4639), f"key {number}") as session:
+                    for action in ACTIONS:
+                        reply = await session.step(action)
+                        if reply.terminated or reply.truncated:
+                            break
+            except EnvError as error:
+                if error.kind != "env_crashed":  # typed, never a reward
+                    raise
+                return 1
+            return 0
+
+    return sum(await asyncio.gather(*(one(number) for number in range(first, first + count))))
+
+
+async def soak(endpoints, num_sessions, num_abandoned, num_kills):
+    """Result: what is held after a fifth of the sessions, and at the end; sessions lost."""
+    async with EnvPool(endpoints, request_timeout_s=120) as pool:
+        tree = Tree((await pool.info())[0].pid)
+        fifth = num_sessions // 5
+        assert await visit(pool, 0, fifth) == 0
+        plateau, lost, number = tree.held(), 0, fifth
+        for kill in range(num_kills):
+            count = (num_sessions - fifth) // num_kills
+            playing = asyncio.create_task(visit(pool, number, count))
+            await asyncio.sleep(2)
+            jvms = tree.jvms()
+            os.kill(jvms[kill % len(jvms)].pid, signal.SIGKILL)
+            lost += await playing
+            number += count
+        for index in range(num_abandoned):
+            await pool.ask(endpoints[0], "/create", CreateReply, CreateRequest(request_key=f"abandoned {index}", task_id=index))
+        deadline = time.monotonic() + 60
+        while (await pool.info())[0].active_sessions:
+            assert time.monotonic() < deadline, "abandoned sessions are not reaped"
+            await asyncio.sleep(0.5)
+        assert await visit(pool, number, fifth) == 0
+        return plateau, tree.held(), lost, tree.jvms()
+
+
+@pytest.mark.parametrize(
+    ("num_sessions", "num_abandoned", "num_kills"),
+    [(60, 6, 1), pytest.param(1000, 50, 5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
+def test_memory_threads_descriptors_and_processes_come_back(num_sessions, num_abandoned, num_kills, tmp_path):
+    settings = EnvConfig(name="sciworld", max_sessions=256, session_ttl_s=TTL_S)
+    with local_env(settings, expert=False, log_path=tmp_path / "log") as endpoints:
+        plateau, end, lost, jvms = asyncio.run(soak(endpoints, num_sessions, num_abandoned, num_kills))
+    print(f"(MiB, threads, descriptors, Java processes): {plateau} after a fifth, {end} at the end; {lost} sessions lost")
+    assert 0 < lost <= num_kills * SLOTS_PER_JVM
+    by_process = plateau[0] / plateau[3], end[0] / end[3]
+    if num_sessions >= 1000:  # before, the compiler still works
+        assert by_process[1] <= 1.05 * by_process[0]
+    per_process = 2  # a thread and two pipes belong to each Java process
+    extra = max(end[3] - plateau[3], 0)
+    assert end[1] <= plateau[1] + extra + per_process
+    assert end[2] <= plateau[2] + 2 * extra
+    _, left = psutil.wait_procs(jvms, timeout=20)
+    assert not left

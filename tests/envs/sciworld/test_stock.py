@@ -1,0 +1,46 @@
+"""Where the wrapper is missing: the engine as its package offers it, one process a session."""
+
+import socket
+
+import psutil
+import pytest
+
+from envs.registry import load_spec
+from envs.sciworld import stock
+from envs.sciworld.stock import StockPool
+
+TASK = 2936 + 3
+
+
+def transcript(world):
+    told = [world.reset(TASK)]
+    told += [world.step(action) for action in ("open door to kitchen", "go to kitchen", "look around", "focus on agent")]
+    return told
+
+
+def test_without_the_wrapper_episodes_are_the_same_and_the_log_says_so(world, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(stock, "WRAPPER", tmp_path / "slots.jar")
+    spec = load_spec("sciworld", {})
+    assert "one Java process for each session" in caplog.text
+    stocked = spec.make()
+    try:
+        assert transcript(stocked) == transcript(world())
+        assert "kitchen" in str(stocked.render())
+        assert "close door to outside" in stocked.hints()
+    finally:
+        stocked.close()
+        spec.close()
+
+
+@pytest.mark.timeout(120)
+def test_its_gateway_asks_for_a_token_and_ends_with_the_session():
+    pool = StockPool()
+    place = pool.acquire()
+    (pid,) = pool.pids
+    port = place.gateway.gateway_parameters.port
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+        stranger.sendall(b"c\nt\ngetClass\ne\n")
+        assert b"Authentication error" in stranger.recv(1000)
+    pool.release(place)
+    assert not psutil.pid_exists(pid)
+    assert pool.pids == []
