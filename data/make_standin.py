@@ -2,6 +2,7 @@
 
 Same layout and schema as the set on the Hub, other ids: of each environment's index range, the ones whose sha256 sorts first.
 Equal output on every machine and Python version. Run it from anywhere: `python data/make_standin.py`, then `dvc add`.
+It also writes `textcraft-depth-1`, small enough for git: tasks of TextCraft whose test goals are no training goals.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ SIZES = {
     "webarena": (320, range(812), 50, range(812)),  # task files
 }
 
+# TextCraft with max_depth 1 takes goal [id mod 124]: the stand-in's test ids name goals that its train ids name, too. Here they do not
+APART = ROOT.with_name("textcraft-depth-1")
+NUM_GOALS, NUM_TRAIN_GOALS = 124, 84
+TRAIN_TASKS, EVAL_TASKS = 16, 4  # of one goal: they differ in their distractors
+
 
 def ids(env: str) -> tuple[list[str], list[str]]:
     """Train and eval ids of one environment: disjoint, in hash order, so that every prefix is a fair sample."""
@@ -30,6 +36,14 @@ def ids(env: str) -> tuple[list[str], list[str]]:
     return train, [item_id for item_id in _in_hash_order(env, eval_indices) if item_id not in taken][:num_eval]
 
 
+def ids_apart() -> tuple[list[str], list[str]]:
+    """Train and eval ids of TextCraft's goals of depth 1, every goal once before any comes again: the first 40 eval ids are 40 goals."""
+    goals = [int(name.rpartition("_")[2]) for name in _in_hash_order("textcraft", range(NUM_GOALS))]
+    parts = ((goals[:NUM_TRAIN_GOALS], TRAIN_TASKS), (goals[NUM_TRAIN_GOALS:], EVAL_TASKS))
+    train, test = ([f"textcraft_{goal + NUM_GOALS * task}" for task in range(tasks) for goal in part] for part, tasks in parts)
+    return train, test
+
+
 def _in_hash_order(env: str, indices: range) -> list[str]:
     return sorted((f"{env}_{index}" for index in indices), key=lambda item_id: hashlib.sha256(item_id.encode()).digest())
 
@@ -37,11 +51,21 @@ def _in_hash_order(env: str, indices: range) -> list[str]:
 def write(root: Path = ROOT) -> None:
     """Replace the ten files under `root`."""
     for env in SIZES:
-        for name, item_ids in zip((f"train/{env}_train.json", f"eval/{env}_test.json"), ids(env), strict=True):
-            path = root / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps([{"item_id": item_id} for item_id in item_ids], indent=0) + "\n")
+        _write(root, env, *ids(env))
+
+
+def write_apart(root: Path = APART) -> None:
+    """Replace the two files under `root`."""
+    _write(root, "textcraft", *ids_apart())
+
+
+def _write(root: Path, env: str, train: list[str], test: list[str]) -> None:
+    for name, item_ids in ((f"train/{env}_train.json", train), (f"eval/{env}_test.json", test)):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([{"item_id": item_id} for item_id in item_ids], indent=0) + "\n")
 
 
 if __name__ == "__main__":
     write()
+    write_apart()

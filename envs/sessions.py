@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import logging
 import os
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from envs.bounded import Unstoppable, run_bounded
+from envs.bounded import run_bounded
 from envs.env import EnvSpec, Expert, ExpertFailed, Simulator, UnknownTask
 from envs.wire import (
     CloseReply,
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_AFTER_S = 1.0
-REMEMBERED = 20_000  # closed sessions and their request keys that still get a 410
+REMEMBERED = 10_000  # closed sessions and their request keys that still get a 410
 POOL_THREADS = 16
 CALL_TIMEOUT_S = 120.0  # of one call to a blocking simulator
 EXPERT_THREADS = 4
@@ -110,8 +110,32 @@ class Session:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+class Memory:
+    """The last REMEMBERED names, in one block: an object for each would land among those of open sessions and hold on to their memory."""
+
+    _WIDTH = 16  # bytes of a digest
+
+    def __init__(self) -> None:
+        self._digests = bytearray(self._WIDTH * REMEMBERED)
+        self._next = 0
+
+    def add(self, name: str) -> None:
+        self._digests[self._next : self._next + self._WIDTH] = self._digest(name)
+        self._next = (self._next + self._WIDTH) % len(self._digests)
+
+    def __contains__(self, name: str) -> bool:
+        return self._digest(name) in self._digests
+
+    def _digest(self, name: str) -> bytes:
+        return hashlib.blake2b(name.encode(), digest_size=self._WIDTH).digest()
+
+
 class Sessions:
-    """All methods run on one event loop; `start` and `stop` belong to the server's lifespan."""
+    """All methods run on one event loop; `start` and `stop` belong to the server's lifespan.
+
+    A simulator is somebody else's code and may raise anything: `except Exception` stands around calls to one and nowhere else,
+    and what it catches ends that session alone.
+    """
 
     def __init__(self, spec: EnvSpec, settings: ServerSettings) -> None:
         self.spec = spec
@@ -126,8 +150,8 @@ class Sessions:
         self._instance = secrets.token_urlsafe(16)
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[str, asyncio.Task[Session]] = {}  # also those still being opened
-        self._gone_ids: OrderedDict[str, None] = OrderedDict()
-        self._gone_keys: OrderedDict[str, None] = OrderedDict()
+        self._gone_ids = Memory()
+        self._gone_keys = Memory()
         self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="simulator")
         self._expert_slots = asyncio.Semaphore(EXPERT_THREADS)
         self._tasks: list[asyncio.Task[None]] = []
@@ -272,7 +296,7 @@ class Sessions:
                 session.expert = None  # its plan is in pieces
                 reason = str(error) or f"no answer within {limit_s:g} s"
                 raise Refused(ErrorKind.EXPERT_FAILED, f"{reason} (task {session.task_id}, turn {session.turn})") from error
-            except (Unstoppable, Exception) as error:
+            except Exception as error:
                 await self._crash(session, error)
             session.last_used = time.monotonic()
             return ExpertReply(action=action)
@@ -356,8 +380,8 @@ class Sessions:
         session.closed = True
         self._by_id.pop(session.id, None)
         self._by_key.pop(session.request_key, None)
-        _remember(self._gone_ids, session.id)
-        _remember(self._gone_keys, session.request_key)
+        self._gone_ids.add(session.id)
+        self._gone_keys.add(session.request_key)
         await self._close_simulator(session.simulator)
 
     async def _close_simulator(self, simulator: Simulator | None) -> None:
@@ -409,9 +433,3 @@ class Sessions:
             logger.exception("the scripted episode on task 0 failed")
         finally:
             await self._close_simulator(simulator)
-
-
-def _remember(memory: OrderedDict[str, None], name: str) -> None:
-    memory[name] = None
-    if len(memory) > REMEMBERED:
-        memory.popitem(last=False)

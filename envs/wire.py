@@ -22,7 +22,8 @@ MAX_ACTION_CHARS = 16_384
 class Message(BaseModel):
     """Unknown fields are refused: a misspelt one must not be ignored."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # pydantic would keep the last 16,384 texts it parsed, spread over the memory that closed sessions give back
+    model_config = ConfigDict(extra="forbid", frozen=True, cache_strings="keys")
 
 
 class ErrorKind(StrEnum):
@@ -69,7 +70,7 @@ class CreateRequest(Message):
     """`POST /create`: open a session on a task. The same request key gives the same session."""
 
     request_key: str = Field(min_length=1, max_length=200)
-    task_id: int = Field(ge=0, lt=2**53)
+    task_id: int = Field(ge=0, lt=2**53, strict=True)  # strict: `true` and "1" are not numbers
 
 
 class CreateReply(Message):
@@ -84,7 +85,7 @@ class StepRequest(Message):
     """`POST /step`: the action of turn 1, 2, ... A repeated turn gets the stored reply."""
 
     session_id: str = Field(min_length=1, max_length=64)
-    turn: int = Field(ge=1)
+    turn: int = Field(ge=1, strict=True)
     action: str = Field(max_length=MAX_ACTION_CHARS)
 
 

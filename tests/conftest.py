@@ -1,4 +1,4 @@
-"""A tiny tokenizer and tiny models, real ones, small enough for every test; an S3 server, a stand-in for the Hub, a DVC project."""
+"""A tiny tokenizer and tiny models, real ones; an S3 server, a stand-in for the Hub, a DVC project, environment servers."""
 
 import copy
 import importlib.util
@@ -6,9 +6,12 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -146,3 +149,35 @@ def dvc_project(empty_dvc_project, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(tmp_path))
     return folder
+
+
+@pytest.fixture(scope="session")
+def serving():
+    """serving(env, options, **settings) -> (endpoint, sessions) of a real server on loopback, in a thread; env: a name or an EnvSpec."""
+    import uvicorn
+
+    from envs.registry import load_spec
+    from envs.server import ServerSettings, make_app
+
+    @contextmanager
+    def serve(env="babyai", options=None, **settings):
+        spec = load_spec(env, options or {}) if isinstance(env, str) else env
+        app = make_app(spec, ServerSettings(**{"drain_timeout_s": 0.1, **settings}))
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            deadline = time.monotonic() + 60
+            while not (server.started and app.state.sessions.ready):
+                assert not app.state.sessions.failure
+                assert time.monotonic() < deadline, "the server does not become ready"
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.sessions
+        finally:
+            server.should_exit = True
+            thread.join(10)
+            assert not thread.is_alive()
+
+    return serve

@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 
 from agentgym.data import load_splits
+from agentgym.types import Item
+from envs.registry import load_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 DATASET = "data/AgentGym-RL-Data-ID"
@@ -87,3 +89,20 @@ def test_indices_stay_in_each_environment_s_range(pulled: Path, script: ModuleTy
             ids = [row["item_id"] for row in json.loads((pulled / DATASET / name).read_text())]
             assert len(ids) == len(set(ids)) == count
             assert all(int(item_id.rpartition("_")[2]) in indices for item_id in ids)
+
+
+def test_no_test_goal_of_depth_1_is_a_training_goal(script: ModuleType, tmp_path: Path) -> None:
+    root = ROOT / "data/textcraft-depth-1"
+    script.write_apart(tmp_path)
+    assert all(
+        (tmp_path / name).read_bytes() == (root / name).read_bytes() for name in ("train/textcraft_train.json", "eval/textcraft_test.json")
+    )
+    splits = load_splits(root, "textcraft", validation_fraction=0.1, seed=0)
+    world = load_spec("textcraft", {"max_depth": 1, "distractors": 2}).make()
+
+    def goals(items: tuple[Item, ...]) -> list[str]:
+        return [world.reset(item.task_id).rpartition("Goal: ")[2] for item in items]
+
+    learned, asked = set(goals((*splits.train, *splits.validation))), goals(splits.test)
+    assert (len(learned), len(set(asked)), len(set(asked[:40]))) == (84, 40, 40)
+    assert not learned & set(asked)

@@ -105,11 +105,9 @@ class SearchR1:
             found = self._ask([asked.query for asked in batch], max(asked.topk for asked in batch))
             for asked, documents in zip(batch, found, strict=True):
                 asked.answer = documents[: asked.topk]
-        except Exception as error:
+        except RetrieverError as error:
             for asked in batch:
-                asked.error = str(error) or type(error).__name__
-            if not isinstance(error, RetrieverError):
-                raise
+                asked.error = str(error)
         finally:
             for asked in batch:
                 asked.done = True

@@ -16,11 +16,11 @@ NATIVE_CHECKS = "not_a_server_error,negative_data_rejection,response_schema_conf
 STEPS = 6
 
 
-def fuzz(endpoint, checks, *chosen, examples):
-    """Schemathesis over the operations chosen. Result: its report; raises where a check failed."""
+def fuzz(endpoint, folder, checks, *chosen, examples):
+    """Schemathesis over the operations chosen, which keeps notes in `folder`. Result: its report; raises where a check failed."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{endpoint}/openapi.json", "--phases", "fuzzing", "--checks", checks]
     command += ["--max-examples", str(examples), "--seed", "1", "--request-timeout", "10", "--no-color", "--continue-on-failure", *chosen]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -52,14 +52,16 @@ def test_a_thousand_malformed_requests_break_nothing(env, examples, tmp_path):
             async with pool.session(Item(env, 3), "beside the storm") as session:
                 told = [session.observation]
                 storm = asyncio.create_task(
-                    asyncio.to_thread(fuzz, endpoints[0], NATIVE_CHECKS, "--exclude-path-regex", "agentgym", examples=examples)
+                    asyncio.to_thread(fuzz, endpoints[0], tmp_path, NATIVE_CHECKS, "--exclude-path-regex", "agentgym", examples=examples)
                 )
                 while len(told) < len(expected):
                     told.append((await session.step(await session.expert())).observation)
                     await asyncio.sleep(1)
                 await storm
             assert told == expected
-            await asyncio.to_thread(fuzz, endpoints[0], "not_a_server_error", "--include-path-regex", "agentgym", examples=examples)
+            await asyncio.to_thread(
+                fuzz, endpoints[0], tmp_path, "not_a_server_error", "--include-path-regex", "agentgym", examples=examples
+            )
             assert await expert_actions(pool, 3, 1) == expected
             return num_refused(endpoints[0])
 

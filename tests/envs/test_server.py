@@ -1,6 +1,7 @@
 """The rules of the wire, on the real app and a simulator that counts what is done to it."""
 
 import asyncio
+import sys
 import time
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,8 @@ import pytest
 from envs.babyai import spec as babyai
 from envs.env import EnvSpec, ExpertFailed, StepResult, UnknownTask
 from envs.server import ServerSettings, make_app
-from envs.wire import CreateReply, ErrorReply, InfoReply, ReadyReply, StepReply
+from envs.sessions import Memory
+from envs.wire import CreateReply, CreateRequest, ErrorReply, InfoReply, ReadyReply, StepReply
 
 
 class Counter:
@@ -140,6 +142,22 @@ def test_a_request_key_opens_one_session_even_when_sent_many_times_at_once(block
     test(blocking=blocking)
 
 
+def test_nothing_is_allocated_for_good_by_parsing_a_request_or_remembering_its_session():
+    memory = Memory()
+
+    def come_and_go(first):
+        for number in range(first, first + 2000):
+            request = CreateRequest.model_validate_json(f'{{"request_key": "key {number}", "task_id": {number}}}')
+            memory.add(request.request_key)
+
+    come_and_go(0)
+    before = sys.getallocatedblocks()
+    come_and_go(2000)
+    assert sys.getallocatedblocks() - before < 200
+    assert "key 3999" in memory
+    assert "key 4000" not in memory
+
+
 def test_the_memory_of_closed_keys_is_bounded(monkeypatch):
     monkeypatch.setattr("envs.sessions.REMEMBERED", 3)
 
@@ -147,8 +165,9 @@ def test_the_memory_of_closed_keys_is_bounded(monkeypatch):
     async def test(client, sessions, simulator):
         for number in range(5):
             await client.post("/close", json={"session_id": await create(client, f"k{number}")})
-        assert list(sessions._gone_keys) == ["k2", "k3", "k4"]
-        assert len(sessions._gone_ids) == 3
+        replies = [await create(client, f"k{number}") for number in range(2, 5)]
+        assert replies == [(410, "session_gone")] * 3
+        assert isinstance(await create(client, "k0"), str)
 
     test()
 
@@ -328,9 +347,12 @@ def test_an_expert_that_fails_or_hangs_costs_an_error_and_not_the_session():
         ("/create", b"", 422),
         ("/create", b"{", 422),
         ("/create", b'{"request_key": "k", "task_id": -1}', 422),
+        ("/create", b'{"request_key": "k", "task_id": true}', 422),
+        ("/create", b'{"request_key": "k", "task_id": "1"}', 422),
         ("/create", b'{"request_key": "k", "task_id": 0, "taskid": 1}', 422),
         ("/create", b'{"request_key": "", "task_id": 0}', 422),
         ("/step", b'{"session_id": "x", "turn": 0, "action": "a"}', 422),
+        ("/step", b'{"session_id": "x", "turn": true, "action": "a"}', 422),
         ("/step", b'{"session_id": "x", "turn": 1}', 422),
         ("/step", b'{"session_id": "x", "turn": 1, "action": "\\ud800"}', 422),
         ("/step", b" " * 300_000, 422),

@@ -104,7 +104,7 @@ def test_latency_and_faults_that_grow_with_reward_leave_the_mean_of_batches_unbi
                 by_task = {trajectory.item.task_id: trajectory for trajectory in trajectories}
                 first_to_finish.append([by_task[task] for task in house.ended[: BATCH // 3]])
 
-    with serving(spec=spec) as (endpoint, _):
+    with serving(spec) as (endpoint, _):
         asyncio.run(main(endpoint))
 
     for step, batch in enumerate(batches, start=1):

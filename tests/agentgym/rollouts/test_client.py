@@ -287,7 +287,7 @@ def test_servers_that_are_not_what_was_configured_are_refused(serving, monkeypat
             with pytest.raises(ValueError, match="make them equal"):
                 await check_endpoints(pool, expect_env="babyai", allow_expert=False)
 
-    with serving() as (plain, _), serving({"actions": "high"}) as (other, _), serving(offer_expert=True) as (expert, _):
+    with serving() as (plain, _), serving("babyai", {"actions": "high"}) as (other, _), serving(offer_expert=True) as (expert, _):
         asyncio.run(main(plain, other, expert))
 
 

@@ -9,7 +9,6 @@ from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.rollouts.client import EnvError, EnvPools
 from agentgym.rollouts.dialect import AgentGymPool
 from agentgym.types import Item
-from envs.registry import load_spec
 from envs.sciworld.gold import solution
 from envs.sciworld.tasks import Task
 
@@ -34,7 +33,7 @@ def test_an_episode_is_played_in_agentgyms_protocol_and_closed(serving):
                 assert sessions.info().active_sessions == 1
         assert sessions.info().active_sessions == 0
 
-    with serving({"view": "compact"}) as (endpoint, sessions):
+    with serving("babyai", {"view": "compact"}) as (endpoint, sessions):
         asyncio.run(main(endpoint, sessions))
 
 
@@ -56,7 +55,7 @@ def test_the_other_servers_are_driven_too(serving, name, task, actions):
             assert [(r.reward, r.terminated, r.success) for r in replies] == [(0.0, False, False), (1.0 if won else 0.0, won, won)]
         assert sessions.info().active_sessions == 0
 
-    with serving(spec=load_spec(name, {})) as (endpoint, sessions):
+    with serving(name) as (endpoint, sessions):
         asyncio.run(main(endpoint, sessions))
 
 
@@ -79,7 +78,7 @@ def test_part_credit_is_scaled_and_neither_ends_nor_wins_an_episode(serving):
                 assert replies[0].reward > 0
                 assert (replies[1].terminated, replies[1].success, sum(reply.reward for reply in replies)) == (True, False, 0.0)
 
-    with serving(spec=load_spec("sciworld", {})) as (endpoint, _):
+    with serving("sciworld") as (endpoint, _):
         asyncio.run(main(endpoint))
 
 

@@ -1,36 +1,10 @@
 """SearchQA over HTTP, played by the trainer's own client."""
 
 import asyncio
-import socket
-import threading
 import time
-from contextlib import contextmanager
-
-import uvicorn
 
 from agentgym.rollouts.client import EnvPool
 from agentgym.types import Item
-from envs.searchqa import spec
-from envs.server import ServerSettings, make_app
-
-
-@contextmanager
-def serving(**options):
-    app = make_app(spec(options), ServerSettings(drain_timeout_s=0.1, offer_expert=True))
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        while not (server.started and app.state.sessions.ready):
-            assert not app.state.sessions.failure
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
 
 
 async def follow_the_expert(pool, task_id, key):
@@ -45,7 +19,7 @@ async def follow_the_expert(pool, task_id, key):
     return told
 
 
-def test_many_episodes_at_once_are_told_as_one_alone():
+def test_many_episodes_at_once_are_told_as_one_alone(serving):
     async def main(endpoint):
         async with EnvPool([endpoint], request_timeout_s=20) as pool:
             info = (await pool.info())[0]
@@ -57,11 +31,11 @@ def test_many_episodes_at_once_are_told_as_one_alone():
                 assert await follow_the_expert(pool, task_id, f"b{task_id}") == told
             assert all(told[0].startswith("Question: ") and told[1].startswith("<information>Doc 1(Title: ") for told in together)
 
-    with serving() as endpoint:
+    with serving("searchqa", offer_expert=True) as (endpoint, _):
         asyncio.run(main(endpoint))
 
 
-def test_sessions_of_a_server_share_requests_to_a_remote_retriever(retrieving):
+def test_sessions_of_a_server_share_requests_to_a_remote_retriever(retrieving, serving):
     def slow(handler, asked, number):
         time.sleep(0.05)
         return False
@@ -74,7 +48,7 @@ def test_sessions_of_a_server_share_requests_to_a_remote_retriever(retrieving):
         async with EnvPool([endpoint], request_timeout_s=20) as pool:
             return await asyncio.gather(*(search(pool, number) for number in range(12)))
 
-    with retrieving(slow) as (url, log), serving(retriever=url) as endpoint:
+    with retrieving(slow) as (url, log), serving("searchqa", {"retriever": url}, offer_expert=True) as (endpoint, _):
         before = len(log)  # of the scripted episode
         observations = asyncio.run(main(endpoint))
         assert len(set(observations)) == 1

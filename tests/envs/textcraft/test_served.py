@@ -1,37 +1,12 @@
 """TextCraft over HTTP, as trainers use it."""
 
 import asyncio
-import socket
-import threading
-import time
-from contextlib import contextmanager
-
-import uvicorn
 
 from agentgym.rollouts.client import EnvPool, check_endpoints
 from agentgym.types import Item
-from envs.registry import load_spec
-from envs.server import ServerSettings, make_app
 
 
-@contextmanager
-def serving(options):
-    app = make_app(load_spec("textcraft", options), ServerSettings(drain_timeout_s=0.1, offer_expert=True))
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        while not (server.started and app.state.sessions.ready):
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-
-
-def test_many_sessions_at_once_are_solved_by_the_expert_over_http():
+def test_many_sessions_at_once_are_solved_by_the_expert_over_http(serving):
     async def episode(pool, task_id, key="together"):
         async with pool.session(Item("textcraft", task_id), f"{key} {task_id}") as session:
             told = [session.observation]
@@ -49,11 +24,11 @@ def test_many_sessions_at_once_are_solved_by_the_expert_over_http():
             assert [(reward, success) for _, reward, success in together] == [(1.0, True)] * 34
             assert (await episode(pool, 32, "alone"))[0] == together[2][0]
 
-    with serving({"max_depth": 3}) as endpoint:
+    with serving("textcraft", {"max_depth": 3}, offer_expert=True) as (endpoint, _):
         asyncio.run(main(endpoint))
 
 
-def test_junk_over_http_is_answered_and_never_paid():
+def test_junk_over_http_is_answered_and_never_paid(serving):
     junk = ["", "\x00", "x" * 16_384, "craft", "get 99999999999 stick", "craft 1 bowl using " + "1 a," * 4000, "🪓", "inventory"]
 
     async def main(endpoint):
@@ -65,5 +40,5 @@ def test_junk_over_http_is_answered_and_never_paid():
             media_type, data = await session.render()
             assert (media_type, data[:10]) == ("text/plain", b"Goal: bowl")
 
-    with serving({"goals": ["bowl"]}) as endpoint:
+    with serving("textcraft", {"goals": ["bowl"]}, offer_expert=True) as (endpoint, _):
         asyncio.run(main(endpoint))
