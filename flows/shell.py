@@ -130,8 +130,8 @@ def summarise(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> No
         table.add_row(shown or manifest.results["checkpoint"].replace("-", " "), *cells, _points(Interval(**gain)) if gain else "")
     console.print(table, highlight=False)
     console.print(
-        f"[dim]{settings.num_items} test items, {settings.max_turns} turns, greedy and {settings.num_samples} samples at temperature "
-        f"{settings.temperature:g}; {settings.confidence:.0%} intervals;\n"
+        f"[dim]{settings.num_items} {settings.split} items, {settings.max_turns} turns, greedy and {settings.num_samples} samples "
+        f"at temperature {settings.temperature:g}; {settings.confidence:.0%} intervals;\n"
         f"gain: paired, over {_baseline(evaluations).replace('-', ' ')}[/dim]\n",
         highlight=False,
     )
