@@ -65,11 +65,11 @@ class Request:
     referer: str
     repeated: dict[str, list[str]] = field(default_factory=dict)  # form fields with several values, checkboxes
 
-    def page(self, template: str, status: int = 200, **context: Any) -> Response:
+    def page(self, template: str, /, http_status: int = 200, **context: Any) -> Response:
         note = self.world.notes.pop(self.site.name, None)
         shared = {"request": self, "note": note, "old": note.typed if note else {}, **self.site.context(self)}
         body = TEMPLATES.get_template(f"{self.site.folder}/{template}").render({**shared, **context})
-        return Response(status, body.encode(), {"content-type": "text/html; charset=utf-8", **_HEADERS})
+        return Response(http_status, body.encode(), {"content-type": "text/html; charset=utf-8", **_HEADERS})
 
     def done(self, message: str, to: str | None = None) -> Response:
         """Redirect to `to`, by default to the page the form was on, which shows the message."""
