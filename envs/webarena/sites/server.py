@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from envs.webarena.sites import look
 from envs.webarena.sites.forum.pages import site as forum_site
@@ -33,6 +34,14 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
+class _Quiet(HttpToolsProtocol):
+    """Without an access log, and without touching uvicorn's loggers: they belong to the program around the sites."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.access_log = False
+
+
 class SiteServer:
     """The sites of one seed. `start` and `stop` once each; tenants may be opened and closed from any thread."""
 
@@ -50,10 +59,10 @@ class SiteServer:
         config = uvicorn.Config(
             self._app,
             interface="asgi3",
+            http=_Quiet,
             lifespan="off",
+            log_config=None,
             proxy_headers=False,
-            access_log=False,
-            log_level="warning",
             server_header=False,
             timeout_graceful_shutdown=2,
         )

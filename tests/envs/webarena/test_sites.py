@@ -3,6 +3,7 @@
 import hashlib
 import html
 import http.client
+import logging
 import re
 import threading
 import time
@@ -157,6 +158,20 @@ def test_another_thread_can_read_while_the_sites_write(visitor):
     reader.join(10)
     assert not failed
     assert len(comments) == 1688 + 60
+
+
+def test_a_stopped_server_is_gone_and_uvicorns_loggers_are_untouched():
+    access = logging.getLogger("uvicorn.access")
+    before = (access.level, access.propagate, list(access.handlers), logging.getLogger("uvicorn.error").level)
+    server = SiteServer()
+    visitor = Visitor(server, server.start())
+    visitor.get("gitlab", "/")
+    assert before == (access.level, access.propagate, list(access.handlers), logging.getLogger("uvicorn.error").level)
+    server.stop()
+    server.stop()
+    with pytest.raises(OSError):
+        visitor.get("gitlab", "/")
+    assert not [thread for thread in threading.enumerate() if thread is server._thread]
 
 
 # ---- workflows
