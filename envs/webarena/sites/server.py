@@ -16,8 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from envs.webarena.sites import look
 from envs.webarena.sites.forum.pages import site as forum_site
 from envs.webarena.sites.hub.routes import site as hub_site
-from envs.webarena.sites.store.admin import site as admin_site
-from envs.webarena.sites.store.shop import site as shop_site
+from envs.webarena.sites.store.routes import admin_site, shop_site
 from envs.webarena.sites.web import Request, Response, Site, parse_fields, plain
 from envs.webarena.sites.world import World, content
 

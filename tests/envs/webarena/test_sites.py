@@ -225,6 +225,16 @@ def test_more_than_the_stock_cannot_be_bought(visitor):
     assert (kind, text) == ("alert", "The requested quantity of Okto Juniper Portable Speaker is not available: 2 left.")
 
 
+def test_what_is_sold_out_by_now_can_still_leave_the_cart(visitor):
+    visitor.post("shopping", "/cart/add/66", {"quantity": 2})
+    form = {"name": "Gone", "price": "1", "stock": "0", "enabled": "yes", "category": "office", "description": "Gone."}
+    visitor.post("shopping_admin", "/products/66", form)
+    assert note(visitor.post("shopping", "/cart/update", {"quantity_1": "1"}, "/cart"))[0] == "alert"
+    assert note(visitor.post("shopping", "/checkout", {"shipping": "pickup", "payment": "invoice"}, "/checkout")) is not None
+    assert visitor.world.store.orders.next_id() == 301
+    assert "no items" in visitor.post("shopping", "/cart/update", {"quantity_1": "0"}, "/cart")
+
+
 def test_a_second_vote_takes_the_first_back(visitor):
     post = visitor.world.forum.posts[300]
     for expected in (1, 0):
