@@ -59,6 +59,8 @@ class EnvSpec:
     instructions: str  # the task manual a language model gets
     make: Callable[[], Simulator]
     options: dict[str, Any]
-    probe_actions: tuple[str, ...]  # a scripted episode on task 0, played before the server says it is ready
+    probe_actions: tuple[str, ...]  # a scripted episode on task `probe_task`, played before the server says it is ready
     blocking: bool = False  # true where a step may take more than a millisecond: it then runs off the event loop
+    probe_task: int = 0  # the task of that episode, where there is no 0
+    stop: Callable[[], None] | None = None  # ends what all sessions share, once they are closed; a later session starts it again
     agentgym: EnvSpec | None = None  # the environment as AgentGym's own server shows it, where that differs from this

@@ -10,7 +10,12 @@ from typing import Any
 from envs.env import EnvSpec
 
 ENTRY_POINT_GROUP = "agentgym.envs"
-BUILT_IN = {"babyai": "envs.babyai:spec", "searchqa": "envs.searchqa:spec", "textcraft": "envs.textcraft:spec"}
+BUILT_IN = {
+    "babyai": "envs.babyai:spec",
+    "searchqa": "envs.searchqa:spec",
+    "textcraft": "envs.textcraft:spec",
+    "webarena": "envs.webarena:spec",
+}
 
 
 def load_spec(name: str, options: dict[str, Any]) -> EnvSpec:
