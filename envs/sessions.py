@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -234,6 +234,11 @@ class Sessions:
     def observation(self, session_id: str) -> ObservationReply:
         session = self._find(session_id)
         return ObservationReply(turn=session.turn, observation=session.observation)
+
+    def about(self, session_id: str) -> dict[str, Any]:
+        """What the session's simulator says of its task, in the names of AgentGym's server; most say nothing."""
+        about: dict[str, Any] = getattr(self._find(session_id).simulator, "about", {})
+        return about
 
     async def render(self, session_id: str) -> RenderReply:
         session = self._find(session_id)

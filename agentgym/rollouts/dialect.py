@@ -38,12 +38,24 @@ class Shape:
     names_id: str = "id"  # of the environment's id in step and close
     reward: str = "reward"  # of a step's answer
     is_total: bool = False  # that figure is the sum so far
+    names_created: str = "id"  # of the environment's id in the answer to create
+    ends: tuple[str, ...] = ("done",)  # of a step's answer: the episode is over where one is true
+    pays_at_end: bool = False  # a reward counts only then
 
 
 SHAPES = {
     "textcraft": Shape("TextCraft", lambda _: {}, lambda number, task: {"id": number, "data_idx": task}),
     "babyai": Shape("BabyAI", lambda _: None, lambda number, task: {"id": number, "data_idx": task}, reward="score", is_total=True),
     "searchqa": Shape("ok", lambda task: {"id": task}, lambda number, task: {"env_idx": number, "id": task}, names_id="env_idx"),
+    "webarena": Shape(
+        "ok",
+        lambda _: None,
+        lambda number, task: {"env_idx": number, "seed": 0, "idx": task},
+        names_id="env_idx",
+        names_created="env_idx",
+        ends=("terminated", "truncated"),
+        pays_at_end=True,
+    ),
 }
 
 
@@ -64,10 +76,13 @@ class AgentGymSession:
         text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
         answer = await self._pool.ask(self.endpoint, "/step", {shape.names_id: self.number, "action": text})
         try:
-            observation, figure, done = str(answer["observation"]), float(answer[shape.reward]), bool(answer["done"])
+            observation, figure = str(answer["observation"]), float(answer[shape.reward])
+            done = any(bool(answer[name]) for name in shape.ends)
         except (KeyError, TypeError, ValueError) as error:
             raise EnvError(self.endpoint, "/step", "", "protocol", f"unexpected answer {json.dumps(answer)[:200]}") from error
         reward = figure - self._total if shape.is_total else figure
+        if shape.pays_at_end and not done:
+            reward = 0.0
         self._total += reward
         self.turn += 1
         self.observation = observation
@@ -122,7 +137,7 @@ class AgentGymPool:
         """An open session on the item, closed at the end. Errors: EnvError."""
         endpoint = min(self._random.sample(self.endpoints, min(2, len(self.endpoints))), key=self._open.__getitem__)
         created = await self._repeated(endpoint, "/create", self.shape.create(item.task_id), post=True)
-        number = created.get("id") if isinstance(created, dict) else created
+        number = created.get(self.shape.names_created) if isinstance(created, dict) else created
         if not isinstance(number, int) or isinstance(number, bool):
             raise EnvError(endpoint, "/create", "", "protocol", f"unexpected answer {json.dumps(created)[:200]}")
         session = AgentGymSession(self, endpoint, number, "")
@@ -130,7 +145,7 @@ class AgentGymPool:
         try:
             shown = await self._repeated(endpoint, "/reset", self.shape.reset(number, item.task_id))
             observation = shown.get("observation") if isinstance(shown, dict) else shown
-            if not isinstance(observation, str):
+            if not isinstance(observation, str) or (isinstance(shown, dict) and shown.get("sites") == "Error"):
                 raise EnvError(endpoint, "/reset", "", "protocol", f"unexpected answer {json.dumps(shown)[:200]}")
             session.observation = observation
             yield session

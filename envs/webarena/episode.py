@@ -114,6 +114,11 @@ class Episode:
             if sites is not None and headers is not None:
                 sites.close(headers)
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """As AgentGym's server tells it after a reset."""
+        return {"sites": list(self.task.sites), "object": self.task.intent}
+
     def public(self, text: str) -> str:
         """Text with the sites' names as the policy knows them."""
         for real, name in self._setting.names:

@@ -39,7 +39,8 @@ class ScriptFailed(Exception):
 
 
 class Judge(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def same_answer(self, question: str, reference: str, answer: str) -> bool: ...
 

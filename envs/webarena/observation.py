@@ -104,7 +104,7 @@ def read_page(trees: Mapping[str, list[Json]], layout: Layout, number: Callable[
     elements: list[Element] = []
     for depth, node in _shown("", trees, layout):
         role, name = _role(node), _name(node)
-        if role == "StaticText" and _repeats(name, lines):
+        if role == "StaticText" and node["backendDOMNodeId"] in layout.placed and _repeats(name, lines):  # but what is typed is shown
             continue
         element = Element(number(node["backendDOMNodeId"]), role, name, node["backendDOMNodeId"])
         properties = [

@@ -140,7 +140,8 @@ def _parsed(file: Path) -> Json:
 
 def _missing(row: Json, sites: Mapping[str, str]) -> list[str]:
     """Sites that the task names, in its list or as placeholders, and that have no URL."""
-    named = [name for name in row.get("sites") or () if isinstance(name, str)]
+    listed = row.get("sites")
+    named = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     named += [name.lower() for name in _PLACEHOLDER.findall(json.dumps(row)) if name.lower() in SITE_NAMES]
     return [name for name in dict.fromkeys(named) if name not in sites]
 
