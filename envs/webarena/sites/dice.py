@@ -1,0 +1,37 @@
+"""Draws for the generated content, equal on every machine and Python version: only `random.random()` of a named stream is used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Dice:
+    """One stream of draws; `key` names it, so a stream does not move when another one draws more often."""
+
+    def __init__(self, *key: object) -> None:
+        self._random = random.Random("/".join(map(str, key)))  # noqa: S311: content, not secrets
+
+    def chance(self, share: float) -> bool:
+        return self._random.random() < share
+
+    def between(self, low: int, high: int) -> int:
+        """A whole number, both ends included."""
+        return low + int(self._random.random() * (high - low + 1))
+
+    def pick(self, among: Sequence[T]) -> T:
+        return among[int(self._random.random() * len(among))]
+
+    def shuffled(self, among: Sequence[T]) -> list[T]:
+        return [item for _, item in sorted(((self._random.random(), item) for item in among), key=lambda pair: pair[0])]
+
+    def some(self, among: Sequence[T], count: int) -> list[T]:
+        """`count` different items, or all if there are fewer."""
+        return self.shuffled(among)[:count]
+
+    def skewed(self, high: int, power: float = 3.0) -> int:
+        """From 0 to `high`, small numbers more often the larger `power` is."""
+        return int(self._random.random() ** power * (high + 1))
