@@ -184,7 +184,7 @@ def _storage(chosen: Mapping[str, Any], needed: bool) -> Path | None:
         return None
     if not value:
         raise ValueError(
-            'webarena option storage_state: the tasks need logins; name the folder of their storage_state files, or "none" to play logged out'
+            'webarena option storage_state: the tasks need logins; name the folder of their files, or "none" to play logged out'
         )
     if not Path(value).is_dir():
         raise ValueError(f"webarena option storage_state: there is no folder {value!r}")

@@ -149,7 +149,11 @@ class Chromium:
                     playwright = await async_playwright().start()
                 environment = {**os.environ, "TMPDIR": folder, "HOME": folder, "XDG_CONFIG_HOME": folder, "XDG_CACHE_HOME": folder}
                 browser = await playwright.chromium.launch(
-                    executable_path=self._executable, args=self._switches, timeout=LAUNCH_S * 1000, env={**environment}
+                    executable_path=self._executable,
+                    args=self._switches,
+                    ignore_default_args=["--disable-popup-blocking"],  # one window for each click, as in anybody's browser
+                    timeout=LAUNCH_S * 1000,
+                    env={**environment},
                 )
             return Running(playwright, browser, folder, keeper)
         except (Error, OSError, TimeoutError) as error:

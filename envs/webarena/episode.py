@@ -63,7 +63,8 @@ class Episode:
         self._numbers: dict[tuple[Tab, int, int], int] = {}  # (tab, document, backend id) -> printed id
         self._last_number = 0
         self.previous = "None"
-        self.turn = 0
+        self.actions: list[str] = []  # as they came, one for each turn
+        self._gold: Gold | None = None
         self.ended = False
 
     def reset(self, task_id: int) -> str:
@@ -73,7 +74,7 @@ class Episode:
         if task is None:
             known = sorted(self._setting.tasks)
             raise ValueError(f"there is no task {task_id}; {len(known)} tasks have ids from {known[0]} to {known[-1]}")
-        self.task, self.previous, self.turn, self.ended = task, "None", 0, False
+        self.task, self.previous, self.actions, self._gold, self.ended = task, "None", [], None, False
         self._numbers, self._last_number = {}, 0
         self._sites = self._setting.sites()
         self._headers = self._sites.open()
@@ -83,7 +84,7 @@ class Episode:
         """Errors: BrowserLost and TimeoutError where the session is lost; JudgeFailed, HelperFailed where there is no verdict."""
         if self.ended:
             return StepResult(OVER, 0.0, terminated=True)
-        self.turn += 1
+        self.actions.append(action)
         try:
             parsed = parse(action)
             if parsed.kind in ("click", "hover", "type") and parsed.number not in self.elements:
@@ -101,8 +102,10 @@ class Episode:
         return "image/png", self._run(tabs.ask(tabs.current.page.screenshot()), STEP_S)
 
     def expert(self) -> Expert:
-        """Errors: ExpertFailed where nobody wrote down how the task is done."""
-        return Gold(self, self._setting.gold.get(self.task.id, ()), self.public)
+        """One for the whole episode."""
+        if self._gold is None:
+            self._gold = Gold(self, self._setting.gold.get(self.task.id, ()))
+        return self._gold
 
     def close(self) -> None:
         tabs, self._tabs = self._tabs, None

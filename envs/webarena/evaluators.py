@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
-from envs.webarena.tasks import LAST_URL, Evaluation, Target, Task, parse_call
+from envs.webarena.tasks import LAST_URL, Target, Task, parse_call
 
 OR = " |OR| "
 NOT_ACHIEVABLE = "n/a"

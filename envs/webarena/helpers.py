@@ -53,7 +53,7 @@ def check_calls(tasks: Iterable[Task], *, embedded: bool) -> None:
                         raise ValueError(f"webarena task {task.id}: eval.program_html: no helper {text!r}; known: {', '.join(KNOWN)}")
                     if call.name.startswith("shopping_") and not embedded and PASSWORD_VARIABLE not in os.environ:
                         raise ValueError(
-                            f"webarena task {task.id}: {call.name} asks the shop's REST API; put its admin password into {PASSWORD_VARIABLE}"
+                            f"webarena task {task.id}: {call.name} asks the shop's REST API; put its password into {PASSWORD_VARIABLE}"
                         )
 
 

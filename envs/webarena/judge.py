@@ -20,12 +20,12 @@ MAX_REPLY_BYTES = 1 << 20
 MAX_ANSWER = 4_000  # characters the judge is shown
 
 _STOPWORDS = frozenset(
-    "a an and are as at be been by did do does for from had has have he her his i in is it its of on or she so that the their there they"
-    " this to was we were will with you your".split()  # noqa: SIM905
+    """
+    a an and are as at be been by did do does for from had has have he her his i in is it its of on or she so that the their there they this
+    to was we were will with you your
+    """.split()  # noqa: SIM905  (a list of single words reads worse)
 )
-_NEGATIONS = frozenset(
-    "cannot can't couldn't doesn't don't isn't no none not nothing never nobody wasn't without n't impossible unable".split()
-)  # noqa: SIM905
+_NEGATIONS = frozenset({"cannot", "impossible", "never", "no", "nobody", "none", "not", "nothing", "unable", "without"})  # and all in n't
 _WORD = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:'[a-z]+)?")
 
 _ANSWER = """You compare a student's answer with the reference answer of an exercise.

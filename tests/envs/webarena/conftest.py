@@ -22,7 +22,7 @@ HOME = """<!doctype html><title>Mug shop</title><body style="margin:8px;font:16p
 
 PAGES = {
     "/": HOME,
-    "/second": "<!doctype html><title>Second</title><body><h1>Second page</h1><p>The red mug costs <b>12</b>.</p><a href='/'>Back</a></body>",
+    "/second": "<!doctype html><title>Second</title><h1>Second page</h1><p>The red mug costs <b>12</b>.</p><a href='/'>Back</a>",
     "/popup-target": '<!doctype html><title>Popup</title><body><button onclick="window.close()">Close me</button></body>',
     "/inner": "<!doctype html><title>Inside</title><body><button onclick=\"this.textContent='pressed'\">Inner button</button></body>",
 }
@@ -122,8 +122,8 @@ def spec(make_spec):
     return make_spec()
 
 
-@pytest.fixture
-def episode(spec):
+@contextlib.contextmanager
+def opened(spec):
     """An open episode on task 0. `click(role, name)` acts on what is shown under this role and name."""
     simulator = spec.make()
     first = simulator.reset(0)
@@ -133,11 +133,26 @@ def episode(spec):
         assert found, (role, name, [str(element) for element in simulator.shown])
         return found[0]
 
-    yield SimpleNamespace(
-        simulator=simulator,
-        first=first,
-        number=number,
-        step=lambda action: simulator.step(action).observation,
-        click=lambda role, name: simulator.step(f"click [{number(role, name)}]").observation,
-    )
-    simulator.close()
+    try:
+        yield SimpleNamespace(
+            simulator=simulator,
+            first=first,
+            number=number,
+            step=lambda action: simulator.step(action).observation,
+            click=lambda role, name: simulator.step(f"click [{number(role, name)}]").observation,
+        )
+    finally:
+        simulator.close()
+
+
+@pytest.fixture
+def episode(spec):
+    with opened(spec) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def shared(spec):
+    """One episode for tests that leave it as they found it."""
+    with opened(spec) as one:
+        yield one
