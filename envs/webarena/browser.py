@@ -26,6 +26,8 @@ T = TypeVar("T")
 RECYCLE_AFTER = 1000  # contexts of one browser
 LAUNCH_S = 30.0
 CLOSE_S = 10.0
+PREFIX = "webarena-"  # of the folder of a launch
+MAX_TMPDIR = 45  # characters: the path of a socket of Chromium's has at most 107
 _environment = threading.Lock()
 
 
@@ -43,10 +45,11 @@ class Running:
     keeper: subprocess.Popen[bytes]
     opened: int = 0  # contexts so far
     open: int = 0  # contexts now
+    lost: bool = False  # the driver died, which the browser's object does not notice
 
     @property
     def alive(self) -> bool:
-        return self.browser.is_connected()
+        return self.browser.is_connected() and not self.lost
 
 
 class Chromium:
@@ -97,6 +100,7 @@ class Chromium:
                 return running, await running.browser.new_context(**settings)
             except Error as error:
                 running.open -= 1
+                running.lost = running.lost or is_closed(error)
                 if attempt == 2 or running.alive:
                     raise BrowserLost(f"no context: {error.message.splitlines()[0]}") from error
         raise AssertionError("unreachable")
@@ -134,7 +138,9 @@ class Chromium:
             return self._running
 
     async def _launch(self) -> Running:
-        folder = tempfile.mkdtemp(prefix="agentgym-webarena-")
+        if len(tempfile.gettempdir()) > MAX_TMPDIR:
+            raise BrowserLost(f"TMPDIR {tempfile.gettempdir()!r} is too long for Chromium's sockets; at most {MAX_TMPDIR} characters")
+        folder = tempfile.mkdtemp(prefix=PREFIX)
         keeper = subprocess.Popen(  # noqa: ASYNC220  (forks within a millisecond)
             [sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")), folder],
             stdin=subprocess.PIPE,
@@ -172,6 +178,11 @@ class Chromium:
             with contextlib.suppress(Exception):  # it may be dead already
                 await asyncio.wait_for(ending(), CLOSE_S)
         await _ended(running.keeper)
+
+
+def is_closed(error: Error) -> bool:
+    """Whether page, context, browser or driver is gone. Playwright does not export the error's class."""
+    return type(error).__name__ == "TargetClosedError"
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from playwright.async_api import BrowserContext, CDPSession, Dialog, Download, Error, Frame, Page, Request
 
-from envs.webarena.browser import BrowserLost, Chromium, Running
+from envs.webarena.browser import BrowserLost, Chromium, Running, is_closed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -217,8 +217,10 @@ class Tabs:
             return await asyncio.wait_for(question, timeout_s)
         except TimeoutError:
             raise BrowserLost(f"the page does not answer within {timeout_s:g} s") from None
-        except Error:
+        except Error as error:
             self.check_alive()
+            if is_closed(error) and not self.current.page.is_closed():
+                raise BrowserLost("the browser died") from error
             raise
 
     def check_alive(self) -> None:
