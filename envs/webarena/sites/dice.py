@@ -13,7 +13,7 @@ class Dice:
     """One stream of draws; `key` names it, so a stream does not move when another one draws more often."""
 
     def __init__(self, *key: object) -> None:
-        self._random = random.Random("/".join(map(str, key)))  # noqa: S311: content, not secrets
+        self._random = random.Random("/".join(map(str, key)))  # noqa: S311 (content, not secrets)
 
     def chance(self, share: float) -> bool:
         return self._random.random() < share

@@ -48,7 +48,14 @@ class SiteServer:
         assert self._server is None, "a SiteServer starts once"
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=256)
         config = uvicorn.Config(
-            self._app, interface="asgi3", lifespan="off", proxy_headers=False, access_log=False, log_level="warning", server_header=False, timeout_graceful_shutdown=2
+            self._app,
+            interface="asgi3",
+            lifespan="off",
+            proxy_headers=False,
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            timeout_graceful_shutdown=2,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, name="sites", daemon=True)
@@ -123,7 +130,7 @@ async def _body(receive: Receive) -> bytes | None:
     body = b""
     while True:
         message = await receive()
-        body += message.get("body", b"")
+        body += bytes(message.get("body", b""))
         if len(body) > _MAX_BODY:
             return None
         if message["type"] == "http.disconnect" or not message.get("more_body", False):

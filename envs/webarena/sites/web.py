@@ -135,7 +135,7 @@ class Site:
 
     def __init__(self, name: str, folder: str, context: Callable[[Request], dict[str, Any]], closed: bool = False) -> None:
         self.name, self.folder, self.context, self.closed = name, folder, context, closed
-        self._routes: list[tuple[str, re.Pattern[str], Handler, bool]] = []
+        self.routes: list[tuple[str, re.Pattern[str], Handler, bool]] = []
 
     def get(self, pattern: str, private: bool = False) -> Callable[[Handler], Handler]:
         return self._route("GET", pattern, private)
@@ -156,7 +156,7 @@ class Site:
 
     def _answer(self, request: Request) -> Response:
         allowed = set()
-        for method, pattern, handler, private in self._routes:
+        for method, pattern, handler, private in self.routes:
             match = pattern.fullmatch(request.path)
             if match is None:
                 continue
@@ -180,8 +180,8 @@ class Site:
         compiled = re.compile(re.sub(r"\{(\w+)(?::(\w+))?\}", part, pattern) + "/?")
 
         def register(handler: Handler) -> Handler:
-            self._routes.append((method, compiled, handler, private))
-            self._routes.sort(key=lambda route: route[1].groups)  # fixed paths before those with parameters
+            self.routes.append((method, compiled, handler, private))
+            self.routes.sort(key=lambda route: route[1].groups)  # fixed paths before those with parameters
             return handler
 
         return register
@@ -205,7 +205,7 @@ def parse_fields(raw: str) -> tuple[dict[str, str], dict[str, list[str]]]:
 
 def parse_day(value: str, label: str) -> date:
     try:
-        return datetime.strptime(value, "%Y-%m-%d").date()  # noqa: DTZ007: a day has no zone
+        return datetime.strptime(value, "%Y-%m-%d").date()
     except ValueError:
         raise Refused(f"{label} must be a date such as 2024-03-15.") from None
 

@@ -13,7 +13,7 @@ from envs.webarena.sites.table import Table
 from envs.webarena.sites.text import slug
 from envs.webarena.sites.web import NotFound, Refused, Request, Response, Site, local, paged, redirect
 
-PASSWORD = "quiet-corner-24"  # noqa: S105: of the demo account, printed on the login page
+PASSWORD = "quiet-corner-24"  # noqa: S105 (of the demo account, printed on the login page)
 _PER_PAGE = 15
 _SORTS = {"hot": "Hot", "new": "New", "top": "Top", "commented": "Most commented"}
 

@@ -78,7 +78,14 @@ class _Draft:
 def generate(seed: int) -> Content:
     dice = Dice(seed, "accounts")
     accounts = [
-        Account(id, name, full, dice.pick(lore.BIOS), "" if id == 1 else dice.pick(lore.STATUSES), TODAY - timedelta(days=dice.between(500, 2400)))
+        Account(
+            id,
+            name,
+            full,
+            dice.pick(lore.BIOS),
+            "" if id == 1 else dice.pick(lore.STATUSES),
+            TODAY - timedelta(days=dice.between(500, 2400)),
+        )
         for id, (name, full) in enumerate((lore.DEMO, *lore.PEOPLE), 1)
     ]
     draft = _Draft()
@@ -108,7 +115,9 @@ def _project(draft: _Draft, plan: Plan, dice: Dice) -> None:
     requests = _merge_requests(draft, id, plan, members, dice)
     branches = ("main", *(request.source for request in requests if request.state == "Open"), "docs-refresh")
     stars, forks = 3 + dice.skewed(1800), dice.skewed(160)
-    draft.projects.append(Project(id, plan.path, plan.description, "Public", plan.license, plan.topics, branches, created, stars, forks, ""))
+    draft.projects.append(
+        Project(id, plan.path, plan.description, "Public", plan.license, plan.topics, branches, created, stars, forks, "")
+    )
     _files(draft, id, plan, dice)
     _commits(draft, id, plan, members, created, dice)
     _issues(draft, id, plan, members, milestones, dice)
@@ -129,11 +138,13 @@ def _members(draft: _Draft, id: int, plan: Plan, created: date, dice: Dice) -> l
 
 
 def _milestones(draft: _Draft, id: int, dice: Dice) -> list[Milestone]:
-    found = []
+    found: list[Milestone] = []
     for index, title in enumerate(("1.0", "1.1", "2.0")[: dice.between(2, 3)]):
         start = date(2023, 5, 1) + timedelta(days=150 * index + dice.between(0, 20))
         due = start + timedelta(days=dice.between(90, 140))
-        found.append(Milestone(len(draft.milestones) + len(found) + 1, id, title, f"What has to be done for {title}.", start, due, due >= TODAY))
+        found.append(
+            Milestone(len(draft.milestones) + len(found) + 1, id, title, f"What has to be done for {title}.", start, due, due >= TODAY)
+        )
     draft.milestones += found
     return found
 
@@ -177,7 +188,11 @@ def _files(draft: _Draft, id: int, plan: Plan, dice: Dice) -> None:
         "word": plan.topics[0],
     }
     texts = [("README.md", lore.README), ("CONTRIBUTING.md", lore.CONTRIBUTING), ("CHANGELOG.md", lore.CHANGELOG)]
-    texts += [("LICENSE", "{license}\n\nCopyright 2024 the authors of {name}\n"), (".gitignore", "build/\n*.log\n"), *lore.SOURCES[plan.language]]
+    texts += [
+        ("LICENSE", "{license}\n\nCopyright 2024 the authors of {name}\n"),
+        (".gitignore", "build/\n*.log\n"),
+        *lore.SOURCES[plan.language],
+    ]
     for path, text in texts:
         draft.files.append(File(len(draft.files) + 1, id, path.format(**words), text.format(**words)))
 
@@ -206,7 +221,19 @@ def _issues(draft: _Draft, id: int, plan: Plan, members: Sequence[str], mileston
         remarks = _remarks(day, members, dice, 4)
         draft.issues.append(
             Issue(
-                len(draft.issues) + 1, id, iid, _sentence(title, **words), body, author, assignee, tuple(labels), milestone, due, is_open, day, remarks
+                len(draft.issues) + 1,
+                id,
+                iid,
+                _sentence(title, **words),
+                body,
+                author,
+                assignee,
+                tuple(labels),
+                milestone,
+                due,
+                is_open,
+                day,
+                remarks,
             )
         )
 

@@ -13,7 +13,7 @@ from envs.webarena.sites.hub.records import TODAY, VISIBILITIES, Commit, File, L
 from envs.webarena.sites.hub.site import me, site
 from envs.webarena.sites.web import NotFound, Refused, Request, Response, local, paged
 
-PASSWORD = "ferry-at-dawn"  # noqa: S105: of the demo account, printed on the login page
+PASSWORD = "ferry-at-dawn"  # noqa: S105 (of the demo account, printed on the login page)
 _SORTS = {"name": "Name", "stars": "Most stars", "newest": "Newest"}
 
 

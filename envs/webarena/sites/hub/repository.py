@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -80,9 +81,11 @@ def create_file(request: Request, ns: str, name: str) -> Response:
     found, files = project(request, ns, name), request.world.hub.files
     check(request, found, "Developer")
     path = request.text("path", "File name", 120)
-    if any(part in ("", ".", "..") for part in path.split("/")):
+    if not re.fullmatch(r"[A-Za-z0-9._/-]+", path) or any(part in ("", ".", "..") for part in path.split("/")):
         raise Refused("File name must be a path such as docs/notes.md.")
-    if any(f"{path}/".startswith(f"{file.path}/") or f"{file.path}/".startswith(f"{path}/") for file in files.where("project_id", found.id)):
+    if any(
+        f"{path}/".startswith(f"{file.path}/") or f"{file.path}/".startswith(f"{path}/") for file in files.where("project_id", found.id)
+    ):
         raise Refused("A file or folder of this name exists already.")
     message = request.text("message", "Commit message", 200)
     files.put(File(files.next_id(), found.id, path, _content(request)))
@@ -125,8 +128,8 @@ def create_branch(request: Request, ns: str, name: str) -> Response:
     found = project(request, ns, name)
     check(request, found, "Developer")
     branch = request.text("branch", "Branch name", 60)
-    if branch in found.branches or " " in branch:
-        raise Refused("Branch name must be new and without spaces.")
+    if branch in found.branches or not re.fullmatch(r"[A-Za-z0-9._/-]+", branch):
+        raise Refused("Branch name must be new, of letters, digits, dots, dashes, slashes and underscores.")
     request.world.hub.projects.put(replace(found, branches=(*found.branches, branch)))
     return request.done(f"Branch {branch} was created from main.")
 

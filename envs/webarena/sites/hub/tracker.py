@@ -41,9 +41,14 @@ def issues(request: Request, ns: str, name: str) -> Response:
         "due": lambda issue: (issue.due is None, issue.due or TODAY, issue.iid),
     }
     counts = {"open": sum(issue.open for issue in every), "closed": sum(not issue.open for issue in every), "all": len(every)}
-    context = {"labels": [label.name for label in _labels(request, found)], "people": sorted({issue.assignee for issue in every if issue.assignee})}
+    context: dict[str, Any] = {
+        "labels": [label.name for label in _labels(request, found)],
+        "people": sorted({issue.assignee for issue in every if issue.assignee}),
+    }
     page = paged(sorted(chosen, key=keys[sort]), request.number("page", 1), 20)
-    return request.page("issues.html", project=found, page=page, state=state, states=_STATES, counts=counts, sort=sort, sorts=_SORTS, **context)
+    return request.page(
+        "issues.html", project=found, page=page, state=state, states=_STATES, counts=counts, sort=sort, sorts=_SORTS, **context
+    )
 
 
 def _filtered(request: Request, issues: Sequence[Issue], state: str) -> list[Issue]:

@@ -9,10 +9,21 @@ from dataclasses import replace
 from datetime import date
 from typing import Any
 
-from envs.webarena.sites.store.records import GROUPS, ORDER_STATUSES, REVIEW_STATUSES, SHIPPING, TODAY, Comment, Customer, Order, Product, Review
+from envs.webarena.sites.store.records import (
+    GROUPS,
+    ORDER_STATUSES,
+    REVIEW_STATUSES,
+    SHIPPING,
+    TODAY,
+    Comment,
+    Customer,
+    Order,
+    Product,
+    Review,
+)
 from envs.webarena.sites.web import NotFound, Refused, Request, Response, Site, local, paged
 
-PASSWORD = "backoffice-2024"  # noqa: S105: of the demo account, printed on the login page
+PASSWORD = "backoffice-2024"  # noqa: S105 (of the demo account, printed on the login page)
 USER = "admin"
 _PER_PAGE = 15
 _PERIODS = {"day": "Day", "month": "Month", "year": "Year"}
@@ -20,7 +31,11 @@ _PERIODS = {"day": "Day", "month": "Month", "year": "Year"}
 
 def _context(request: Request) -> dict[str, Any]:
     pending = len(request.world.store.reviews.where("status", "Pending"))
-    return {"store": request.world.store, "user": None if request.world.logins["shopping_admin"] is None else USER, "pending_reviews": pending}
+    return {
+        "store": request.world.store,
+        "user": None if request.world.logins["shopping_admin"] is None else USER,
+        "pending_reviews": pending,
+    }
 
 
 site = Site("shopping_admin", "admin", _context, closed=True)
@@ -70,11 +85,14 @@ def _bestsellers(orders: Iterable[Order]) -> list[tuple[int, str, int, int]]:
 def products(request: Request) -> Response:
     search, status = _search(request), request.choice("status", ("enabled", "disabled", "out"), "")
     sort = request.choice("sort", ("id", "name", "price", "stock"), "id")
-    wanted = {"enabled": lambda p: p.enabled, "disabled": lambda p: not p.enabled, "out": lambda p: p.stock == 0, "": lambda p: True}[status]
-    chosen = [product for product in request.world.store.products if wanted(product) and _found(search, product.name, product.sku)]
+    chosen = [product for product in request.world.store.products if _is(product, status) and _found(search, product.name, product.sku)]
     chosen.sort(key=lambda product: (getattr(product, sort), product.id))
     page = paged(chosen, request.number("page", 1), _PER_PAGE)
     return request.page("products.html", page=page, search=search, status=status, sort=sort)
+
+
+def _is(product: Product, status: str) -> bool:
+    return {"enabled": product.enabled, "disabled": not product.enabled, "out": product.stock == 0}.get(status, True)
 
 
 def _product(request: Request, id: int) -> Product:
@@ -163,9 +181,12 @@ def customers(request: Request) -> Response:
     chosen = [
         customer
         for customer in store.customers
-        if (not group or customer.group == group) and _found(search, customer.name, customer.email, customer.address.city, customer.address.phone)
+        if (not group or customer.group == group)
+        and _found(search, customer.name, customer.email, customer.address.city, customer.address.phone)
     ]
-    return request.page("customers.html", page=paged(chosen, request.number("page", 1), _PER_PAGE), search=search, group=group, groups=GROUPS)
+    return request.page(
+        "customers.html", page=paged(chosen, request.number("page", 1), _PER_PAGE), search=search, group=group, groups=GROUPS
+    )
 
 
 def _customer(request: Request, id: int) -> Customer:
@@ -253,7 +274,7 @@ def _items(order: Order) -> int:
     return sum(line.quantity for line in order.lines)
 
 
-def _in_span(request: Request) -> tuple[list[Order], dict[str, date]]:
+def _in_span(request: Request) -> tuple[list[Order], dict[str, Any]]:
     """The counted orders between the query's days, by default of this year."""
     start = request.day("from", "From") or date(TODAY.year, 1, 1)
     end = request.day("to", "To") or TODAY

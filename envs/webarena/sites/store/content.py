@@ -65,7 +65,7 @@ def generate(seed: int) -> Content:
     dice = Dice(seed, "terms")
     terms = tuple((term, sum(term in product.name.lower() for product in products), dice.between(3, 60)) for term in lore.SEARCH_TERMS)
     return Content(
-        tuple(Category(slug, name, blurb) for slug, name, blurb, _, _ in lore.CATEGORIES),
+        tuple(Category(shelf.slug, shelf.name, shelf.blurb) for shelf in lore.SHELVES),
         tuple(sorted(terms, key=lambda term: -term[2])),
         Seed(products),
         Seed(_reviews(products, Dice(seed, "reviews"))),
@@ -78,10 +78,10 @@ def generate(seed: int) -> Content:
 
 def _products(dice: Dice) -> list[Product]:
     found: list[Product] = []
-    for category, _, _, brands, kinds in lore.CATEGORIES:
-        for kind in kinds:
+    for shelf in lore.SHELVES:
+        for kind in shelf.kinds:
             for series in dice.some(lore.SERIES, _PER_KIND):
-                found.append(_product(len(found) + 1, category, dice.pick(brands), series, kind, dice))
+                found.append(_product(len(found) + 1, shelf.slug, dice.pick(shelf.brands), series, kind, dice))
     return found
 
 
@@ -168,7 +168,9 @@ def _order(id: int, customer: Customer, day: date, products: list[Product], dice
         choice = f"{product.option}: {dice.pick(product.values)}" if product.values else ""
         lines.append(Line(product.id, product.name, product.sku, choice, product.price, dice.pick((1, 1, 1, 2, 3))))
     age = (TODAY - day).days
-    status = dice.pick(("Complete",) * 8 + ("Canceled",)) if age > 30 else dice.pick(("Pending", "Pending", "Processing", "Shipped", "On Hold"))
+    status = (
+        dice.pick(("Complete",) * 8 + ("Canceled",)) if age > 30 else dice.pick(("Pending", "Pending", "Processing", "Shipped", "On Hold"))
+    )
     comments = [Comment(day, "Pending", "Order received.", True)]
     if dice.chance(0.35):
         comments.append(Comment(min(TODAY, day + timedelta(days=1)), status, dice.pick(lore.ORDER_COMMENTS), dice.chance(0.5)))

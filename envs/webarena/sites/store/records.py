@@ -11,7 +11,11 @@ TODAY = date(2024, 3, 15)  # the sites' clock stands still
 ORDER_STATUSES = ("Pending", "Processing", "On Hold", "Shipped", "Complete", "Canceled")
 REVIEW_STATUSES = ("Approved", "Pending", "Not Approved")
 GROUPS = ("General", "Wholesale", "VIP")
-SHIPPING = {"standard": ("Standard shipping (3-5 days)", 499), "express": ("Express shipping (1-2 days)", 1299), "pickup": ("Store pickup", 0)}
+SHIPPING = {
+    "standard": ("Standard shipping (3-5 days)", 499),
+    "express": ("Express shipping (1-2 days)", 1299),
+    "pickup": ("Store pickup", 0),
+}
 PAYMENT = {"invoice": "Pay by invoice", "transfer": "Bank transfer", "delivery": "Cash on delivery"}
 
 

@@ -6,10 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envs.webarena.sites.store.records import PAYMENT, SHIPPING, TODAY, Address, CartLine, Comment, Customer, Line, Order, Product, Review, Wish
+from envs.webarena.sites.store.records import (
+    PAYMENT,
+    SHIPPING,
+    TODAY,
+    Address,
+    CartLine,
+    Comment,
+    Customer,
+    Line,
+    Order,
+    Product,
+    Review,
+    Wish,
+)
 from envs.webarena.sites.web import NotFound, Refused, Request, Response, Site, local, paged, redirect
 
-PASSWORD = "larkspur-2024"  # noqa: S105: of the demo account, printed on the login page
+PASSWORD = "larkspur-2024"  # noqa: S105 (of the demo account, printed on the login page)
 _PER_PAGE = 12
 _MAX_QUANTITY = 99
 _SORTS: dict[str, tuple[str, Callable[[Request, Product], Any]]] = {
@@ -20,7 +33,14 @@ _SORTS: dict[str, tuple[str, Callable[[Request, Product], Any]]] = {
     "rating": ("Customer Rating", lambda request, product: -request.world.store.rating(product.id)),
     "newest": ("Newest", lambda _, product: -product.added.toordinal()),
 }
-_FIELDS = (("street", "Street Address"), ("city", "City"), ("state", "State/Province"), ("zip", "Zip/Postal Code"), ("country", "Country"), ("phone", "Phone Number"))  # fmt: skip
+_FIELDS = (
+    ("street", "Street Address"),
+    ("city", "City"),
+    ("state", "State/Province"),
+    ("zip", "Zip/Postal Code"),
+    ("country", "Country"),
+    ("phone", "Phone Number"),
+)
 
 
 def _context(request: Request) -> dict[str, Any]:
@@ -102,7 +122,9 @@ def product(request: Request, id: int, slug: str) -> Response:
     found = _product(request, id)
     store = request.world.store
     related = [other for other in store.visible() if other.kind == found.kind and other.id != id][:4]
-    return request.page("product.html", product=found, category=store.category(found.category), reviews=store.approved(id)[::-1], related=related)
+    return request.page(
+        "product.html", product=found, category=store.category(found.category), reviews=store.approved(id)[::-1], related=related
+    )
 
 
 @site.post("/product/{id}/review", private=False)
@@ -307,7 +329,9 @@ def save_account(request: Request) -> Response:
 
 @site.get("/login")
 def login(request: Request) -> Response:
-    return request.page("login.html", password=PASSWORD, demo=request.world.store.customers[1].email, next=local(request.query.get("next", "/")))
+    return request.page(
+        "login.html", password=PASSWORD, demo=request.world.store.customers[1].email, next=local(request.query.get("next", "/"))
+    )
 
 
 @site.post("/login", private=False)
