@@ -1,8 +1,8 @@
 """What a WebArena session and step cost: `python benchmarks/webarena.py`.
 
-One server process with its browser; the pages come from this process, the load too. First steps on a page of 260 elements: CPU time of
-Chromium, its driver and the server over the steps, latency, and PSS at growing numbers of open sessions. Then whole episodes on the embedded
-sites, closed loop. Writes docs/results/webarena.json.
+One server process with its browser; the pages come from this process, the load too. First steps on a page of 260 elements: CPU time
+of Chromium, its driver and the server over the steps, latency, and PSS at growing numbers of open sessions. Then whole episodes on the
+embedded sites, closed loop. Writes docs/results/webarena.json.
 """
 
 from __future__ import annotations
