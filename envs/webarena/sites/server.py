@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from envs.webarena.sites import look
 from envs.webarena.sites.forum.pages import site as forum_site
 from envs.webarena.sites.hub.routes import site as hub_site
-from envs.webarena.sites.store.admin import site as admin_site
-from envs.webarena.sites.store.shop import site as shop_site
+from envs.webarena.sites.store.routes import admin_site, shop_site
 from envs.webarena.sites.web import Request, Response, Site, parse_fields, plain
 from envs.webarena.sites.world import World, content
 
@@ -31,6 +31,14 @@ _START_S = _STOP_S = 10.0
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+class _Quiet(HttpToolsProtocol):
+    """Without an access log, and without touching uvicorn's loggers: they belong to the program around the sites."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.access_log = False
 
 
 class SiteServer:
@@ -50,10 +58,10 @@ class SiteServer:
         config = uvicorn.Config(
             self._app,
             interface="asgi3",
+            http=_Quiet,
             lifespan="off",
+            log_config=None,
             proxy_headers=False,
-            access_log=False,
-            log_level="warning",
             server_header=False,
             timeout_graceful_shutdown=2,
         )

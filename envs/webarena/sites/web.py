@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from envs.webarena.sites.text import long_day, money, paragraphs, slug
+from envs.webarena.sites.text import long_day, money, paragraphs
 from envs.webarena.sites.world import World
 
 T = TypeVar("T")
@@ -231,4 +231,4 @@ def pairs(options: Mapping[Any, Any] | Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 TEMPLATES = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-TEMPLATES.filters.update(money=money, long_day=long_day, slug=slug, paragraphs=paragraphs, pairs=pairs)
+TEMPLATES.filters.update(money=money, long_day=long_day, paragraphs=paragraphs, pairs=pairs)

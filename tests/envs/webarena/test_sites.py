@@ -3,6 +3,7 @@
 import hashlib
 import html
 import http.client
+import logging
 import re
 import threading
 import time
@@ -159,6 +160,20 @@ def test_another_thread_can_read_while_the_sites_write(visitor):
     assert len(comments) == 1688 + 60
 
 
+def test_a_stopped_server_is_gone_and_uvicorns_loggers_are_untouched():
+    access = logging.getLogger("uvicorn.access")
+    before = (access.level, access.propagate, list(access.handlers), logging.getLogger("uvicorn.error").level)
+    server = SiteServer()
+    visitor = Visitor(server, server.start())
+    visitor.get("gitlab", "/")
+    assert before == (access.level, access.propagate, list(access.handlers), logging.getLogger("uvicorn.error").level)
+    server.stop()
+    server.stop()
+    with pytest.raises(OSError):
+        visitor.get("gitlab", "/")
+    assert not [thread for thread in threading.enumerate() if thread is server._thread]
+
+
 # ---- workflows
 
 
@@ -208,6 +223,16 @@ def test_more_than_the_stock_cannot_be_bought(visitor):
     assert note(visitor.post("shopping", "/cart/add/99", {"choice": "Slate Gray", "quantity": 2}))[0] == "status"
     kind, text = note(visitor.post("shopping", "/cart/add/99", {"choice": "Oat White", "quantity": 1}))
     assert (kind, text) == ("alert", "The requested quantity of Okto Juniper Portable Speaker is not available: 2 left.")
+
+
+def test_what_is_sold_out_by_now_can_still_leave_the_cart(visitor):
+    visitor.post("shopping", "/cart/add/66", {"quantity": 2})
+    form = {"name": "Gone", "price": "1", "stock": "0", "enabled": "yes", "category": "office", "description": "Gone."}
+    visitor.post("shopping_admin", "/products/66", form)
+    assert note(visitor.post("shopping", "/cart/update", {"quantity_1": "1"}, "/cart"))[0] == "alert"
+    assert note(visitor.post("shopping", "/checkout", {"shipping": "pickup", "payment": "invoice"}, "/checkout")) is not None
+    assert visitor.world.store.orders.next_id() == 301
+    assert "no items" in visitor.post("shopping", "/cart/update", {"quantity_1": "0"}, "/cart")
 
 
 def test_a_second_vote_takes_the_first_back(visitor):

@@ -1,4 +1,4 @@
-"""The shop as its customers see it."""
+"""The shop as its customers see it: catalogue, cart and checkout. Their accounts are in `account.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from envs.webarena.sites.store.records import (
     PAYMENT,
     SHIPPING,
     TODAY,
-    Address,
     CartLine,
     Comment,
     Customer,
@@ -18,11 +17,9 @@ from envs.webarena.sites.store.records import (
     Order,
     Product,
     Review,
-    Wish,
 )
-from envs.webarena.sites.web import NotFound, Refused, Request, Response, Site, local, paged, redirect
+from envs.webarena.sites.web import NotFound, Refused, Request, Response, Site, paged, redirect
 
-PASSWORD = "larkspur-2024"  # noqa: S105 (of the demo account, printed on the login page)
 _PER_PAGE = 12
 _MAX_QUANTITY = 99
 _SORTS: dict[str, tuple[str, Callable[[Request, Product], Any]]] = {
@@ -33,14 +30,6 @@ _SORTS: dict[str, tuple[str, Callable[[Request, Product], Any]]] = {
     "rating": ("Customer Rating", lambda request, product: -request.world.store.rating(product.id)),
     "newest": ("Newest", lambda _, product: -product.added.toordinal()),
 }
-_FIELDS = (
-    ("street", "Street Address"),
-    ("city", "City"),
-    ("state", "State/Province"),
-    ("zip", "Zip/Postal Code"),
-    ("country", "Country"),
-    ("phone", "Phone Number"),
-)
 
 
 def _context(request: Request) -> dict[str, Any]:
@@ -61,14 +50,14 @@ def _customer(request: Request) -> Customer | None:
     return None if login is None else request.world.store.customers[login]
 
 
-def _me(request: Request) -> Customer:
+def me(request: Request) -> Customer:
     """The customer on a page that asks for a login."""
     customer = _customer(request)
     assert customer is not None
     return customer
 
 
-def _product(request: Request, id: int) -> Product:
+def find(request: Request, id: int) -> Product:
     product = request.world.store.products.get(id)
     if product is None or not product.enabled:
         raise NotFound("This product does not exist.")
@@ -119,7 +108,7 @@ def _matches(product: Product, words: Sequence[str]) -> bool:
 
 @site.get("/product/{id}/{slug}")
 def product(request: Request, id: int, slug: str) -> Response:
-    found = _product(request, id)
+    found = find(request, id)
     store = request.world.store
     related = [other for other in store.visible() if other.kind == found.kind and other.id != id][:4]
     return request.page(
@@ -129,7 +118,7 @@ def product(request: Request, id: int, slug: str) -> Response:
 
 @site.post("/product/{id}/review", private=False)
 def write_review(request: Request, id: int) -> Response:
-    reviewed, store = _product(request, id), request.world.store
+    reviewed, store = find(request, id), request.world.store
     rating = int(request.one_of("rating", "Rating", "12345"))
     nickname = request.text("nickname", "Nickname", 60)
     title, text = request.text("title", "Summary", 120), request.text("text", "Review", 2000)
@@ -139,7 +128,7 @@ def write_review(request: Request, id: int) -> Response:
 
 @site.post("/cart/add/{id}", private=False)
 def add_to_cart(request: Request, id: int) -> Response:
-    wanted, store = _product(request, id), request.world.store
+    wanted, store = find(request, id), request.world.store
     if wanted.values and "choice" not in request.form:
         return redirect(address(wanted))  # from a list: the choice is made on the product's page
     choice = f"{wanted.option}: {request.one_of('choice', wanted.option, wanted.values)}" if wanted.values else ""
@@ -176,7 +165,8 @@ def update_cart(request: Request) -> Response:
     store = request.world.store
     lines = [replace(line, quantity=request.whole(f"quantity_{line.id}", "Quantity", 0, _MAX_QUANTITY)) for line in store.cart]
     for line in lines:
-        _check_stock(store.products[line.product_id], line.quantity)
+        if line.quantity:
+            _check_stock(store.products[line.product_id], line.quantity)
     for line in lines:
         if line.quantity:
             store.cart.put(line)
@@ -201,7 +191,7 @@ def checkout(request: Request) -> Response:
 
 @site.post("/checkout")
 def place_order(request: Request) -> Response:
-    store, me = request.world.store, _me(request)
+    store, customer = request.world.store, me(request)
     items = _bill(request)["items"]
     if not items:
         raise Refused("Your shopping cart is empty.")
@@ -215,138 +205,14 @@ def place_order(request: Request) -> Response:
         _check_stock(product, wanted[product.id])
     lines = tuple(Line(product.id, product.name, product.sku, line.choice, product.price, line.quantity) for line, product in items)
     received = Comment(TODAY, "Pending", "Order received.", True)
-    order = store.orders.put(Order(store.orders.next_id(), me.id, TODAY, "Pending", lines, shipping, payment, me.address, (received,)))
+    order = store.orders.put(
+        Order(store.orders.next_id(), customer.id, TODAY, "Pending", lines, shipping, payment, customer.address, (received,))
+    )
     for id, quantity in wanted.items():
         store.products.put(replace(store.products[id], stock=store.products[id].stock - quantity))
     for line, _ in items:
         store.cart.remove(line.id)
     return redirect(f"/checkout/success/{order.id}")
-
-
-@site.get("/checkout/success/{id}", private=True)
-def success(request: Request, id: int) -> Response:
-    return request.page("success.html", order=_order(request, id))
-
-
-@site.get("/wishlist", private=True)
-def wishlist(request: Request) -> Response:
-    store = request.world.store
-    return request.page("wishlist.html", products=[store.products[wish.product_id] for wish in store.wishes])
-
-
-@site.post("/wishlist/add/{id}")
-def add_wish(request: Request, id: int) -> Response:
-    wished, store = _product(request, id), request.world.store
-    if store.wishes.first("product_id", id) is None:
-        store.wishes.put(Wish(store.wishes.next_id(), id))
-    return request.done(f"{wished.name} has been added to your Wish List.", "/wishlist")
-
-
-@site.post("/wishlist/remove/{id}")
-def remove_wish(request: Request, id: int) -> Response:
-    for wish in request.world.store.wishes.where("product_id", id):
-        request.world.store.wishes.remove(wish.id)
-    return request.done("The product was removed from your Wish List.", "/wishlist")
-
-
-@site.get("/account", private=True)
-def account(request: Request) -> Response:
-    return request.page("account.html", orders=_orders(request)[:5])
-
-
-def _orders(request: Request) -> list[Order]:
-    """The customer's orders, newest first."""
-    return request.world.store.orders.where("customer_id", _me(request).id)[::-1]
-
-
-def _order(request: Request, id: int) -> Order:
-    order = request.world.store.orders.get(id)
-    if order is None or order.customer_id != _me(request).id:
-        raise NotFound("This order does not exist.")
-    return order
-
-
-@site.get("/account/orders", private=True)
-def orders(request: Request) -> Response:
-    return request.page("orders.html", page=paged(_orders(request), request.number("page", 1), 10))
-
-
-@site.get("/account/orders/{id}", private=True)
-def order(request: Request, id: int) -> Response:
-    return request.page("order.html", order=_order(request, id), shipping=SHIPPING, payment=PAYMENT)
-
-
-@site.post("/account/orders/{id}/reorder")
-def reorder(request: Request, id: int) -> Response:
-    """Puts what is still in stock into the cart once more."""
-    store = request.world.store
-    kept = 0
-    for line in _order(request, id).lines:
-        product = store.products.get(line.product_id)
-        if product is not None and product.enabled and product.stock >= line.quantity:
-            store.cart.put(CartLine(store.cart.next_id(), product.id, line.choice, line.quantity))
-            kept += 1
-    return request.done(f"{kept} item{'s' * (kept != 1)} of the order {'were' if kept != 1 else 'was'} added to your cart.", "/cart")
-
-
-@site.post("/account/orders/{id}/cancel")
-def cancel(request: Request, id: int) -> Response:
-    order = _order(request, id)
-    if order.status not in ("Pending", "On Hold"):
-        raise Refused("Only pending orders can be canceled.")
-    comment = Comment(TODAY, "Canceled", "Canceled by the customer.", True)
-    request.world.store.orders.put(replace(order, status="Canceled", comments=(*order.comments, comment)))
-    return request.done("Your order was canceled.")
-
-
-@site.get("/account/address", private=True)
-def edit_address(request: Request) -> Response:
-    return request.page("address.html", fields=_FIELDS)
-
-
-@site.post("/account/address")
-def save_address(request: Request) -> Response:
-    new = Address(**{name: request.text(name, label, 100) for name, label in _FIELDS})
-    request.world.store.customers.put(replace(_me(request), address=new))
-    return request.done("You saved the address.", "/account")
-
-
-@site.get("/account/edit", private=True)
-def edit_account(request: Request) -> Response:
-    return request.page("edit.html")
-
-
-@site.post("/account/edit")
-def save_account(request: Request) -> Response:
-    first, last = request.text("first", "First Name", 60), request.text("last", "Last Name", 60)
-    email = request.text("email", "Email", 120)
-    if email.count("@") != 1 or " " in email or email.startswith("@") or "." not in email.partition("@")[2]:
-        raise Refused("Please enter a valid email address (for example, johndoe@domain.com).")
-    new = replace(_me(request), first=first, last=last, email=email, newsletter="newsletter" in request.form)
-    request.world.store.customers.put(new)
-    return request.done("You saved the account information.", "/account")
-
-
-@site.get("/login")
-def login(request: Request) -> Response:
-    return request.page(
-        "login.html", password=PASSWORD, demo=request.world.store.customers[1].email, next=local(request.query.get("next", "/"))
-    )
-
-
-@site.post("/login", private=False)
-def log_in(request: Request) -> Response:
-    customer = request.world.store.customers[1]
-    if request.form.get("email", "").strip().lower() != customer.email or request.form.get("password") != PASSWORD:
-        raise Refused("The account sign-in was incorrect. Please check the email and the password.")
-    request.world.logins["shopping"] = customer.id
-    return request.done(f"Welcome back, {customer.first}!", local(request.form.get("next", "/")))
-
-
-@site.post("/logout", private=False)
-def log_out(request: Request) -> Response:
-    request.world.logins["shopping"] = None
-    return request.done("You are signed out.", "/")
 
 
 def address(product: Product) -> str:
