@@ -173,7 +173,7 @@ async def soak(endpoints, num_sessions, num_abandoned, num_crashes, num_kills, t
             async with slots:
                 try:
                     async with pool.session(Item("webarena", number % len(GOLD)), f"key {number}") as session:
-                        for _ in range(4):
+                        for _ in range(2 if num_sessions < 100 else 4):
                             reply = await session.step(await session.expert())
                             if reply.terminated:
                                 break
