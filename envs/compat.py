@@ -40,6 +40,12 @@ class SearchReset(BaseModel):
     data_idx: int | None = Field(default=None, validation_alias="id")  # None: the one given to create
 
 
+class WebArenaReset(BaseModel):
+    id: int = Field(validation_alias="env_idx")
+    seed: int = 0  # asked for and not used, as there
+    data_idx: int = Field(validation_alias="idx")
+
+
 class Step(BaseModel):
     id: int = Field(validation_alias=AliasChoices("id", "env_idx"))
     action: str = Field(max_length=MAX_ACTION_CHARS)
@@ -79,6 +85,8 @@ class Place:
     score: float = 0.0  # sum of the rewards
     done: bool = False
     opening: Json = field(default_factory=dict)  # what the simulator tells of its task
+    truncated: bool = False
+    info: Json = field(default_factory=dict)  # of the last turn
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -95,9 +103,12 @@ class Dialect:
     looked: Callable[[Place], Any] | None = None  # to GET /observation, where that is not `shown`
     counts: bool = False  # create begins an episode, of an index the server counts itself
     polite: bool = True  # errors have status 200
-    opened: Callable[[Any], Json] | None = None  # simulator -> what else `shown` tells, and another first observation
+    opened: Callable[[Any], Json] | None = None  # simulator -> what else `shown` tells, and maybe another first observation
     views: Mapping[str, Callable[[Any, Place], Any]] = field(default_factory=dict)  # GET route -> what it shows while an episode runs
     visual: Callable[[Any, Json], Json] | None = None  # POST /step_visual: simulator, answer to a step -> answer
+    closed: Callable[[bool], Any] = bool
+    reset_failed: Json | None = None  # answered where a task cannot be opened
+    step_failed: Callable[[str], Json] | None = None  # answered where a step crashes, from the error's text
 
 
 def _whole(value: float) -> int | float:
@@ -207,6 +218,23 @@ DIALECTS = {
         },
         visual=_sciworld_visual,
     ),
+    "webarena": Dialect(
+        greeting="ok",
+        create=Nothing,
+        reset=WebArenaReset,
+        created=lambda place: {"env_idx": place.id},
+        shown=lambda place: {"observation": place.observation, **place.opening},
+        stepped=lambda place: {
+            "observation": place.observation, "reward": place.reward, "terminated": place.done and not place.truncated,
+            "truncated": place.truncated, "info": place.info,
+        },
+        polite=False,
+        looked=lambda place: place.observation,
+        opened=lambda simulator: dict(simulator.about),
+        closed=lambda closed: {"closed": "closed" if closed else "no such environment"},
+        reset_failed={"observation": "TimeoutError", "sites": "Error", "object": "Error"},
+        step_failed=lambda text: {"observation": text, "reward": 0, "terminated": False, "truncated": False, "info": {}},
+    ),
 }  # fmt: skip
 
 
@@ -254,7 +282,12 @@ class AgentGymRoutes:
         async with place.lock:
             await self._end(place)
             place.task = _checked(place.task if body.data_idx is None else body.data_idx)
-            await self._open(place)
+            try:
+                await self._open(place)
+            except Refused as error:
+                if self._dialect.reset_failed is None or error.reply.kind not in (ErrorKind.ENV_CRASHED, ErrorKind.BAD_REQUEST):
+                    raise
+                return self._dialect.reset_failed
             return self._dialect.shown(place)
 
     async def _step(self, body: Any) -> Any:
@@ -267,19 +300,23 @@ class AgentGymRoutes:
                     raise Refused(ErrorKind.BAD_REQUEST, f"The environment {place.id} has not been reset.")
                 await self._open(place)
             request = StepRequest(session_id=place.session, turn=place.turn + 1, action=body.action)
-            reply = StepReply.model_validate_json(await self._sessions.step(request))
+            try:
+                reply = StepReply.model_validate_json(await self._sessions.step(request))
+            except Refused as error:
+                if self._dialect.step_failed is None or error.reply.kind not in (ErrorKind.ENV_CRASHED, ErrorKind.SESSION_GONE):
+                    raise
+                return self._dialect.step_failed(error.reply.message)
             place.turn, place.observation, place.reward = reply.turn, reply.observation, reply.reward
             place.score += reply.reward
-            place.done = reply.terminated or reply.truncated
+            place.done, place.truncated, place.info = reply.terminated or reply.truncated, reply.truncated, reply.info
             return self._dialect.stepped(place)
 
-    async def _close(self, body: Any) -> bool:
+    async def _close(self, body: Any) -> Any:
         place = self._places.pop(body.id, None)
-        if place is None:
-            return False
-        async with place.lock:
-            await self._end(place)
-        return True
+        if place is not None:
+            async with place.lock:
+                await self._end(place)
+        return self._dialect.closed(place is not None)
 
     async def _render(self, body: Any) -> str:
         place = self._begun(body.id)

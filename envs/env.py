@@ -72,9 +72,10 @@ class EnvSpec:
     instructions: str  # the task manual a language model gets
     make: Callable[[], Simulator]
     options: dict[str, Any]
-    probe_actions: tuple[str, ...]  # a scripted episode on task 0, played before the server says it is ready
+    probe_actions: tuple[str, ...]  # a scripted episode on task `probe_task`, played before the server says it is ready
     blocking: bool = False  # true where a step may take more than a millisecond: it then runs off the event loop
     offers_hints: bool = False  # its simulators are `Hinting`
+    probe_task: int = 0  # the task of that episode, where there is no 0
     agentgym: EnvSpec | None = None  # the environment as AgentGym's own server shows it, where that differs from this
     gauges: Mapping[str, tuple[str, Callable[[], float]]] = field(default_factory=dict)  # Prometheus name: (help, present value)
     close: Callable[[], None] | None = None  # end what the simulators share, once the last session is closed

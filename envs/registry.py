@@ -10,7 +10,7 @@ from typing import Any
 from envs.env import EnvSpec
 
 ENTRY_POINT_GROUP = "agentgym.envs"
-BUILT_IN = {name: f"envs.{name}:spec" for name in ("babyai", "sciworld", "searchqa", "textcraft")}
+BUILT_IN = {name: f"envs.{name}:spec" for name in ("babyai", "sciworld", "searchqa", "textcraft", "webarena")}
 
 
 def known() -> dict[str, EntryPoint]:

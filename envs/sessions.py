@@ -182,7 +182,10 @@ class Sessions:
         for session in list(self._by_id.values()):
             await self._close(session)
         if self.spec.close is not None:
-            await self._in_pool(self.spec.close)
+            try:
+                await self._in_pool(self.spec.close)
+            except Exception:
+                logger.exception("what the sessions shared could not be ended")
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def info(self) -> InfoReply:
@@ -413,13 +416,13 @@ class Sessions:
                         logger.info("closed a session idle for more than %g s (task %d, turn %d)", ttl_s, session.task_id, session.turn)
 
     async def _probe(self) -> None:
-        """Play the scripted episode on task 0; only then is the server ready."""
+        """Play the scripted episode; only then is the server ready."""
         simulator: Simulator | None = None
 
         def prepare() -> None:
             nonlocal simulator
             simulator = self.spec.make()
-            simulator.reset(0)
+            simulator.reset(self.spec.probe_task)
 
         try:
             await self._call(prepare)
@@ -430,6 +433,6 @@ class Sessions:
             self.ready = True
         except Exception as error:
             self.failure = f"{type(error).__name__} {error}".strip()
-            logger.exception("the scripted episode on task 0 failed")
+            logger.exception("the scripted episode on task %d failed", self.spec.probe_task)
         finally:
             await self._close_simulator(simulator)

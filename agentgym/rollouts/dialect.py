@@ -40,6 +40,9 @@ class Shape:
     is_total: bool = False  # that figure is the sum so far
     full: float = 0.0  # where there is part credit: the total of a solved task; a negative total is a failure
     describes: bool = False  # the reset tells the task beside the observation
+    names_created: str = "id"  # of the environment's id in the answer to create
+    ends: tuple[str, ...] = ("done",)  # of a step's answer: the episode is over where one is true
+    pays_at_end: bool = False  # a reward counts only then
 
 
 SHAPES = {
@@ -55,6 +58,15 @@ SHAPES = {
         describes=True,
     ),
     "searchqa": Shape("ok", lambda task: {"id": task}, lambda number, task: {"env_idx": number, "id": task}, names_id="env_idx"),
+    "webarena": Shape(
+        "ok",
+        lambda _: None,
+        lambda number, task: {"env_idx": number, "seed": 0, "idx": task},
+        names_id="env_idx",
+        names_created="env_idx",
+        ends=("terminated", "truncated"),
+        pays_at_end=True,
+    ),
 }
 
 
@@ -79,12 +91,15 @@ class AgentGymSession:
         text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
         answer = await self._pool.ask(self.endpoint, "/step", {shape.names_id: self.number, "action": text})
         try:
-            observation, figure, done = str(answer["observation"]), float(answer[shape.reward]), bool(answer["done"])
+            observation, figure = str(answer["observation"]), float(answer[shape.reward])
+            done = any(bool(answer[name]) for name in shape.ends)
         except (KeyError, TypeError, ValueError) as error:
             raise EnvError(self.endpoint, "/step", "", "protocol", f"unexpected answer {json.dumps(answer)[:200]}") from error
         total = figure if shape.is_total else self._total + figure
         if shape.full:
             total = max(total, 0.0) / shape.full
+        if shape.pays_at_end and not done:
+            total = self._total
         reward = total - self._total
         self._total = total
         self.turn += 1
@@ -140,7 +155,7 @@ class AgentGymPool:
         """An open session on the item, closed at the end. Errors: EnvError."""
         endpoint = min(self._random.sample(self.endpoints, min(2, len(self.endpoints))), key=self._open.__getitem__)
         created = await self._repeated(endpoint, "/create", self.shape.create(item.task_id), post=True)
-        number = created.get("id") if isinstance(created, dict) else created
+        number = created.get(self.shape.names_created) if isinstance(created, dict) else created
         if not isinstance(number, int) or isinstance(number, bool):
             raise EnvError(endpoint, "/create", "", "protocol", f"unexpected answer {json.dumps(created)[:200]}")
         session = AgentGymSession(self, endpoint, number, "")
@@ -148,7 +163,7 @@ class AgentGymPool:
         try:
             shown = await self._repeated(endpoint, "/reset", self.shape.reset(number, item.task_id))
             observation = shown.get("observation") if isinstance(shown, dict) else shown
-            if not isinstance(observation, str):
+            if not isinstance(observation, str) or (isinstance(shown, dict) and shown.get("sites") == "Error"):
                 raise EnvError(endpoint, "/reset", "", "protocol", f"unexpected answer {json.dumps(shown)[:200]}")
             session.observation = f"{shown['task_description']}\n{observation}" if self.shape.describes else observation
             yield session

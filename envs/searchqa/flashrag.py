@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envs.env import UnknownTask
 from envs.searchqa.questions import Question
 
 COLUMNS = ("question", "golden_answers", "data_source", "reward_model", "extra_info")
@@ -83,7 +84,7 @@ class FlashRag:
         if row is None:
             path = self.folder / f"{place.split}.parquet"
             there = "has no such row" if place.split in self._tables else "is not there"
-            raise ValueError(f"task id {task_id} is row {task_id - place.first} of {place.data_source} ({place.split}), but {path} {there}")
+            raise UnknownTask(f"task id {task_id} is row {task_id - place.first} of {place.data_source} ({place.split}), but {path} {there}")
         return _question(self._tables[place.split].slice(row, 1).to_pylist()[0], task_id)
 
     def _number(self, split: str, table: Any, path: Path) -> None:
@@ -109,7 +110,7 @@ def find_range(task_id: int) -> Range:
     for place in RANGES:
         if place.first <= task_id <= place.last:
             return place
-    raise ValueError(f"task id {task_id} is outside the published ranges 0..{RANGES[-1].last}")
+    raise UnknownTask(f"task id {task_id} is outside the published ranges 0..{RANGES[-1].last}")
 
 
 def _question(row: Mapping[str, Any], task_id: int) -> Question:

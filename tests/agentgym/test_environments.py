@@ -33,6 +33,7 @@ BABYAI = {"name": "babyai", "options": {"levels": ["GoToRedBallNoDists"]}}
 TEXTCRAFT = {"name": "textcraft", "options": {"goals": ["emerald block", "gold ingot", "melon seeds", "paper"], "distractors": 0}}
 SEARCHQA = {"name": "searchqa", "options": {"topk": 1, "max_doc_chars": 240}}
 SCIWORLD = {"name": "sciworld", "options": {"tasks": ["find-non-living-thing"]}}
+WEBARENA = {"name": "webarena", "options": {"max_observation_chars": 100}}
 HIGHER_LOWER = {"name": "higher-lower", "options": {"limit": 20}}
 
 
@@ -43,6 +44,8 @@ def params(tiny_params, tmp_path):
     def make(*envs, **changes):
         data = tmp_path / "data"
         for env in envs:
+            if list(data.glob(f"*/{env['name']}_*.json")):
+                continue  # the test's own
             for name, ids in (("train", range(100)), ("eval", range(200, 230))):
                 place = data / name / f"{env['name']}_{'train' if name == 'train' else 'test'}.json"
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -78,6 +81,32 @@ def test_three_updates_on_each_environment_pass_the_audit(params, env, max_new_t
     assert done["initialise"].results["expert_success"] > 0.7  # one short document does not always hold the answer
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)  # the weights moved
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_three_updates_in_a_browser_pass_the_audit(params, tmp_path):
+    """A few lines of each page, tasks of at most five actions, few episodes: each step is a real browser's."""
+    webarena = ROOT / "envs/webarena"
+    short = [int(task) for task, actions in json.loads((webarena / "gold.json").read_text()).items() if len(actions) <= 4]
+    for name, ids in (("train", short[:-6]), ("eval", short[-6:])):
+        place = tmp_path / "data" / name / f"webarena_{'train' if name == 'train' else 'test'}.json"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps([{"item_id": f"webarena_{task}"} for task in ids]))
+    cfg = params(
+        WEBARENA,
+        rollout={**ROLLOUT, "items_per_step": 2, "concurrency": 8, "max_new_tokens": 40, "observation_tokens": 240},
+        algorithm={"entropy_coef": 0.01},
+        model={**SMALL["model"], "context_tokens": 2048},
+        warm_start={**SMALL["warm_start"], "num_demos": 20, "steps": 60},
+        validation={"every": 2, "num_items": 2, "max_turns": 5},
+        evaluation={"num_items": 2, "num_samples": 1, "k": [1], "max_turns": 5, "num_bootstrap": 100},
+    )
+    metrics, done = train(cfg)
+    assert len(metrics) == 3
+    assert done["initialise"].results["expert_success"] > 0.7  # some need to scroll, and run out of turns
+    assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
+    assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)
 
 
 def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(params):

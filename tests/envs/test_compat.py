@@ -199,3 +199,32 @@ def test_a_sciworld_client_plays_by_score_and_asks_the_further_routes():
             assert sessions.info().active_sessions == 0
 
     asyncio.run(main())
+
+
+def test_a_webarena_client_gets_blocks_sites_and_the_objective():
+    async def main():
+        async with serving("webarena") as (client, sessions):
+            assert (await client.get("/")).json() == "ok"
+            number = (await client.post("/create")).json()["env_idx"]
+            shown = await post(client, "/reset", env_idx=number, seed=0, idx=0)
+            assert shown.keys() == {"observation", "sites", "object"}
+            assert (shown["sites"], shown["object"]) == (["shopping"], "What does the Halden Ember Enamel Mug cost?")
+            assert (await client.get(f"/observation?env_idx={number}")).json() == shown["observation"]
+            lines = shown["observation"].splitlines()
+            assert lines[0] == "OBSERVATION:"
+            assert [line.partition(":")[0] for line in lines[-3:]] == ["URL", "OBJECTIVE", "PREVIOUS ACTION"]
+            step = await post(client, "/step", env_idx=number, action="I look.\n```scroll [down]```")
+            assert step.keys() == {"observation", "reward", "terminated", "truncated", "info"}
+            assert (step["reward"], step["terminated"], step["truncated"]) == (0.0, False, False)
+            end = await post(client, "/step", env_idx=number, action="```stop [$12.50]```")
+            assert (end["reward"], end["terminated"]) == (1.0, True)
+            assert await post(client, "/reset", env_idx=number, seed=0, idx=5000) == {
+                "observation": "TimeoutError",
+                "sites": "Error",
+                "object": "Error",
+            }
+            assert await post(client, "/close", env_idx=number) == {"closed": "closed"}
+            assert await post(client, "/close", env_idx=number) == {"closed": "no such environment"}
+            assert sessions.info().active_sessions == 0
+
+    asyncio.run(main())

@@ -45,7 +45,7 @@ def build(env, place):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("env", ["babyai", "sciworld", "searchqa", "textcraft"])
+@pytest.mark.parametrize("env", ["babyai", "sciworld", "searchqa", "textcraft", "webarena"])
 def test_the_image_serves_its_environment_and_holds_nothing_of_the_trainer(env, tmp_path):
     srv, environment = build(env, tmp_path)
     python = f"{tmp_path}/venv/bin/python"

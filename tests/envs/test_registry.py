@@ -19,5 +19,5 @@ def test_an_installed_package_can_offer_an_environment(monkeypatch):
     assert load_spec("mine", {}).name == "babyai"
     with pytest.raises(ValueError, match=r"unknown environment 'mime'; did you mean 'mine'\?"):
         load_spec("mime", {})
-    with pytest.raises(ValueError, match="known: babyai, mine, sciworld, searchqa, textcraft"):
+    with pytest.raises(ValueError, match="known: babyai, mine, sciworld, searchqa, textcraft, webarena"):
         load_spec("zzz", {})

@@ -1,0 +1,218 @@
+"""What a WebArena session and step cost: `python benchmarks/webarena.py`.
+
+One server process with its browser; the pages come from this process, the load too. First steps on a page of 260 elements: CPU time
+of Chromium, its driver and the server over the steps, latency, and PSS at growing numbers of open sessions. Then whole episodes on the
+embedded sites, closed loop. Writes docs/results/webarena.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import statistics
+import tempfile
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pipeline import machine
+
+from agentgym.config import EnvConfig
+from agentgym.deploy.local import local_env
+from agentgym.rollouts.client import EnvError, EnvPool
+from agentgym.types import Item
+
+ROOT = Path(__file__).parents[1]
+ROWS = 130  # of a link and a button each
+STEPS = 8  # of an episode on the embedded sites, at most
+GOAL_CPU_MS, GOAL_PSS_MIB = 130, 90
+PAGE = "<!doctype html><title>Big</title><table>{}</table>".format(
+    "".join(
+        f"<tr><td><a href='#{row}'>Item {row}</a></td><td><button onclick=\"this.textContent += '!'\">Buy {row}</button></td></tr>"
+        for row in range(ROWS)
+    )
+)
+
+
+@contextlib.contextmanager
+def page_server() -> Any:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(PAGE.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+
+
+class Processes:
+    """The server and all it started."""
+
+    def __init__(self, pid: int) -> None:
+        self._server = psutil.Process(pid)
+
+    def each(self) -> list[psutil.Process]:
+        return [self._server, *self._server.children(recursive=True)]
+
+    def cpu_ms(self) -> dict[str, float]:
+        """So far, by part. Only right while none of them ends."""
+        spent = {"chromium": 0.0, "driver": 0.0, "server": 0.0}
+        for process in self.each():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                name = process.name()
+                part = "server" if process.pid == self._server.pid else "driver" if "node" in name else "chromium"
+                spent[part] += 1000 * (times.user + times.system)
+        return spent
+
+    def pss_mib(self) -> float:
+        total = 0.0
+        for process in self.each():
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_full_info().pss / 2**20
+        return total
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {"p50_ms": round(1000 * statistics.median(ordered), 1), "p99_ms": round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 1)}
+
+
+async def steps(endpoints: list[str], counts: list[int], per_session: int) -> list[dict[str, Any]]:
+    """Clicks on the big page with so many sessions open, all of them acting."""
+    rows = []
+    async with EnvPool(endpoints, request_timeout_s=120) as pool:
+        processes = Processes((await pool.info())[0].pid)
+        await asyncio.sleep(1)
+        empty_mib = processes.pss_mib()
+        for count in counts:
+            async with contextlib.AsyncExitStack() as stack:
+                sessions = [await stack.enter_async_context(pool.session(Item("webarena", 0), f"big {count} {n}")) for n in range(count)]
+                for session in sessions:
+                    await session.step("scroll [up]")
+                times: list[float] = []
+
+                async def act(session: Any, times: list[float] = times) -> None:
+                    for number in range(per_session):
+                        began = time.perf_counter()
+                        reply = await session.step(f"click [{5 + 4 * (number % 4)}]")
+                        times.append(time.perf_counter() - began)
+                        assert "OBSERVATION" in reply.observation, reply.observation
+
+                before, began = processes.cpu_ms(), time.perf_counter()
+                await asyncio.gather(*(act(session) for session in sessions))
+                wall_s, after = time.perf_counter() - began, processes.cpu_ms()
+                parts = {part: round((after[part] - before[part]) / len(times), 1) for part in after}
+                pss = processes.pss_mib()
+                row = {
+                    "sessions": count,
+                    "steps_per_s": round(len(times) / wall_s, 2),
+                    **quantiles(times),
+                    "cpu_ms_per_step": round(sum(parts.values()), 1),
+                    "of_which": parts,
+                    "pss_mib": round(pss, 1),
+                    "pss_mib_per_session": round((pss - empty_mib) / count, 1),
+                }
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    return rows
+
+
+async def episodes(endpoints: list[str], counts: list[int], seconds: float) -> list[dict[str, Any]]:
+    """The expert on the embedded tasks, closed loop."""
+    rows = []
+    numbers = itertools.count()
+    async with EnvPool(endpoints, request_timeout_s=120) as pool:
+        for count in counts:
+            times: list[float] = []
+            opened: list[float] = []
+            done = failed = 0
+            until = time.perf_counter() + seconds
+
+            async def client(times: list[float] = times, opened: list[float] = opened, until: float = until) -> tuple[int, int]:
+                played = lost = 0
+                while time.perf_counter() < until:
+                    number = next(numbers)
+                    try:
+                        began = time.perf_counter()
+                        async with pool.session(Item("webarena", number % 97), f"episode {number}") as session:
+                            opened.append(time.perf_counter() - began)
+                            for _ in range(STEPS):
+                                action = await session.expert()
+                                began = time.perf_counter()
+                                reply = await session.step(action)
+                                times.append(time.perf_counter() - began)
+                                if reply.terminated:
+                                    break
+                        played += 1
+                    except EnvError as error:
+                        lost += 1
+                        print(error)
+                return played, lost
+
+            began = time.perf_counter()
+            ends = await asyncio.gather(*(client() for _ in range(count)))
+            wall_s = time.perf_counter() - began
+            done, failed = sum(end[0] for end in ends), sum(end[1] for end in ends)
+            row = {
+                "sessions": count,
+                "sessions_per_minute": round(60 * done / wall_s, 1),
+                "steps_per_s": round(len(times) / wall_s, 2),
+                **quantiles(times),
+                "open_ms": round(1000 * statistics.median(opened), 1),
+                "errors": failed,
+            }
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--steps", type=int, default=30, help="of each session on the big page")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each measurement on the embedded sites")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/webarena.json")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, page_server() as url:
+        task = {
+            "sites": ["shopping"], "task_id": 0, "start_url": "__SHOPPING__/", "intent": "Buy item 3.", "storage_state": None,
+            "geolocation": None, "eval": {"eval_types": ["string_match"], "reference_answers": {"exact_match": "x"}},
+        }  # fmt: skip
+        tasks = Path(folder) / "tasks.json"
+        tasks.write_text(json.dumps([task]))
+        log = Path(folder) / "log"
+        big = EnvConfig(name="webarena", options={"tasks": str(tasks), "sites": {"shopping": url}}, max_sessions=64)
+        with local_env(big, expert=False, log_path=log) as endpoints:
+            on_page = asyncio.run(steps(endpoints, arguments.sessions, arguments.steps))
+        with local_env(EnvConfig(name="webarena", max_sessions=64), expert=True, log_path=log) as endpoints:
+            whole = asyncio.run(episodes(endpoints, arguments.sessions, arguments.seconds))
+    result = {
+        "machine": machine(),
+        "load_before_and_after": [round(value, 1) for value in psutil.getloadavg()],
+        "command": "python benchmarks/webarena.py",
+        "goals": {"cpu_ms_per_step": GOAL_CPU_MS, "pss_mib_per_session": GOAL_PSS_MIB},
+        "steps_on_a_page_of_260_elements": on_page,
+        "expert_episodes_on_the_embedded_sites": whole,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

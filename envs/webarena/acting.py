@@ -1,0 +1,116 @@
+"""Carrying out one action in the tabs of a session, by fresh coordinates and never by a selector."""
+
+from __future__ import annotations
+
+from playwright.async_api import Error
+
+from envs.webarena.actions import Action
+from envs.webarena.observation import Element
+from envs.webarena.tabs import Refusal, Tab, Tabs, reason
+
+TYPED_BY_KEY = 200  # characters; the rest of a longer text is inserted at once
+
+_CHOOSE = """function() {
+  const list = this.closest('select');
+  if (!list || this.disabled || list.disabled) return false;
+  if (list.multiple) { this.selected = !this.selected; } else { this.selected = true; }
+  list.dispatchEvent(new Event('input', {bubbles: true}));
+  list.dispatchEvent(new Event('change', {bubbles: true}));
+  return true;
+}"""
+_SCROLL = """by => { const e = document.scrollingElement || document.body; if (e) e.scrollTop += by * window.innerHeight; }"""
+
+
+async def act(tabs: Tabs, action: Action, element: Element | None) -> None:
+    """element: what click, hover and type mean. Errors: Refusal where it cannot be done, with the reason; BrowserLost."""
+    tab = tabs.current
+    try:
+        match action.kind:
+            case "click" | "hover" | "type":
+                assert element is not None
+                await _at(tabs, action, element)
+            case "press":
+                await tabs.ask(tab.page.keyboard.press(action.text))
+            case "scroll":
+                await tabs.ask(tab.page.evaluate(_SCROLL, -1 if action.text == "up" else 1))
+            case "goto":
+                await tabs.goto(action.text)
+            case "new_tab":
+                await tabs.new_tab()
+            case "tab_focus":
+                await _focus(tabs, action.number)
+            case "close_tab":
+                await _close(tabs)
+            case "go_back":
+                await tabs.ask(tab.page.go_back(wait_until="commit"))
+            case "go_forward":
+                await tabs.ask(tab.page.go_forward(wait_until="commit"))
+            case "stop":
+                pass
+    except Error as error:
+        if not tab.page.is_closed():  # a click may close its own tab
+            raise Refusal(f"{action} did not work: {reason(error)}") from error
+
+
+async def _at(tabs: Tabs, action: Action, element: Element) -> None:
+    tab = tabs.current
+    if element.role == "option" and action.kind == "click" and await _choose(tabs, tab, element):
+        return
+    x, y = await _middle(tabs, tab, element)
+    if action.kind == "hover":
+        await tabs.ask(tab.page.mouse.move(x, y))
+        return
+    await tabs.ask(tab.page.mouse.click(x, y))
+    if action.kind == "type":
+        keyboard = tab.page.keyboard
+        if len(action.text) <= TYPED_BY_KEY:
+            await tabs.ask(keyboard.type(action.text))
+        else:
+            await tabs.ask(keyboard.insert_text(action.text))
+        if action.enter:
+            await tabs.ask(keyboard.press("Enter"))
+
+
+async def _choose(tabs: Tabs, tab: Tab, element: Element) -> bool:
+    """An option of a select box has no place to click. False where the option belongs to something else."""
+    handle = (await tabs.ask(tab.send("DOM.resolveNode", backendNodeId=element.backend_id)))["object"]["objectId"]
+    answer = await tabs.ask(tab.send("Runtime.callFunctionOn", objectId=handle, functionDeclaration=_CHOOSE, returnByValue=True))
+    return bool(answer["result"].get("value"))
+
+
+async def _middle(tabs: Tabs, tab: Tab, element: Element) -> tuple[float, float]:
+    """Of its largest visible part, scrolled into view if need be. Errors: Refusal where it has none."""
+    try:
+        await tabs.ask(tab.send("DOM.scrollIntoViewIfNeeded", backendNodeId=element.backend_id))
+        quads = (await tabs.ask(tab.send("DOM.getContentQuads", backendNodeId=element.backend_id)))["quads"]
+    except Error as error:
+        raise Refusal(f"{element} is not visible any more, so it cannot be reached") from error
+    best, largest = None, 0.0
+    for quad in quads:
+        left, right = max(0.0, min(quad[0::2])), min(float(tabs.limits.width), max(quad[0::2]))
+        top, bottom = max(0.0, min(quad[1::2])), min(float(tabs.limits.height), max(quad[1::2]))
+        area = max(0.0, right - left) * max(0.0, bottom - top)
+        if area > largest:
+            best, largest = ((left + right) / 2, (top + bottom) / 2), area
+    if best is None:
+        raise Refusal(f"{element} has no place in the page, so it cannot be reached")
+    return best
+
+
+async def _focus(tabs: Tabs, number: int) -> None:
+    living = tabs.living()
+    if not 0 <= number < len(living):
+        raise Refusal(f"there is no tab {number}; the tabs are 0 to {len(living) - 1}")
+    tabs.current = living[number]
+    await tabs.ask(tabs.current.page.bring_to_front())
+
+
+async def _close(tabs: Tabs) -> None:
+    """The last of those left becomes current; a blank one where none is left."""
+    await tabs.ask(tabs.current.page.close())
+    living = tabs.living()
+    if living:
+        tabs.current = living[-1]
+        await tabs.ask(tabs.current.page.bring_to_front())
+    else:
+        await tabs.new_tab()

@@ -1,0 +1,129 @@
+"""The action grammar: one reply of a policy to one action, read in full or refused with the reason. Nothing is evaluated."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal[
+    "click", "hover", "type", "press", "scroll", "goto", "new_tab", "tab_focus", "close_tab", "go_back", "go_forward", "stop"
+]  # fmt: skip
+MAX_TEXT = 4_000  # characters typed by one action
+
+_FENCED = re.compile(r"```(.*?)```", re.DOTALL)
+_NAMED_KEYS = {
+    name.lower(): name
+    for name in (
+        *("Backspace", "Tab", "Delete", "Escape", "End", "Enter", "Home", "Insert", "PageDown", "PageUp", "Space"),
+        *("ArrowDown", "ArrowLeft", "ArrowRight", "ArrowUp", "Shift", "Control", "Alt", "Meta"),
+        *(f"F{number}" for number in range(1, 13)),
+    )
+}
+_ALIASES = {
+    "ctrl": "Control", "cmd": "Control", "command": "Control", "meta": "Control", "esc": "Escape", "del": "Delete", "return": "Enter",
+    "up": "ArrowUp", "down": "ArrowDown", "left": "ArrowLeft", "right": "ArrowRight", "option": "Alt", "pgup": "PageUp", "pgdn": "PageDown",
+}  # fmt: skip
+_FORMS = {
+    "click": "click [id]",
+    "hover": "hover [id]",
+    "type": "type [id] [text] [1 or 0]",
+    "press": "press [keys, such as Control+a]",
+    "scroll": "scroll [down or up]",
+    "goto": "goto [url]",
+    "new_tab": "new_tab",
+    "tab_focus": "tab_focus [number]",
+    "close_tab": "close_tab",
+    "go_back": "go_back",
+    "go_forward": "go_forward",
+    "stop": "stop [answer]",
+}
+_PATTERNS = {
+    "click": r"click ?\[(?P<id>\d+)\]",
+    "hover": r"hover ?\[(?P<id>\d+)\]",
+    "type": r"type ?\[(?P<id>\d+)\] ?\[(?P<text>.+?)\] ?\[(?P<flag>\d+)\]|type ?\[(?P<id_>\d+)\] ?\[(?P<text_>.+)\]",
+    "press": r"press ?\[(?P<text>.+)\]",
+    "scroll": r"scroll ?(?:\[(?P<text>up|down)\]|(?P<text_>up|down))",
+    "goto": r"goto ?\[(?P<text>.+)\]",
+    "new_tab": r"new_tab",
+    "tab_focus": r"(?:tab|page)_focus ?\[(?P<id>\d+)\]",
+    "close_tab": r"close_tab",
+    "go_back": r"go_back",
+    "go_forward": r"go_forward",
+    "stop": r"stop ?(?:\[(?P<text>.*)\])?",
+}
+_COMPILED = {kind: re.compile(pattern, re.DOTALL) for kind, pattern in _PATTERNS.items()}
+
+
+class NoAction(ValueError):
+    """The reply holds no action that can be read; the text is for the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """number: an element's id or a tab's place; text: typed, pressed (playwright's key names), opened, or answered."""
+
+    kind: Kind
+    number: int = -1
+    text: str = ""
+    enter: bool = False  # press Enter after typing
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "click" | "hover" | "tab_focus":
+                return f"{self.kind} [{self.number}]"
+            case "type":
+                return f"type [{self.number}] [{self.text}] [{int(self.enter)}]"
+            case "press" | "scroll" | "goto" | "stop":
+                return f"{self.kind} [{self.text}]"
+        return self.kind
+
+
+def parse(reply: str) -> Action:
+    """The action between the first triple backticks; without any, the reply's last line is the action. Errors: NoAction."""
+    text = _action_text(reply)
+    word = re.match(r"[A-Za-z_]*", text)
+    kind = "tab_focus" if word and word[0] == "page_focus" else word[0] if word else ""
+    if kind not in _COMPILED:
+        raise NoAction(f"There is no action in the reply. Write one in triple backticks, for example ```click [12]```. Got: {_short(text)}")
+    found = _COMPILED[kind].fullmatch(text)
+    if found is None:
+        raise NoAction(f"The action cannot be read; the form is ```{_FORMS[kind]}```. Got: {_short(text)}")
+    parts = {name.rstrip("_"): value for name, value in found.groupdict().items() if value is not None}
+    digits = parts.get("id", "")
+    number = int(digits) if 0 < len(digits) < 10 else -1
+    said = parts.get("text", "")
+    if kind == "press":
+        said = keys(said)
+    if kind == "type" and len(said) > MAX_TEXT:
+        raise NoAction(f"At most {MAX_TEXT} characters can be typed at once, got {len(said)}.")
+    return Action(kind, number, said, enter=kind == "type" and parts.get("flag", "1") == "1")  # type: ignore[arg-type]
+
+
+def keys(text: str) -> str:
+    """The combination in playwright's names. Errors: NoAction."""
+    names = text.strip().split("+")
+    if names[-2:] == ["", ""]:  # the plus key itself
+        names[-2:] = ["+"]
+    return "+".join(_key(name.strip()) for name in names)
+
+
+def _key(name: str) -> str:
+    if len(name) == 1 and name.isprintable():
+        return name
+    known = _ALIASES.get(name.lower()) or _NAMED_KEYS.get(name.lower())
+    if known is None:
+        raise NoAction(f"There is no key {_short(name)}. Keys are single characters and names such as Enter, Control, ArrowDown, F5.")
+    return known
+
+
+def _action_text(reply: str) -> str:
+    fenced = _FENCED.search(reply)
+    if fenced is not None:
+        return fenced[1].strip()
+    lines = reply.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:80]}...")

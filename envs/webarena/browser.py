@@ -1,0 +1,208 @@
+"""One Chromium for all sessions of a server, behind an event loop in a thread of its own: launched when first needed, launched
+again after it died, replaced when it is old and nobody uses it, gone without a trace when the server is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from playwright.async_api import Browser, BrowserContext, Error, Playwright, async_playwright
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RECYCLE_AFTER = 1000  # contexts of one browser
+LAUNCH_S = 30.0
+CLOSE_S = 10.0
+PREFIX = "webarena-"  # of the folder of a launch
+MAX_TMPDIR = 45  # characters: the path of a socket of Chromium's has at most 107
+_environment = threading.Lock()
+
+
+class BrowserLost(RuntimeError):
+    """The browser or the page died, or no longer answers: the session cannot go on."""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One launch: driver, browser, their folder for temporary files and the process that removes it."""
+
+    playwright: Playwright
+    browser: Browser
+    folder: str
+    keeper: subprocess.Popen[bytes]
+    opened: int = 0  # contexts so far
+    open: int = 0  # contexts now
+    lost: bool = False  # the driver died, which the browser's object does not notice
+
+    @property
+    def alive(self) -> bool:
+        return self.browser.is_connected() and not self.lost
+
+
+class Chromium:
+    """May be used from any thread through `run`; coroutines that are handed to it run on its loop."""
+
+    def __init__(self, executable: str, switches: Sequence[str], concurrency: int) -> None:
+        self._executable = executable
+        self._switches = list(switches)
+        self._concurrency = concurrency
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._running: Running | None = None
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """The coroutine's result. Errors: its own; TimeoutError after timeout_s."""
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._started())
+        try:
+            return future.result(timeout_s + CLOSE_S)
+        except TimeoutError:
+            future.cancel()
+            raise TimeoutError(f"the browser gave no answer within {timeout_s:g} s") from None
+
+    def stop(self) -> None:
+        """End browser, driver and loop, and wait until their files are gone. Harmless where nothing runs; it may be used again."""
+        with self._starting:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+        with contextlib.suppress(Exception):  # the keeper ends what does not end by itself
+            asyncio.run_coroutine_threadsafe(self._retire(), loop).result(2 * CLOSE_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(CLOSE_S)
+
+    @property
+    def slots(self) -> asyncio.Semaphore:
+        """Held during the expensive part of a step."""
+        return self._slots
+
+    async def context(self, **settings: Any) -> tuple[Running, BrowserContext]:
+        """A new context of a living browser. Give it back with `release`. Errors: BrowserLost where none can be launched."""
+        for attempt in (1, 2):
+            running = await self._current()
+            running.opened += 1
+            running.open += 1
+            try:
+                return running, await running.browser.new_context(**settings)
+            except Error as error:
+                running.open -= 1
+                running.lost = running.lost or is_closed(error)
+                if attempt == 2 or running.alive:
+                    raise BrowserLost(f"no context: {error.message.splitlines()[0]}") from error
+        raise AssertionError("unreachable")
+
+    async def release(self, running: Running, context: BrowserContext) -> None:
+        running.open -= 1
+        with contextlib.suppress(Error, TimeoutError):
+            await asyncio.wait_for(context.close(), CLOSE_S)
+
+    async def pid(self) -> int:
+        """Of the browser's main process. For tests and measurements."""
+        session = await (await self._current()).browser.new_browser_cdp_session()
+        processes = (await session.send("SystemInfo.getProcessInfo"))["processInfo"]
+        await session.detach()
+        return next(int(process["id"]) for process in processes if process["type"] == "browser")
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._slots = asyncio.Semaphore(self._concurrency)
+                self._launching = asyncio.Lock()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="browser", daemon=True)
+                self._thread.start()
+            return self._loop
+
+    async def _current(self) -> Running:
+        async with self._launching:
+            running = self._running
+            if running is not None and (not running.alive or (running.opened >= RECYCLE_AFTER and running.open == 0)):
+                logger.warning("the browser is replaced after %d sessions%s", running.opened, "" if running.alive else ": it died")
+                await self._retire()
+            if self._running is None:
+                self._running = await self._launch()
+            return self._running
+
+    async def _launch(self) -> Running:
+        if len(tempfile.gettempdir()) > MAX_TMPDIR:
+            raise BrowserLost(f"TMPDIR {tempfile.gettempdir()!r} is too long for Chromium's sockets; at most {MAX_TMPDIR} characters")
+        folder = tempfile.mkdtemp(prefix=PREFIX)
+        keeper = subprocess.Popen(  # noqa: ASYNC220  (forks within a millisecond)
+            [sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")), folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        playwright: Playwright | None = None
+        try:
+            async with asyncio.timeout(LAUNCH_S):
+                async with _temporary_files_in(folder):
+                    playwright = await async_playwright().start()
+                environment = {**os.environ, "TMPDIR": folder, "HOME": folder, "XDG_CONFIG_HOME": folder, "XDG_CACHE_HOME": folder}
+                browser = await playwright.chromium.launch(
+                    executable_path=self._executable,
+                    args=self._switches,
+                    ignore_default_args=["--disable-popup-blocking"],  # one window for each click, as in anybody's browser
+                    timeout=LAUNCH_S * 1000,
+                    env={**environment},
+                )
+            return Running(playwright, browser, folder, keeper)
+        except (Error, OSError, TimeoutError) as error:
+            if playwright is not None:
+                with contextlib.suppress(Exception):
+                    await playwright.stop()
+            await _ended(keeper)
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise BrowserLost(f"Chromium ({self._executable}) does not start: {reason[0]}") from error
+
+    async def _retire(self) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        for ending in (running.browser.close, running.playwright.stop):
+            with contextlib.suppress(Exception):  # it may be dead already
+                await asyncio.wait_for(ending(), CLOSE_S)
+        await _ended(running.keeper)
+
+
+def is_closed(error: Error) -> bool:
+    """Whether page, context, browser or driver is gone. Playwright does not export the error's class."""
+    return type(error).__name__ == "TargetClosedError"
+
+
+@asynccontextmanager
+async def _temporary_files_in(folder: str) -> AsyncIterator[None]:
+    """The driver takes its environment from this process and makes the browser's profile in its TMPDIR."""
+    await asyncio.to_thread(_environment.acquire)
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = folder
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+        _environment.release()
+
+
+async def _ended(keeper: subprocess.Popen[bytes]) -> None:
+    assert keeper.stdin is not None
+    keeper.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        await asyncio.to_thread(keeper.wait, 2 * CLOSE_S)

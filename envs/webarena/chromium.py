@@ -1,0 +1,79 @@
+"""Where Chromium is on this machine, and the switches that close it off from everything but the sites of the tasks.
+
+`python -m envs.webarena.chromium` prints the program found, or the command that installs one (exit code 1).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+INSTALL = "apt-get install chromium fonts-dejavu-core, or: python -m playwright install --with-deps chromium"
+_PROGRAMS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+_PLAYWRIGHTS = ("chromium-*/chrome-linux*/chrome", "chromium_headless_shell-*/chrome-*/*headless*shell")
+_HOST = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]")
+
+
+def find_browser(given: str = "") -> str:
+    """Path of the browser: the given one, a system one, or the newest that Playwright downloaded.
+
+    Errors: ValueError saying how to get one.
+    """
+    if given:
+        found = shutil.which(given)
+        if found is None:
+            raise ValueError(f"webarena option browser: {given!r} is no program that can be run; leave it out to look for one")
+        return found
+    for program in _PROGRAMS:
+        found = shutil.which(program)
+        if found is not None:
+            inner = Path("/usr/lib/chromium/chromium")  # Debian's /usr/bin/chromium is a shell script around it
+            return str(inner) if found == "/usr/bin/chromium" and os.access(inner, os.X_OK) else found
+    cache = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache/ms-playwright")
+    downloaded = [path for pattern in _PLAYWRIGHTS for path in cache.glob(pattern) if os.access(path, os.X_OK)]
+    if downloaded:
+        return str(max(downloaded, key=lambda path: path.stat().st_mtime))
+    raise ValueError(f"webarena needs Chromium and finds none; install it: {INSTALL}")
+
+
+def switches(routes: Iterable[tuple[str, str]]) -> list[str]:
+    """Command line switches. routes: (host:port as the pages name it, host:port to connect to); no other address is reachable.
+
+    Errors: ValueError where an address is none.
+    """
+    rules = []
+    for named, real in routes:
+        for address in (named, real):
+            host, _, port = address.rpartition(":")
+            if not _HOST.fullmatch(host) or not port.isdigit():
+                raise ValueError(f"webarena: {address!r} is no host:port")
+        rules.append(f"MAP {named} {real}")
+    return [
+        f"--host-resolver-rules={', '.join([*rules, 'MAP * ~NOTFOUND'])}",
+        "--no-proxy-server",  # a proxy would resolve names by itself
+        "--disable-quic",
+        "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-crash-reporter",
+    ]
+
+
+def main() -> int:
+    try:
+        sys.stdout.write(f"{find_browser()}\n")
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

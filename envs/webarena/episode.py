@@ -1,0 +1,306 @@
+"""One task in a browser behind the `Simulator` protocol: from its start page to the score of what was left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from playwright.async_api import Error
+
+from envs.env import Expert, StepResult, UnknownTask
+from envs.webarena.acting import act
+from envs.webarena.actions import Action, NoAction, parse
+from envs.webarena.browser import BrowserLost
+from envs.webarena.evaluators import Judge, ScriptFailed, Verdict, evaluate
+from envs.webarena.gold import Gold
+from envs.webarena.observation import Element, cut_lines, read_layout, read_page
+from envs.webarena.places import Place
+from envs.webarena.tabs import Limits, Refusal, Tab, Tabs, reason
+from envs.webarena.tasks import Task
+
+T = TypeVar("T")
+START_S = 100.0  # for a session's first observation
+STEP_S = 90.0  # for one action; the server gives a call 120 s
+CLOSE_S = 20.0
+READ_S = 45.0  # for the two trees of a page
+MAX_ELEMENTS = 50_000  # of a page that is looked at
+MAX_PAGE_CHARS = 4_000_000
+OVER = "The episode is over."
+_SIZE = "() => [document.getElementsByTagName('*').length, (document.documentElement || {textContent: ''}).textContent.length]"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all episodes of a server share."""
+
+    tasks: Mapping[int, Task]
+    sites: Callable[[], Place]  # started by the first session
+    names: tuple[tuple[str, str], ...]  # (real URL, the URL the policy sees), longest first
+    limits: Limits
+    max_chars: int  # of one observation
+    judge: Judge
+    gold: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    storage: Path | None = None  # folder of the files with cookies
+
+
+class Episode:
+    """A task, the tabs it is done in, and what the policy was shown of them."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._tabs: Tabs | None = None
+        self._sites: Place | None = None
+        self._headers: Mapping[str, str] | None = None
+        self.task: Task
+        self.elements: dict[int, Element] = {}  # of the last observation
+        self.shown: list[Element] = []  # the same, in page order
+        self._numbers: dict[tuple[Tab, int, int], int] = {}  # (tab, document, backend id) -> printed id
+        self._last_number = 0
+        self.previous = "None"
+        self.actions: list[str] = []  # as they came, one for each turn
+        self._gold: Gold | None = None
+        self.ended = False
+
+    def reset(self, task_id: int) -> str:
+        """Errors: UnknownTask; BrowserLost; OSError where a storage file cannot be read."""
+        self.close()
+        task = self._setting.tasks.get(task_id)
+        if task is None:
+            known = sorted(self._setting.tasks)
+            raise UnknownTask(f"there is no task {task_id}; {len(known)} tasks have ids from {known[0]} to {known[-1]}")
+        self.task, self.previous, self.actions, self._gold, self.ended = task, "None", [], None, False
+        self._numbers, self._last_number = {}, 0
+        self._sites = self._setting.sites()
+        self._headers = self._sites.open()
+        return self._run(self._start(self._sites), START_S)
+
+    def step(self, action: str) -> StepResult:
+        """Errors: BrowserLost and TimeoutError where the session is lost; JudgeFailed, HelperFailed where there is no verdict."""
+        if self.ended:
+            return StepResult(OVER, 0.0, terminated=True)
+        self.actions.append(action)
+        try:
+            parsed = parse(action)
+            if parsed.kind in ("click", "hover", "type") and parsed.number not in self.elements:
+                raise NoAction(f"There is no element {parsed.number} in the current page.")
+        except NoAction as refused:
+            return StepResult(str(refused), 0.0, terminated=False, info={"error": "action"})
+        if parsed.kind == "stop":
+            return self._stop(parsed.text)
+        observation, error = self._run(self._act(parsed), STEP_S)
+        return StepResult(observation, 0.0, terminated=False, info={"error": error} if error else {})
+
+    def render(self) -> tuple[str, bytes]:
+        """The window as PNG."""
+        tabs = self._living()
+        return "image/png", self._run(tabs.ask(tabs.current.page.screenshot()), STEP_S)
+
+    def expert(self) -> Expert:
+        """One for the whole episode."""
+        if self._gold is None:
+            self._gold = Gold(self, self._setting.gold.get(self.task.id, ()))
+        return self._gold
+
+    def close(self) -> None:
+        tabs, self._tabs = self._tabs, None
+        sites, headers, self._headers = self._sites, self._headers, None
+        try:
+            if tabs is not None and sites is not None:
+                sites.chromium.run(tabs.close(), CLOSE_S)
+        finally:
+            if sites is not None and headers is not None:
+                sites.close(headers)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """As AgentGym's server tells it after a reset."""
+        return {"sites": list(self.task.sites), "object": self.task.intent}
+
+    def public(self, text: str) -> str:
+        """Text with the sites' names as the policy knows them."""
+        for real, name in self._setting.names:
+            text = text.replace(real, name)
+        return text
+
+    def real(self, url: str) -> str:
+        """The address that is opened for one the policy names."""
+        asked = _bare(url)
+        for real, name in self._setting.names:
+            bare = _bare(name)
+            if asked == bare or asked.startswith((f"{bare}/", f"{bare}?", f"{bare}#")):
+                return real + asked[len(bare) :]
+        return url
+
+    def _living(self) -> Tabs:
+        assert self._tabs is not None, "reset comes first"
+        return self._tabs
+
+    def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        assert self._sites is not None
+        return self._sites.chromium.run(work, timeout_s)
+
+    async def _start(self, sites: Place) -> str:
+        assert self._headers is not None
+        settings: dict[str, Any] = {"extra_http_headers": dict(self._headers)} if self._headers else {}
+        if self._setting.storage is not None and self.task.storage_state:
+            file = self._setting.storage / self.task.storage_state
+            settings["storage_state"] = json.loads(await asyncio.to_thread(file.read_text))
+        if self.task.geolocation:
+            settings |= {"geolocation": self.task.geolocation, "permissions": ["geolocation"]}
+        self._tabs = tabs = Tabs(sites.chromium, self._setting.limits, sites.allowed)
+        async with sites.chromium.slots:
+            await tabs.start(**settings)
+            for url in self.task.start_urls:
+                await tabs.new_tab()
+                await tabs.goto(url)
+                if tabs.notes:
+                    raise BrowserLost(f"start page: {tabs.notes[0]}")
+            tabs.current = tabs.open[0]
+            if len(tabs.open) > 1:
+                await tabs.ask(tabs.current.page.bring_to_front())
+            await tabs.settle()
+            return await self._observe()
+
+    async def _act(self, action: Action) -> tuple[str, str]:
+        """The next observation, and what kind of error there was."""
+        tabs, element = self._living(), self.elements.get(action.number) if action.kind in ("click", "hover", "type") else None
+        async with tabs.chromium.slots:
+            tabs.begin_step()
+            error = ""
+            try:
+                if element is not None and element.document != tabs.current.document:
+                    raise Refusal(f"there is no element {element.id} in the current page any more")
+                opened = Action("goto", text=self.real(action.text)) if action.kind == "goto" else action
+                await act(tabs, opened, element)
+            except Refusal as refused:
+                error = "refused"
+                tabs.notes.append(f"{str(refused)[:1].upper()}{str(refused)[1:]}.")
+            await tabs.settle()
+            self.previous = f"{action} where [{element.id}] is {element}" if element is not None else str(action)
+            return await self._observe(), error
+
+    async def _observe(self) -> str:
+        """WebArena's blocks. A page that is changing while it is read is read again."""
+        tabs = self._living()
+        lines: list[str] = []
+        for attempt in (1, 2, 3):
+            try:
+                lines = await self._read(tabs)
+                break
+            except Error as error:  # a navigation took the page away
+                tabs.check_alive()
+                if attempt == 3:
+                    raise BrowserLost(f"the page cannot be read: {reason(error)}") from error
+                await tabs.settle()
+        titles = []
+        for place, tab in enumerate(tabs.living()):
+            title = " ".join((await self._title(tabs, tab)).split())[:200]
+            titles.append(f"Tab {place}{' (current)' if tab is tabs.current else ''}: {title}")
+        text, _ = cut_lines([" | ".join(titles), "", *lines], self._setting.max_chars)
+        notes = "".join(f"{note}\n" for note in dict.fromkeys(tabs.notes))
+        url = self.public(tabs.current.page.url)
+        return f"{notes}OBSERVATION:\n{text}\nURL: {url}\nOBJECTIVE: {self.task.intent}\nPREVIOUS ACTION: {self.previous}"
+
+    async def _title(self, tabs: Tabs, tab: Tab) -> str:
+        try:
+            return await tabs.ask(tab.page.title(), 5.0)
+        except (Error, BrowserLost):
+            tabs.check_alive()
+            return "(no answer)"
+
+    async def _read(self, tabs: Tabs) -> list[str]:
+        """Sets `elements` and `shown`. Errors: playwright's Error; BrowserLost."""
+        tab = tabs.current
+        elements, characters = await tabs.ask(tab.page.evaluate(_SIZE))
+        if elements > MAX_ELEMENTS or characters > MAX_PAGE_CHARS:
+            self.elements, self.shown = {}, []
+            return [f"This page is too large to be shown: {elements} elements, {characters} characters of text."]
+        document = tab.document
+        tree, snapshot = await tabs.ask(
+            asyncio.gather(tab.send("Accessibility.getFullAXTree"), tab.send("DOMSnapshot.captureSnapshot", computedStyles=[])), READ_S
+        )
+        layout = read_layout(snapshot, tabs.limits.width, tabs.limits.height)
+        trees = {"": tree["nodes"]}
+        for frame in layout.frames.values():
+            with contextlib.suppress(Error):  # it went away, or is another process's
+                trees[frame] = (await tabs.ask(tab.send("Accessibility.getFullAXTree", frameId=frame)))["nodes"]
+        if tab.document != document:  # another one came meanwhile: the trees may be of two pages
+            return await self._read(tabs)
+        lines, found = read_page(trees, layout, lambda backend: self._number(tab, document, backend))
+        self.shown = [Element(e.id, e.role, e.name, e.backend_id, document) for e in found]
+        self.elements = {element.id: element for element in self.shown}
+        return lines
+
+    def _number(self, tab: Tab, document: int, backend_id: int) -> int:
+        """Small, the same as long as the document lives, never used for anything else in this episode."""
+        key = (tab, document, backend_id)
+        if key not in self._numbers:
+            self._last_number += 1
+            self._numbers[key] = self._last_number
+        return self._numbers[key]
+
+    def _stop(self, answer: str) -> StepResult:
+        assert self._sites is not None
+        assert self._headers is not None
+        tabs = self._living()
+        tabs.check_alive()
+        page = _Final(self)
+        verdict: Verdict = evaluate(self.task, answer, page, self._sites.helpers(self._headers), self._setting.judge)
+        self.ended = True
+        success = verdict.score == 1.0
+        info = {
+            "score": verdict.score,
+            "parts": verdict.parts,
+            "judge": verdict.judge,
+            "answer": answer[:1000],
+            "sites": list(self.task.sites),
+        }
+        return StepResult(OVER, float(success), terminated=True, success=success, info=info)
+
+
+class _Final:
+    """The page at the end, for the evaluators; each question has a deadline."""
+
+    def __init__(self, episode: Episode) -> None:
+        self._episode = episode
+        self._tabs = episode._living()
+
+    @property
+    def url(self) -> str:
+        return self._tabs.current.page.url
+
+    def content(self) -> str:
+        return self._ask(self._tabs.current.page.content())
+
+    def open(self, url: str) -> None:
+        """Errors: BrowserLost where the task file's page cannot be opened."""
+
+        async def go() -> None:
+            self._tabs.begin_step()
+            await self._tabs.goto(url)
+            if self._tabs.notes:
+                raise BrowserLost(f"evaluation: {self._tabs.notes[0]}")
+            await self._tabs.settle()
+
+        self._episode._run(go(), STEP_S)
+
+    def evaluate(self, script: str) -> Any:
+        try:
+            return self._ask(self._tabs.current.page.evaluate(script))
+        except Error as error:
+            self._tabs.check_alive()
+            raise ScriptFailed(error.message) from error
+
+    def _ask(self, question: Coroutine[Any, Any, T]) -> T:
+        return self._episode._run(self._tabs.ask(question), STEP_S)
+
+
+def _bare(url: str) -> str:
+    """An address as people type it, without scheme and `www.`."""
+    return re.sub(r"^(https?://)?(www\.)?", "", url.strip())

@@ -1,0 +1,192 @@
+"""How an outcome is judged: WebArena's three evaluators as rules over texts, a page behind a protocol, and a judge for free answers.
+
+Each part is 0 or 1 and the score is their product. Source: evaluation_harness of web-arena-x/webarena; what it does with odd cases is kept
+(substrings count, a one-character reference must be a whole token, ` |OR| ` is split in pages and addresses but not in answers).
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import parse_qs, urlsplit
+
+from envs.webarena.tasks import LAST_URL, Target, Task, parse_call
+
+OR = " |OR| "
+NOT_ACHIEVABLE = "n/a"
+
+
+class Page(Protocol):
+    """The current page at the end of an episode."""
+
+    @property
+    def url(self) -> str: ...
+
+    def content(self) -> str: ...
+
+    def open(self, url: str) -> None: ...
+
+    def evaluate(self, script: str) -> Any:
+        """Errors: ScriptFailed where the script throws."""
+        ...
+
+
+class ScriptFailed(Exception):
+    """A task file's script threw in the page; where WebArena looks for a text, that counts as an empty one."""
+
+
+class Judge(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def same_answer(self, question: str, reference: str, answer: str) -> bool: ...
+
+    def same_reason(self, question: str, reason: str, answer: str) -> bool:
+        """Whether the answer says that the task cannot be done, for this reason."""
+        ...
+
+
+class Helpers(Protocol):
+    """The functions a task file may name."""
+
+    def call(self, name: str, arguments: Sequence[str], page: Page) -> str: ...
+
+
+@dataclass(slots=True)
+class Verdict:
+    score: float
+    parts: dict[str, Any] = field(default_factory=dict)  # of each evaluator, for `info`
+    judge: str = ""  # who judged free text; empty: nobody was asked
+
+
+def evaluate(task: Task, answer: str, page: Page, helpers: Helpers, judge: Judge) -> Verdict:
+    """answer: of the stop action. The parts are judged in the file's order: program_html leaves the page."""
+    rules, verdict = task.evaluation, Verdict(1.0)
+    for kind in rules.types:
+        if kind == "string_match":
+            part, verdict.parts[kind] = _string(task, answer, judge)
+            if "fuzzy_match" in verdict.parts[kind]:
+                verdict.judge = judge.name
+        elif kind == "url_match":
+            part = verdict.parts[kind] = url_match(page.url, rules.reference_url)
+        else:
+            verdict.parts[kind] = [_target(target, page, helpers) for target in rules.targets]
+            part = float(all(verdict.parts[kind]))
+        verdict.score *= part
+    return verdict
+
+
+def clean(text: str) -> str:
+    """Without white space at the ends, without one pair of quotes around it, in lower case."""
+    text = text.strip()
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    return text.lower()
+
+
+def exact_match(reference: str, prediction: str) -> float:
+    return float(clean(reference) == clean(prediction))
+
+
+def must_include(reference: str, prediction: str, *, whole_token: bool = False) -> float:
+    """whole_token: a reference of one character must be a token, not part of one."""
+    wanted, given = clean(reference), clean(prediction)
+    return float(wanted in (tokens(given) if whole_token and len(wanted) == 1 else given))
+
+
+def url_match(url: str, references: str) -> float:
+    """Some reference's host and path is part of the page's; and for every key in a query of any reference, one of its values is there."""
+    base, query = _split(url)
+    pooled: dict[str, set[str]] = {}
+    bases = []
+    for reference in references.split(OR):
+        reference_base, reference_query = _split(reference)
+        bases.append(reference_base)
+        for key, values in reference_query.items():
+            pooled.setdefault(key, set()).update(values)
+    in_base = any(reference in base for reference in bases)
+    return float(in_base and all(values & set(query.get(key, ())) for key, values in pooled.items()))
+
+
+def _split(url: str) -> tuple[str, dict[str, list[str]]]:
+    parts = urlsplit(url.rstrip("/"))
+    return parts.netloc + parts.path, parse_qs(parts.query)
+
+
+def _string(task: Task, answer: str, judge: Judge) -> tuple[float, dict[str, float]]:
+    rules, parts = task.evaluation, {}
+    prediction, score = clean(answer), 1.0
+    if rules.exact is not None:
+        parts["exact_match"] = exact_match(rules.exact, prediction)
+        score *= parts["exact_match"]
+    if rules.must_include is not None:
+        whole = len(rules.must_include) == 1
+        parts["must_include"] = float(all(must_include(text, prediction, whole_token=whole) for text in rules.must_include))
+        score *= parts["must_include"]
+    if isinstance(rules.fuzzy, str) and clean(rules.fuzzy) == NOT_ACHIEVABLE:
+        if clean(prediction) == NOT_ACHIEVABLE:
+            parts["not_achievable"] = 1.0
+            return score, parts
+        score = parts["fuzzy_match"] = float(judge.same_reason(task.intent, rules.string_note, prediction))  # replaces what was so far
+    elif rules.fuzzy is not None:
+        references = [rules.fuzzy] if isinstance(rules.fuzzy, str) else rules.fuzzy
+        parts["fuzzy_match"] = float(all(judge.same_answer(task.intent, reference, prediction) for reference in references))
+        score *= parts["fuzzy_match"]
+    return score, parts
+
+
+def _target(target: Target, page: Page, helpers: Helpers) -> float:
+    url = _called(target.url, page, helpers)
+    if url != "last":
+        page.open(url)
+    found = html.unescape(_located(target, page, helpers))
+    if target.exact is not None:
+        return exact_match(target.exact, found)
+    return float(all(any(must_include(text, found) for text in entry.split(OR)) for entry in target.must_include))
+
+
+def _located(target: Target, page: Page, helpers: Helpers) -> str:
+    if not target.locator:
+        return page.content()
+    if target.locator.startswith("func:"):
+        return _called(target.locator, page, helpers)
+    for script in target.prep_actions:
+        _run(page, script)
+    return _run(page, target.locator)
+
+
+def _run(page: Page, script: str) -> str:
+    """As Python writes the value: null is "None"."""
+    try:
+        return str(page.evaluate(f"() => {script}"))
+    except ScriptFailed:
+        return ""
+
+
+def _called(text: str, page: Page, helpers: Helpers) -> str:
+    if not text.startswith("func:"):
+        return text
+    call = parse_call(text)
+    return helpers.call(call.name, [argument.replace(LAST_URL, page.url) for argument in call.arguments], page)
+
+
+_SPLITS = (
+    (re.compile(r"([,:])([^\d])"), r" \1 \2"),
+    (re.compile(r"([,:])$"), r" \1 "),
+    (re.compile(r"\.\.\."), " ... "),
+    (re.compile(r"([;@#$%&?!\[\](){}<>\"`])"), r" \1 "),
+    (re.compile(r"([^.])(\.)([\])}>\"'”’ ]*)\s*$"), r"\1 \2\3 "),
+    (re.compile(r"--"), " -- "),
+    (re.compile(r"([^' ])('s|'m|'d|'ll|'re|'ve|n't|') "), r"\1 \2 "),
+)  # fmt: skip
+
+
+def tokens(text: str) -> list[str]:
+    """Words and punctuation of English text as the Penn Treebank splits them: a number keeps its point and comma, `$` and `%` do not."""
+    text = f" {text} "
+    for pattern, replacement in _SPLITS:
+        text = pattern.sub(replacement, text)
+    return text.split()

@@ -1,0 +1,127 @@
+"""The functions WebArena's task files may name: newest order, newest review, a member's role, the address of a post.
+
+For the embedded sites they ask the state of the session's sites; for real ones the shop's REST API or the page itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from envs.webarena.evaluators import Page
+from envs.webarena.tasks import PAGE, Task, parse_call
+
+PASSWORD_VARIABLE = "WEBARENA_SHOP_PASSWORD"  # noqa: S105  (a name) - of the shop's user `admin`, for its REST API
+TIMEOUT_S = 20.0
+MAX_REPLY_BYTES = 16 << 20
+
+# helper -> number of arguments
+KNOWN = {
+    "reddit_get_post_url": 1,
+    "shopping_get_latest_order_url": 0,
+    "shopping_get_sku_latest_review_author": 1,
+    "shopping_get_sku_latest_review_rating": 1,
+    "gitlab_get_project_memeber_role": 2,  # spelt like this in the task file
+}
+_POST = re.compile(r"/f/[^/]+/\d+(?=/|$)")
+_ROLE = """name => {
+  const rows = [...document.querySelectorAll('tr')];
+  const row = rows.find(r => [...r.querySelectorAll('span')].some(s => s.innerText.trim() === '@' + name));
+  const role = row && row.querySelector("td.col-max-role span, [data-label='Max role'] span");
+  return role ? role.innerText : '';
+}"""
+
+
+class HelperFailed(RuntimeError):
+    """A site did not answer what the evaluation needs: a failure of the environment."""
+
+
+def check_calls(tasks: Iterable[Task], *, embedded: bool) -> None:
+    """Errors: ValueError where a task names an unknown helper, or one that cannot work as things are set."""
+    for task in tasks:
+        for target in task.evaluation.targets:
+            for text in (target.url, target.locator):
+                if text.startswith("func:"):
+                    call = parse_call(text)
+                    if KNOWN.get(call.name) != len(call.arguments):
+                        raise ValueError(f"webarena task {task.id}: eval.program_html: no helper {text!r}; known: {', '.join(KNOWN)}")
+                    if call.name.startswith("shopping_") and not embedded and PASSWORD_VARIABLE not in os.environ:
+                        raise ValueError(
+                            f"webarena task {task.id}: {call.name} asks the shop's REST API; put its password into {PASSWORD_VARIABLE}"
+                        )
+
+
+def post_url(url: str) -> str:
+    """A forum post's address without its title; every other address as it is."""
+    parts = urllib.parse.urlsplit(url)
+    found = _POST.match(parts.path)
+    return f"{parts.scheme}://{parts.netloc}{found[0]}/" if found else url
+
+
+class StateHelpers:
+    """Of the embedded sites. queries: functions by name, asked with the session's state and the arguments."""
+
+    def __init__(self, state: Any, queries: Any) -> None:
+        self._state = state
+        self._queries = queries
+
+    def call(self, name: str, arguments: Sequence[str], page: Page) -> str:
+        if name == "reddit_get_post_url":
+            return post_url(arguments[0])
+        given = [page.url if argument == PAGE else argument for argument in arguments]
+        query: Callable[..., Any] = getattr(self._queries, name)
+        return str(query(self._state, *given))
+
+
+class SiteHelpers:
+    """Of real sites. sites: name -> URL."""
+
+    def __init__(self, sites: Mapping[str, str]) -> None:
+        self._shop = sites.get("shopping", "").rstrip("/")
+
+    def call(self, name: str, arguments: Sequence[str], page: Page) -> str:
+        """Errors: HelperFailed."""
+        try:
+            match name:
+                case "reddit_get_post_url":
+                    return post_url(arguments[0])
+                case "shopping_get_latest_order_url":
+                    return self._latest_order()
+                case "shopping_get_sku_latest_review_author":
+                    return str(self._latest_review(arguments[0]).get("nickname", ""))
+                case "shopping_get_sku_latest_review_rating":
+                    return str(self._latest_review(arguments[0])["ratings"][0]["percent"])
+                case _:
+                    return str(page.evaluate(f"() => ({_ROLE})({json.dumps(arguments[1])})"))
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise HelperFailed(f"{name}: {type(error).__name__} {error}".strip()) from error
+
+    def _latest_order(self) -> str:
+        criteria = {
+            "searchCriteria[sortOrders][0][field]": "created_at",
+            "searchCriteria[sortOrders][0][direction]": "DESC",
+            "searchCriteria[pageSize]": "1",
+        }
+        order = self._rest(f"orders?{urllib.parse.urlencode(criteria)}")["items"][0]
+        return f"{self._shop}/sales/order/view/order_id/{int(order['increment_id'])}/"
+
+    def _latest_review(self, sku: str) -> dict[str, Any]:
+        reviews = self._rest(f"products/{urllib.parse.quote(sku, safe='')}/reviews")
+        return dict(reviews[-1]) if reviews else {}
+
+    def _rest(self, path: str) -> Any:
+        login = {"username": "admin", "password": os.environ.get(PASSWORD_VARIABLE, "")}
+        token = self._ask("integration/admin/token", json.dumps(login).encode(), {})
+        return self._ask(path, None, {"Authorization": f"Bearer {token}"})
+
+    def _ask(self, path: str, body: bytes | None, headers: dict[str, str]) -> Any:
+        url = f"{self._shop}/rest/default/V1/{path}"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})  # noqa: S310  (a configured site)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:  # noqa: S310
+            return json.loads(reply.read(MAX_REPLY_BYTES))

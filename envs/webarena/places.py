@@ -1,0 +1,115 @@
+"""Where the tasks play: the embedded sites, started with the browser by the first session, or sites that run somewhere already."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from envs.webarena.browser import Chromium
+from envs.webarena.chromium import switches
+from envs.webarena.evaluators import Helpers
+from envs.webarena.helpers import SiteHelpers, StateHelpers
+from envs.webarena.tabs import Allowed
+
+
+class Place(Protocol):
+    """Sites and the browser that reaches them and nothing else."""
+
+    chromium: Chromium
+    allowed: Allowed
+
+    def open(self) -> Mapping[str, str]:
+        """Begin a session: the headers that each of its requests bears."""
+        ...
+
+    def close(self, headers: Mapping[str, str]) -> None: ...
+
+    def helpers(self, headers: Mapping[str, str]) -> Helpers: ...
+
+    def stop(self) -> None: ...
+
+
+class Shared:
+    """One place for all sessions: made by the first, ended by `stop`, made again where a session follows."""
+
+    def __init__(self, make: Callable[[], Place]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._place: Place | None = None
+
+    def get(self) -> Place:
+        with self._lock:
+            if self._place is None:
+                self._place = self._make()
+            return self._place
+
+    def stop(self) -> None:
+        with self._lock:
+            place, self._place = self._place, None
+        if place is not None:
+            place.stop()
+
+
+class Embedded:
+    """The sites of this package; each session has a tenant of its own there."""
+
+    def __init__(self, executable: str, concurrency: int, seed: int) -> None:
+        from envs.webarena import sites
+
+        self._header = sites.TENANT_HEADER
+        self._server = sites.SiteServer(seed)
+        port = self._server.start()
+        self.chromium = Chromium(executable, switches((f"{host}:80", f"127.0.0.1:{port}") for host in sites.SITES.values()), concurrency)
+        self.allowed = Allowed(list(self.addresses().values()))
+
+    @staticmethod
+    def addresses() -> dict[str, str]:
+        from envs.webarena import sites
+
+        return {name: f"http://{host}" for name, host in sites.SITES.items()}
+
+    def open(self) -> Mapping[str, str]:
+        return {self._header: self._server.open_tenant()}
+
+    def close(self, headers: Mapping[str, str]) -> None:
+        self._server.close_tenant(headers[self._header])
+
+    def helpers(self, headers: Mapping[str, str]) -> Helpers:
+        from envs.webarena.sites import queries
+
+        return StateHelpers(self._server.state(headers[self._header]), queries)
+
+    def stop(self) -> None:
+        self.chromium.stop()
+        self._server.stop()
+
+
+class Deployed:
+    """Sites somebody else runs: WebArena's own, for example. All sessions share their state."""
+
+    def __init__(self, executable: str, concurrency: int, sites: Mapping[str, str]) -> None:
+        """Errors: ValueError where an address is none."""
+        self._sites = sites
+        self.allowed = Allowed(list(sites.values()))
+        reached = sorted({_host_port(url) for url in sites.values()})
+        self.chromium = Chromium(executable, switches((address, address) for address in reached), concurrency)
+
+    def open(self) -> Mapping[str, str]:
+        return {}
+
+    def close(self, headers: Mapping[str, str]) -> None:
+        pass
+
+    def helpers(self, headers: Mapping[str, str]) -> Helpers:
+        return SiteHelpers(self._sites)
+
+    def stop(self) -> None:
+        self.chromium.stop()
+
+
+def _host_port(url: str) -> str:
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"

@@ -1,0 +1,311 @@
+"""The tabs of one session: what may be opened, when a page has come to rest, and what its pages are not allowed to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from playwright.async_api import BrowserContext, CDPSession, Dialog, Download, Error, Frame, Page, Request
+
+from envs.webarena.browser import BrowserLost, Chromium, Running, is_closed
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_DIALOGS = 20  # of one step; the tab that opens more is closed
+PAGE_S = 15.0  # for a page to answer one question
+BLANK = "about:blank"
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d)")
+_ODD = re.compile(r"[\x00-\x20\x7f\\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one session may take."""
+
+    width: int = 1280
+    height: int = 720
+    tabs: int = 8
+    quiet_s: float = 0.1  # no request in flight for so long: the page has settled
+    settle_s: float = 2.0  # and if it never does
+    goto_s: float = 30.0
+
+
+class Refusal(ValueError):
+    """An action that is not carried out; the text is for the policy."""
+
+
+class Allowed:
+    """The addresses pages may have: http and https of these host:port."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        """origins: URLs of the sites. Errors: ValueError where one is no http(s) URL."""
+        self._origins = {self._origin(url) for url in origins}
+        if None in self._origins:
+            raise ValueError(f"sites: expected http:// or https:// addresses, got {', '.join(map(repr, origins))}")
+
+    def check(self, url: str) -> str:
+        """The URL as it may be opened; http:// where it has no scheme. Errors: Refusal."""
+        text = url.strip()
+        if not _SCHEME.match(text):
+            text = f"http://{text}"
+        if text.lower() == BLANK:
+            return BLANK
+        if _ODD.search(text) or not self.admits(text):
+            raise Refusal(f"{url.strip()[:200]!r} is not among the sites that can be visited")
+        return text
+
+    def admits(self, url: str) -> bool:
+        return url in (BLANK, "") or self._origin(url) in self._origins
+
+    @staticmethod
+    def _origin(url: str) -> tuple[str, int] | None:
+        try:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+                return None
+            return parts.hostname.lower(), parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            return None
+
+
+class Tab:
+    """One page, its CDP session and the requests it waits for."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.document = 0  # counts the documents of the main frame
+        self.dialogs = 0  # of this step
+        self.downloads = 0  # of this step
+        self.crashed = False
+        self._cdp: CDPSession | None = None
+        self._in_flight: dict[Request, None] = {}
+        self._changed = asyncio.Event()
+        self._last = 0.0  # when a request began or ended
+        page.on("request", self._began)
+        page.on("requestfinished", self._ended)
+        page.on("requestfailed", self._ended)
+        page.on("framenavigated", self._navigated)
+        page.on("crash", self._crash)
+        page.on("dialog", self._dialog)
+        page.on("download", self._download)
+
+    async def cdp(self) -> CDPSession:
+        if self._cdp is None:
+            self._cdp = await self.page.context.new_cdp_session(self.page)
+            self._cdp.on("Page.frameNavigated", self._committed)
+            await self._cdp.send("Page.enable")
+        return self._cdp
+
+    async def send(self, method: str, **params: Any) -> dict[str, Any]:
+        """Errors: playwright's Error.
+
+        The session's inner object: the outer one looks for handles in every value of the answer, which costs more than all else in a step.
+        """
+        session: Any = await self.cdp()
+        result: dict[str, Any] = await session._impl_obj.send(method, params, None)
+        return result
+
+    async def settle(self, limits: Limits) -> None:
+        """Wait until no request has been in flight for quiet_s, and until a new document is loaded; at most settle_s."""
+        clock = asyncio.get_running_loop().time
+        began = self._last = clock()
+        while (left := began + limits.settle_s - clock()) > 0 and not self.page.is_closed() and not self.crashed:
+            quiet_for = clock() - self._last
+            if not self._in_flight and quiet_for >= limits.quiet_s:
+                break
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left if self._in_flight else min(left, limits.quiet_s - quiet_for))
+        left = max(0.05, began + limits.settle_s - clock())
+        with contextlib.suppress(Error):  # a page that never finishes is looked at as it is
+            await self.page.wait_for_load_state("load", timeout=1000 * left)
+
+    def _touch(self) -> None:
+        self._last = asyncio.get_running_loop().time()
+        self._changed.set()
+
+    def _began(self, request: Request) -> None:
+        if request.url.startswith("http"):
+            self._in_flight[request] = None
+            self._touch()
+
+    def _ended(self, request: Request) -> None:
+        if self._in_flight.pop(request, request) is None:
+            self._touch()
+
+    def _navigated(self, frame: Frame) -> None:
+        """Requests of the old document may never be reported as ended."""
+        if frame.parent_frame is not None:
+            return
+        waiting = list(self._in_flight)
+        opened = [i for i, request in enumerate(waiting) if request.is_navigation_request() and request.frame == frame]
+        for request in waiting[: opened[-1] if opened else 0]:
+            self._in_flight.pop(request, None)
+        self._touch()
+
+    def _committed(self, event: dict[str, Any]) -> None:
+        if "parentId" not in event["frame"]:
+            self.document += 1
+
+    def _crash(self, _: Page) -> None:
+        self.crashed = True
+        self._changed.set()
+
+    async def _dialog(self, dialog: Dialog) -> None:
+        self.dialogs += 1
+        with contextlib.suppress(Error):
+            if self.dialogs > MAX_DIALOGS:
+                await self.page.close()
+            else:
+                await dialog.dismiss()
+
+    def _download(self, _: Download) -> None:
+        self.downloads += 1
+
+
+class Tabs:
+    """One browser context. All methods run on the browser's loop."""
+
+    def __init__(self, chromium: Chromium, limits: Limits, allowed: Allowed) -> None:
+        self.chromium = chromium
+        self.limits = limits
+        self.allowed = allowed
+        self.open: list[Tab] = []
+        self.current: Tab
+        self.notes: list[str] = []  # what happened in this step that the policy should know
+        self._running: Running | None = None
+        self._context: BrowserContext | None = None
+
+    async def start(self, **settings: Any) -> None:
+        """Errors: BrowserLost."""
+        self._running, self._context = await self.chromium.context(
+            viewport={"width": self.limits.width, "height": self.limits.height},
+            accept_downloads=False,
+            service_workers="block",
+            reduced_motion="reduce",
+            locale="en-US",
+            timezone_id="UTC",
+            **settings,
+        )
+        self._context.set_default_timeout(1000 * PAGE_S)
+        self._context.on("page", self._opened)
+
+    async def close(self) -> None:
+        if self._context is not None and self._running is not None:
+            context, self._context = self._context, None
+            await self.chromium.release(self._running, context)
+
+    async def new_tab(self) -> Tab:
+        """A blank tab, current from now on. Errors: Refusal where there are as many as may be."""
+        assert self._context is not None
+        if len(self.living()) >= self.limits.tabs:
+            raise Refusal(f"at most {self.limits.tabs} tabs can be open; close one first")
+        page = await self.ask(self._context.new_page())
+        self.current = self._tab(page)
+        return self.current
+
+    def living(self) -> list[Tab]:
+        self.open = [tab for tab in self.open if not tab.page.is_closed()]
+        return self.open
+
+    async def ask(self, question: Awaitable[T], timeout_s: float = PAGE_S) -> T:
+        """Its answer. Errors: BrowserLost where the page or the browser died or does not answer; playwright's Error otherwise."""
+        try:
+            return await asyncio.wait_for(question, timeout_s)
+        except TimeoutError:
+            raise BrowserLost(f"the page does not answer within {timeout_s:g} s") from None
+        except Error as error:
+            self.check_alive()
+            if is_closed(error) and not self.current.page.is_closed():
+                raise BrowserLost("the browser died") from error
+            raise
+
+    def check_alive(self) -> None:
+        """Errors: BrowserLost."""
+        if self._running is None or not self._running.alive:
+            raise BrowserLost("the browser died")
+        if any(tab.crashed for tab in self.open):
+            raise BrowserLost("the page crashed")
+
+    def begin_step(self) -> None:
+        self.check_alive()
+        self.notes = []
+        for tab in self.living():
+            tab.dialogs = tab.downloads = 0
+
+    async def goto(self, url: str) -> None:
+        """Open a checked URL in the current tab; a failure is a note. Errors: Refusal, BrowserLost."""
+        checked = self.allowed.check(url)
+        try:
+            await self.ask(
+                self.current.page.goto(checked, wait_until="domcontentloaded", timeout=1000 * self.limits.goto_s), self.limits.goto_s + 1
+            )
+        except Error as error:
+            self.notes.append(f"{url.strip()[:200]} could not be opened: {reason(error)}")
+
+    async def settle(self) -> None:
+        """Let the current page come to rest, then bring every tab back that left the sites. Errors: BrowserLost."""
+        await self.current.settle(self.limits)
+        self.check_alive()
+        for tab in list(self.open):
+            if tab.dialogs:
+                closed = " The tab was closed." if tab.dialogs > MAX_DIALOGS else ""
+                self.notes.append(f"The page opened {_number(tab.dialogs, 'dialog')}, dismissed.{closed}")
+            if tab.downloads:
+                self.notes.append("Downloads are switched off.")
+            if not tab.page.is_closed() and not self.allowed.admits(tab.page.url):
+                await self._bring_back(tab)
+        if self.current.page.is_closed():
+            living = self.living()
+            self.current = living[-1] if living else await self.new_tab()
+
+    async def _bring_back(self, tab: Tab) -> None:
+        """The address is checked again each time: a page may send whoever comes back away once more."""
+        self.notes.append(f"{_short(tab.page.url)} cannot be visited; the tab is back where it was.")
+        with contextlib.suppress(Error, TimeoutError):
+            await asyncio.wait_for(tab.page.go_back(wait_until="commit", timeout=5000), 6)
+            await tab.settle(self.limits)
+        if not self.allowed.admits(tab.page.url):
+            try:
+                await asyncio.wait_for(tab.page.goto(BLANK, timeout=5000), 6)
+            except (Error, TimeoutError):
+                self.check_alive()
+        if not self.allowed.admits(tab.page.url):
+            await self.ask(tab.page.close())
+
+    def _tab(self, page: Page) -> Tab:
+        """`new_page` and the event of the context tell of the same page."""
+        for tab in self.open:
+            if tab.page is page or tab.page == page:
+                return tab
+        self.open.append(Tab(page))
+        return self.open[-1]
+
+    async def _opened(self, page: Page) -> None:
+        if len(self.living()) >= self.limits.tabs:
+            self.notes.append(f"A new tab was closed: at most {self.limits.tabs} can be open.")
+            with contextlib.suppress(Error):
+                await page.close()
+            return
+        self._tab(page)
+
+
+def reason(error: Error) -> str:
+    """The first line, without the caller's name."""
+    line = (error.message.splitlines() or ["no reason given"])[0]
+    return re.sub(r"^[A-Za-z]+\.[a-z_]+: ", "", line)[:200]
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _short(url: str) -> str:
+    return "The address" if url.startswith("chrome-error:") else url[:100]

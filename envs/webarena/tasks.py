@@ -1,0 +1,244 @@
+"""WebArena's task files, read as they are published: sites, start, intent and how the outcome is judged.
+
+Source: config_files/test.raw.json of web-arena-x/webarena (812 tasks); the format is described in arXiv:2307.13854, section 3.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Json = Any
+SITE_NAMES = ("shopping", "shopping_admin", "reddit", "gitlab", "wikipedia", "map", "homepage")
+EVAL_TYPES = ("string_match", "url_match", "program_html")
+_PLACEHOLDER = re.compile(r"__([A-Z_]+?)__")
+_STRING_KEYS = ("exact_match", "must_include", "fuzzy_match")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One look at a page at the end: where, at what, and what must be there."""
+
+    url: str
+    locator: str
+    exact: str | None  # either this
+    must_include: tuple[str, ...]  # or all of these
+    prep_actions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    types: tuple[str, ...]
+    exact: str | None = None
+    must_include: tuple[str, ...] | None = None
+    fuzzy: tuple[str, ...] | str | None = None  # "N/A": the task cannot be done, string_note says why
+    reference_url: str = ""
+    targets: tuple[Target, ...] = ()
+    string_note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    id: int
+    sites: tuple[str, ...]
+    start_urls: tuple[str, ...]
+    intent: str
+    evaluation: Evaluation
+    storage_state: str = ""  # file name; empty: nobody is logged in
+    geolocation: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A JSON value and its name, for errors that say where."""
+
+    value: Json
+    task: str
+    name: str = ""
+
+    def wrong(self, expected: str) -> ValueError:
+        return ValueError(f"webarena task {self.task}: {self.name}: expected {expected}, got {json.dumps(self.value)[:80]}")
+
+    def get(self, key: str) -> _Field:
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object")
+        return _Field(self.value.get(key), self.task, f"{self.name}.{key}".lstrip("."))
+
+    def text(self, default: str | None = None) -> str:
+        if self.value is None and default is not None:
+            return default
+        if not isinstance(self.value, str):
+            raise self.wrong("a string")
+        return self.value
+
+    def rows(self) -> list[_Field]:
+        if self.value is None:
+            return []
+        if not isinstance(self.value, list):
+            raise self.wrong("a list")
+        return [_Field(value, self.task, f"{self.name}[{index}]") for index, value in enumerate(self.value)]
+
+    def texts(self) -> tuple[str, ...]:
+        return tuple(row.text() for row in self.rows())
+
+
+def load(path: Path, sites: Mapping[str, str], *, skip_missing: bool) -> dict[int, Task]:
+    """Tasks by id, placeholders replaced. path: a JSON list, or a folder with one file for each task. sites: name -> URL.
+
+    skip_missing: leave out tasks of sites that are not configured. Errors: ValueError naming file, task and field.
+    """
+    tasks: dict[int, Task] = {}
+    for row in _read(path):
+        task_id = row.get("task_id") if isinstance(row, dict) else None
+        if isinstance(task_id, bool) or not isinstance(task_id, int) or task_id < 0:
+            raise ValueError(f"{path}: a task has no task_id, a whole number from 0; got {json.dumps(task_id)[:40]}")
+        if task_id in tasks:
+            raise ValueError(f"{path}: task {task_id} stands there twice")
+        missing = _missing(row, sites)
+        if missing and not skip_missing:
+            known = ", ".join(sorted(sites))
+            raise ValueError(
+                f"webarena task {task_id}: sites: {', '.join(missing)} is not configured (there are: {known});"
+                ' add its URL to option sites, or set option missing_sites to "skip"'
+            )
+        if not missing:
+            tasks[task_id] = _task(_filled(row, sites), task_id)
+    if not tasks:
+        raise ValueError(f"{path}: no task is left for the sites {', '.join(sorted(sites))}")
+    return tasks
+
+
+def embedded_gold(sites: Mapping[str, str]) -> dict[int, tuple[str, ...]]:
+    """How the embedded tasks are done, by task id."""
+    rows = _filled(_parsed(Path(__file__).with_name("gold.json")), sites)
+    return {int(task_id): tuple(actions) for task_id, actions in rows.items()}
+
+
+def _read(path: Path) -> list[Json]:
+    if path.is_dir():
+        files = sorted((file for file in path.glob("*.json") if file.stem.isdigit()), key=lambda file: int(file.stem))
+        rows: list[Json] = [_parsed(file) for file in files]
+    else:
+        rows = _parsed(path)
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"{path}: expected a list of tasks, or a folder of N.json files")
+    return rows
+
+
+def _parsed(file: Path) -> Json:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"webarena option tasks: {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"webarena option tasks: {file} is not JSON: {error}") from None
+
+
+def _missing(row: Json, sites: Mapping[str, str]) -> list[str]:
+    """Sites that the task names, in its list or as placeholders, and that have no URL."""
+    listed = row.get("sites")
+    named = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    named += [name.lower() for name in _PLACEHOLDER.findall(json.dumps(row)) if name.lower() in SITE_NAMES]
+    return [name for name in dict.fromkeys(named) if name not in sites]
+
+
+def _filled(value: Json, sites: Mapping[str, str]) -> Json:
+    if isinstance(value, str):
+        return _PLACEHOLDER.sub(lambda found: sites.get(found[1].lower(), found[0]), value)
+    if isinstance(value, list):
+        return [_filled(entry, sites) for entry in value]
+    if isinstance(value, dict):
+        return {key: _filled(entry, sites) for key, entry in value.items()}
+    return value
+
+
+def _task(row: Json, task_id: int) -> Task:
+    top = _Field(row, str(task_id))
+    sites, starts = top.get("sites").texts(), tuple(url.strip() for url in top.get("start_url").text().split(" |AND| "))
+    if not sites or not all(starts):
+        raise (top.get("start_url") if sites else top.get("sites")).wrong("at least one")
+    return Task(
+        task_id,
+        sites,
+        starts,
+        top.get("intent").text(),
+        _evaluation(top.get("eval")),
+        storage_state=Path(top.get("storage_state").text("")).name,
+        geolocation=top.get("geolocation").value,
+    )
+
+
+def _evaluation(row: _Field) -> Evaluation:
+    types = row.get("eval_types").texts()
+    for kind in types:
+        if kind not in EVAL_TYPES:
+            raise row.get("eval_types").wrong(f"of {', '.join(EVAL_TYPES)}")
+    if not types:
+        raise row.get("eval_types").wrong("at least one")
+    answers = row.get("reference_answers")
+    answers = answers if isinstance(answers.value, dict) else _Field({}, answers.task, answers.name)
+    if "string_match" in types and not any(key in answers.value for key in _STRING_KEYS):
+        raise row.get("reference_answers").wrong(f"one of {', '.join(_STRING_KEYS)}")
+    if "url_match" in types and row.get("url_note").text("GOLD in PRED") != "GOLD in PRED":
+        raise row.get("url_note").wrong('"GOLD in PRED"')
+    fuzzy = answers.get("fuzzy_match")
+    return Evaluation(
+        types,
+        exact=answers.get("exact_match").text() if "exact_match" in answers.value else None,
+        must_include=answers.get("must_include").texts() if "must_include" in answers.value else None,
+        fuzzy=fuzzy.text() if isinstance(fuzzy.value, str) else fuzzy.texts() if fuzzy.value is not None else None,
+        reference_url=row.get("reference_url").text("") if "url_match" in types else "",
+        targets=tuple(_target(target) for target in row.get("program_html").rows()) if "program_html" in types else (),
+        string_note=row.get("string_note").text(""),
+    )
+
+
+def _target(row: _Field) -> Target:
+    locator = row.get("locator").text("").strip()
+    if locator and not locator.startswith(("document.", "[...document.", "func:")):
+        raise row.get("locator").wrong("nothing, or what begins with document., [...document. or func:")
+    required = row.get("required_contents")
+    if not isinstance(required.value, dict) or not required.value.keys() & {"exact_match", "must_include"}:
+        raise required.wrong("an object with exact_match or must_include")
+    exact = required.get("exact_match").text() if "exact_match" in required.value else None
+    included = required.get("must_include").texts() if exact is None else ()
+    for field in (row.get("url"), row.get("locator")):
+        if field.text("").startswith("func:"):
+            try:
+                parse_call(field.text())
+            except ValueError as error:
+                raise field.wrong(str(error).removeprefix("expected ").partition(", got ")[0]) from None
+    return Target(row.get("url").text().strip(), locator, exact, included, row.get("prep_actions").texts())
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A helper and what it is given: texts, or LAST_URL and PAGE."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+LAST_URL = "__last_url__"
+PAGE = "__page__"
+_CALL = re.compile(r"func:\s*([A-Za-z_]\w*)\s*\((.*)\)\s*", re.DOTALL)
+_ARGUMENT = re.compile(r"\s*(?:'([^'\\]*)'|\"([^\"\\]*)\"|(__page__))\s*(,|$)")
+
+
+def parse_call(text: str) -> Call:
+    """`func:NAME('literal', __page__)`; literals are plain quoted texts. Errors: ValueError."""
+    found = _CALL.fullmatch(text)
+    if found is None:
+        raise ValueError(f"expected func:NAME('text', ...), got {text[:80]!r}")
+    arguments, rest = [], found[2].strip()
+    while rest:
+        argument = _ARGUMENT.match(rest)
+        if argument is None:
+            raise ValueError(f"expected texts in quotes or __page__ between the brackets, got {text[:80]!r}")
+        arguments.append(next(part for part in argument.groups()[:3] if part is not None))
+        rest = rest[argument.end() :]
+    return Call(found[1], tuple(arguments))

@@ -1,0 +1,158 @@
+"""A small web site of odd pages, and an episode on it behind a real browser."""
+
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from envs.registry import load_spec
+
+HOME = """<!doctype html><title>Mug shop</title><body style="margin:8px;font:16px/20px 'DejaVu Sans', sans-serif">
+<h1>Mugs</h1>
+<a href="/second">Second page</a> <a href="/popup-target" target="_blank">New window</a>
+<form action="/found"><label>Search <input name="q" aria-label="Search"></label>
+<select name="size" aria-label="Size"><option>Small</option><option>Large</option></select><button>Go</button></form>
+<button onclick="fetch('/slow').then(r => r.text()).then(t => document.getElementById('out').textContent = t)">Load</button>
+<p id="out"></p><p style="display:none">hidden words</p>
+<iframe src="/inner" title="Inner" width="300" height="80"></iframe>
+<div style="height:2000px"></div><a href="/second">Far below</a></body>"""
+
+PAGES = {
+    "/": HOME,
+    "/second": "<!doctype html><title>Second</title><h1>Second page</h1><p>The red mug costs <b>12</b>.</p><a href='/'>Back</a>",
+    "/popup-target": '<!doctype html><title>Popup</title><body><button onclick="window.close()">Close me</button></body>',
+    "/inner": "<!doctype html><title>Inside</title><body><button onclick=\"this.textContent='pressed'\">Inner button</button></body>",
+}
+
+
+class Site:
+    """Pages by path: text, or (status, headers, text). `asked` holds the paths of all requests."""
+
+    def __init__(self):
+        self.pages = dict(PAGES)
+        self.asked = []
+        self.release = threading.Event()  # what /hang waits for
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                path, _, query = self.path.partition("?")
+                outer.asked.append((self.headers.get("Host"), self.path))
+                status, headers, text = 200, {}, outer.pages.get(path)
+                if path == "/slow":
+                    outer.release.wait(0.2)
+                    text = "arrived"
+                elif path == "/hang":
+                    outer.release.wait(20)
+                    text = ""
+                elif path == "/found":
+                    text = f"<title>Found</title><p>You looked for {query}</p>"
+                if isinstance(text, tuple):
+                    status, headers, text = text
+                if text is None:
+                    status, text = 404, "<title>Not found</title>nothing here"
+                body = text.encode()
+                self.send_response(status)
+                for name, value in {"Content-Type": "text/html; charset=utf-8", **headers}.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.port = self.server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self.release.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def site():
+    served = Site()
+    yield served
+    served.close()
+
+
+def task(task_id=0, start="__SHOPPING__/", intent="Find the price of the red mug.", **evaluation):
+    rules = {
+        "eval_types": ["string_match"],
+        "reference_answers": {"exact_match": "12"},
+        "reference_url": "",
+        "program_html": [],
+        **evaluation,
+    }
+    return {
+        "sites": ["shopping"], "task_id": task_id, "require_login": False, "storage_state": None, "start_url": start, "geolocation": None,
+        "intent": intent, "require_reset": False, "eval": rules,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def make_spec(site, tmp_path_factory):
+    """make_spec(tasks, **options) -> an environment on the odd site; all are stopped at the end."""
+    made = []
+
+    def make(*tasks, **options):
+        file = tmp_path_factory.mktemp("tasks") / "tasks.json"
+        file.write_text(json.dumps(list(tasks) or [task()]))
+        made.append(load_spec("webarena", {"tasks": str(file), "sites": {"shopping": site.url}, "goto_s": 5.0, **options}))
+        return made[-1]
+
+    yield make
+    for spec in made:
+        spec.stop()
+
+
+@pytest.fixture(scope="module")
+def spec(make_spec):
+    return make_spec()
+
+
+@contextlib.contextmanager
+def opened(spec):
+    """An open episode on task 0. `click(role, name)` acts on what is shown under this role and name."""
+    simulator = spec.make()
+    first = simulator.reset(0)
+
+    def number(role, name):
+        found = [element.id for element in simulator.shown if (element.role, element.name) == (role, name)]
+        assert found, (role, name, [str(element) for element in simulator.shown])
+        return found[0]
+
+    try:
+        yield SimpleNamespace(
+            simulator=simulator,
+            first=first,
+            number=number,
+            step=lambda action: simulator.step(action).observation,
+            click=lambda role, name: simulator.step(f"click [{number(role, name)}]").observation,
+        )
+    finally:
+        simulator.close()
+
+
+@pytest.fixture
+def episode(spec):
+    with opened(spec) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def shared(spec):
+    """One episode for tests that leave it as they found it."""
+    with opened(spec) as one:
+        yield one

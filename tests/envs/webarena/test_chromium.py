@@ -1,0 +1,54 @@
+"""Finding a browser, and the switches that close it off."""
+
+import subprocess
+import sys
+
+import pytest
+
+from envs.webarena.chromium import find_browser, main, switches
+
+
+def program(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_given_program_comes_first_then_the_systems_then_playwrights(tmp_path, monkeypatch):
+    given, system = program(tmp_path / "given"), program(tmp_path / "bin/chromium")
+    downloaded = program(tmp_path / "cache/chromium-1255/chrome-linux/chrome")
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(system.parent))
+    assert find_browser(str(given)) == str(given)
+    assert find_browser() == str(system)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_browser() == str(downloaded)
+
+
+def test_a_machine_without_a_browser_is_told_how_to_get_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="apt-get install chromium"):
+        find_browser()
+    with pytest.raises(ValueError, match="'nothing' is no program"):
+        find_browser("nothing")
+    assert main() == 1
+    assert "python -m playwright install" in capsys.readouterr().err
+
+
+def test_the_command_prints_the_program():
+    done = subprocess.run([sys.executable, "-m", "envs.webarena.chromium"], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == find_browser()
+
+
+def test_names_resolve_to_the_given_addresses_and_nothing_else():
+    rules = next(switch for switch in switches([("shop.test:80", "127.0.0.1:81")]) if "resolver" in switch)
+    assert rules == "--host-resolver-rules=MAP shop.test:80 127.0.0.1:81, MAP * ~NOTFOUND"
+    assert "MAP [::1]:80 [::1]:80" in switches([("[::1]:80", "[::1]:80")])[0]
+
+
+@pytest.mark.parametrize("address", ["shop.test", "a b:80", "a,MAP x y:80", "*:80", ":80", "host:port"])
+def test_an_address_that_could_be_a_rule_is_refused(address):
+    with pytest.raises(ValueError, match="is no host:port"):
+        switches([(address, "127.0.0.1:80")])

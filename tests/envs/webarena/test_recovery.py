@@ -1,0 +1,193 @@
+"""What dies and what lives on: a page, the browser, its driver, the server. Nothing is left behind."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from envs.webarena import browser as browsers
+from envs.webarena.browser import BrowserLost
+
+from .conftest import opened, task
+
+
+def chromium_of(spec):
+    simulator = spec.make()
+    simulator.reset(0)
+    chromium = simulator._sites.chromium
+    simulator.close()
+    return chromium
+
+
+def left_of(folder):
+    """Processes that name the folder on their command line or in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and (
+                folder in " ".join(process.cmdline()) or folder in process.environ().get("TMPDIR", "")
+            ):
+                found.append(process)
+    return found
+
+
+def gone(folder, seconds=20):
+    deadline = time.monotonic() + seconds
+    while Path(folder).exists() or left_of(folder):
+        assert time.monotonic() < deadline, (Path(folder).exists(), left_of(folder))
+        time.sleep(0.05)
+    return True
+
+
+def test_stop_leaves_no_process_and_no_folder_and_a_later_session_starts_again(make_spec):
+    spec = make_spec()
+    chromium = chromium_of(spec)
+    folder = chromium._running.folder
+    assert left_of(folder)
+    spec.stop()
+    assert gone(folder, seconds=1)
+    again = chromium_of(spec)
+    second = again._running.folder
+    spec.stop()
+    assert gone(second, seconds=1)
+
+
+def test_a_crashed_page_ends_its_session_and_no_other(make_spec):
+    spec = make_spec()
+    with opened(spec) as one, opened(spec) as other:
+        tabs = one.simulator._tabs
+
+        async def crash():
+            with contextlib.suppress(Exception):
+                await tabs.current.page.goto("chrome://crash", timeout=3000)
+
+        tabs.chromium.run(crash(), 10)
+        with pytest.raises(BrowserLost, match="crash"):
+            one.step("scroll [down]")
+        assert "Second page" in other.click("link", "Second page")
+    assert "Mug shop" in spec.make().reset(0)
+
+
+def test_a_page_that_loops_for_ever_ends_its_session_in_time_and_no_other(make_spec, site, monkeypatch):
+    monkeypatch.setattr("envs.webarena.tabs.PAGE_S", 2.0)
+    monkeypatch.setattr("envs.webarena.tabs.Tabs.ask.__defaults__", (2.0,))
+    site.pages["/loop"] = "<title>Loop</title><button onclick='for (;;);'>go</button>"
+    spec = make_spec()
+    with opened(spec) as other:
+        with opened(spec) as one:
+            one.step("goto [onestopmarket.com/loop]")
+            began = time.monotonic()
+            with pytest.raises(BrowserLost, match="does not answer"):
+                one.click("button", "go")
+            assert time.monotonic() - began < 20
+        assert "Second page" in other.click("link", "Second page")
+        assert len(other.simulator._sites.chromium._running.browser.contexts) == 1  # the hung one is closed
+
+
+@pytest.mark.parametrize("victim", ["browser", "driver"])
+def test_a_killed_browser_costs_the_open_sessions_and_the_next_one_gets_another(make_spec, victim):
+    spec = make_spec()
+    with opened(spec) as one, opened(spec) as two:
+        chromium = one.simulator._sites.chromium
+        folder = chromium._running.folder
+        pid = chromium.run(chromium.pid(), 5)
+        os.kill(pid if victim == "browser" else psutil.Process(pid).ppid(), signal.SIGKILL)
+        for lost in (one, two):
+            with pytest.raises(BrowserLost):
+                lost.step("scroll [down]")
+    with opened(spec) as three:
+        assert "Second page" in three.click("link", "Second page")
+        assert chromium._running.folder != folder
+    assert gone(folder)
+
+
+def test_an_old_browser_is_replaced_when_nobody_uses_it(make_spec, monkeypatch):
+    monkeypatch.setattr(browsers, "RECYCLE_AFTER", 2)
+    spec = make_spec()
+    chromium = chromium_of(spec)
+    first = chromium._running.folder
+    with opened(spec) as second:
+        assert chromium._running.folder == first
+        with opened(spec) as third:  # it is old, but in use
+            assert chromium._running.folder == first
+            third.step("scroll [down]")
+        second.step("scroll [down]")
+    assert chromium_of(spec)._running.folder != first
+    assert gone(first)
+
+
+def test_a_path_too_long_for_a_socket_is_said(make_spec, monkeypatch):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/tmp/" + "x" * 60)
+    simulator = make_spec().make()
+    with pytest.raises(BrowserLost, match="too long for Chromium's sockets"):
+        simulator.reset(0)
+    simulator.close()
+
+
+def test_a_browser_that_does_not_start_is_said_clearly(make_spec):
+    simulator = make_spec(browser="/bin/false").make()
+    with pytest.raises(BrowserLost, match="/bin/false\\) does not start"):
+        simulator.reset(0)
+    simulator.close()
+
+
+@contextlib.contextmanager
+def served(tmp_path, site, *, tasks, **popen):
+    file, port_file = tmp_path / "tasks.json", tmp_path / "port"
+    file.write_text(json.dumps(tasks))
+    options = json.dumps({"tasks": str(file), "sites": {"shopping": site.url}})
+    command = [sys.executable, "-m", "envs", "serve", "webarena", "--options", options, "--port-file", str(port_file)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([*command, "--drain-timeout", "0.1"], stderr=(tmp_path / "log").open("wb"), env=environment, **popen)
+    try:
+        deadline = time.monotonic() + 40
+        while True:
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            with contextlib.suppress(OSError):
+                url = f"http://127.0.0.1:{port_file.read_text().strip()}"
+                with urllib.request.urlopen(f"{url}/readyz", timeout=5):
+                    break
+            time.sleep(0.05)
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def call(url, body):
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=30) as reply:
+        return json.loads(reply.read())
+
+
+@pytest.fixture
+def short_path():
+    """Chromium's sockets stand no long one."""
+    with tempfile.TemporaryDirectory(prefix="wa") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_server_takes_its_browser_along_however_it_ends(short_path, site, end):
+    tmp_path = short_path
+    with served(tmp_path, site, tasks=[task(5)]) as (process, url):
+        session = call(f"{url}/create", {"request_key": "k", "task_id": 5})["session_id"]
+        assert call(f"{url}/step", {"session_id": session, "turn": 1, "action": "scroll [down]"})["turn"] == 1
+        (folder,) = [str(path) for path in tmp_path.iterdir() if path.name.startswith(browsers.PREFIX)]
+        assert len(left_of(folder)) >= 5
+        with pytest.raises(urllib.error.HTTPError, match="500") as missing:
+            call(f"{url}/create", {"request_key": "none", "task_id": 4})
+        assert "there is no task 4; 1 tasks have ids from 5 to 5" in missing.value.read().decode()
+        process.send_signal(end)
+        process.wait(30)
+        assert gone(folder)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "port") == ["log", "tasks.json"]
