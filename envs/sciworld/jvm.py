@@ -78,7 +78,13 @@ class Jvm:
         engine = find_engine()
         command = [find_java(), *java_options(heap_mib), "-cp", f"{engine}{os.pathsep}{WRAPPER}", "Slots", str(WRAPPER), str(engine)]
         # its standard input closes when this process ends, however it ends; it then halts
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=engine.parent,  # the engine reads a table that lies there, and would write it where it is missing
+            start_new_session=True,
+        )
         self.pid = self._process.pid
         self.engine_s = 0.0  # CPU seconds of all games so far
         self._calls = itertools.count(1)

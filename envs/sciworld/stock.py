@@ -113,6 +113,7 @@ def start() -> StockSlot:
         classpath=str(find_engine()),
         javaopts=java_options(HEAP_MIB),
         java_path=find_java(),
+        cwd=str(find_engine().parent),
         die_on_exit=True,
         enable_auth=True,
         create_new_process_group=True,

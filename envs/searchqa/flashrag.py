@@ -84,7 +84,8 @@ class FlashRag:
         if row is None:
             path = self.folder / f"{place.split}.parquet"
             there = "has no such row" if place.split in self._tables else "is not there"
-            raise UnknownTask(f"task id {task_id} is row {task_id - place.first} of {place.data_source} ({place.split}), but {path} {there}")
+            row = task_id - place.first
+            raise UnknownTask(f"task id {task_id} is row {row} of {place.data_source} ({place.split}), but {path} {there}")
         return _question(self._tables[place.split].slice(row, 1).to_pylist()[0], task_id)
 
     def _number(self, split: str, table: Any, path: Path) -> None:
