@@ -114,7 +114,7 @@ def make_spec(site, tmp_path_factory):
 
     yield make
     for spec in made:
-        spec.stop()
+        spec.close()
 
 
 @pytest.fixture(scope="module")

@@ -54,11 +54,11 @@ def test_stop_leaves_no_process_and_no_folder_and_a_later_session_starts_again(m
     chromium = chromium_of(spec)
     folder = chromium._running.folder
     assert left_of(folder)
-    spec.stop()
+    spec.close()
     assert gone(folder, seconds=1)
     again = chromium_of(spec)
     second = again._running.folder
-    spec.stop()
+    spec.close()
     assert gone(second, seconds=1)
 
 
