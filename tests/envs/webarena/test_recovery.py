@@ -184,7 +184,7 @@ def test_a_server_takes_its_browser_along_however_it_ends(short_path, site, end)
         assert call(f"{url}/step", {"session_id": session, "turn": 1, "action": "scroll [down]"})["turn"] == 1
         (folder,) = [str(path) for path in tmp_path.iterdir() if path.name.startswith(browsers.PREFIX)]
         assert len(left_of(folder)) >= 5
-        with pytest.raises(urllib.error.HTTPError, match="500") as missing:
+        with pytest.raises(urllib.error.HTTPError, match="422") as missing:
             call(f"{url}/create", {"request_key": "none", "task_id": 4})
         assert "there is no task 4; 1 tasks have ids from 5 to 5" in missing.value.read().decode()
         process.send_signal(end)
