@@ -22,17 +22,28 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 TEXTS = ["you see a red ball", "turn left", "turn right", "move forward", "task: go to the red ball 2 steps ahead", "invalid action"] * 3
 
 
-@pytest.fixture(scope="session")
-def java():
-    """Skips where SciWorld's Java is missing, unless everything must run."""
-    from envs.sciworld.jvm import find_java
-
+def skip_without(find):
+    """Skips where `find` raises ValueError, unless everything must run."""
     try:
-        find_java()
+        find()
     except ValueError as error:
         if os.environ.get("AGENTGYM_TEST_ALL"):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def java():
+    from envs.sciworld.jvm import find_java
+
+    skip_without(find_java)
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    from envs.webarena.chromium import find_browser
+
+    skip_without(find_browser)
 
 
 @pytest.fixture(scope="session")

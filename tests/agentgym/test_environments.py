@@ -85,6 +85,7 @@ def test_three_updates_on_each_environment_pass_the_audit(params, env, max_new_t
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("chromium")
 def test_three_updates_in_a_browser_pass_the_audit(params, tmp_path):
     """A few lines of each page, tasks of at most five actions, few episodes: each step is a real browser's."""
     webarena = ROOT / "envs/webarena"

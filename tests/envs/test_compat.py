@@ -201,6 +201,7 @@ def test_a_sciworld_client_plays_by_score_and_asks_the_further_routes():
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("chromium")
 def test_a_webarena_client_gets_blocks_sites_and_the_objective():
     async def main():
         async with serving("webarena") as (client, sessions):

@@ -81,7 +81,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site():
+def site(chromium):
     served = Site()
     yield served
     served.close()

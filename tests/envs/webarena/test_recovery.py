@@ -20,6 +20,8 @@ from envs.webarena.browser import BrowserLost
 
 from .conftest import opened, task
 
+pytestmark = pytest.mark.usefixtures("chromium")
+
 
 def chromium_of(spec):
     simulator = spec.make()

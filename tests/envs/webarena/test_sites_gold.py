@@ -14,17 +14,17 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from envs.webarena.chromium import find_browser
 from envs.webarena.sites import SITES, TENANT_HEADER, SiteServer, queries
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser of these tests")
-CHROMIUM = Path("/usr/bin/chromium")
 FOLDER = Path(queries.__file__).resolve().parent.parent
 TASKS = json.loads((FOLDER / "tasks.json").read_text())
 GOLD = json.loads((FOLDER / "gold.json").read_text())
 SHORT = (2, 35, 82, 89)  # in every run; the environment plays more of them in test_webarena.py
 VIEWPORT = {"width": 1280, "height": 720}
 
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium")
+pytestmark = pytest.mark.usefixtures("chromium")
 
 
 def placed(text):
@@ -204,7 +204,7 @@ def play():
     rules = ", ".join(f"MAP {host} 127.0.0.1:{port}" for host in SITES.values())
     with playwright.sync_playwright() as driver:
         arguments = [f"--host-resolver-rules={rules}, MAP * ~NOTFOUND", "--no-sandbox", "--disable-gpu"]
-        browser = driver.chromium.launch(executable_path=str(CHROMIUM), args=arguments)
+        browser = driver.chromium.launch(executable_path=find_browser(), args=arguments)
 
         @contextmanager
         def played(task):

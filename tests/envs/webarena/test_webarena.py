@@ -23,6 +23,8 @@ from agentgym.types import Item
 from envs.registry import load_spec
 from envs.wire import CreateReply, CreateRequest
 
+pytestmark = pytest.mark.usefixtures("chromium")
+
 FOLDER = Path(envs.webarena.__file__).parent
 GOLD = {int(task): actions for task, actions in json.loads((FOLDER / "gold.json").read_text()).items()}
 SHORT = (2, 12, 24, 35, 53, 74, 89)  # all sites, all evaluators
