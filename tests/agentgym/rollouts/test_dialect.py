@@ -42,10 +42,13 @@ def test_an_episode_is_played_in_agentgyms_protocol_and_closed(serving):
     [
         ("textcraft", 36, ["get 9 emerald", "craft 1 emerald block using 9 emerald"]),
         ("searchqa", 0, ["<search>a lake</search>", "<answer>nonsense</answer>"]),
-        pytest.param("webarena", 0, ["scroll [down]", "stop [$12.50]"], marks=pytest.mark.usefixtures("chromium")),
+        ("webarena", 0, ["scroll [down]", "stop [$12.50]"]),
     ],
 )
-def test_the_other_servers_are_driven_too(serving, name, task, actions):
+def test_the_other_servers_are_driven_too(serving, name, task, actions, request):
+    if name == "webarena":
+        request.getfixturevalue("chromium")
+
     async def main(endpoint, sessions):
         async with AgentGymPool(name, [f"{endpoint}/agentgym"], request_timeout_s=60) as pool:
             await pool.check(EnvConfig(name=name), allow_expert=False)
