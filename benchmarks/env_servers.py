@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import statistics
+import sys
 import tempfile
 import time
 import urllib.parse
@@ -203,6 +204,7 @@ def main() -> None:
     parser.add_argument("envs", nargs="*", choices=[*ACTIONS, []], help=f"default: {', '.join(ACTIONS)}")
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--warm", type=float, default=0.0, help="seconds of the same before each, not counted: a compiler at work")
     parser.add_argument("--server", action="append", default=[], metavar="NAME=DIALECT=URL", help="one that runs already")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/envs.json")
     arguments = parser.parse_args()
@@ -219,6 +221,8 @@ def main() -> None:
         print(f"{'server':<28}{'env':<11}{'dialect':<10}" + "".join(f"{name:>11}" for name in names))
         for target in targets:
             for num_sessions in arguments.sessions:
+                if arguments.warm:
+                    asyncio.run(measure(target, num_sessions, arguments.warm))
                 row = asyncio.run(measure(target, num_sessions, arguments.seconds))
                 rows.append(row)
                 figures = (row.sessions, row.steps_per_s, row.p50_ms, row.p99_ms, row.create_ms, row.rss_mib, row.cpu_ms_per_step)
@@ -235,7 +239,7 @@ def main() -> None:
         print(f"{env}: " + ", ".join(f"{value:.1f}x {name.replace('_', ' ')}" for name, value in ratio.items()))
     result = {
         "machine": machine(),
-        "command": "python benchmarks/env_servers.py",
+        "command": " ".join(["python", "benchmarks/env_servers.py", *sys.argv[1:]]),
         "rows": [asdict(row) for row in rows],
         "published_agentgym_steps_per_s_by_sessions": PUBLISHED,
         "ratios_to_published": ratios,
