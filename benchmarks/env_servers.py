@@ -71,6 +71,7 @@ class Measured:
     create_ms: float  # median, of create and reset together
     rss_mib: float | None  # of the server and the processes it started; None where they are not on this machine
     cpu_ms_per_step: float | None  # of the same processes, opening episodes included
+    server_ms_per_step: float | None  # of these, the server without the processes it started
     engine_ms_per_step: float | None  # of these, inside a simulator that counts them itself
     errors: int
 
@@ -155,7 +156,7 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> Measured
         connection.close()
 
     processes = processes_at(urllib.parse.urlsplit(target.url).port or 80)
-    cpu_s, engine_s = cpu_seconds(processes), engine_seconds(target.url)
+    cpu_s, server_s, engine_s = cpu_seconds(processes), cpu_seconds(processes[:1]), engine_seconds(target.url)
     began = time.perf_counter()
     await asyncio.gather(*(session() for _ in range(num_sessions)))
     wall_s = time.perf_counter() - began
@@ -172,6 +173,7 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> Measured
         create_ms=round(1000 * statistics.median(opened), 3) if opened else float("nan"),
         rss_mib=round(sum(process.memory_info().rss for process in processes) / 2**20, 1) if processes else None,
         cpu_ms_per_step=round(1000 * (cpu_seconds(processes) - cpu_s) / len(times), 3) if processes else None,
+        server_ms_per_step=round(1000 * (cpu_seconds(processes[:1]) - server_s) / len(times), 3) if processes else None,
         engine_ms_per_step=round(1000 * (engine_seconds(target.url) - engine_s) / len(times), 3) if engine_s else None,
         errors=errors,
     )
@@ -217,7 +219,7 @@ def main() -> None:
             config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=512)
             (url,) = stack.enter_context(local_env(config, expert=False, log_path=Path(folder) / f"{env}.log"))
             targets += [Target(env, "native", url, "ours"), Target(env, "agentgym", f"{url}/agentgym", "ours")]
-        names = ("sessions", "steps/s", "p50 ms", "p99 ms", "create ms", "RSS MiB", "CPU ms", "engine ms")
+        names = ("sessions", "steps/s", "p50 ms", "p99 ms", "create ms", "RSS MiB", "CPU ms", "server ms", "engine ms")
         print(f"{'server':<28}{'env':<11}{'dialect':<10}" + "".join(f"{name:>11}" for name in names))
         for target in targets:
             for num_sessions in arguments.sessions:
@@ -226,7 +228,8 @@ def main() -> None:
                 row = asyncio.run(measure(target, num_sessions, arguments.seconds))
                 rows.append(row)
                 figures = (row.sessions, row.steps_per_s, row.p50_ms, row.p99_ms, row.create_ms, row.rss_mib, row.cpu_ms_per_step)
-                texts = ["-" if figure is None else f"{figure:.5g}" for figure in (*figures, row.engine_ms_per_step)]
+                shares = (row.server_ms_per_step, row.engine_ms_per_step)
+                texts = ["-" if figure is None else f"{figure:.5g}" for figure in (*figures, *shares)]
                 print(f"{row.label[:27]:<28}{row.env:<11}{row.dialect:<10}" + "".join(f"{text:>11}" for text in texts))
                 if row.errors:
                     print(f"  {row.errors} errors")
