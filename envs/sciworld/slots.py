@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from envs.sciworld.jvm import Answer, GameFailed, Jvm, JvmLost
@@ -17,6 +19,7 @@ logger = logging.getLogger(__name__)
 SLOTS_PER_JVM = 8
 CALL_TIMEOUT_S = 60.0  # of one call: what takes longer is stuck; also for loading a new slot's classes on a busy machine
 HEAP_MIB = (96, 24)  # of one process: to begin with, and for each slot
+IDLE_S = 60.0  # a process nobody needed for so long ends, but the first
 GROWN = 2.5  # a process that holds more than this times its heap is replaced: half of that is its classes and compiled code
 
 
@@ -54,7 +57,13 @@ class Pool(Protocol):
 class Process:
     jvm: Jvm
     taken: int = 0  # slots open, in use or free
+    free: list[Slot] = field(default_factory=list)  # the one used last at the end
     retired: bool = False  # gets no new sessions; ends with its last one
+    idle_since: float = math.inf
+
+    @property
+    def idle(self) -> bool:
+        return len(self.free) == self.taken
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +85,7 @@ class Slot:
 
 
 class SlotPool:
-    """Thread-safe. Processes start when they are needed and stay: a used slot opens the next game in a tenth of the time."""
+    """Thread-safe. Processes start when they are needed and stay for a while: a used slot opens the next game in a tenth of the time."""
 
     def __init__(self, slots_per_jvm: int = SLOTS_PER_JVM, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
         self.restarts = 0  # processes that were lost or replaced
@@ -85,8 +94,7 @@ class SlotPool:
         self._call_timeout_s = call_timeout_s
         self._engine = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))  # more threads than cores only wait for each other
         self._gate = threading.Lock()
-        self._processes: list[Process] = []
-        self._free: list[Slot] = []
+        self._processes: list[Process] = []  # the first ones are used first
         self._next_number = 0
         self._ended_engine_s = 0.0
 
@@ -105,11 +113,12 @@ class SlotPool:
             return jvm.call(operation, slot, texts, timeout_s=self._call_timeout_s)
 
     def acquire(self) -> Slot:
-        """A free slot, the one used last first, else a new one. Errors: GameFailed, JvmLost."""
+        """A free slot, of the first process that has one, else a new one. Errors: GameFailed, JvmLost."""
         with self._gate:
             self._bury()
-            if self._free:
-                return self._free.pop()
+            for process in self._processes:
+                if process.free and not process.retired:
+                    return process.free.pop()
             process = self._place()
             process.taken += 1
             self._next_number += 1
@@ -130,10 +139,14 @@ class SlotPool:
                 logger.warning("Java process %d holds %.0f MiB; it is replaced", process.jvm.pid, process.jvm.rss_mib())
             keep = process.jvm.alive and not slot.broken and not process.retired
             if keep:
-                self._free.append(slot)
+                process.free.append(slot)
+            else:
+                process.taken -= 1
+            if process.idle:
+                process.idle_since = time.monotonic()
+            if keep:
                 return
-            process.taken -= 1
-            end = process.retired and process.taken == sum(free.process is process for free in self._free)
+            end = process.retired and process.idle
         if end:
             process.jvm.close("replaced")
         else:
@@ -142,7 +155,7 @@ class SlotPool:
 
     def close(self) -> None:
         with self._gate:
-            processes, self._processes, self._free = self._processes, [], []
+            processes, self._processes = self._processes, []
             self._ended_engine_s += sum(process.jvm.engine_s for process in processes)
         for process in processes:
             process.jvm.close()
@@ -157,12 +170,12 @@ class SlotPool:
         return process
 
     def _bury(self) -> None:
-        """Forget processes that are gone. Holds the gate."""
+        """Forget processes that are gone, and those but the first that nobody needed for a while. Holds the gate."""
         dead = [process for process in self._processes if not process.jvm.alive]
-        for process in dead:
+        long_ago = time.monotonic() - IDLE_S
+        idle = [process for process in self._processes[1:] if process.idle and process.idle_since < long_ago]
+        for process in {*dead, *idle}:
             self._processes.remove(process)
             self._ended_engine_s += process.jvm.engine_s
-            self.restarts += 1
-            process.jvm.close()
-        if dead:
-            self._free = [slot for slot in self._free if slot.process not in dead]
+            process.jvm.close("not needed")
+        self.restarts += len(dead)

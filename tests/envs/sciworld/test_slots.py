@@ -189,6 +189,21 @@ def test_a_process_that_grew_too_large_is_replaced_when_its_games_are_over(small
     assert small.acquire().process.jvm.pid != pid
 
 
+def test_processes_nobody_needs_end_after_a_while_but_the_first(small, monkeypatch):
+    held = [small.acquire() for _ in range(5)]
+    first, *others = small.pids
+    assert len(others) == 2
+    for slot in held:
+        small.release(slot)
+    assert small.acquire().process.jvm.pid == first  # they are not spread again
+    assert small.pids == [first, *others]
+    monkeypatch.setattr(slots, "IDLE_S", 0.0)
+    small.acquire()
+    assert small.pids == [first]
+    assert not any(psutil.pid_exists(pid) for pid in others)
+    assert small.restarts == 0
+
+
 def test_closing_leaves_no_process_thread_or_descriptor():
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(2):
