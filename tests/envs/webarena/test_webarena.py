@@ -36,7 +36,7 @@ ALL = pytest.param(tuple(GOLD), id="all", marks=[pytest.mark.slow, pytest.mark.t
 def spec():
     served = load_spec("webarena", {})
     yield served
-    served.stop()
+    served.close()
 
 
 def play(spec, task, end=None, left_out=0):
