@@ -16,7 +16,7 @@ import pytest
         ("algorithm.recipe=gpro", "algorithm.recipe 'gpro' is unknown; known: agent_evol, dapo"),
         ("no-equals-sign", "must look like key.path=value"),
         ("env.options.veiw=compact", "env: babyai has no option 'veiw'; did you mean 'view'?"),
-        ("env.name=sciworld", "env: unknown environment 'sciworld'"),
+        ("env.name=chess", "env: unknown environment 'chess'"),
         ("env.name=foo.bar", "env.name: string should match pattern"),
         ("registry.model_name=org/model", "registry.model_name: string should match pattern"),
         ("evaluation.k=[]", "evaluation.k: tuple should have at least 1 item"),
