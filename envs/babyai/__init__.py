@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 from envs.babyai.levels import AGENTGYM_LEVELS, check_level
 from envs.babyai.world import Options, World
 from envs.env import EnvSpec
+from envs.options import choose, nearest
 
 DEFAULTS: dict[str, Any] = {"levels": ["GoToObj", "GoToRedBallNoDists"], "view": "compact", "actions": "low", "reward": "binary"}
 
@@ -46,16 +46,13 @@ def spec(options: dict[str, Any]) -> EnvSpec:
 
     Errors: ValueError naming the key or value and the nearest known one.
     """
-    for key in options:
-        if key not in DEFAULTS:
-            raise ValueError(f"babyai has no option {key!r}; did you mean {_nearest(key, list(DEFAULTS))!r}?")
-    chosen = {**DEFAULTS, **options}
+    chosen = choose("babyai", options, DEFAULTS)
     types = get_type_hints(Options)
     for key in ("view", "actions", "reward"):
         known = get_args(types[key])
         if chosen[key] not in known:
-            nearest = _nearest(str(chosen[key]), list(known))
-            raise ValueError(f"babyai option {key}: unknown value {chosen[key]!r}; did you mean {nearest!r}? known: {', '.join(known)}")
+            near = nearest(str(chosen[key]), list(known))
+            raise ValueError(f"babyai option {key}: unknown value {chosen[key]!r}; did you mean {near!r}? known: {', '.join(known)}")
     parsed = Options(_levels(chosen["levels"]), chosen["view"], chosen["actions"], chosen["reward"])
     served = _served(chosen, parsed)
     theirs = Options(AGENTGYM_LEVELS, "agentgym", "high", "minigrid")
@@ -85,7 +82,3 @@ def _levels(value: Any) -> tuple[str, ...]:
     for name in value:
         check_level(name)
     return tuple(value)
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from typing import Any, get_args
 
 from envs.env import EnvSpec
+from envs.options import choose, nearest
 from envs.sciworld.stock import make_pool
 from envs.sciworld.tasks import PUBLISHED, check_name
 from envs.sciworld.world import Options, Reward, World
@@ -30,16 +30,13 @@ def spec(options: dict[str, Any]) -> EnvSpec:
 
     Errors: ValueError in one line, naming the key or value and the nearest known one, or what is not installed and how to.
     """
-    for key in options:
-        if key not in DEFAULTS:
-            raise ValueError(f"sciworld has no option {key!r}; did you mean {_nearest(key, list(DEFAULTS))!r}?")
-    chosen = {**DEFAULTS, **options}
+    chosen = choose("sciworld", options, DEFAULTS)
     moves = chosen["max_moves"]
     if not isinstance(moves, int) or isinstance(moves, bool) or moves < 1:
         raise ValueError(f"sciworld option max_moves: expected a whole number from 1, got {moves!r}")
     if chosen["reward"] not in get_args(Reward):
-        nearest = _nearest(str(chosen["reward"]), list(get_args(Reward)))
-        raise ValueError(f"sciworld option reward: unknown value {chosen['reward']!r}; did you mean {nearest!r}?")
+        near = nearest(str(chosen["reward"]), list(get_args(Reward)))
+        raise ValueError(f"sciworld option reward: unknown value {chosen['reward']!r}; did you mean {near!r}?")
     parsed = Options(_tasks(chosen["tasks"]), moves, chosen["reward"])
     pool = make_pool()
     served = EnvSpec(
@@ -69,7 +66,3 @@ def _tasks(value: Any) -> tuple[str, ...]:
     for name in value:
         check_name(name)
     return tuple(value)
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]

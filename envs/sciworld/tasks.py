@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from envs.env import UnknownTask
+from envs.options import nearest
 
 # name in the engine: number of variations (scienceworld 1.2.3), in the engine's order
 VARIATIONS = {
@@ -67,5 +67,5 @@ def num_tasks(names: tuple[str, ...]) -> int:
 def check_name(name: str) -> None:
     """Errors: ValueError naming the nearest known one."""
     if name not in VARIATIONS:
-        nearest = difflib.get_close_matches(name, list(VARIATIONS), n=1, cutoff=0.0)[0]
-        raise ValueError(f"sciworld option tasks: unknown task {name!r}; did you mean {nearest!r}?")
+        near = nearest(name, VARIATIONS)
+        raise ValueError(f"sciworld option tasks: unknown task {name!r}; did you mean {near!r}?")

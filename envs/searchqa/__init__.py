@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.env import EnvSpec
+from envs.options import choose, nearest
 from envs.searchqa import questions, retrievers
 from envs.searchqa.episode import Episode, Options
 from envs.searchqa.flashrag import FlashRag
@@ -44,13 +45,10 @@ def spec(options: dict[str, Any]) -> EnvSpec:
 
     Errors: ValueError naming the key or value and the nearest known one, or the file that is missing.
     """
-    for key in options:
-        if key not in DEFAULTS:
-            raise ValueError(f"searchqa has no option {key!r}; did you mean {_nearest(key, list(DEFAULTS))!r}?")
-    chosen = {**DEFAULTS, **options}
+    chosen = choose("searchqa", options, DEFAULTS)
     mode = chosen["mode"]
     if mode not in _MODES:
-        raise ValueError(f"searchqa option mode: unknown value {mode!r}; did you mean {_nearest(str(mode), list(_MODES))!r}?")
+        raise ValueError(f"searchqa option mode: unknown value {mode!r}; did you mean {nearest(str(mode), list(_MODES))!r}?")
     parsed = Options(mode, _whole(chosen, "topk", 1, _MAX_TOPK), _whole(chosen, "max_doc_chars", 0, 1_000_000))
     asked, retriever = _questions(chosen["questions"]), _retriever(chosen)
     if isinstance(asked, FlashRag) and isinstance(retriever, retrievers.Bm25):
@@ -103,7 +101,3 @@ def _whole(chosen: dict[str, Any], key: str, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"searchqa option {key}: expected a whole number from {low} to {high}, got {value!r}")
     return value
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from envs.env import EnvSpec
+from envs.options import choose, nearest
 from envs.textcraft.planner import Choices, shortest
 from envs.textcraft.recipes import Book, load_book, plain
 from envs.textcraft.world import Options, World, goals_of
@@ -30,10 +30,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
 
     Errors: ValueError in one line, naming the key or value and the nearest known one.
     """
-    for key in options:
-        if key not in DEFAULTS:
-            raise ValueError(f"textcraft has no option {key!r}; did you mean {_nearest(key, list(DEFAULTS))!r}?")
-    chosen = {**DEFAULTS, **options}
+    chosen = choose("textcraft", options, DEFAULTS)
     for key, least in LEAST.items():
         value = chosen[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -69,14 +66,10 @@ def _goals(book: Book, chosen: dict[str, Any]) -> tuple[str, ...]:
     wanted = [plain(name) for name in wanted]
     for name in wanted:
         if name not in book.by_output:
-            raise ValueError(f"textcraft option goals: no recipe crafts {name!r}; did you mean {_nearest(name, book.goals)!r}?")
+            raise ValueError(f"textcraft option goals: no recipe crafts {name!r}; did you mean {nearest(name, book.goals)!r}?")
     least, most = chosen["min_depth"], chosen["max_depth"]
     goals = tuple(goal for goal in goals_of(book, min_depth=least, max_depth=most) if not wanted or goal in wanted)
     if not goals:
         deepest = book.depth[book.goals[-1]]
         raise ValueError(f"textcraft options min_depth {least}, max_depth {most}: no goal is left; depths here go from 1 to {deepest}")
     return goals
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]

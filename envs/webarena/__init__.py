@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envs.env import EnvSpec
+from envs.options import choose, nearest
 
 if TYPE_CHECKING:
     from envs.webarena.evaluators import Judge
@@ -61,11 +62,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
 
     Errors: ValueError naming the option, the nearest known one, the task and field that is wrong, or what to install.
     """
-    for key in options:
-        if key not in DEFAULTS:
-            near = difflib.get_close_matches(key, DEFAULTS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"webarena has no option {key!r}; did you mean {near!r}?")
-    chosen = {**DEFAULTS, **options}
+    chosen = choose("webarena", options, DEFAULTS)
     try:
         import playwright.async_api  # noqa: F401
     except ImportError:
@@ -130,7 +127,7 @@ def _addresses(value: Any) -> dict[str, str]:
         )
     for name in value:
         if name not in SITE_NAMES:
-            near = difflib.get_close_matches(name, SITE_NAMES, n=1, cutoff=0.0)[0]
+            near = nearest(name, SITE_NAMES)
             raise ValueError(f"webarena option sites: unknown site {name!r}; did you mean {near!r}?")
     return {name: url.rstrip("/") for name, url in value.items()}
 
@@ -199,7 +196,7 @@ def _text(chosen: Mapping[str, Any], key: str) -> str:
 
 def _one_of(chosen: Mapping[str, Any], key: str, known: tuple[str, ...]) -> str:
     if chosen[key] not in known:
-        near = difflib.get_close_matches(str(chosen[key]), known, n=1, cutoff=0.0)[0]
+        near = nearest(str(chosen[key]), known)
         raise ValueError(f"webarena option {key}: unknown value {chosen[key]!r}; did you mean {near!r}?")
     return str(chosen[key])
 
