@@ -20,15 +20,14 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.states import Crashed
 
 from agentgym.deploy.owned import end_with_owner
+from tasks.overdue import GOES_ON, MAX_ATTEMPTS, PAGE, given_up
 
 logger = logging.getLogger(__name__)
 
 SILENCE_S = 90  # three heartbeats missed
 START_TIMEOUT_S = 300  # from Pending to Running: importing the flow takes 10 to 30 s
-MAX_ATTEMPTS = 10  # of one flow run
 MAX_RETRIES_PER_HOUR = 10  # also counts attempts that died before they ran
 END_GRACE_S = 8.0
-PAGE = 200  # what the server gives at once
 
 _ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
 
@@ -36,7 +35,7 @@ _ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
 def automations(max_attempts: int = MAX_ATTEMPTS, max_retries_per_hour: int = MAX_RETRIES_PER_HOUR) -> list[Automation]:
     """The rules, for runs of deployments alone: what a person started in a terminal is theirs to start again."""
     attempts = [str(count) for count in range(max_attempts)]
-    retry = _change(StateType.SCHEDULED, "its process was lost; it goes on from the last commit", name="AwaitingRetry")
+    retry = _change(StateType.SCHEDULED, GOES_ON, name="AwaitingRetry")
     return [
         _automation(
             "agentgym: a silent run has crashed",
@@ -60,10 +59,7 @@ def automations(max_attempts: int = MAX_ATTEMPTS, max_retries_per_hour: int = MA
             "agentgym: a run that keeps crashing has failed",
             f"After {max_attempts} attempts somebody must look.",
             _trigger(expect=["Crashed"], run_counts=[str(max_attempts)]),
-            _change(
-                StateType.FAILED,
-                f"crashed {max_attempts} times; see its logs, then `prefect flow-run retry` goes on from the last commit",
-            ),
+            _change(StateType.FAILED, given_up(max_attempts)),
         ),
         _automation(
             "agentgym: a run that crashes fast has failed",

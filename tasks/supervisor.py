@@ -25,6 +25,7 @@ from agentgym.config import ConfigError
 from agentgym.deploy.owned import end_with_owner, owned_process, tail
 from agentgym.store.files import discard, write_temp
 from agentgym.store.lease import process_start
+from tasks.overdue import bring_back
 from tasks.services import POLL_S, POOL, START_TIMEOUT_S, STATE, TOML, TOML_MARK, Services, forget, log_file, state_file, toml_is_ours
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ KUBERNETES_POOL = "kubernetes"
 JOB_TEMPLATE = Path("k8s/prefect/base-job-template.json")
 POOL_LIMIT = 4  # flow runs of this machine at a time; each deployment has its own limit beside it
 CHECK_S = 1.0  # between two looks at the services
+OVERDUE_CHECK_S = 15.0  # between two looks for runs that nobody brings back
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 600.0  # of one service
 WORKER_GRACE_S = 8.0  # below what its owner waits
 
@@ -126,15 +128,27 @@ def supervise(state: Path, prefect_port: int, mlflow_port: int) -> int:
             if toml_is_ours():
                 TOML.write_text(_toml(state, me.api))
             ready = True
+            next_look = 0.0
             while True:
                 changed = [service.keep() for service in services.values()]  # each of them, so no any() over a generator
                 if any(changed):
                     publish()
+                if time.monotonic() >= next_look:
+                    _bring_back(me.api)
+                    next_look = time.monotonic() + OVERDUE_CHECK_S
                 time.sleep(CHECK_S)
         except KeyboardInterrupt:
             logger.info("stopping")
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return 0
+
+
+def _bring_back(api: str) -> None:
+    """A server that does not answer is started again by its own service; the next look comes."""
+    try:
+        bring_back(api)
+    except (OSError, ValueError) as error:
+        logger.warning("could not look for crashed flow runs: %s", error)
 
 
 def _wait_until_healthy(service: Service, address: str, log: Path) -> None:

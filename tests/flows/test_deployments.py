@@ -31,13 +31,13 @@ class Deployed:
         said = self.prefect("deployment", "run", deployment, "--param", f"run={json.dumps({'overrides': overrides})}")
         return re.search(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", said.replace("\n", "")).group()
 
-    def api(self, path, body=None):
+    def api(self, path, body=None, method=None):
         """Prefect's own interface; its client would take seconds to import for every look."""
         services = json.loads((self.project.folder / ".agentgym/services.json").read_text())
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{services['prefect']}/api/{path}", data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{services['prefect']}/api/{path}", data, {"Content-Type": "application/json"}, method=method)
         with urllib.request.urlopen(request, timeout=60) as reply:
-            return json.load(reply)
+            return json.loads(reply.read() or "null")
 
     def look(self, run):
         """A flow run with its task runs, artifacts and logs."""
@@ -59,9 +59,13 @@ class Deployed:
     def wait(self, run, *states, timeout_s=240):
         deadline = time.monotonic() + timeout_s
         while (seen := self.look(run))["state"] not in states:
-            assert time.monotonic() < deadline, seen["state"]
+            assert time.monotonic() < deadline, (seen["state"], seen["attempts"], seen["message"], self.log("prefect"), self.log("supervisor"))
             time.sleep(0.5)
         return seen
+
+    def log(self, name):
+        """The end of a service's log, for a failure's message."""
+        return "\n".join((self.project.folder / f".agentgym/logs/{name}.log").read_text().splitlines()[-20:])
 
     def wait_for_commit(self, step, count=1):
         """Until that many commits of a step are in the store, by any run."""
@@ -224,6 +228,21 @@ def test_a_run_that_lost_its_worker_too_is_found_by_its_silence(deployed):
     seen = deployed.wait(run, "Completed", "Failed", timeout_s=600)
     assert (seen["state"], seen["attempts"]) == ("Completed", 2)
     assert {state for _, state, _ in seen["tasks"]} == {"Completed", "Crashed"}
+
+
+@pytest.mark.slow
+def test_a_crashed_run_that_no_automation_answers_is_found_by_the_supervisor(deployed):
+    (answer,) = [each for each in deployed.api("automations/filter", {}) if each["name"] == "agentgym: a crashed run goes on"]
+    deployed.api(f"automations/{answer['id']}", {"enabled": False}, method="PATCH")
+    run = deployed.submit("pipeline/local", "seed=9", "horizon.stage_steps=[6,1,2]")
+    before = len([path for path in deployed.project.manifests() if "/stage-1-" in str(path)])
+    deployed.wait_for_commit("stage-1", before + 2)
+    for pid in deployed.pids("prefect.engine"):
+        os.kill(pid, signal.SIGKILL)
+    seen = deployed.wait(run, "Completed", "Failed")
+    deployed.api(f"automations/{answer['id']}", {"enabled": True}, method="PATCH")
+    assert (seen["state"], seen["attempts"]) == ("Completed", 2)
+    assert "no automation answered" in deployed.log("supervisor")
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Running
 
+from tasks.overdue import GOES_ON, MAX_ATTEMPTS, bring_back, given_up
 from tasks.prefect_server import prefect_api
-from tasks.recovery import MAX_ATTEMPTS, apply_automations, automations
+from tasks.recovery import apply_automations, automations
 
 RULES = {automation.name.removeprefix("agentgym: "): automation for automation in automations()}
 
@@ -59,33 +60,63 @@ def test_silence_is_three_missed_heartbeats_and_not_a_run_that_waits_or_ends():
         assert f"prefect.flow-run.{name}" in trigger.expect
 
 
-def test_a_real_server_schedules_a_crashed_run_again_and_gives_up_after_the_last_attempt(tmp_path, monkeypatch):
-    @flow(name="crashing")
-    def crashing():
-        pass
+@flow(name="crashing")
+def crashing():
+    pass
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))  # of the server, a process of its own
-    # whatever server this project may have running is not the test's
-    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_api(tmp_path / "state"), get_client(sync_client=True) as client:
-        apply_automations(automations(max_attempts=2))
-        apply_automations(automations(max_attempts=2))
-        assert sorted(found.name for found in client.read_automations()) == sorted(f"agentgym: {name}" for name in RULES)
-        deployment = client.create_deployment(client.create_flow(crashing), name="local")
-        run = client.create_flow_run_from_deployment(deployment)
 
-        def state_after_crash():
-            client.set_flow_run_state(run.id, Running(), force=True)
-            client.set_flow_run_state(run.id, Crashed(message="killed"), force=True)
-            deadline = time.monotonic() + 60
-            while (state := client.read_flow_run(run.id).state).name == "Crashed":
-                assert time.monotonic() < deadline, "no automation answered"
-                time.sleep(0.2)
-            return state
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """Of a real server. Whatever server this project may have running is not the tests'."""
+    folder = tmp_path_factory.mktemp("server")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("PREFECT_API_URL", raising=False)
+        patch.setenv("PREFECT_HOME", str(folder / "prefect"))  # of the server, a process of its own
+        with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_api(folder / "state"), get_client(sync_client=True) as client:
+            yield client
 
-        first = state_after_crash()
-        assert (first.name, first.message) == ("AwaitingRetry", "its process was lost; it goes on from the last commit")
-        second = state_after_crash()
-        assert second.name == "Failed"
-        assert second.message.startswith("crashed 2 times; see its logs")
+
+@pytest.fixture(scope="module")
+def deployment(client):
+    return client.create_deployment(client.create_flow(crashing), name="local")
+
+
+def crash(client, run):
+    client.set_flow_run_state(run.id, Running(), force=True)
+    client.set_flow_run_state(run.id, Crashed(message="killed"), force=True)
+
+
+def test_a_crashed_run_that_no_automation_answers_is_brought_back_all_the_same(client, deployment):
+    api = str(client.api_url).rstrip("/")
+    run, ours, typed = client.create_flow_run_from_deployment(deployment), [], client.create_flow_run(crashing)
+    for number in (1, 2):
+        crash(client, run)
+        crash(client, typed)
+        assert bring_back(api, max_attempts=2) == []  # the automations have their time first
+        ours.append(bring_back(api, max_attempts=2, overdue_s=0))
+        state = client.read_flow_run(run.id).state
+        assert (state.name, state.message) == (("AwaitingRetry", GOES_ON) if number == 1 else ("Failed", given_up(2)))
+    assert ours == [[str(run.id)]] * 2
+    assert client.read_flow_run(typed.id).state.name == "Crashed"  # a person's own
+    assert bring_back(api, overdue_s=0) == []
+
+
+def test_a_real_server_schedules_a_crashed_run_again_and_gives_up_after_the_last_attempt(client, deployment):
+    apply_automations(automations(max_attempts=2))
+    apply_automations(automations(max_attempts=2))
+    assert sorted(found.name for found in client.read_automations()) == sorted(f"agentgym: {name}" for name in RULES)
+    run = client.create_flow_run_from_deployment(deployment)
+
+    def state_after_crash():
+        crash(client, run)
+        deadline = time.monotonic() + 60
+        while (state := client.read_flow_run(run.id).state).name == "Crashed":
+            assert time.monotonic() < deadline, "no automation answered"
+            time.sleep(0.2)
+        return state
+
+    first = state_after_crash()
+    assert (first.name, first.message) == ("AwaitingRetry", GOES_ON)
+    second = state_after_crash()
+    assert (second.name, second.message) == ("Failed", given_up(2))
