@@ -2,6 +2,7 @@
 PYTHON ?= python3
 # pip's own choice of build; for CUDA 12.6, say: make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126" pipeline
 TORCH  ?= torch==2.13.0
+WORKERS ?= 2
 STATE  := $(CURDIR)/.agentgym
 BIN    := .venv/bin
 INSTALLED := .venv/.installed
@@ -31,8 +32,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 pipeline: install  ## the whole job; run it again to go on where it stopped. Overrides: make pipeline ARGS="optimiser.lr=5e-4"
 	@$(BIN)/python -m flows.pipeline $(ARGS)
 
-test: install  ## the tests
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray" $(ARGS)
+test: install  ## the tests, two at a time; one after the other: make test WORKERS=0
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray" --numprocesses $(WORKERS) --dist loadgroup $(ARGS)
 
 slow: install  ## what takes minutes
 	@$(BIN)/python -m pytest -m "slow" $(ARGS)

@@ -32,6 +32,13 @@ def skip_without(find):
         pytest.skip(str(error))
 
 
+def pytest_collection_modifyitems(items):
+    """Of several test processes one gets a whole file, and one all of tests/flows: they share a finished run."""
+    for item in items:
+        folder, _, _ = item.nodeid.rpartition("/")
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "tests/flows" else item.nodeid.partition("::")[0]))
+
+
 @pytest.fixture(scope="session")
 def java():
     from envs.sciworld.jvm import find_java
