@@ -34,9 +34,9 @@ def skip_without(find):
 
 def pytest_collection_modifyitems(items):
     """Of several test processes one gets a whole file, and one all of tests/flows: they share a finished run."""
+    flows = Path(__file__).parent / "flows"
     for item in items:
-        folder, _, _ = item.nodeid.rpartition("/")
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "tests/flows" else item.nodeid.partition("::")[0]))
+        item.add_marker(pytest.mark.xdist_group(str(flows if item.path.parent == flows else item.path)))
 
 
 @pytest.fixture(scope="session")

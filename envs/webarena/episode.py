@@ -186,18 +186,21 @@ class Episode:
             return await self._observe(), error
 
     async def _observe(self) -> str:
-        """WebArena's blocks. A page that is changing while it is read is read again."""
+        """WebArena's blocks. A page that is changing while it is read is read again, and so is one that turns out to have left the sites."""
         tabs = self._living()
         lines: list[str] = []
         for attempt in (1, 2, 3):
+            trouble = "the page keeps leaving the sites"
             try:
                 lines = await self._read(tabs)
-                break
+                if not tabs.astray():
+                    break
             except Error as error:  # a navigation took the page away
                 tabs.check_alive()
-                if attempt == 3:
-                    raise BrowserLost(f"the page cannot be read: {reason(error)}") from error
-                await tabs.settle()
+                trouble = f"the page cannot be read: {reason(error)}"
+            if attempt == 3:
+                raise BrowserLost(trouble)
+            await tabs.settle()
         titles = []
         for place, tab in enumerate(tabs.living()):
             title = " ".join((await self._title(tabs, tab)).split())[:200]

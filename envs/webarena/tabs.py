@@ -234,6 +234,10 @@ class Tabs:
         if any(tab.crashed for tab in self.open):
             raise BrowserLost("the page crashed")
 
+    def astray(self) -> list[Tab]:
+        """The tabs that show something off the list; a navigation may end only after the page seemed to rest."""
+        return [tab for tab in self.living() if not self.allowed.admits(tab.page.url)]
+
     def begin_step(self) -> None:
         self.check_alive()
         self.notes = []
@@ -260,8 +264,8 @@ class Tabs:
                 self.notes.append(f"The page opened {_number(tab.dialogs, 'dialog')}, dismissed.{closed}")
             if tab.downloads:
                 self.notes.append("Downloads are switched off.")
-            if not tab.page.is_closed() and not self.allowed.admits(tab.page.url):
-                await self._bring_back(tab)
+        for tab in self.astray():
+            await self._bring_back(tab)
         if self.current.page.is_closed():
             living = self.living()
             self.current = living[-1] if living else await self.new_tab()
