@@ -2,7 +2,7 @@
 
 Same layout and schema as the set on the Hub, other ids: of each environment's index range, the ones whose sha256 sorts first.
 Equal output on every machine and Python version. Run it from anywhere: `python data/make_standin.py`, then `dvc add`.
-It also writes `textcraft-invented`, small enough for git: tasks of TextCraft with made-up goals to learn from and the game's own for the test.
+It also writes `textcraft-invented`, small enough for git: made-up goals of TextCraft to learn from, the game's own for the test.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ids(env: str) -> tuple[list[str], list[str]]:
 
 
 def ids_invented() -> tuple[list[str], list[str]]:
-    """Train and eval ids: the invented goals of one level of crafting and the shipped ones. Both goal lists are the book's, whose ids they are."""
+    """Train and eval ids: the invented goals of one level of crafting, and the shipped ones."""
     from envs.textcraft.recipes import load_book
     from envs.textcraft.world import goals_of
 

@@ -59,7 +59,13 @@ class Deployed:
     def wait(self, run, *states, timeout_s=240):
         deadline = time.monotonic() + timeout_s
         while (seen := self.look(run))["state"] not in states:
-            assert time.monotonic() < deadline, (seen["state"], seen["attempts"], seen["message"], self.log("prefect"), self.log("supervisor"))
+            assert time.monotonic() < deadline, (
+                seen["state"],
+                seen["attempts"],
+                seen["message"],
+                self.log("prefect"),
+                self.log("supervisor"),
+            )
             time.sleep(0.5)
         return seen
 
