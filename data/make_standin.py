@@ -2,7 +2,7 @@
 
 Same layout and schema as the set on the Hub, other ids: of each environment's index range, the ones whose sha256 sorts first.
 Equal output on every machine and Python version. Run it from anywhere: `python data/make_standin.py`, then `dvc add`.
-It also writes `textcraft-depth-1`, small enough for git: tasks of TextCraft whose test goals are no training goals.
+It also writes `textcraft-invented`, small enough for git: made-up goals of TextCraft to learn from, the game's own for the test.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ SIZES = {
     "webarena": (320, range(812), 50, range(812)),  # task files
 }
 
-# TextCraft with max_depth 1 takes goal [id mod 124]: the stand-in's test ids name goals that its train ids name, too. Here they do not
-APART = ROOT.with_name("textcraft-depth-1")
-NUM_GOALS, NUM_TRAIN_GOALS = 124, 84
-TRAIN_TASKS, EVAL_TASKS = 16, 4  # of one goal: they differ in their distractors
+# TextCraft with max_depth 1 and recipes "invented:8000": 8,000 made-up goals to learn from, the game's own 124 for the test
+INVENTED = ROOT.with_name("textcraft-invented")
+NUM_INVENTED = 8_000
 
 
 def ids(env: str) -> tuple[list[str], list[str]]:
@@ -36,12 +35,15 @@ def ids(env: str) -> tuple[list[str], list[str]]:
     return train, [item_id for item_id in _in_hash_order(env, eval_indices) if item_id not in taken][:num_eval]
 
 
-def ids_apart() -> tuple[list[str], list[str]]:
-    """Train and eval ids of TextCraft's goals of depth 1, every goal once before any comes again: the first 40 eval ids are 40 goals."""
-    goals = [int(name.rpartition("_")[2]) for name in _in_hash_order("textcraft", range(NUM_GOALS))]
-    parts = ((goals[:NUM_TRAIN_GOALS], TRAIN_TASKS), (goals[NUM_TRAIN_GOALS:], EVAL_TASKS))
-    train, test = ([f"textcraft_{goal + NUM_GOALS * task}" for task in range(tasks) for goal in part] for part, tasks in parts)
-    return train, test
+def ids_invented() -> tuple[list[str], list[str]]:
+    """Train and eval ids: the invented goals of one level of crafting, and the shipped ones."""
+    from envs.textcraft.recipes import load_book
+    from envs.textcraft.world import goals_of
+
+    shipped = set(goals_of(load_book(), min_depth=1, max_depth=1))
+    goals = goals_of(load_book(f"invented:{NUM_INVENTED}"), min_depth=1, max_depth=1)
+    order = [int(item_id.rpartition("_")[2]) for item_id in _in_hash_order("textcraft", range(len(goals)))]
+    return tuple([f"textcraft_{goal}" for goal in order if (goals[goal] in shipped) is known] for known in (False, True))
 
 
 def _in_hash_order(env: str, indices: range) -> list[str]:
@@ -54,9 +56,9 @@ def write(root: Path = ROOT) -> None:
         _write(root, env, *ids(env))
 
 
-def write_apart(root: Path = APART) -> None:
+def write_invented(root: Path = INVENTED) -> None:
     """Replace the two files under `root`."""
-    _write(root, "textcraft", *ids_apart())
+    _write(root, "textcraft", *ids_invented())
 
 
 def _write(root: Path, env: str, train: list[str], test: list[str]) -> None:
@@ -68,4 +70,4 @@ def _write(root: Path, env: str, train: list[str], test: list[str]) -> None:
 
 if __name__ == "__main__":
     write()
-    write_apart()
+    write_invented()

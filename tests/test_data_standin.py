@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 from agentgym.data import load_splits
 from agentgym.types import Item
@@ -91,18 +92,22 @@ def test_indices_stay_in_each_environment_s_range(pulled: Path, script: ModuleTy
             assert all(int(item_id.rpartition("_")[2]) in indices for item_id in ids)
 
 
-def test_no_test_goal_of_depth_1_is_a_training_goal(script: ModuleType, tmp_path: Path) -> None:
-    root = ROOT / "data/textcraft-depth-1"
-    script.write_apart(tmp_path)
+def test_the_invented_goals_are_for_training_and_the_game_s_own_for_the_test(script: ModuleType, tmp_path: Path) -> None:
+    root = ROOT / "data/textcraft-invented"
+    script.write_invented(tmp_path)
     assert all(
         (tmp_path / name).read_bytes() == (root / name).read_bytes() for name in ("train/textcraft_train.json", "eval/textcraft_test.json")
     )
     splits = load_splits(root, "textcraft", validation_fraction=0.1, seed=0)
-    world = load_spec("textcraft", {"max_depth": 1, "distractors": 2}).make()
+    options = yaml.safe_load((ROOT / "profiles/textcraft-cpu.yaml").read_text())["env"]["options"]
+    world, shipped = load_spec("textcraft", options).make(), load_spec("textcraft", {"max_depth": 1, "distractors": 0}).make()
 
     def goals(items: tuple[Item, ...]) -> list[str]:
         return [world.reset(item.task_id).rpartition("Goal: ")[2] for item in items]
 
-    learned, asked = set(goals((*splits.train, *splits.validation))), goals(splits.test)
-    assert (len(learned), len(set(asked)), len(set(asked[:40]))) == (84, 40, 40)
-    assert not learned & set(asked)
+    asked = {shipped.reset(task_id).rpartition("Goal: ")[2] for task_id in range(124)}
+    assert set(goals(splits.test)) == asked
+    assert len(asked) == len(splits.test) == 124
+    learned = goals((*splits.train, *splits.validation))
+    assert len(set(learned)) == len(learned) == 8000
+    assert not asked & set(learned)

@@ -13,30 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from envs.textcraft.draft import Draft
+from envs.textcraft.invented import MOST, invent
+
 SHIPPED = Path(__file__).with_name("recipes.json")
 NAMESPACE = "minecraft:"
-GRID_CELLS = 9
+INVENTED = "invented:"
 _MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
-_ID = re.compile(r"#?[a-z0-9_.:/-]+")
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A recipe as it was read; names are ids without `minecraft:`, generic ingredients begin with #."""
-
-    output: str
-    count: int
-    ingredients: tuple[tuple[str, int], ...]
-    kind: str = ""  # the generic ingredient that its output may stand for
-
-    def __post_init__(self) -> None:
-        if len(self.ingredients) > GRID_CELLS:
-            raise ValueError(f"{len(self.ingredients)} ingredients in a grid of {GRID_CELLS} cells")
-        for name, n in ((self.output, self.count), *self.ingredients):
-            if not _ID.fullmatch(name):
-                raise ValueError(f"{name!r} is no name of an item")
-            if n < 1:
-                raise ValueError(f"{n} {name}")
+_NUMBER = re.compile(r"[1-9][0-9]{0,5}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +134,14 @@ class Book:
 
 @cache
 def load_book(path: str = "") -> Book:
-    """path: empty for the recipes that ship, a file of their form, or a folder of Minecraft's recipe files (AgentGym's `recipes/`).
+    """path: empty for the recipes that ship, a file of their form, or a folder of Minecraft's recipe files (AgentGym's `recipes/`);
+    `invented:N` for those that ship and N made-up ones.
 
     A folder is read in the order of its files' names, whatever order the disk lists them in.
     Errors: ValueError in one line.
     """
+    if path.startswith(INVENTED):
+        return _with_invented(path.removeprefix(INVENTED))
     place = Path(path) if path else SHIPPED
     if place.is_dir():
         return Book(_read_folder(place), str(place))
@@ -172,6 +159,13 @@ def item_id(name: str) -> str:
     """The inverse of `plain`."""
     name = name.replace(" ", "_")
     return name if ":" in name else NAMESPACE + name
+
+
+def _with_invented(number: str) -> Book:
+    if not _NUMBER.fullmatch(number) or int(number) > MOST:
+        raise ValueError(f"textcraft option recipes: expected {INVENTED}N with N from 1 to {MOST}, got {INVENTED + number!r}")
+    shipped = _read_file(SHIPPED)
+    return Book([*shipped, *invent(int(number), shipped)], f"{SHIPPED} and {number} invented recipes")
 
 
 def _read_file(path: Path) -> list[Draft]:

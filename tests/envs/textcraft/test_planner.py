@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from envs.textcraft import solution, spec
+from envs.textcraft.draft import Draft
 from envs.textcraft.planner import Choices, Plan
-from envs.textcraft.recipes import Book, Draft, load_book
+from envs.textcraft.recipes import Book, load_book
 
 
 def draft(text, kind=""):
