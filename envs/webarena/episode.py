@@ -186,7 +186,7 @@ class Episode:
             return await self._observe(), error
 
     async def _observe(self) -> str:
-        """WebArena's blocks. A page that is changing while it is read is read again, and so is one that turns out to have left the sites."""
+        """WebArena's blocks. A page that is changing while it is read is read again, so is one that turns out to have left the sites."""
         tabs = self._living()
         lines: list[str] = []
         for attempt in (1, 2, 3):
