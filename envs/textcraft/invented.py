@@ -19,24 +19,34 @@ def invent(number: int, known: Iterable[Draft]) -> list[Draft]:
 
     Equal on every machine, and the first n of any number are the same n.
     """
-    names = sorted({name.removeprefix("#") for draft in known for name in (draft.output, *(part for part, _ in draft.ingredients))})
-    parts = [name.split("_") for name in names]
+    names = {name.removeprefix("#") for draft in known for name in (draft.output, *(part for part, _ in draft.ingredients))}
+    parts = [name.split("_") for name in sorted(names)]
     ends = sorted({words[-1] for words in parts})
     begins = sorted({word for words in parts for word in words[:-1] if len(word) >= SHORTEST_WORD})
+    single = sorted({*begins, *ends} - names)
+    ingredient_ends = [end for end in ends if end != "block"]  # a recipe of one block alone would be left out
     chance = random.Random("invented recipes")  # noqa: S311  (a str is hashed by sha512, the same everywhere)
     outputs, ingredients = set(names), set(names)
 
-    def name(*taken: set[str]) -> str:
+    def name(first: str, last: list[str], *taken: set[str]) -> str:
         while True:
-            made = "_".join([*chance.sample(begins, chance.choice((1, 1, 1, 2))), chance.choice(ends)])
-            if not made.endswith("_block") and not any(made in each for each in taken):
+            made = "_".join([first, *chance.sample(begins, chance.choice((0, 0, 0, 1))), chance.choice(last)])
+            if not any(made in each for each in taken):
                 return made
 
     drafts = []
     for _ in range(number):
-        output = name(outputs, ingredients)
+        output = name(chance.choice(begins), ends, outputs, ingredients)
         outputs.add(output)
-        own = [name(outputs) for _ in range(chance.choice((1, 1, 1, 2, 2, 3)))]
-        ingredients.update(own)
-        drafts.append(Draft(output, chance.choice((1, 1, 2, 3, 4, 6)), tuple((part, chance.randint(1, 8)) for part in dict.fromkeys(own))))
+        own = set()
+        for _ in range(chance.choice((1, 1, 1, 1, 2, 3))):
+            if chance.random() < 1 / 3:
+                own.add(chance.choice(single))
+            else:  # often of the same material, as planks are of a log
+                material = output.partition("_")[0] if chance.random() < 1 / 2 else chance.choice(begins)
+                own.add(name(material, ingredient_ends, outputs))
+        ingredients |= own
+        drafts.append(
+            Draft(output, chance.choice((1, 1, 1, 2, 3, 4, 6, 8, 16)), tuple((part, chance.randint(1, 9)) for part in sorted(own)))
+        )
     return drafts
