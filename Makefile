@@ -33,7 +33,7 @@ pipeline: install  ## the whole job; run it again to go on where it stopped. Ove
 	@$(BIN)/python -m flows.pipeline $(ARGS)
 
 test: install  ## the tests, two at a time; one after the other: make test WORKERS=0
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray" --numprocesses $(WORKERS) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray" --numprocesses $(WORKERS) $(ARGS)
 
 slow: install  ## what takes minutes
 	@$(BIN)/python -m pytest -m "slow" $(ARGS)

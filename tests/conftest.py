@@ -32,11 +32,17 @@ def skip_without(find):
         pytest.skip(str(error))
 
 
-def pytest_collection_modifyitems(items):
-    """Of several test processes one gets a whole file, and one all of tests/flows: they share a finished run."""
-    flows = Path(__file__).parent / "flows"
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(str(flows if item.path.parent == flows else item.path)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of several test processes one gets a whole file, and one all of tests/flows: they share a finished run and the usual ports."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file, _, _ = nodeid.partition("::")
+            return "tests/flows" if file.startswith("tests/flows/") else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
