@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from pipeline import ROOT, machine
@@ -46,8 +45,8 @@ def main() -> None:
         shutil.copytree(new, same)  # a store of its own: what is sampled is in no key
         for store, rate in itertools.product((same, new), RATES):
             success = train(load_config(chosen.params, [*overrides, f"optimiser.lr={rate}", f"store.path={store}"]), again=store == same)
-            runs.append({"items": store.name, "lr": rate, "success": success, "fifths": fifths(success)})
-            sys.stdout.write(f"{store.name:4} items, lr {rate:g}: {runs[-1]['fifths']}\n")
+            runs.append({"items": store.name, "lr": rate, "success": success})
+            sys.stdout.write(f"{store.name:4} items, lr {rate:g}: {fifths(success)}\n")
     result = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "settings": overrides, "runs": runs}
     (ROOT / "docs/results/same_items.json").write_text(json.dumps(result, indent=1) + "\n")
 
@@ -59,7 +58,8 @@ def train(cfg: RunConfig, *, again: bool) -> list[float]:
 
     def first(stream: ItemStream, number: int) -> list[Item]:
         new = usual(stream, number)
-        kept.extend([] if kept else new)
+        if not kept:
+            kept.extend(new)
         return list(kept)
 
     with mock.patch.object(ItemStream, "next", first if again else usual):
@@ -71,7 +71,7 @@ def train(cfg: RunConfig, *, again: bool) -> list[float]:
 
 def fifths(values: list[float]) -> list[float]:
     """Means of five stretches of equal length, in order."""
-    size: Any = len(values) / 5
+    size = len(values) / 5
     return [round(statistics.mean(values[round(part * size) : round((part + 1) * size)]), 3) for part in range(5)]
 
 
