@@ -112,10 +112,7 @@ class Chromium:
 
     async def pid(self) -> int:
         """Of the browser's main process. For tests and measurements."""
-        session = await (await self._current()).browser.new_browser_cdp_session()
-        processes = (await session.send("SystemInfo.getProcessInfo"))["processInfo"]
-        await session.detach()
-        return next(int(process["id"]) for process in processes if process["type"] == "browser")
+        return await _pid((await self._current()).browser)
 
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._starting:
@@ -161,6 +158,9 @@ class Chromium:
                     timeout=LAUNCH_S * 1000,
                     env={**environment},
                 )
+                assert keeper.stdin is not None
+                keeper.stdin.write(b"%d\n" % await _pid(browser))
+                keeper.stdin.flush()
             return Running(playwright, browser, folder, keeper)
         except (Error, OSError, TimeoutError) as error:
             if playwright is not None:
@@ -178,6 +178,13 @@ class Chromium:
             with contextlib.suppress(Exception):  # it may be dead already
                 await asyncio.wait_for(ending(), CLOSE_S)
         await _ended(running.keeper)
+
+
+async def _pid(browser: Browser) -> int:
+    session = await browser.new_browser_cdp_session()
+    processes = (await session.send("SystemInfo.getProcessInfo"))["processInfo"]
+    await session.detach()
+    return next(int(process["id"]) for process in processes if process["type"] == "browser")
 
 
 def is_closed(error: Error) -> bool:

@@ -15,15 +15,18 @@ def program(path):
     return path
 
 
-def test_a_given_program_comes_first_then_the_systems_then_playwrights(tmp_path, monkeypatch):
-    given, system = program(tmp_path / "given"), program(tmp_path / "bin/chromium")
-    downloaded = program(tmp_path / "cache/chromium-1255/chrome-linux/chrome")
+def test_a_given_program_comes_first_then_one_without_a_window_of_each_the_systems_before_playwrights(tmp_path, monkeypatch):
+    downloads = (
+        "cache/chromium_headless_shell-1255/chrome-headless-shell-linux64/chrome-headless-shell",
+        "cache/chromium-1255/chrome-linux/chrome",
+    )
+    order = [program(tmp_path / path) for path in ("bin/chromium-headless-shell", downloads[0], "bin/chromium", downloads[1])]
     monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(system.parent))
-    assert find_browser(str(given)) == str(given)
-    assert find_browser() == str(system)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_browser() == str(downloaded)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert find_browser(str(program(tmp_path / "given"))) == str(tmp_path / "given")
+    for expected in order:
+        assert find_browser() == str(expected)
+        expected.unlink()
 
 
 def test_a_machine_without_a_browser_is_told_how_to_get_one(tmp_path, monkeypatch, capsys):

@@ -32,14 +32,14 @@ def chromium_of(spec):
 
 
 def left_of(folder):
-    """Processes that name the folder on their command line or in their environment."""
-    found = []
+    """Processes that name the folder on their command line or in their environment, and those these started."""
+    found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and (
                 folder in " ".join(process.cmdline()) or folder in process.environ().get("TMPDIR", "")
             ):
-                found.append(process)
+                found |= {process, *process.children(recursive=True)}
     return found
 
 
@@ -185,11 +185,29 @@ def test_a_server_takes_its_browser_along_however_it_ends(short_path, site, end)
         session = call(f"{url}/create", {"request_key": "k", "task_id": 5})["session_id"]
         assert call(f"{url}/step", {"session_id": session, "turn": 1, "action": "scroll [down]"})["turn"] == 1
         (folder,) = [str(path) for path in tmp_path.iterdir() if path.name.startswith(browsers.PREFIX)]
-        assert len(left_of(folder)) >= 5
+        processes = left_of(folder)
+        assert len(processes) >= 5
         with pytest.raises(urllib.error.HTTPError, match="422") as missing:
             call(f"{url}/create", {"request_key": "none", "task_id": 4})
         assert "there is no task 4; 1 tasks have ids from 5 to 5" in missing.value.read().decode()
         process.send_signal(end)
         process.wait(30)
         assert gone(folder)
+        assert not psutil.wait_procs(processes, timeout=5)[1]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "port") == ["log", "tasks.json"]
+
+
+def test_what_a_killed_browser_leaves_behind_is_ended_with_its_server(short_path, site):
+    """Stopped processes do not notice that their browser is gone."""
+    with served(short_path, site, tasks=[task(5)]) as (process, url):
+        call(f"{url}/create", {"request_key": "k", "task_id": 5})
+        (folder,) = [str(path) for path in short_path.iterdir() if path.name.startswith(browsers.PREFIX)]
+        (browser,) = [found for found in left_of(folder) if "chrom" in found.name() and os.getsid(found.pid) == found.pid]
+        children = browser.children(recursive=True)
+        for child in children:
+            child.suspend()
+        browser.kill()
+        process.kill()
+        process.wait(30)
+        assert not psutil.wait_procs(children, timeout=20)[1]
+        assert gone(folder)

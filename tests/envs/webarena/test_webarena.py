@@ -147,7 +147,7 @@ class Server:
             words = process.cmdline()
         except psutil.Error:
             return None
-        if not any("--user-data-dir" in word for word in words):
+        if not words or "chrom" not in Path(words[0]).name:
             return None
         return next((word.partition("=")[2] for word in words if word.startswith("--type=")), "")
 
