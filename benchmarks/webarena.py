@@ -13,6 +13,8 @@ import contextlib
 import itertools
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -27,6 +29,7 @@ from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
 from agentgym.rollouts.client import EnvError, EnvPool
 from agentgym.types import Item
+from envs.webarena.chromium import find_browser
 
 ROOT = Path(__file__).parents[1]
 ROWS = 130  # of a link and a button each
@@ -187,8 +190,10 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--steps", type=int, default=30, help="of each session on the big page")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each measurement on the embedded sites")
+    parser.add_argument("--browser", default="", help="program; default: the one the server finds")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/webarena.json")
     arguments = parser.parse_args()
+    browser = find_browser(arguments.browser)
     with tempfile.TemporaryDirectory() as folder, page_server() as url:
         task = {
             "sites": ["shopping"], "task_id": 0, "start_url": "__SHOPPING__/", "intent": "Buy item 3.", "storage_state": None,
@@ -197,15 +202,17 @@ def main() -> None:
         tasks = Path(folder) / "tasks.json"
         tasks.write_text(json.dumps([task]))
         log = Path(folder) / "log"
-        big = EnvConfig(name="webarena", options={"tasks": str(tasks), "sites": {"shopping": url}}, max_sessions=64)
+        big = EnvConfig(name="webarena", options={"tasks": str(tasks), "sites": {"shopping": url}, "browser": browser}, max_sessions=64)
         with local_env(big, expert=False, log_path=log) as endpoints:
             on_page = asyncio.run(steps(endpoints, arguments.sessions, arguments.steps))
-        with local_env(EnvConfig(name="webarena", max_sessions=64), expert=True, log_path=log) as endpoints:
+        with local_env(EnvConfig(name="webarena", options={"browser": browser}, max_sessions=64), expert=True, log_path=log) as endpoints:
             whole = asyncio.run(episodes(endpoints, arguments.sessions, arguments.seconds))
     result = {
         "machine": machine(),
+        "browser": subprocess.run([browser, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout.strip(),
+        "program": Path(browser).name,
         "load_before_and_after": [round(value, 1) for value in psutil.getloadavg()],
-        "command": "python benchmarks/webarena.py",
+        "command": f"python {' '.join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]])}",
         "goals": {"cpu_ms_per_step": GOAL_CPU_MS, "pss_mib_per_session": GOAL_PSS_MIB},
         "steps_on_a_page_of_260_elements": on_page,
         "expert_episodes_on_the_embedded_sites": whole,
