@@ -100,6 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         loop="uvloop",
         http="httptools",
         access_log=False,
+        proxy_headers=False,  # nothing here asks who the client is
         log_config=None,
         log_level="warning",
         timeout_keep_alive=120,  # above the client's, so that the server is never the one to drop a connection in use

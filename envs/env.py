@@ -58,6 +58,14 @@ class Simulator(Protocol):
     def close(self) -> None: ...
 
 
+class Awaited(Protocol):
+    """A simulator in another process: its steps are awaited on the event loop and hold no thread. They have a deadline of their own."""
+
+    async def step_async(self, action: str) -> StepResult:
+        """As `Simulator.step`."""
+        ...
+
+
 class Hinting(Protocol):
     """A simulator that can say which actions it would carry out now; `GET /hints` shows them, observations never do."""
 
@@ -74,6 +82,7 @@ class EnvSpec:
     options: dict[str, Any]
     probe_actions: tuple[str, ...]  # a scripted episode on task `probe_task`, played before the server says it is ready
     blocking: bool = False  # true where a step may take more than a millisecond: it then runs off the event loop
+    awaited: bool = False  # its simulators are `Awaited`
     offers_hints: bool = False  # its simulators are `Hinting`
     probe_task: int = 0  # the task of that episode, where there is no 0
     agentgym: EnvSpec | None = None  # the environment as AgentGym's own server shows it, where that differs from this

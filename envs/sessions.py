@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from envs.bounded import run_bounded
-from envs.env import EnvSpec, Expert, ExpertFailed, Simulator, UnknownTask
+from envs.env import EnvSpec, Expert, ExpertFailed, Simulator, StepResult, UnknownTask
 from envs.wire import (
     CloseReply,
     CreateReply,
@@ -238,7 +238,7 @@ class Sessions:
             self._check_running(session)
             started = time.perf_counter()
             try:
-                result = await self._call(lambda: session.simulator.step(request.action))
+                result = await self._act(session.simulator, request.action)
                 reply = StepReply(
                     turn=request.turn,
                     observation=result.observation,
@@ -394,6 +394,12 @@ class Sessions:
             await self._call(simulator.close)
         except Exception:  # it is given up in any case
             logger.exception("a simulator could not be closed")
+
+    async def _act(self, simulator: Any, action: str) -> StepResult:
+        if self.spec.awaited:
+            result: StepResult = await simulator.step_async(action)
+            return result
+        return await self._call(lambda: simulator.step(action))
 
     async def _call(self, work: Callable[[], T]) -> T:
         """Slow simulators run in the pool; for the others a thread would cost more than the call."""

@@ -46,6 +46,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         options=chosen,
         probe_actions=("look around", "inventory", "no such action"),
         blocking=True,
+        awaited=True,
         offers_hints=True,
         gauges={
             "env_jvms": ("Java processes", lambda: len(pool.pids)),

@@ -1,19 +1,21 @@
-"""One Java process with several games in it, spoken to over its standard input and output; `java/Slots.java` is the other side."""
+"""One Java process with several games in it, each spoken to over two pipes of its own; `java/Slots.java` is the other side."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import itertools
 import logging
 import os
+import select
 import shutil
 import struct
 import subprocess
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import FileIO
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -21,8 +23,9 @@ logger = logging.getLogger(__name__)
 WRAPPER = Path(__file__).with_name("slots.jar")
 INSTALL_JAVA = "apt-get install default-jre-headless"
 EXIT_TIMEOUT_S = 5.0
-_REQUEST = struct.Struct(">icii")  # call, operation, slot, number of texts
-_REPLY = struct.Struct(">i?qi")  # call, failed, CPU nanoseconds of the engine, number of texts
+READ_BYTES = 65536  # what a pipe holds
+_REQUEST = struct.Struct(">ci")  # operation, number of texts
+_REPLY = struct.Struct(">i?qi")  # bytes that follow the first field, failed, CPU nanoseconds of the engine, number of texts
 _INT = struct.Struct(">i")
 
 
@@ -71,55 +74,162 @@ def java_options(heap_mib: int) -> list[str]:
     ]
 
 
-class Jvm:
-    """Thread-safe. Calls to one slot must not overlap."""
+class Line:
+    """The two pipes of one slot. A call holds the lock, and so does who closes them: no descriptor is closed under a call."""
 
-    def __init__(self, heap_mib: int) -> None:
+    def __init__(self) -> None:
+        their_requests, self._requests = _pipe()
+        self._answers, their_answers = _pipe()
+        self.theirs = (their_requests, their_answers)  # closed here once the process has them
+        os.set_blocking(self._requests.fileno(), False)
+        self._lock = threading.Lock()
+        self.engine_s = 0.0  # CPU seconds of the slot's games so far
+
+    def ask(self, request: bytes, timeout_s: float) -> bytes:
+        """Errors: TimeoutError; EOFError, OSError or ValueError where the other end or this one is closed."""
+        deadline, answer = time.monotonic() + timeout_s, bytearray()
+        with self._lock:
+            for pipe, event in self._exchange(request, answer):
+                poll = select.poll()  # unlike select, of any descriptor
+                poll.register(pipe, event)
+                if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+                    raise TimeoutError
+        return bytes(answer)
+
+    async def ask_async(self, request: bytes, timeout_s: float) -> bytes:
+        """As `ask`."""
+        answer = bytearray()
+        with self._lock:
+            async with asyncio.timeout(timeout_s):
+                for pipe, event in self._exchange(request, answer):
+                    await _ready(pipe, event)
+        return bytes(answer)
+
+    def _exchange(self, request: bytes, answer: bytearray) -> Iterator[tuple[FileIO, int]]:
+        """Yields which pipe must be ready for what before it goes on."""
+        while request:
+            request = request[self._requests.write(request) or 0 :]
+            if request:
+                yield self._requests, select.POLLOUT
+        while len(answer) < _INT.size or len(answer) < _INT.size + _INT.unpack_from(answer)[0]:
+            yield self._answers, select.POLLIN
+            part = self._answers.read(READ_BYTES)
+            if not part:
+                raise EOFError
+            answer += part
+
+    def close(self) -> None:
+        """Leaves them to the call that is under way, if any: it sees that the process is gone, and closes again."""
+        if self._lock.acquire(blocking=False):
+            self._requests.close()
+            self._answers.close()
+            self._lock.release()
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    """(end to read, end to write)."""
+    read, write = os.pipe()
+    return open(read, "rb", buffering=0), open(write, "wb", buffering=0)
+
+
+async def _ready(pipe: FileIO, event: int) -> None:
+    loop = asyncio.get_running_loop()
+    add, remove = (loop.add_reader, loop.remove_reader) if event == select.POLLIN else (loop.add_writer, loop.remove_writer)
+    ready = asyncio.Event()
+    add(pipe, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        remove(pipe)
+
+
+def _request(operation: str, texts: Sequence[str]) -> bytes:
+    parts = [_REQUEST.pack(operation.encode(), len(texts))]
+    for text in texts:
+        encoded = text.encode("utf-8", "replace")
+        parts += [_INT.pack(len(encoded)), encoded]
+    return b"".join(parts)
+
+
+class Jvm:
+    """Thread-safe. Calls to one slot, 0 <= slot < num_slots, must not overlap."""
+
+    def __init__(self, heap_mib: int, num_slots: int) -> None:
         engine = find_engine()
         command = [find_java(), *java_options(heap_mib), "-cp", f"{engine}{os.pathsep}{WRAPPER}", "Slots", str(WRAPPER), str(engine)]
-        # its standard input closes when this process ends, however it ends; it then halts
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=engine.parent,  # the engine reads a table that lies there, and would write it where it is missing
-            start_new_session=True,
-        )
+        self._lines = [Line() for _ in range(num_slots)]
+        theirs = [pipe for line in self._lines for pipe in line.theirs]
+        descriptors = [pipe.fileno() for pipe in theirs]
+        try:
+            # its standard input closes when this process ends, however it ends; it then halts
+            self._process = subprocess.Popen(
+                [*command, *map(str, descriptors)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                cwd=engine.parent,  # the engine reads a table that lies there, and would write it where it is missing
+                start_new_session=True,
+                pass_fds=descriptors,
+            )
+        finally:
+            for pipe in theirs:
+                pipe.close()
         self.pid = self._process.pid
-        self.engine_s = 0.0  # CPU seconds of all games so far
-        self._calls = itertools.count(1)
-        self._waiting: dict[int, Future[Answer]] = {}
         self._gate = threading.Lock()
         self._lost = ""
-        self._reader = threading.Thread(target=self._read, name=f"jvm-{self.pid}", daemon=True)
-        self._reader.start()
 
     @property
     def alive(self) -> bool:
+        code = self._process.poll()
+        if code is not None:
+            self._ended(code)
         return not self._lost
+
+    @property
+    def engine_s(self) -> float:
+        """CPU seconds of all games so far."""
+        return sum(line.engine_s for line in self._lines)
 
     def call(self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float) -> Answer:
         """Errors: GameFailed; JvmLost. No answer in time ends the process: nothing else stops a game that loops."""
-        number = next(self._calls)
-        payload = [_REQUEST.pack(number, operation.encode(), slot, len(texts))]
-        for text in texts:
-            encoded = text.encode("utf-8", "replace")
-            payload += [_INT.pack(len(encoded)), encoded]
-        frame = b"".join(payload)
-        answer: Future[Answer] = Future()
-        with self._gate:
-            if self._lost:
-                raise JvmLost(self._lost)
-            self._waiting[number] = answer
-            assert self._process.stdin is not None
-            with contextlib.suppress(OSError):  # the reader finds out and says so
-                self._process.stdin.write(_INT.pack(len(frame)) + frame)
-                self._process.stdin.flush()
         try:
-            return answer.result(timeout_s)
-        except TimeoutError:
-            self.close(f"a game gave no answer within {timeout_s:g} s")
+            answer = self._lines[slot].ask(_request(operation, texts), timeout_s)
+        except (EOFError, OSError, ValueError) as error:
+            self._give_up(error, timeout_s)
             raise JvmLost(self._lost) from None
+        return self._told(slot, answer)
+
+    async def call_async(self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float) -> Answer:
+        """As `call`. One that is cancelled ends the process too: its answer would be taken for the next one's."""
+        try:
+            answer = await self._lines[slot].ask_async(_request(operation, texts), timeout_s)
+        except (EOFError, OSError, ValueError) as error:
+            await asyncio.to_thread(self._give_up, error, timeout_s)
+            raise JvmLost(self._lost) from None
+        except asyncio.CancelledError:
+            self._lose("a call to it was cancelled")
+            self._process.kill()
+            raise
+        return self._told(slot, answer)
+
+    def _told(self, slot: int, answer: bytes) -> Answer:
+        _, failed, nanoseconds, count = _REPLY.unpack_from(answer)
+        self._lines[slot].engine_s += nanoseconds / 1e9
+        texts, at = [], _REPLY.size
+        for _ in range(count):
+            (length,) = _INT.unpack_from(answer, at)
+            at += _INT.size + length
+            texts.append(answer[at - length : at].decode())
+        if failed:
+            raise GameFailed(texts[0])
+        return Answer(tuple(texts), nanoseconds / 1e9)
+
+    def _give_up(self, error: Exception, timeout_s: float) -> None:
+        if isinstance(error, TimeoutError):
+            self.close(f"a game gave no answer within {timeout_s:g} s")
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._ended(self._process.wait(EXIT_TIMEOUT_S))
+        self.close("the Java process no longer answers")
 
     def rss_mib(self) -> float:
         """Resident memory; 0 where the process is gone."""
@@ -131,47 +241,20 @@ class Jvm:
     def close(self, reason: str = "closed") -> None:
         """End the process. May be called more than once, from any thread."""
         self._lose(reason)
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
         self._process.wait(EXIT_TIMEOUT_S)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None and threading.current_thread() is not self._reader:
-                self._reader.join(EXIT_TIMEOUT_S)
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        for line in self._lines:
+            line.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str) -> bool:
+        """Whether it was not lost before."""
         with self._gate:
+            first = not self._lost
             self._lost = self._lost or reason
-            waiting, self._waiting = self._waiting, {}
-        for answer in waiting.values():
-            answer.set_exception(JvmLost(reason))
+        return first
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        read = self._process.stdout.read
-        with contextlib.suppress(OSError, ValueError, struct.error):
-            while True:
-                (length,) = _INT.unpack(read(_INT.size))
-                self._deliver(read(length))
-        code = self._process.wait()
-        if self.alive:
+    def _ended(self, code: int) -> None:
+        if self._lose(f"the Java process ended with code {code}"):
             logger.error("the Java process %d ended by itself with code %s; its games are lost", self.pid, code)
-        self._lose(f"the Java process ended with code {code}")
-
-    def _deliver(self, frame: bytes) -> None:
-        number, failed, nanoseconds, count = _REPLY.unpack_from(frame)
-        texts, at = [], _REPLY.size
-        for _ in range(count):
-            (length,) = _INT.unpack_from(frame, at)
-            at += _INT.size + length
-            texts.append(frame[at - length : at].decode())
-        with self._gate:
-            answer = self._waiting.pop(number, None)
-            self.engine_s += nanoseconds / 1e9
-        if answer is None:
-            return
-        if failed:
-            answer.set_exception(GameFailed(texts[0]))
-        else:
-            answer.set_result(Answer(tuple(texts), nanoseconds / 1e9))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,11 +27,18 @@ class Place(Protocol):
         """Operations and texts as `java/Slots.java` lists them. Errors: GameFailed, JvmLost."""
         ...
 
+    async def call_async(self, operation: str, *texts: str) -> Answer:
+        """As `call`."""
+        ...
+
 
 class Pool(Protocol):
     """Thread-safe."""
 
-    restarts: int  # processes that were lost or replaced
+    @property
+    def restarts(self) -> int:
+        """Processes that were lost or replaced."""
+        ...
 
     @property
     def pids(self) -> list[int]: ...
@@ -56,14 +60,14 @@ class Pool(Protocol):
 @dataclass(eq=False, slots=True)
 class Process:
     jvm: Jvm
-    taken: int = 0  # slots open, in use or free
-    free: list[Slot] = field(default_factory=list)  # the one used last at the end
+    num_slots: int
+    free: list[Slot] = field(default_factory=list)  # the one used last at the end, those never used at the beginning
     retired: bool = False  # gets no new sessions; ends with its last one
     idle_since: float = math.inf
 
     @property
     def idle(self) -> bool:
-        return len(self.free) == self.taken
+        return len(self.free) == self.num_slots
 
 
 @dataclass(eq=False, slots=True)
@@ -73,12 +77,21 @@ class Slot:
     process: Process
     number: int
     pool: SlotPool
+    open: bool = False
     broken: bool = False
 
     def call(self, operation: str, *texts: str) -> Answer:
         """Errors: GameFailed, JvmLost; either way the slot is not used again."""
         try:
-            return self.pool.call(self.process.jvm, operation, self.number, texts)
+            return self.process.jvm.call(operation, self.number, texts, timeout_s=self.pool._call_timeout_s)
+        except (GameFailed, JvmLost):
+            self.broken = True
+            raise
+
+    async def call_async(self, operation: str, *texts: str) -> Answer:
+        """As `call`, without a thread."""
+        try:
+            return await self.process.jvm.call_async(operation, self.number, texts, timeout_s=self.pool._call_timeout_s)
         except (GameFailed, JvmLost):
             self.broken = True
             raise
@@ -88,15 +101,19 @@ class SlotPool:
     """Thread-safe. Processes start when they are needed and stay for a while: a used slot opens the next game in a tenth of the time."""
 
     def __init__(self, slots_per_jvm: int = SLOTS_PER_JVM, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
-        self.restarts = 0  # processes that were lost or replaced
         self._slots_per_jvm = slots_per_jvm
         self._heap_mib = HEAP_MIB[0] + HEAP_MIB[1] * slots_per_jvm
         self._call_timeout_s = call_timeout_s
-        self._engine = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))  # more threads than cores only wait for each other
         self._gate = threading.Lock()
         self._processes: list[Process] = []  # the first ones are used first
-        self._next_number = 0
+        self._num_buried = 0
         self._ended_engine_s = 0.0
+
+    @property
+    def restarts(self) -> int:
+        """Processes that were lost or replaced."""
+        with self._gate:
+            return self._num_buried + sum(not process.jvm.alive for process in self._processes)
 
     @property
     def pids(self) -> list[int]:
@@ -108,27 +125,19 @@ class SlotPool:
         with self._gate:
             return self._ended_engine_s + sum(process.jvm.engine_s for process in self._processes)
 
-    def call(self, jvm: Jvm, operation: str, slot: int, texts: Sequence[str] = ()) -> Answer:
-        with self._engine:  # held by calls that end within their time
-            return jvm.call(operation, slot, texts, timeout_s=self._call_timeout_s)
-
     def acquire(self) -> Slot:
-        """A free slot, of the first process that has one, else a new one. Errors: GameFailed, JvmLost."""
+        """A free slot, of the first process that has one, else of a new one. Errors: GameFailed, JvmLost."""
         with self._gate:
             self._bury()
-            for process in self._processes:
-                if process.free and not process.retired:
-                    return process.free.pop()
-            process = self._place()
-            process.taken += 1
-            self._next_number += 1
-            slot = Slot(process, self._next_number, self)
-        try:
-            self.call(process.jvm, "o", slot.number)
-        except (GameFailed, JvmLost):
-            slot.broken = True
-            self.release(slot)
-            raise
+            process = next((process for process in self._processes if process.free and not process.retired), None) or self._start()
+            slot = process.free.pop()
+        if not slot.open:
+            try:
+                slot.call("o")
+            except (GameFailed, JvmLost):
+                self.release(slot)
+                raise
+            slot.open = True
         return slot
 
     def release(self, slot: Slot) -> None:
@@ -137,21 +146,15 @@ class SlotPool:
             if process.jvm.alive and process.jvm.rss_mib() > GROWN * self._heap_mib and not process.retired:
                 process.retired = True
                 logger.warning("Java process %d holds %.0f MiB; it is replaced", process.jvm.pid, process.jvm.rss_mib())
-            keep = process.jvm.alive and not slot.broken and not process.retired
-            if keep:
-                process.free.append(slot)
+            if slot.broken:
+                process.free.insert(0, Slot(process, slot.number, self))
             else:
-                process.taken -= 1
+                process.free.append(slot)
             if process.idle:
                 process.idle_since = time.monotonic()
-            if keep:
-                return
             end = process.retired and process.idle
         if end:
             process.jvm.close("replaced")
-        else:
-            with contextlib.suppress(GameFailed, JvmLost):  # then it is gone anyway
-                self.call(process.jvm, "d", slot.number)
 
     def close(self) -> None:
         with self._gate:
@@ -160,11 +163,9 @@ class SlotPool:
         for process in processes:
             process.jvm.close()
 
-    def _place(self) -> Process:
-        for process in self._processes:
-            if process.taken < self._slots_per_jvm and not process.retired:
-                return process
-        process = Process(Jvm(self._heap_mib))
+    def _start(self) -> Process:
+        process = Process(Jvm(self._heap_mib, self._slots_per_jvm), self._slots_per_jvm)
+        process.free += [Slot(process, number, self) for number in range(self._slots_per_jvm)]
         self._processes.append(process)
         logger.info("Java process %d started: up to %d games, heap %d MiB", process.jvm.pid, self._slots_per_jvm, self._heap_mib)
         return process
@@ -178,4 +179,4 @@ class SlotPool:
             self._processes.remove(process)
             self._ended_engine_s += process.jvm.engine_s
             process.jvm.close("not needed")
-        self.restarts += len(dead)
+        self._num_buried += len(dead)

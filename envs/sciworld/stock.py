@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import subprocess
 import threading
@@ -76,6 +77,10 @@ class StockSlot:
             raise JvmLost(f"{type(error).__name__} {error}") from error
         except Py4JError as error:
             raise GameFailed(str(error)) from error
+
+    async def call_async(self, operation: str, *texts: str) -> Answer:
+        """As `call`."""
+        return await asyncio.to_thread(self.call, operation, *texts)
 
     def _carry_out(self, operation: str, texts: tuple[str, ...]) -> list[str]:
         engine = self.engine

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from envs.env import Expert, StepResult
 from envs.sciworld.gold import Recording
+from envs.sciworld.jvm import Answer
 from envs.sciworld.slots import Place, Pool
 from envs.sciworld.tasks import Task, find_task
 
@@ -48,7 +49,13 @@ class World:
         return f"{self.description}\n{self.room}"
 
     def step(self, action: str) -> StepResult:
-        observation, score, completed, moves = self._ours().call("s", action).texts
+        return self._stepped(action, self._ours().call("s", action))
+
+    async def step_async(self, action: str) -> StepResult:
+        return self._stepped(action, await self._ours().call_async("s", action))
+
+    def _stepped(self, action: str, answer: Answer) -> StepResult:
+        observation, score, completed, moves = answer.texts
         before = self._value()
         self._played.append(action)
         self.score, self.moves = round(100 * float(score)), int(moves)

@@ -44,6 +44,9 @@ class Counter:
         done = self.count == 3
         return StepResult(f"{action} {self.count}", 1.0 if done else 0.0, done, truncated=action == "cut", success=done)
 
+    async def step_async(self, action):
+        return await asyncio.to_thread(self.step, action)
+
     def render(self):
         return "image/png", b"png"
 
@@ -62,10 +65,10 @@ class Counter:
 
 
 @asynccontextmanager
-async def serving(*, blocking=False, probe=("a",), make=None, **settings):
+async def serving(*, blocking=False, awaited=False, probe=("a",), make=None, **settings):
     """(client, sessions, simulator class) of a running app."""
     simulator = make or type("Fresh", (Counter,), {"made": 0, "closed": 0, "acted": 0})
-    spec = EnvSpec("counter", "count", simulator, {"x": 1}, probe, blocking)
+    spec = EnvSpec("counter", "count", simulator, {"x": 1}, probe, blocking, awaited)
     app = make_app(spec, ServerSettings(**{"drain_timeout_s": 0.2, "expert_timeout_s": 0.2, **settings}))
     async with (
         app.router.lifespan_context(app),
@@ -172,8 +175,11 @@ def test_the_memory_of_closed_keys_is_bounded(monkeypatch):
     test()
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-def test_a_repeated_turn_gets_the_stored_reply_and_never_acts_twice(blocking):
+KINDS = [{}, {"blocking": True}, {"blocking": True, "awaited": True}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_repeated_turn_gets_the_stored_reply_and_never_acts_twice(kind):
     @run
     async def test(client, sessions, simulator):
         session = await create(client)
@@ -184,7 +190,7 @@ def test_a_repeated_turn_gets_the_stored_reply_and_never_acts_twice(blocking):
         assert again.content == replies[0].content
         assert simulator.acted == acted + 1
 
-    test(blocking=blocking)
+    test(**kind)
 
 
 def test_a_gap_in_turns_is_refused_with_the_expected_one():
@@ -220,7 +226,8 @@ def test_no_reward_can_be_had_after_the_end(last):
     test()
 
 
-def test_a_crash_closes_its_session_and_leaves_the_others_alone():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crash_closes_its_session_and_leaves_the_others_alone(kind):
     @run
     async def test(client, sessions, simulator):
         first, second = await create(client, "a"), await create(client, "b")
@@ -234,7 +241,7 @@ def test_a_crash_closes_its_session_and_leaves_the_others_alone():
         assert await create(client, "c", task_id=13) == (500, "env_crashed")
         assert await create(client, "c", task_id=12) not in (first, second)  # a failed create does not use up its key
 
-    test()
+    test(**kind)
 
 
 def test_idle_sessions_are_reaped_and_used_ones_are_not():

@@ -3,8 +3,7 @@ import java.io.BufferedOutputStream;
 import java.io.ByteArrayOutputStream;
 import java.io.DataInputStream;
 import java.io.DataOutputStream;
-import java.io.EOFException;
-import java.io.FileDescriptor;
+import java.io.File;
 import java.io.FileInputStream;
 import java.io.FileOutputStream;
 import java.io.IOException;
@@ -16,138 +15,118 @@ import java.lang.reflect.InvocationTargetException;
 import java.lang.reflect.Method;
 import java.net.URL;
 import java.net.URLClassLoader;
+import java.nio.ByteBuffer;
 import java.nio.charset.StandardCharsets;
 import java.util.ArrayList;
 import java.util.List;
-import java.util.Map;
-import java.util.concurrent.ConcurrentHashMap;
-import java.util.concurrent.ExecutorService;
-import java.util.concurrent.Executors;
 
 /**
  * Many ScienceWorld games in one process, each behind a class loader of its own, because the engine keeps its random numbers, object
- * ids and simplifications in static fields. Talks to its owner over its own standard input and output, so there is no port to guard,
- * and it ends when its owner does. The engine's own printing goes nowhere.
+ * ids and simplifications in static fields. A slot is a thread that plays one game after another and talks to its owner over two pipes
+ * it was born with, so there is no port to guard. Standard input is the owner's life: at its end the process halts. The engine's own
+ * printing goes nowhere.
  *
- * A request is: int length, then int call, byte operation, int slot, int count, and count times int length and UTF-8.
- * A reply is: int length, then int call, byte 0 (done) or 1 (failed), long CPU nanoseconds of the engine, int count and texts as above.
+ * A request is: byte operation, int count, and count times int length and UTF-8.
+ * A reply is: int length, then byte 0 (done) or 1 (failed), long CPU nanoseconds of the engine, int count and texts as above.
  */
-public final class Slots {
+public final class Slots extends Thread {
     private static final ThreadMXBean THREADS = ManagementFactory.getThreadMXBean();
 
-    private final Map<Integer, Game> games = new ConcurrentHashMap<>();
-    private final DataOutputStream replies;
     private final URL[] classes;
+    private final DataInputStream requests;
+    private final OutputStream replies;
+    private Game game; // null before the first
 
-    private Slots(OutputStream replies, URL[] classes) {
-        this.replies = new DataOutputStream(new BufferedOutputStream(replies));
+    private Slots(URL[] classes, String requests, String replies) throws IOException {
         this.classes = classes;
+        this.requests = new DataInputStream(new BufferedInputStream(new FileInputStream("/dev/fd/" + requests)));
+        this.replies = new FileOutputStream("/dev/fd/" + replies);
+        setDaemon(true);
     }
 
-    /** Arguments: this archive and the engine's, as paths. */
-    public static void main(String[] paths) throws IOException {
-        OutputStream replies = new FileOutputStream(FileDescriptor.out);
+    /** Arguments: this archive and the engine's, as paths; then for each slot the descriptors of its requests and its replies. */
+    public static void main(String[] given) throws IOException {
         System.setOut(new PrintStream(new Nowhere())); // before the first class of the engine keeps the real one
-        URL[] classes = new URL[paths.length];
-        for (int i = 0; i < paths.length; i++) {
-            classes[i] = new java.io.File(paths[i]).toURI().toURL();
+        URL[] classes = {new File(given[0]).toURI().toURL(), new File(given[1]).toURI().toURL()};
+        for (int i = 2; i < given.length; i += 2) {
+            new Slots(classes, given[i], given[i + 1]).start();
         }
-        Slots slots = new Slots(replies, classes);
-        ExecutorService workers = Executors.newCachedThreadPool();
-        DataInputStream requests = new DataInputStream(new BufferedInputStream(new FileInputStream(FileDescriptor.in)));
+        while (System.in.read() >= 0) {}
+        Runtime.getRuntime().halt(0); // also while a game runs on
+    }
+
+    @Override
+    public void run() {
         try {
             while (true) {
-                byte[] frame = new byte[requests.readInt()];
-                requests.readFully(frame);
-                workers.execute(() -> slots.answer(frame));
+                char operation = (char) requests.readByte();
+                String[] given = new String[requests.readInt()];
+                for (int i = 0; i < given.length; i++) {
+                    byte[] text = new byte[requests.readInt()];
+                    requests.readFully(text);
+                    given[i] = new String(text, StandardCharsets.UTF_8);
+                }
+                answer(operation, given);
             }
-        } catch (EOFException ownerIsGone) {
-            Runtime.getRuntime().halt(0); // also while a game runs on
+        } catch (IOException ownerIsGone) {
+            Runtime.getRuntime().halt(0);
         }
     }
 
-    private void answer(byte[] frame) {
-        int call = 0;
+    private void answer(char operation, String[] given) throws IOException {
         long began = THREADS.getCurrentThreadCpuTime();
         boolean failed = false;
         List<String> texts;
-        try (DataInputStream in = new DataInputStream(new java.io.ByteArrayInputStream(frame))) {
-            call = in.readInt();
-            char operation = (char) in.readByte();
-            int slot = in.readInt();
-            String[] given = new String[in.readInt()];
-            for (int i = 0; i < given.length; i++) {
-                byte[] text = new byte[in.readInt()];
-                in.readFully(text);
-                given[i] = new String(text, StandardCharsets.UTF_8);
-            }
-            texts = carryOut(operation, slot, given);
+        try {
+            texts = carryOut(operation, given);
         } catch (Throwable error) { // a stack overflow too must be answered; memory running out ends the process by its own option
             Throwable cause = error instanceof InvocationTargetException ? error.getCause() : error;
             texts = new ArrayList<>();
             texts.add(cause.getClass().getName() + (cause.getMessage() == null ? "" : " " + cause.getMessage()));
             failed = true;
         }
-        try {
-            send(call, failed, THREADS.getCurrentThreadCpuTime() - began, texts);
-        } catch (IOException ownerIsGone) {
-            Runtime.getRuntime().halt(0);
-        }
+        send(failed, THREADS.getCurrentThreadCpuTime() - began, texts);
     }
 
-    private List<String> carryOut(char operation, int slot, String[] given) throws Exception {
+    private List<String> carryOut(char operation, String[] given) throws Exception {
         List<String> texts = new ArrayList<>();
         switch (operation) {
             case 'o': // open the slot
-                games.put(slot, new Game(classes));
+                game = null; // the memory of a broken one
+                game = new Game(classes);
                 break;
-            case 'd': // drop it
-                games.remove(slot);
-                break;
-            case 'l': { // load: task, variation -> description, then as for a step
-                Game game = game(slot);
+            case 'l': // load: task, variation -> description, then as for a step
                 game.load(given[0], Integer.parseInt(given[1]), false);
                 texts.add((String) game.ask("getTaskDescription"));
                 game.step("look around", texts);
                 break;
-            }
             case 's': // step: action -> observation, score (0..1, below 0 for a failure), completed, moves
-                game(slot).step(given[0], texts);
+                game.step(given[0], texts);
                 break;
-            case 'g': { // gold: task, variation -> actions
-                Game game = game(slot);
+            case 'g': // gold: task, variation -> actions
                 game.load(given[0], Integer.parseInt(given[1]), true);
                 addAll(texts, game.ask("getGoldActionSequence"));
                 break;
-            }
             case 'a': // ask: names of methods without arguments -> their answers, lists joined by newlines
                 for (String name : given) {
-                    Object answer = game(slot).ask(name);
+                    Object answer = game.ask(name);
                     List<String> lines = new ArrayList<>();
                     addAll(lines, answer);
                     texts.add(String.join("\n", lines));
                 }
                 break;
             case 'u': // universe -> tree of all objects, as JSON
-                texts.add(game(slot).universe());
+                texts.add(game.universe());
                 break;
             case 'v': // variations: tasks -> how many each has
                 for (String task : given) {
-                    texts.add(game(slot).variations(task));
+                    texts.add(game.variations(task));
                 }
                 break;
             default:
                 throw new IllegalArgumentException("unknown operation " + operation);
         }
         return texts;
-    }
-
-    private Game game(int slot) {
-        Game game = games.get(slot);
-        if (game == null) {
-            throw new IllegalStateException("slot " + slot + " is not open");
-        }
-        return game;
     }
 
     private static void addAll(List<String> texts, Object answer) {
@@ -160,10 +139,10 @@ public final class Slots {
         }
     }
 
-    private void send(int call, boolean failed, long nanoseconds, List<String> texts) throws IOException {
+    private void send(boolean failed, long nanoseconds, List<String> texts) throws IOException {
         ByteArrayOutputStream bytes = new ByteArrayOutputStream();
         DataOutputStream out = new DataOutputStream(bytes);
-        out.writeInt(call);
+        out.writeInt(0); // the length, below
         out.writeByte(failed ? 1 : 0);
         out.writeLong(nanoseconds);
         out.writeInt(texts.size());
@@ -172,11 +151,9 @@ public final class Slots {
             out.writeInt(encoded.length);
             out.write(encoded);
         }
-        synchronized (replies) {
-            replies.writeInt(bytes.size());
-            bytes.writeTo(replies);
-            replies.flush();
-        }
+        byte[] reply = bytes.toByteArray();
+        ByteBuffer.wrap(reply).putInt(0, reply.length - 4);
+        replies.write(reply);
     }
 
     /** One game: the engine's own interface object, reached by reflection since its class is another one in every slot. */

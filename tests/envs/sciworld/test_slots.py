@@ -1,5 +1,6 @@
 """Games that share a process do not share a world, and what happens to a process ends its own games alone."""
 
+import asyncio
 import json
 import os
 import random
@@ -159,6 +160,88 @@ def test_a_game_that_gives_no_answer_is_ended_with_its_process():
         assert not psutil.pid_exists(slot.process.jvm.pid)
     finally:
         pool.close()
+
+
+def test_games_awaited_at_once_are_the_games_alone(pool):
+    tasks = GAMES[::12]
+    expected = [alone(pool, task, 6) for task in tasks]
+
+    async def play(slot, task):
+        told = [(await slot.call_async("l", task.name, str(task.variation))).texts]
+        return told + [(await slot.call_async("s", action)).texts for action in actions_of(task, 6)]
+
+    async def play_all():
+        return await asyncio.gather(*(play(slot, task) for slot, task in zip(held, tasks, strict=True)))
+
+    held = [pool.acquire() for _ in tasks]
+    assert asyncio.run(play_all()) == expected
+    for slot in held:
+        pool.release(slot)
+
+
+def test_texts_longer_than_a_pipe_holds_arrive_both_ways(pool):
+    slot = pool.acquire()
+    slot.call("l", "boil", "0")
+    text = "x" * 300_000
+    assert slot.call("s", text).texts == asyncio.run(slot.call_async("s", text)).texts
+    tree = slot.call("u").texts
+    assert len(tree[0]) > 100_000
+    assert asyncio.run(slot.call_async("u")).texts == tree
+    pool.release(slot)
+
+
+@pytest.mark.parametrize("text", ["look around", "x" * 300_000])  # the second does not fit into the pipe
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_process_that_stands_still_is_ended_with_all_its_games(small, text, awaited):
+    held = [small.acquire() for _ in range(2)]
+    os.kill(held[0].process.jvm.pid, signal.SIGSTOP)
+    small._call_timeout_s = 0.2
+    for slot in held:
+        with pytest.raises(JvmLost, match="gave no answer within"):
+            asyncio.run(slot.call_async("s", text)) if awaited else slot.call("s", text)
+        small.release(slot)
+    assert not psutil.pid_exists(held[0].process.jvm.pid)
+    assert small.restarts == 1
+
+
+def test_a_killed_process_ends_the_games_that_wait_for_it(small):
+    held = [small.acquire() for _ in range(2)]
+
+    async def wait_both():
+        waiting = [asyncio.create_task(slot.call_async("g", "boil", "1")) for slot in held]  # seconds
+        await asyncio.sleep(0.2)
+        os.kill(held[0].process.jvm.pid, signal.SIGKILL)
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    errors = asyncio.run(wait_both())
+    assert [type(error) for error in errors] == [JvmLost, JvmLost]
+    assert all("ended with code -9" in str(error) for error in errors)
+
+
+def test_a_call_that_is_cancelled_leaves_its_answer_to_nobody(small):
+    slot = small.acquire()
+
+    async def cancel():
+        async with asyncio.timeout(0.2):
+            await slot.call_async("g", "boil", "1")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cancel())
+    with pytest.raises(JvmLost, match="was cancelled"):
+        slot.call("l", "boil", "0")
+
+
+def test_a_process_that_died_unused_is_seen_without_a_call(small, caplog):
+    slot = small.acquire()
+    small.release(slot)
+    os.kill(slot.process.jvm.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not small.restarts:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "ended by itself with code -9" in caplog.text
+    assert small.acquire().process is not slot.process
+    assert small.restarts == 1
 
 
 def test_a_process_that_runs_out_of_memory_ends(monkeypatch):
