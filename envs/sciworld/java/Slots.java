@@ -19,6 +19,7 @@ import java.nio.ByteBuffer;
 import java.nio.charset.StandardCharsets;
 import java.util.ArrayList;
 import java.util.List;
+import java.util.concurrent.Semaphore;
 
 /**
  * Many ScienceWorld games in one process, each behind a class loader of its own, because the engine keeps its random numbers, object
@@ -31,6 +32,8 @@ import java.util.List;
  */
 public final class Slots extends Thread {
     private static final ThreadMXBean THREADS = ManagementFactory.getThreadMXBean();
+    /** More games at once than cores only wait for each other; in the order of their requests, none waits for all steps of the others. */
+    private static final Semaphore CORES = new Semaphore(Runtime.getRuntime().availableProcessors(), true);
 
     private final URL[] classes;
     private final DataInputStream requests;
@@ -77,6 +80,7 @@ public final class Slots extends Thread {
         long began = THREADS.getCurrentThreadCpuTime();
         boolean failed = false;
         List<String> texts;
+        CORES.acquireUninterruptibly();
         try {
             texts = carryOut(operation, given);
         } catch (Throwable error) { // a stack overflow too must be answered; memory running out ends the process by its own option
@@ -84,6 +88,8 @@ public final class Slots extends Thread {
             texts = new ArrayList<>();
             texts.add(cause.getClass().getName() + (cause.getMessage() == null ? "" : " " + cause.getMessage()));
             failed = true;
+        } finally {
+            CORES.release();
         }
         send(failed, THREADS.getCurrentThreadCpuTime() - began, texts);
     }
