@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 INSTALL = "apt-get install chromium-headless-shell fonts-dejavu-core, or: python -m playwright install --with-deps chromium"
-# the builds without a window first: the others draw one nobody sees, for a quarter more CPU time of a step and twice the memory of a session
+# the builds without a window first: the others draw one nobody sees, for a quarter more CPU time a step and twice the memory a session
 _SHELLS = ("chromium-headless-shell", "chrome-headless-shell")
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 _PLAYWRIGHTS_SHELL = "chromium_headless_shell-*/chrome-*/*headless*shell"
