@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from envs.wire import TOKEN_VARIABLE
 logger = logging.getLogger("envs")
 
 ORPHAN_GRACE_S = 3.0  # for an orderly end once the owner is gone
+DESCRIPTORS = 65_536  # that may be open, where the system lets us: connections and the pipes of simulators
 
 
 class Server(uvicorn.Server):
@@ -90,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
         expert_timeout_s=arguments.expert_timeout,
         token=os.environ.get(TOKEN_VARIABLE, ""),
     )
+    present, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(present, min(most, DESCRIPTORS)), most))
     app = make_app(spec, settings)
     try:
         listener = _listen(arguments.host, arguments.port)

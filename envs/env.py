@@ -59,7 +59,7 @@ class Simulator(Protocol):
 
 
 class Awaited(Protocol):
-    """A simulator in another process: its steps are awaited on the event loop and hold no thread. They have a deadline of their own."""
+    """A simulator in another process: its steps are awaited on the event loop. They have a deadline of their own."""
 
     async def step_async(self, action: str) -> StepResult:
         """As `Simulator.step`."""

@@ -99,10 +99,14 @@ class Line:
     async def ask_async(self, request: bytes, timeout_s: float) -> bytes:
         """As `ask`."""
         answer = bytearray()
-        with self._lock:
-            async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s):
+            while not self._lock.acquire(blocking=False):  # noqa: ASYNC110  (held by a thread nobody waits for any more, almost never)
+                await asyncio.sleep(0.01)
+            try:
                 for pipe, event in self._exchange(request, answer):
                     await _ready(pipe, event)
+            finally:
+                self._lock.release()
         return bytes(answer)
 
     def _exchange(self, request: bytes, answer: bytearray) -> Iterator[tuple[FileIO, int]]:

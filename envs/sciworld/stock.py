@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from envs.sciworld.jvm import EXIT_TIMEOUT_S, WRAPPER, Answer, GameFailed, JvmLost, find_engine, find_java, java_options
-from envs.sciworld.slots import Pool, SlotPool
+from envs.sciworld.slots import CALL_TIMEOUT_S, Pool, SlotPool
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,11 @@ class StockSlot:
             raise GameFailed(str(error)) from error
 
     async def call_async(self, operation: str, *texts: str) -> Answer:
-        """As `call`."""
-        return await asyncio.to_thread(self.call, operation, *texts)
+        """As `call`, with a deadline: a process that gives no answer ends with its game, and with it the thread."""
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(self.call, operation, *texts), CALL_TIMEOUT_S)
+        except TimeoutError:
+            raise JvmLost(f"a game gave no answer within {CALL_TIMEOUT_S:g} s") from None
 
     def _carry_out(self, operation: str, texts: tuple[str, ...]) -> list[str]:
         engine = self.engine

@@ -18,34 +18,56 @@ GRACE_S = 3.0  # for an orderly end of what still runs
 END_S = 10.0  # after which a folder that will not go is left
 
 
-def left(folder: str, browsers: set[int]) -> list[int]:
-    """Processes of this user that name the folder on their command line or in their TMPDIR, and all of the browsers' sessions.
+def left(folder: str, browser: tuple[int, int] | None) -> list[int]:
+    """Processes of this user that name the folder on their command line or in their TMPDIR, and all of the browser's session.
 
-    browsers: process numbers; a browser leads its session, and what it starts may hide its environment. Those found are added.
+    browser: its process number and when it started. What it starts may hide its environment.
     """
-    found, sessions = [], {}
+    found, members, is_reused = [], [], False
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            pid = int(entry.name)
             with contextlib.suppress(OSError):
-                state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                pid = int(entry.name)
+                state, session, started = stat(pid)
+                is_reused = is_reused or (browser is not None and pid == browser[0] and started != browser[1])
                 if state == "Z":
                     continue
-                sessions[pid] = int(session)
-                if folder.encode() in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes():
+                if names(pid, folder):
                     found.append(pid)
-    browsers.update(pid for pid in found if sessions[pid] == pid)
-    return [*found, *(pid for pid, session in sessions.items() if session in browsers and pid not in found)]
+                elif browser is not None and session == browser[0]:
+                    members.append(pid)
+    return found if is_reused else found + members
+
+
+def stat(pid: int) -> tuple[str, int, int]:
+    """State, session and start time in clock ticks. Errors: OSError where it is gone."""
+    words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # before it stands a name of any bytes
+    return words[0].decode(), int(words[3]), int(words[19])
+
+
+def names(pid: int, folder: str) -> bool:
+    """Errors: OSError where it is gone or another user's."""
+    return any(folder.encode() in Path(f"/proc/{pid}/{file}").read_bytes() for file in ("cmdline", "environ"))
+
+
+def checked(pid: int, folder: str) -> tuple[int, int] | None:
+    """(number, start time) of a process that leads its session and names the folder; a browser behind a wrapper may give another number."""
+    with contextlib.suppress(OSError):
+        _, session, started = stat(pid)
+        if session == pid and names(pid, folder):
+            return pid, started
+    return None
 
 
 def main(folder: str) -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_IGN)
-    said = b"".join(iter(lambda: os.read(0, 4096), b""))
-    browsers = {int(word) for word in said.split()}
+    browser = None
+    while said := os.read(0, 4096):
+        browser = checked(int(said), folder)
     began = time.monotonic()
     while time.monotonic() - began < END_S:
-        running = left(folder, browsers)
+        running = left(folder, browser)
         if running and time.monotonic() - began > GRACE_S:
             for pid in running:
                 with contextlib.suppress(OSError):

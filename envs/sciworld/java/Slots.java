@@ -32,7 +32,7 @@ import java.util.concurrent.Semaphore;
  */
 public final class Slots extends Thread {
     private static final ThreadMXBean THREADS = ManagementFactory.getThreadMXBean();
-    /** More games at once than cores only wait for each other; in the order of their requests, none waits for all steps of the others. */
+    /** More games of this process at once than cores only wait for each other; in the order of their requests none waits for long. */
     private static final Semaphore CORES = new Semaphore(Runtime.getRuntime().availableProcessors(), true);
 
     private final URL[] classes;

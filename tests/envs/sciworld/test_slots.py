@@ -228,6 +228,23 @@ def test_a_killed_process_ends_the_games_that_wait_for_it(small):
     assert all("ended with code -9" in str(error) for error in errors)
 
 
+def test_a_call_that_finds_another_under_way_lets_the_loop_go_on(pool):
+    slot = pool.acquire()
+    slot.call("l", "boil", "1")
+
+    async def overlap():
+        other = asyncio.create_task(asyncio.to_thread(slot.call, "g", "boil", "1"))  # seconds
+        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(slot.call_async("s", "look around"))
+        await asyncio.sleep(0.1)
+        assert not other.done()
+        await other
+        return (await waiting).texts[0]
+
+    assert "This room" in asyncio.run(overlap())
+    pool.release(slot)
+
+
 def test_a_call_that_is_cancelled_leaves_its_answer_to_nobody(small):
     slot = small.acquire()
 

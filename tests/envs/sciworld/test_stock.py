@@ -1,5 +1,6 @@
 """Where the wrapper is missing: the engine as its package offers it, one process a session."""
 
+import asyncio
 import socket
 
 import psutil
@@ -7,6 +8,7 @@ import pytest
 
 from envs.registry import load_spec
 from envs.sciworld import stock
+from envs.sciworld.jvm import JvmLost
 from envs.sciworld.stock import StockPool
 
 TASK = 2936 + 3
@@ -43,4 +45,19 @@ def test_its_gateway_asks_for_a_token_and_ends_with_the_session():
         assert b"Authentication error" in stranger.recv(1000)
     pool.release(place)
     assert not psutil.pid_exists(pid)
+    assert pool.pids == []
+
+
+def test_a_game_that_gives_no_answer_is_lost_in_time(monkeypatch):
+    monkeypatch.setattr("envs.sciworld.stock.CALL_TIMEOUT_S", 0.2)
+    pool = StockPool()
+    place = pool.acquire()
+    psutil.Process(place.process.pid).suspend()
+
+    async def step():
+        with pytest.raises(JvmLost, match="gave no answer within"):
+            await place.call_async("s", "look around")
+        await asyncio.to_thread(pool.release, place)
+
+    asyncio.run(asyncio.wait_for(step(), 20))  # its thread has ended too
     assert pool.pids == []
