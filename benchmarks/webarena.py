@@ -212,7 +212,7 @@ def main() -> None:
         "browser": subprocess.run([browser, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout.strip(),
         "program": Path(browser).name,
         "load_before_and_after": [round(value, 1) for value in psutil.getloadavg()],
-        "command": f"python {' '.join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]])}",
+        "command": " ".join(["python", *sys.argv]),
         "goals": {"cpu_ms_per_step": GOAL_CPU_MS, "pss_mib_per_session": GOAL_PSS_MIB},
         "steps_on_a_page_of_260_elements": on_page,
         "expert_episodes_on_the_embedded_sites": whole,

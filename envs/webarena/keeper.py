@@ -46,8 +46,10 @@ def stat(pid: int) -> tuple[str, int, int]:
 
 
 def names(pid: int, folder: str) -> bool:
-    """Errors: OSError where it is gone or another user's."""
-    return any(folder.encode() in Path(f"/proc/{pid}/{file}").read_bytes() for file in ("cmdline", "environ"))
+    """Not where it is gone or does not let us look."""
+    with contextlib.suppress(OSError):
+        return any(folder.encode() in Path(f"/proc/{pid}/{file}").read_bytes() for file in ("cmdline", "environ"))
+    return False
 
 
 def checked(pid: int, folder: str) -> tuple[int, int] | None:
