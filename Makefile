@@ -1,11 +1,13 @@
 # Two commands do everything: `make pipeline` and `make test`.
 PYTHON ?= python3
-# pip's own choice of build; for CUDA 12.6, say: make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126" pipeline
+# pip's own choice of build; another is yours to name: make TORCH="torch==2.13.0 --index-url URL" pipeline
 TORCH  ?= torch==2.13.0
 WORKERS ?= 2
 STATE  := $(CURDIR)/.agentgym
 BIN    := .venv/bin
 INSTALLED := .venv/.installed
+ENVS   := babyai sciworld searchqa textcraft webarena
+SBOM   := --output-reproducible --short-PURLs --output-format JSON
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
@@ -17,7 +19,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline test slow ray chaos chaos-short check up down ui clean
+.PHONY: install pipeline test slow ray chaos chaos-short hostile honest coverage check up down ui lock sbom clean
 
 install: $(INSTALLED)
 
@@ -27,6 +29,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing the pinned set into .venv (about 250 packages, 2.5 GB; minutes)"
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@mkdir -p -m 700 $(STATE)  # a bare `dvc pull` would make it, for everybody to write in
 	@touch $@
 
 pipeline: install  ## the whole job; run it again to go on where it stopped. Overrides: make pipeline ARGS="optimiser.lr=5e-4"
@@ -47,6 +50,15 @@ chaos: install  ## kill parts of a run at random times and check what is left; m
 chaos-short: install  ## the same, one fault each of four kinds; minutes
 	@$(BIN)/python benchmarks/chaos.py --short --out $(STATE)/faults.md $(ARGS)
 
+hostile: install  ## 20,000 actions of each environment that nobody means well; half an hour, writes docs/results/hostile.json
+	@$(BIN)/python benchmarks/hostile.py $(ARGS)
+
+honest: install  ## twenty-three honest runs of every kind, each of which its audit must pass; hours, writes docs/results/honest.json
+	@$(BIN)/python benchmarks/honest.py $(ARGS)
+
+coverage: install  ## how often intervals over seeds hold the truth; minutes, writes docs/results/coverage.json
+	@$(BIN)/python benchmarks/coverage.py $(ARGS)
+
 check: install  ## format, lint, types, layers, fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -60,12 +72,27 @@ up: install  ## Prefect server, worker and MLflow of this project; ports: make u
 down: install  ## end them
 	@$(BIN)/python -m tasks.services down
 
-ui: install  ## MLflow on http://127.0.0.1:5000 until Ctrl-C
-	@mkdir -p $(STATE)
-	@echo "MLflow: http://127.0.0.1:$(or $(PORT),5000)"
-	@exec $(BIN)/mlflow server --backend-store-uri sqlite:///$(STATE)/mlflow.db --artifacts-destination $(STATE)/mlflow-artifacts \
-		--host 127.0.0.1 --port $(or $(PORT),5000) --workers 1
+ui: install  ## MLflow until Ctrl-C, on port 5000 where it is free; another: make ui PORT=5001
+	@exec $(BIN)/python -m tasks.services ui $(if $(PORT),--port $(PORT))
+
+RELEASE := .venv-release
+$(RELEASE)/.installed: constraints.txt
+	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --constraint constraints.txt uv cyclonedx-bom
+	@touch $@
+
+lock: install $(RELEASE)/.installed  ## after a change of constraints.txt: what the images install, with digests
+	@for env in $(ENVS); do $(BIN)/python envs/requirements.py $$env | $(RELEASE)/bin/uv pip compile - --quiet --upgrade \
+		--constraint constraints.txt --python-version 3.11 --universal --generate-hashes --no-header --no-annotate \
+		--output-file envs/locks/$$env.txt || exit 1; done
+
+sbom: install $(RELEASE)/.installed  ## the components of .venv and of each image, as CycloneDX, into docs/sbom
+	@mkdir -p docs/sbom
+	@$(RELEASE)/bin/cyclonedx-py environment $(SBOM) --pyproject pyproject.toml --output-file docs/sbom/agentgym-flow.cdx.json $(BIN)/python
+	@for env in $(ENVS); do $(RELEASE)/bin/cyclonedx-py requirements $(SBOM) --output-file docs/sbom/env-$$env.cdx.json envs/locks/$$env.txt \
+		|| exit 1; done
 
 clean:  ## forget all runs (the environment in .venv stays)
 	@if test -e .agentgym/services.json; then $(BIN)/python -m tasks.services down; fi
 	rm -rf .agentgym outputs dvc.lock .dvc/cache .dvc/tmp .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@mkdir -m 700 .agentgym  # as after an install

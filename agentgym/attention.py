@@ -7,6 +7,7 @@ what the engine samples from is what the learner trains.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,18 +21,54 @@ RAGGED = "agentgym_ragged"
 class Layout(Protocol):
     """Where the tokens of a packed forward belong."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
         """query [N, H, D]; key, value [N, KV, D]. Result: [N, H, D]."""
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How a layer attends, beside causally."""
+
+    scaling: float | None = None  # of the scores; None: 1 / sqrt(D)
+    window: int | None = None  # a token sees itself and the window - 1 before it; None: all
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+
+
+# arguments a model may hand to its attention that say nothing of its own about the result
+_HARMLESS = ("position_ids", "cache_position", "use_cache", "output_attentions", "dropout")
+
+
 def _ragged_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, layout: Layout, **_: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
+    """Errors: ValueError where the model asks for what is not computed here."""
+    unknown = [name for name, given in others.items() if given is not None and given is not False]
+    unknown = [name for name in unknown if name not in _HARMLESS]
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        unknown.append("is_causal=False")
+    if module.training and others.get("dropout"):
+        unknown.append("dropout while training")
+    if unknown:
+        raise ValueError(f"{type(module).__name__} attends with {', '.join(unknown)}, unsupported")
     layer = module.layer_idx
     assert isinstance(layer, int)
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    return layout.attend(layer, packed[0], packed[1], packed[2], scaling).unsqueeze(0), None
+    variant = Variant(scaling, sliding_window, softcap)
+    return layout.attend(layer, packed[0], packed[1], packed[2], variant).unsqueeze(0), None
 
 
 AttentionInterface.register(RAGGED, _ragged_attention)
@@ -44,6 +81,37 @@ def require_ragged(model: Any) -> None:
         raise ValueError(f"the model attends by {kind!r}, expected {RAGGED!r}; build it with attn_implementation=RAGGED")
 
 
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, variant: Variant) -> Tensor:
+    """query [R, H, T, D]; key, value [R, KV, L, D]; mask: bool, broadcast to [R, 1, T, L], true
+    where a token may look; None: causal. Result: [R, H, T, D]."""
+    grouped = query.shape[1] != key.shape[1]
+    if variant.softcap is None:
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=variant.scaling,
+            enable_gqa=grouped,
+        )
+    assert mask is not None
+    if grouped:
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    scaling = query.shape[-1] ** -0.5 if variant.scaling is None else variant.scaling
+    scores = variant.softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / variant.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def _within(mask: Tensor, query_position: Tensor, window: int | None) -> Tensor:
+    """mask [..., T, L] without the keys that lie a window or more before the query."""
+    if window is None:
+        return mask
+    keys = torch.arange(mask.shape[-1], device=mask.device)
+    return mask & (keys > query_position[..., None] - window)
+
+
 class PackedRows:
     """Rows packed end to end, each attending causally to itself alone."""
 
@@ -53,13 +121,23 @@ class PackedRows:
         self.num_rows, self.longest = len(lengths), int(lengths.max())
         self.row = torch.repeat_interleave(torch.arange(self.num_rows, device=starts.device), lengths)
         self.position = torch.arange(int(starts[-1]), device=starts.device) - starts[self.row]
+        self._masks: dict[int | None, Tensor] = {}  # by window, shared by the layers of a forward
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Pads for the attention alone; right padding never reaches a real query under a causal mask."""
-        padded = scaled_dot_product_attention(
-            self._pad(query), self._pad(key), self._pad(value), is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
-        return padded.transpose(1, 2)[self.row, self.position]
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+        """Pads for the attention alone; right padding never reaches a real query."""
+        padded = [self._pad(tensor) for tensor in (query, key, value)]
+        attended = _attend(padded[0], padded[1], padded[2], self._mask(variant), variant)
+        return attended.transpose(1, 2)[self.row, self.position]
+
+    def _mask(self, variant: Variant) -> Tensor | None:
+        """[T, L], or None where plain causal attention is meant: the kernels have that built in."""
+        if variant.softcap is None and (variant.window is None or variant.window >= self.longest):
+            return None
+        if variant.window not in self._masks:
+            places = torch.arange(self.longest, device=self.row.device)
+            causal = places <= places[:, None]
+            self._masks[variant.window] = _within(causal, places, variant.window)
+        return self._masks[variant.window]
 
     def _pad(self, packed: Tensor) -> Tensor:
         padded = packed.new_zeros(self.num_rows, self.longest, *packed.shape[1:])
@@ -72,6 +150,20 @@ class KeyValueCache:
     def __init__(self, *, num_layers: int, num_slots: int, context_tokens: int, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
         shape = (num_layers, num_slots, context_tokens, num_kv_heads, head_dim)
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+
+    @staticmethod
+    def of(model: Any, *, num_slots: int, context_tokens: int) -> KeyValueCache:
+        """An empty one that fits the model."""
+        config = model.config
+        heads = config.num_attention_heads
+        return KeyValueCache(
+            num_layers=config.num_hidden_layers,
+            num_slots=num_slots,
+            context_tokens=context_tokens,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            like=next(model.parameters()),
+        )
 
 
 class CachedRows:
@@ -90,21 +182,27 @@ class CachedRows:
         self.slot = self.rows[self.row]
         self.last = ends - 1  # [R] packed index of each row's last token
         self.num_new, self.length = max(new), max(c + n for c, n in zip(cached, new, strict=True))
-        query_position = torch.tensor(cached, device=device)[:, None] + torch.arange(self.num_new, device=device)
-        self.mask = (torch.arange(self.length, device=device) <= query_position[:, :, None]).unsqueeze(1)  # [R, 1, T, L]
+        self._query_position = torch.tensor(cached, device=device)[:, None] + torch.arange(self.num_new, device=device)
+        self.mask = (torch.arange(self.length, device=device) <= self._query_position[:, :, None]).unsqueeze(1)  # [R, 1, T, L]
+        self._masks: dict[int | None, Tensor] = {None: self.mask}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.slot, self.position] = key
         values[self.slot, self.position] = value
         padded = query.new_zeros(len(self.rows), self.num_new, *query.shape[1:])
         padded[self.row, self.column] = query
-        attended = scaled_dot_product_attention(
+        attended = _attend(
             padded.transpose(1, 2),
             keys[self.rows, : self.length].transpose(1, 2),
             values[self.rows, : self.length].transpose(1, 2),
-            attn_mask=self.mask,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            self._mask(variant.window),
+            variant,
         )
         return attended.transpose(1, 2)[self.row, self.column]
+
+    def _mask(self, window: int | None) -> Tensor:
+        if window not in self._masks:
+            within = _within(self.mask, self._query_position[:, None], window)
+            self._masks[window] = within
+        return self._masks[window]

@@ -7,15 +7,19 @@ import json
 import logging
 import signal
 import sys
+import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from agentgym.defaults import set_process_defaults
 
 set_process_defaults()
 
-from agentgym.config import ConfigError, RunConfig, load_config  # noqa: E402
+from agentgym.config import ConfigError, EnvConfig, RunConfig, load_config  # noqa: E402
+from agentgym.private import STATE, private_folder, private_state  # noqa: E402
+from envs.plain import log_to_stderr, plain  # noqa: E402
 
 if TYPE_CHECKING:
     from agentgym.data import Splits
@@ -24,12 +28,15 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is resumable)."""
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(logging.INFO if arguments.verbose else logging.WARNING, "%(levelname)s %(name)s: %(message)s")
     run: Callable[[RunConfig, argparse.Namespace], int] = arguments.run
 
     def command() -> int:
         own = arguments.params is None  # a comparison names its parameters itself
-        return run(RunConfig() if own else load_config(arguments.params, arguments.set or ()), arguments)
+        cfg = RunConfig() if own else load_config(arguments.params, arguments.set or ())
+        private_folder(STATE)
+        private_state(cfg.state_dir)
+        return run(cfg, arguments)
 
     return guarded(command, show_traceback=arguments.verbose)
 
@@ -40,16 +47,21 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
     try:
         return command()
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last commit", file=sys.stderr)
         return 130
     except Exception as error:  # the last resort: whoever called hears of it by the code
-        print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
         if show_traceback:
-            raise
+            say(traceback.format_exc(), file=sys.stderr, end="")
+        say(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def say(text: object, *, file: TextIO | None = None, end: str = "\n") -> None:
+    """`print` for text that came from elsewhere: none of it steers the terminal."""
+    print(plain(str(text)), file=file or sys.stdout, end=end)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,13 +86,22 @@ def _parser() -> argparse.ArgumentParser:
 
     audit = commands.add_parser("audit", parents=[common], help="is a run what it says it is")
     audit.add_argument("run_name", nargs="?", metavar="RUN", help="the run's name, r and 12 hex digits (default: the configured one)")
-    audit.add_argument("--episodes", type=positive, default=32, help="logged episodes to replay and rescore per step")
+    every = "or all (default: %(default)s)"
+    audit.add_argument("--episodes", type=some, default=32, metavar="N", help=f"logged episodes to replay per step, {every}")
+    audit.add_argument("--rescore", type=some, default="all", metavar="N", help=f"episodes to rescore per set of weights, {every}")
+    audit.add_argument("--seed", type=int, help="of the draws, to repeat an audit (default: a new one, which is printed)")
+    audit.add_argument("--pointers", type=Path, default=Path("outputs"), help="folder of DVC's pointers (default: %(default)s)")
     audit.add_argument("--json", action="store_true")
     audit.set_defaults(run=_audit)
 
     compare = commands.add_parser("compare", help="the table of a comparison, from what its runs left in the store")
-    compare.add_argument("file", type=Path, help="the comparison, for example comparisons/default.yaml")
-    compare.add_argument("--set", action="append", metavar="key.path=value", help="over every run's parameters, as for flows.compare")
+    compare.add_argument(
+        "words",
+        nargs="*",
+        metavar="FILE | key.path=value",
+        help="the comparison (default: comparisons/default.yaml); overrides, as for flows.compare",
+    )
+    compare.add_argument("--set", action="append", metavar="key.path=value", help="the same")
     compare.add_argument("-v", "--verbose", action="store_true")
     compare.add_argument("--json", action="store_true")
     compare.set_defaults(run=_compare, params=None)
@@ -107,33 +128,39 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from rich.console import Console
+def some(text: str) -> int | None:
+    """An argument's type: a number, or None for all. Errors: ArgumentTypeError."""
+    return None if text == "all" else positive(text)
 
+
+def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.progress import Bars
-    from agentgym.steps import open_store, pointer, run_when_free, run_with_parents
+    from agentgym.steps import pointer, run_when_free, run_with_parents
     from agentgym.store.files import discard, write_temp
+    from agentgym.terminal import PlainConsole
     from agentgym.tracking import check_server
+    from agentgym.training.architecture import check_model
 
     if arguments.owner_pipe:
         from agentgym.deploy.owned import end_with_owner
 
         end_with_owner()
     check_server(cfg.tracking_uri)
-    with Bars(Console(stderr=True)) as bars:
+    check_model(cfg.model)
+    with Bars(PlainConsole(stderr=True)) as bars:
         if arguments.with_parents:
             outcomes = run_with_parents(arguments.name, cfg, wait_s=arguments.wait, progress=bars)
         else:
             outcomes = [run_when_free(arguments.name, cfg, wait_s=arguments.wait, progress=bars)]
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = write_temp(arguments.out.parent, f"{pointer(open_store(cfg), outcomes[-1])}\n".encode())
+        temporary = write_temp(arguments.out.parent, f"{pointer(cfg, outcomes[-1])}\n".encode())
         try:
             temporary.replace(arguments.out)
         finally:
             discard(temporary)
     for outcome in outcomes:
-        print(f"{outcome.step.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
+        say(f"{outcome.step.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
     return 0
 
 
@@ -144,11 +171,11 @@ def _doctor(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
     findings = examine(cfg)
     if arguments.json:
-        print(json.dumps([asdict(finding) for finding in findings]))
+        say(json.dumps([asdict(finding) for finding in findings]))
     else:
         for finding in findings:
             state = "ok" if finding.ok else "MISSING" if finding.needed else "absent"
-            print(f"{finding.name:<12}{state:<9}{finding.text}")
+            say(f"{finding.name:<12}{state:<9}{finding.text}")
     return 0 if all(finding.ok for finding in findings if finding.needed) else 1
 
 
@@ -158,30 +185,38 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
     steps = plan(cfg)
     if arguments.json:
-        print(json.dumps({"run": f"r{run_key(cfg)[:12]}", "steps": [step.to_json() for step in steps]}, indent=1))
+        say(json.dumps({"run": f"r{run_key(cfg)[:12]}", "steps": [step.to_json() for step in steps]}, indent=1))
         return 0
-    print(f"run r{run_key(cfg)[:12]}")
+    say(f"run r{run_key(cfg)[:12]}")
     for step in steps:
-        print(f"  {step.action:<7}{step.name:<22}{step.why}")
+        say(f"  {step.action:<7}{step.name:<22}{step.why}")
     return 0
 
 
 def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from agentgym.audit import audit
     from agentgym.progress import Bars
+    from agentgym.terminal import PlainConsole
 
-    with Bars(Console(stderr=True)) as bars:
-        report = audit(cfg, run=arguments.run_name, num_episodes=arguments.episodes, progress=bars)
+    with Bars(PlainConsole(stderr=True)) as bars:
+        report = audit(
+            cfg,
+            run=arguments.run_name,
+            num_episodes=arguments.episodes,
+            num_rescored=arguments.rescore,
+            seed=arguments.seed,
+            pointers=arguments.pointers,
+            progress=bars,
+        )
     if arguments.json:
-        print(json.dumps(report.to_json(), indent=1))
+        say(json.dumps(report.to_json(), indent=1))
     else:
         for check in report.checks:
-            print(f"{'ok    ' if check.ok else 'FAILED'}  {check.name:<12} {check.counted}")
+            found = f"not checked: {check.not_checked}" if check.not_checked else f"{check.counted:<8}{check.note}".rstrip()
+            say(f"{'FAILED' if not check.ok else '-     ' if check.not_checked else 'ok    '}  {check.name:<12} {found}")
             for failure in check.failures:
-                print(f"        {failure}")
-        print("audit passed" if report.ok else "audit FAILED")
+                say(f"        {failure}")
+        say(f"audit {'passed' if report.ok else 'FAILED'}; to repeat it: --seed {report.seed}")
     return 0 if report.ok else 1
 
 
@@ -191,45 +226,58 @@ def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
     imported = import_dataset(arguments.url or HUB_URL, arguments.rev, arguments.out)
     said = "imported into" if imported.is_new else "was imported already into"
-    print(f"{imported.url} at {imported.sha} {said} {imported.path}")
-    print(f"licence: {imported.licence or 'not known here; see its repository'}")
+    say(f"{imported.url} at {imported.sha} {said} {imported.path}")
+    say(f"licence: {imported.licence or 'not known here; see its repository'}")
     for env in dict.fromkeys((*cfg.weights, *PUBLISHED_COUNTS)):
         try:
             splits = load_splits(imported.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
         except DataError as error:
             if env in cfg.weights:
                 raise
-            print(f"warning: {error}")
+            say(f"warning: {error}")
             continue
         _describe(env, splits)
-    print(f"keep in git: {imported.pointer}; to train on it: --set data.path={imported.path}")
+    say(f"keep in git: {imported.pointer}; to train on it: --set data.path={imported.path}")
     return 0
 
 
 def _compare(_: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.comparison import cells_of, load_comparison
+    from agentgym.comparison import cells_of, file_and_overrides, load_comparison
     from agentgym.evaluation.compare import read_rows, table
     from agentgym.evaluation.compare_report import table_markdown
 
-    comparison = load_comparison(arguments.file)
-    cells = cells_of(comparison, arguments.set or ())
+    file, overrides = file_and_overrides(arguments.words)
+    comparison = load_comparison(file)
+    cells = cells_of(comparison, (*overrides, *(arguments.set or ())))
     result = table(comparison, cells, *read_rows(cells))
-    print(json.dumps(result, indent=1) if arguments.json else table_markdown(result), end="\n" if arguments.json else "")
+    say(json.dumps(result, indent=1) if arguments.json else table_markdown(result), end="\n" if arguments.json else "")
     return 0
 
 
 def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    """The run's own items must be in order; of the other lists beside them it is told what is not."""
+    from agentgym.data import PUBLISHED_COUNTS, load_splits
     from agentgym.dataset import check_pin
-    from agentgym.steps import load_data
+    from agentgym.steps import compare_tasks, load_data
 
     splits = load_data(cfg)
     check_pin(cfg.data.path)
-    _describe(cfg.env_names, splits)
-    return 0
+    repeated, unknown = compare_tasks(cfg.envs, splits)
+    _describe(cfg.env_names, replace(splits, warnings=(*splits.warnings, *repeated, *unknown)))
+    for name in PUBLISHED_COUNTS:
+        if name in cfg.weights or not (cfg.data.path / "train" / f"{name}_train.json").exists():
+            continue
+        try:
+            other = load_splits(cfg.data.path, name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+            found = [warning for part in compare_tasks((EnvConfig(name=name),), other) for warning in part]
+            _describe(name, replace(other, warnings=(*other.warnings, *found)))
+        except ConfigError as error:
+            say(f"warning: {error}")
+    return 1 if repeated else 0
 
 
 def _describe(env: str, splits: Splits) -> None:
     for warning in splits.warnings:
-        print(f"warning: {warning}")
+        say(f"warning: {warning}")
     sizes = f"{len(splits.train)} train, {len(splits.validation)} validation, {len(splits.test)} test items"
-    print(f"{env}: {sizes}, sha256 {splits.digest[:12]}")
+    say(f"{env}: {sizes}, sha256 {splits.digest[:12]}")

@@ -41,6 +41,20 @@ POLL_S = 0.1
 CELL_TIMEOUT_S = 24 * 3600.0
 
 
+DEFAULT = "comparisons/default.yaml"
+
+
+def file_and_overrides(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Of a command line's words: the comparison's file (by default ours) and `key.path=value`s.
+
+    Errors: ConfigError where two words are files.
+    """
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"expected one comparison file, got {', '.join(files)}")
+    return (files or [DEFAULT])[0], tuple(word for word in words if "=" in word)
+
+
 class Matrix(Section):
     """Every one of these recipes with every one of these horizons; None: all that are defined."""
 

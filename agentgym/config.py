@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -23,6 +24,9 @@ from pydantic import (
 )
 
 from agentgym.algorithms.recipe import RECIPES, Aggregation, KlEstimator, KlPlace, Loop, Truncated
+from agentgym.trust import untrusted_address
+
+MAX_VALUES = 100_000  # of one parameter file
 
 
 class ConfigError(ValueError):
@@ -121,16 +125,16 @@ class RolloutConfig(Section):
     system_prompt: bool = False  # begin with the environment's instructions
     action_format: Literal["plain", "react"] = "plain"  # plain: the reply is the action; react: the text after "Action:"
     concurrency: PositiveInt = _operational(128)  # episodes in flight
-    episode_timeout_s: PositiveFloat = _operational(120.0)
-    max_attempts: PositiveInt = _operational(3)  # of an episode whose environment failed
-    max_env_error_frac: float = _operational(0.1, ge=0, le=1)  # the run stops above this share of failed episodes
+    episode_timeout_s: PositiveFloat = 120.0  # an episode that takes longer counts as failed, like one whose environment failed
+    max_attempts: PositiveInt = 3  # of an episode whose environment failed
+    max_env_error_frac: float = Field(default=0.1, ge=0, le=1)  # the run stops above this share of failed episodes
     max_staleness: int = Field(default=0, ge=0, le=1)  # updates the sampling weights may lag; 1: rollouts overlap the update
 
 
 class AlgorithmConfig(Section):
     recipe: str = "grpo"
     # what is None is the recipe's own
-    truncated: Truncated | None = None  # what an episode cut by the horizon counts as; bootstrap needs a critic
+    truncated: Truncated | None = None  # what a cut episode counts as; bootstrap needs a critic
     aggregation: Aggregation | None = None  # of token losses
     constant_length: PositiveInt | None = None  # aggregation constant: action tokens; None: of the longest possible episode
     clip_low: PositiveFloat = 0.2
@@ -153,6 +157,24 @@ class AlgorithmConfig(Section):
     minibatches: PositiveInt = 2  # optimiser updates per pass
     importance_cap: PositiveFloat = 2.0  # of the train/engine importance weight (truncated importance sampling)
     max_mismatch_kl: PositiveFloat = 0.05  # nats per token between engine and learner; above it the run stops
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        recipe = RECIPES.get(self.recipe)
+        if recipe is None:
+            return self  # the whole configuration says so
+        place, estimator = self.kl_place or recipe.kl_place, self.kl_estimator or recipe.kl_estimator
+        if place == "loss" and estimator == "k1":
+            raise ValueError(
+                f"algorithm.kl_estimator k1 with kl_place loss (recipe {self.recipe}) has no expected gradient and holds the policy "
+                "to nothing; use kl_estimator k2 or k3, or kl_place reward"
+            )
+        if place == "reward" and recipe.standardises_groups:
+            raise ValueError(
+                f"algorithm.kl_place reward with recipe {self.recipe}, which divides by the deviation of each group: in a group of equal "
+                "outcomes the noise of the KL becomes advantages of +-1; use kl_place loss, or a recipe that does not divide (rloo)"
+            )
+        return self
 
 
 class HorizonConfig(Section):
@@ -207,6 +229,7 @@ class EvaluationConfig(Section):
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     num_bootstrap: PositiveInt = 2000
     seed: NonNegativeInt = 1
+    min_coverage: float = Field(default=0.95, ge=0, le=1)  # share of episodes that must count, not failed; below it there is no result
     chunk_items: PositiveInt = _operational(256)  # committed at a time
 
     @model_validator(mode="after")
@@ -402,10 +425,15 @@ def load_config(path: Path | str = "params.yaml", overrides: Sequence[str] = (),
         if not separator or not key:
             raise ConfigError(f"override {override!r} must look like key.path=value, for example optimiser.lr=3e-4")
         _assign(tree, key.split("."), _parse(text), override)
+    _check_size(tree, path)
     try:
-        return RunConfig.model_validate(tree)
+        cfg = RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(first_line(error)) from None
+    refused = untrusted_address(cfg, os.environ)
+    if refused is not None:
+        raise ConfigError(refused)
+    return cfg
 
 
 def config_digest(semantic: dict[str, Any]) -> str:
@@ -417,16 +445,33 @@ def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The mapping a YAML file holds, laid over the file it extends, if any. Errors: ConfigError with one line."""
     if path.resolve() in extended_by:
         raise ConfigError(f"{path} extends itself, by way of {', '.join(str(other) for other in extended_by)}; remove one `extends`")
+    if path.suffix not in (".yaml", ".yml"):  # so that no `extends` or flow parameter quotes a key file in its error
+        raise ConfigError(f"parameter file {path} must end in .yaml or .yml")
     if not path.is_file():
         raise ConfigError(f"parameter file {path} does not exist; run from the project's root or name one with --params FILE")
     try:
         tree = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    _check_size(tree, path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
     base = tree.pop("extends", None)
     return tree if base is None else _merge(read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
+
+
+def _check_size(tree: Any, path: Path | str) -> None:
+    """Errors: ConfigError where aliases (`*name`) unfold to more than a person writes, or to a loop: nobody would finish reading it."""
+    waiting, num_values = [tree], 0
+    while waiting:
+        value = waiting.pop()
+        num_values += 1
+        if num_values > MAX_VALUES:
+            raise ConfigError(f"{path} unfolds to more than {MAX_VALUES} values; write fewer, or without aliases")
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

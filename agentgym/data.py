@@ -27,7 +27,7 @@ PUBLISHED_COUNTS: dict[str, tuple[int | None, int | None]] = {
 }
 
 _FILES = {"train": "train/{env}_train.json", "eval": "eval/{env}_test.json"}
-_SPLITS = ("train", "validation", "test")
+SPLITS = ("train", "validation", "test")
 _MAX_CULPRITS = 5
 
 
@@ -47,14 +47,14 @@ class Splits:
 
     def to_json(self) -> bytes:
         """Equal splits give equal bytes; `splits_from_json` gives an equal object back."""
-        row: dict[str, Any] = {name: [item.item_id for item in getattr(self, name)] for name in _SPLITS}
+        row: dict[str, Any] = {name: [item.item_id for item in getattr(self, name)] for name in SPLITS}
         return json.dumps({**row, "digest": self.digest, "warnings": self.warnings}, separators=(",", ":")).encode()
 
 
 def splits_from_json(data: bytes) -> Splits:
     """Errors: ValueError or KeyError where `data` is not what `Splits.to_json` wrote."""
     row = json.loads(data)
-    train, validation, test = (tuple(Item(*parse_item_id(item_id), name) for item_id in row[name]) for name in _SPLITS)
+    train, validation, test = (tuple(Item(*parse_item_id(item_id), name) for item_id in row[name]) for name in SPLITS)
     return Splits(train, validation, test, row["digest"], tuple(row["warnings"]))
 
 
@@ -63,14 +63,22 @@ def data_digest(path: Path, *envs: str) -> str:
     digest = hashlib.sha256()
     for file in (path / pattern.format(env=env) for env in envs for pattern in _FILES.values()):
         if not file.is_file():
-            raise DataError(f"dataset not pulled: {file} does not exist; run `dvc pull {path}.dvc`, or set data.path to its folder")
+            raise _not_there(path, file)
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
+def _not_there(path: Path, file: Path) -> DataError:
+    """Is the whole dataset missing, or an environment it knows nothing of."""
+    if not path.is_dir():
+        return DataError(f"dataset not pulled: {file} does not exist; run `dvc pull {path}.dvc`, or set data.path to its folder")
+    found = sorted(each.name.removesuffix("_train.json") for each in path.glob("train/*_train.json"))
+    return DataError(f"{file} does not exist; {path} has lists for: {', '.join(found) or 'no environment'}")
+
+
 def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
     """The splits of several environments as one, `interleave`d, so that any first part of a split has their shares."""
-    items = {name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights)) for name in _SPLITS}
+    items = {name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights)) for name in SPLITS}
     digest = hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest() if len(parts) > 1 else parts[0].digest
     return Splits(**items, digest=digest, warnings=tuple(warning for part in parts for warning in part.warnings))
 
@@ -106,7 +114,7 @@ def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) 
     old ones between splits. Errors: DataError with one line that names up to five culprits.
     """
     if not path.is_dir():
-        raise DataError(f"dataset not pulled: {path} does not exist; run `dvc pull {path}.dvc`, or set data.path to its folder")
+        raise _not_there(path, path)
     ids = {split: _read_ids(path, pattern.format(env=env)) for split, pattern in _FILES.items()}
     rows = [(item_id, *parse_item_id(item_id), split) for split in _FILES for item_id in ids[split]]
     _validate(rows, env, path)
@@ -130,6 +138,34 @@ def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) 
     canonical = json.dumps({"env": env, **ids}, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     return Splits(tuple(train), tuple(validation), tuple(test), digest, _count_warnings(env, ids))
+
+
+def repeated_tasks(items: Sequence[Item], digests: Sequence[str | None]) -> tuple[str, ...]:
+    """Warnings, one line each: tasks that stand in the splits under several ids.
+
+    items: of one environment, splits one after the other; digests: of the task of each (see `task_identities`).
+    Errors: DataError where an item names no task.
+    """
+    missing = [item.item_id for item, digest in zip(items, digests, strict=True) if digest is None]
+    if missing:
+        raise DataError(f"{items[0].env}: {_some(missing)} name no task of the environment as it is set; correct the lists or its options")
+    first: dict[str | None, Item] = {}
+    found: dict[tuple[str, str], list[str]] = {}
+    for item, digest in zip(items, digests, strict=True):
+        earlier = first.setdefault(digest, item)
+        if earlier is not item:
+            found.setdefault((item.split, earlier.split), []).append(f"{item.item_id} = {earlier.item_id}")
+    sizes = Counter(item.split for item in items)
+    return tuple(
+        f"{items[0].env}: {len(pairs)} of {sizes[split]} {split} items are the same task as {'another' if split == other else 'a'} "
+        f"{other} item: {_some(pairs)}{'' if split == other else f'; {split} is not held out'}"
+        for (split, other), pairs in found.items()
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_CULPRITS} more" if len(names) > _MAX_CULPRITS else ""
+    return f"{', '.join(names[:_MAX_CULPRITS])}{more}"
 
 
 def parse_item_id(item_id: str) -> tuple[str, int]:
@@ -156,9 +192,17 @@ class ItemStream:
             empty = ", ".join(env for env in own if not own[env])
             raise ValueError(f"an item stream needs at least one item, got none{f' of {empty}' if empty else ''}")
         self.position = position
+        self._weights = weights
         self._turns = turns_of(weights)
         passed = Counter(itertools.islice(self._turns, position))
         self._streams = {env: _Epochs(each, seed=seed, position=passed[env]) for env, each in own.items()}
+
+    def most_distinct(self) -> int:
+        """The largest `n` of which no `next(n)` holds an item twice, wherever the stream stands."""
+        shares = {env: weight / sum(self._weights.values()) for env, weight in self._weights.items()}
+        # of k environments one is less than a turn ahead of its share, so another less than k - 1 behind: k turns between them
+        slack = len(shares) if len(shares) > 1 else 0
+        return max(0, min(int((stream.num_items // 3 - slack) / shares[env]) for env, stream in self._streams.items()))
 
     def next(self, n: int) -> list[Item]:
         """The next `n` items."""
@@ -180,6 +224,10 @@ class _Epochs:
         self._seed = seed
         self._epoch = -1
         self._order: list[int] = []
+
+    @property
+    def num_items(self) -> int:
+        return len(self._items)
 
     def next(self) -> Item:
         epoch, index = divmod(self.position, len(self._items))
@@ -209,8 +257,7 @@ def _read_ids(root: Path, name: str) -> list[str]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        known = sorted(found.name.removesuffix("_train.json") for found in root.glob("train/*_train.json"))
-        raise DataError(f"{path} does not exist; {root} has lists for: {', '.join(known) or 'no environment'}") from None
+        raise _not_there(root, path) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # bad JSON or bad UTF-8
@@ -268,8 +315,7 @@ def _validate(rows: list[tuple[str, str, int, str]], env: str, path: Path) -> No
     for mask, advice in rules:
         culprits = list(dict.fromkeys(table.loc[failures.loc[mask, "index"].astype(int), "item_id"]))
         if culprits:
-            more = f" and {len(culprits) - _MAX_CULPRITS} more" if len(culprits) > _MAX_CULPRITS else ""
-            raise DataError(f"{path}, {env}: {', '.join(culprits[:_MAX_CULPRITS])}{more} {advice}")
+            raise DataError(f"{path}, {env}: {_some(culprits)} {advice}")
     raise DataError(f"{path}, {env}: the table of items does not fit its schema: {failures.iloc[0].to_dict()}")
 
 

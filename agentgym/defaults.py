@@ -22,6 +22,7 @@ def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
+        "TORCHINDUCTOR_CACHE_DIR": str(state / "torchinductor"),  # compiled code; its default is a known name in /tmp
         "RAY_USAGE_STATS_ENABLED": "0",
         "PREFECT_HOME": str(state / "prefect"),
         "PREFECT_PROFILES_PATH": str(state / "prefect" / "profiles.toml"),  # these three ignore PREFECT_HOME

@@ -41,6 +41,7 @@ CURVE = (  # what a person looks at first; everything else is in MLflow
     "mismatch/kl",
     "eval/greedy",
     "eval/pass_at_1",
+    "eval/coverage",
 )
 
 
@@ -154,7 +155,7 @@ def _deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: 
         _deliver_step(cfg, store, manifest, run_key, title=title, headline=headline)
         return
     if manifest.done:
-        tracker.set_tags(child_id, {"manifest": manifest.digest})
+        tracker.set_tags(child_id, {"manifest": manifest.digest, "records": manifest.records_digest})
         tracker.end_run(child_id)
         if manifest.step == "report":
             tracker.log_artifacts(parent_id, {name: store.read(manifest, name) for name in (*manifest.blobs, *manifest.records)})

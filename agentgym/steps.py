@@ -13,15 +13,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.config import ConfigError, RunConfig, config_digest
+from agentgym.config import ConfigError, EnvConfig, RunConfig, config_digest
 from agentgym.context import METRICS, NoProgress, Progress, StepContext
-from agentgym.data import Splits, data_digest, load_splits, mix_splits
+from agentgym.data import SPLITS, Splits, data_digest, load_splits, mix_splits, repeated_tasks, train_stream
 from agentgym.ledger import Paced, curve, deliver_step, ledger_identity
-from agentgym.rollouts.client import Endpoints
+from agentgym.rollouts.client import Endpoints, token_of
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.lease import LeaseHeld
@@ -29,6 +29,7 @@ from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.posix import posix_store
 from agentgym.store.runstore import RunStore
 from agentgym.tracking import reaching
+from agentgym.types import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,9 @@ class Outcome:
 def steps_of(cfg: RunConfig) -> dict[str, Step]:
     """Every step of a run in an order that respects parents."""
     model = ("seed", "deterministic", "env", "mix", "model")
-    episodes = ("rollout.max_new_tokens", "rollout.system_prompt", "rollout.action_format")
-    demonstrations = (*model, "warm_start", "rollout.system_prompt", "rollout.action_format")
+    failing = tuple(f"rollout.{name}" for name in ("episode_timeout_s", "max_attempts", "max_env_error_frac"))
+    episodes = ("rollout.max_new_tokens", "rollout.system_prompt", "rollout.action_format", *failing)
+    demonstrations = (*model, "warm_start", "rollout.system_prompt", "rollout.action_format", "rollout.episode_timeout_s")
     offline = () if RECIPES[cfg.algorithm.recipe].loop == "rl" else ("offline",)
     training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation", *offline)
     evaluation = ("deterministic", "env", "mix", "model.context_tokens", *episodes, "evaluation")
@@ -97,7 +99,7 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
         name = f"evaluate-{checkpoint}"
         return add(name, title, parents, evaluation, ("agentgym.evaluation.evaluate", *env_modules), run, headline)
 
-    add("prepare", "prepare data", (), ("seed", "data", "env", "mix"), ("agentgym.data",), _prepare)
+    add("prepare", "prepare data", (), ("seed", "data", "env", "mix"), ("agentgym.data", *env_modules), _prepare)
     current = add(
         "initialise",
         "demonstrations and initial model",
@@ -173,7 +175,40 @@ def load_data(cfg: RunConfig) -> Splits:
     ):
         if asked > len(items):
             raise ConfigError(f"{key} {asked} is more than the {len(items)} {name} items of {cfg.env_names}; lower it")
+    _check_draws(cfg, splits)
     return splits
+
+
+def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(warnings about tasks that stand there under several ids, warnings about environments that cannot say), one line each.
+
+    Errors: ConfigError where an item names no task, or the environment cannot be had here as it is set.
+    """
+    from agentgym.deploy.local import IdentitiesUnknown, task_identities
+
+    repeated: list[str] = []
+    unknown: list[str] = []
+    for env in envs:
+        items = [item for name in SPLITS for item in getattr(splits, name) if item.env == env.name]
+        try:
+            repeated += repeated_tasks(items, task_identities(env, [item.task_id for item in items]))
+        except IdentitiesUnknown as reason:
+            unknown.append(f"{env.name}: items were compared by their ids alone: {reason}")
+    return tuple(repeated), tuple(unknown)
+
+
+def _check_draws(cfg: RunConfig, splits: Splits) -> None:
+    """Errors: ConfigError where one optimiser step could draw an item twice: equal keys give equal samples."""
+    recipe, asked = RECIPES[cfg.algorithm.recipe], cfg.rollout.items_per_step
+    rounds = 1 + (cfg.algorithm.max_refills if recipe.dynamic_sampling else 0)
+    most = train_stream(cfg, splits, {}).most_distinct()
+    if recipe.loop == "rl" and asked * rounds > most:
+        refills = f" x {rounds} rounds (algorithm.max_refills)" if rounds > 1 else ""
+        raise ConfigError(
+            f"rollout.items_per_step {asked}{refills} is more than the {most} items that {len(splits.train)} train items of "
+            f"{cfg.env_names} give without one twice (a third of a pass): the same item twice in a step has the same samples, "
+            f"token for token; lower it to {most // rounds}, or add items"
+        )
 
 
 def open_store(cfg: RunConfig) -> RunStore:
@@ -333,7 +368,7 @@ def local_environment(cfg: RunConfig, expert: bool) -> Iterator[Endpoints]:
         endpoints: dict[str, Sequence[str]] = {}
         for env in cfg.envs:
             if env.endpoints and not expert:
-                endpoints[env.name] = env.endpoints
+                endpoints[env.name] = [Endpoint(url, token_of(url)) for url in env.endpoints]  # for workers elsewhere
             else:
                 log_path = cfg.state_dir / "logs" / f"{env.name}{'-expert' if expert else ''}.log"
                 endpoints[env.name] = stack.enter_context(local_env(env, expert=expert, log_path=log_path))
@@ -370,6 +405,8 @@ def _is_module(name: str) -> bool:
 
 def _prepare(ctx: StepContext) -> Manifest:
     splits = load_data(ctx.cfg)
+    repeated, unknown = compare_tasks(ctx.cfg.envs, splits)
+    splits = replace(splits, warnings=(*splits.warnings, *repeated, *unknown))
     for warning in splits.warnings:
         logger.warning("%s", warning)
     sizes = {name: len(getattr(splits, name)) for name in ("train", "validation", "test")}
@@ -393,10 +430,11 @@ def _warm_start(ctx: StepContext) -> Manifest:
     return warm_start(ctx)
 
 
-def pointer(store: RunStore, outcome: Outcome) -> str:
-    """What DVC keeps of a step: where its result lies, its digest, its numbers and their course. Never weights."""
-    manifest = outcome.manifest
+def pointer(cfg: RunConfig, outcome: Outcome) -> str:
+    """What DVC keeps of a step: where its result lies, its digests, its numbers and their course. Never weights."""
+    manifest, store = outcome.manifest, open_store(cfg)
     identity = {"step": manifest.step, "key": manifest.key, "digest": manifest.digest, "store": store.root}
+    identity |= {"records_digest": manifest.records_digest, "run": run_key(cfg)}
     # in a list, because `dvc metrics` takes for a metric whatever is not in one
     content = {"manifest": [identity], "results": manifest.results, "curve": curve(store, manifest)}
     return json.dumps(content, indent=1, sort_keys=True)

@@ -23,6 +23,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
+from agentgym.private import own_login, with_login, without_login
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 
@@ -111,7 +112,9 @@ class Tracker:
         _quieten()
         if self.uri.startswith("sqlite:"):
             _make_database(Path(self.uri.removeprefix("sqlite:///")), self.artifact_root)
-        return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+        login = own_login(self.uri)
+        uri = with_login(self.uri, login) if login else self.uri  # somebody else's server gets what the environment says
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
     @cached_property
     def experiment_id(self) -> str:
@@ -272,6 +275,14 @@ class Tracker:
         """The registered version made under this key, if any."""
         return min(self._versions(name, step_key), key=int, default=None)
 
+    def version_tags(self, name: str, version: str) -> dict[str, str]:
+        return dict(self.client.get_model_version(name, version).tags)
+
+    def alias_version(self, name: str, alias: str) -> str | None:
+        """The version that holds the alias, if any."""
+        held = self.client.get_registered_model(name).aliases
+        return str(held[alias]) if alias in held else None
+
     def _oldest_version(self, name: str, step_key: str) -> str:
         """A request whose reply was lost with the server is sent again by MLflow's client: a second version of the same model goes."""
         version, *repeated = sorted(self._versions(name, step_key), key=int)
@@ -375,7 +386,7 @@ def reaching(uri: str) -> Iterator[None]:
 
 
 def _unavailable(uri: str, error: Exception) -> str:
-    came = " ".join(str(error).split())[:300]
+    came = " ".join(without_login(str(error)).split())[:300]
     if uri.startswith("sqlite:"):
         return f"{uri} is busy or cannot be written: {came}; end what holds it. Nothing is lost: the same command delivers what is missing"
     return (
@@ -394,7 +405,9 @@ def _save_flavor(model_dir: Path, path: Path, record: Any, *, name: str, tags: M
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False, use_safetensors=True, attn_implementation="sdpa"
+        )
         model.name_or_path = f"models:/{name}"  # no repository's name: MLflow would look for a licence there
         card = [
             "---",
@@ -428,7 +441,9 @@ def _load_tokenizer(model_dir: Path) -> Any:
     path = model_dir / "tokenizer_config.json"
     declared = json.loads(path.read_bytes()).get("tokenizer_class") if path.is_file() else None
     generic = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(model_dir, local_files_only=True)
+    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(
+        model_dir, local_files_only=True, trust_remote_code=False
+    )
 
 
 def _points(store: RunStore, manifest: Manifest) -> list[Point]:

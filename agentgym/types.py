@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 
 class Status(StrEnum):
-    """How an episode ended. Only the first three carry a reward."""
+    """How an episode ended. Only the first four carry a reward."""
 
     TERMINATED = "terminated"  # the environment said so
     MAX_TURNS = "max_turns"  # cut by the horizon
     MAX_TOKENS = "max_tokens"  # cut by the context length
+    ENV_LIMIT = "env_limit"  # cut by the simulator's own step limit
     ENV_ERROR = "env_error"  # the environment failed: never a reward of 0
     TIMEOUT = "timeout"  # past its deadline: never a reward of 0
 
@@ -34,6 +35,20 @@ class Item:
     def item_id(self) -> str:
         """AgentGym's textual id, for example `babyai_17`."""
         return f"{self.env}_{self.task_id}"
+
+
+class Endpoint(str):
+    """The URL of an environment server, with the bearer token it asks for.
+
+    The token travels with it, to other processes too; text, JSON, logs and repr show the URL alone.
+    """
+
+    token: str
+
+    def __new__(cls, url: str, token: str = "") -> Self:
+        endpoint = super().__new__(cls, url)
+        endpoint.token = token
+        return endpoint
 
 
 class SampleKey(NamedTuple):

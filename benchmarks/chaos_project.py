@@ -13,7 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ MAX_TAIL = 20  # lines of a server's log below an error
 class Project:
     """A copy of this repository with a small run, the commands typed in it, and what can be seen of them from outside."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sections: Mapping[str, Mapping[str, Any]] = TINY) -> None:
+        """sections: over those of params.yaml."""
         self.folder, self.home, self.scratch = folder / "project", folder / "home", folder / "tmp"
         self.state = self.folder / ".agentgym"
         self.server: Any = None  # what stands around the command, for whoever strikes it
@@ -70,7 +71,7 @@ class Project:
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, self.folder / name)
         params = yaml.safe_load((self.folder / "params.yaml").read_text())
-        for section, values in TINY.items():
+        for section, values in sections.items():
             params[section] |= values
         (self.folder / "params.yaml").write_text(yaml.safe_dump(params))
         for place in (self.home, self.scratch):
@@ -89,6 +90,7 @@ class Project:
             **inherited,
             "HOME": str(self.home),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(self.folder),
             "TMPDIR": str(self.scratch),
             "COLUMNS": "120",
             "OMP_NUM_THREADS": "1",

@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Target:
     dialect: str  # native | agentgym
     url: str
     label: str
+    token: str = field(default="", repr=False)  # it asks for
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,9 @@ class Measured:
 class Connection:
     """One kept connection that costs the load generator as little as may be: it is on the same machine."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token: str) -> None:
         parts = urllib.parse.urlsplit(url)
+        self._bearer = f"Authorization: Bearer {token}\r\n" if token else ""
         self._host, self._port, self._prefix = parts.hostname or "", parts.port or 80, parts.path.rstrip("/")
 
     async def open(self) -> None:
@@ -90,7 +92,7 @@ class Connection:
         payload = b"" if body is None else json.dumps(body).encode()
         head = (
             f"POST {self._prefix}{route} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(payload)}\r\n\r\n"
+            f"{self._bearer}Content-Length: {len(payload)}\r\n\r\n"
         )
         self._writer.write(head.encode() + payload)
         status, length = await self._head()
@@ -144,7 +146,7 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> Measured
 
     async def session() -> None:
         nonlocal errors
-        connection = Connection(target.url)
+        connection = Connection(target.url, target.token)
         await connection.open()
         while time.perf_counter() < until:
             try:
@@ -218,7 +220,9 @@ def main() -> None:
         for env in arguments.envs or (ACTIONS if not given else sorted({target.env for target in given})):
             config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=512)
             (url,) = stack.enter_context(local_env(config, expert=False, log_path=Path(folder) / f"{env}.log"))
-            targets += [Target(env, "native", url, "ours"), Target(env, "agentgym", f"{url}/agentgym", "ours")]
+            targets += [
+                Target(env, dialect, url + path, "ours", url.token) for dialect, path in (("native", ""), ("agentgym", "/agentgym"))
+            ]
         names = ("sessions", "steps/s", "p50 ms", "p99 ms", "create ms", "RSS MiB", "CPU ms", "server ms", "engine ms")
         print(f"{'server':<28}{'env':<11}{'dialect':<10}" + "".join(f"{name:>11}" for name in names))
         for target in targets:

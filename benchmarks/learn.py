@@ -1,33 +1,38 @@
 """Does it learn, honestly: `python benchmarks/learn.py [--parallel N]` runs comparisons/learn.yaml and offline.yaml and judges them.
 
 Writes docs/results/learn.json, .md and figures: the tables, a verdict on every point of the proof with its figures, and which of
-the published claims show at this scale. Every sentence is made from the figures. `--only-read` judges what the store holds.
+the published claims show at this scale. Every sentence is made from the figures. `--only-read` judges what the store holds,
+`--from-items` what an earlier run left in the folder of results: each item's outcome is kept there, in learn_items.json.gz.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pipeline import machine
 
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.comparison import Cell, cells_of, load_comparison
-from agentgym.evaluation.compare import Estimate, Row, read_rows, table
-from agentgym.evaluation.compare_report import result_files, table_markdown
+from agentgym.evaluation.compare import CellResult, Checkpoint, Estimate, Row, read_rows, table
+from agentgym.evaluation.compare_report import AXES, result_files, table_markdown
+from agentgym.evaluation.passk import FloatArray
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs/results"
 SUCCESS, FROM_BEST = 0.85, 0.10  # what each recipe must reach, and how near its own best it must end
 ITEMS, SEEDS = 512, 3
+ITEMS_FILE = "learn_items.json.gz"
 SUPERVISED = ("sft", "dpo", "agent_evol")
 # arXiv:2509.08755, Qwen2.5-7B on TextCraft, BabyAI, SciWorld (points): ScalingInter minus a fixed horizon
 PUBLISHED_SCALING = {"ppo": (3.0, 3.34, 14.86), "reinforce++": (4.0, 3.33, 12.51)}
@@ -51,6 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parallel", type=int, default=os.cpu_count())
     parser.add_argument("--only-read", action="store_true", help="run nothing, judge what the store holds")
+    parser.add_argument("--from-items", action="store_true", help="neither: compute it again from learn.json and learn_items.json.gz")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for every cell")
     arguments = parser.parse_args()
@@ -58,7 +64,7 @@ def main() -> int:
     files = ["comparisons/learn.yaml"]
     if set(SUPERVISED) <= RECIPES.keys():
         files.append("comparisons/offline.yaml")
-    if not arguments.only_read:
+    if not (arguments.only_read or arguments.from_items):
         for file in files:
             run(file, arguments.parallel, arguments.overrides)
     rows: list[Row] = []
@@ -66,10 +72,11 @@ def main() -> int:
     for file in files:
         comparison = load_comparison(file)
         cells: Sequence[Cell] = cells_of(comparison, arguments.overrides)
-        found, missing = read_rows(cells)
+        found, missing = saved_rows(cells, arguments.out) if arguments.from_items else read_rows(cells)
         rows += found
         tables.append(table(comparison, cells, found, missing))
     verdicts, claims = judge(rows), published(rows)
+    save_items(rows, arguments.out)
     write(tables, verdicts, claims, arguments.out, " ".join(["python", "benchmarks/learn.py", *arguments.overrides]))
     print("\n".join(map(str, verdicts)), "", *claims, sep="\n")
     return 0 if all(verdict.ok for verdict in verdicts) else 1
@@ -78,7 +85,7 @@ def main() -> int:
 def run(file: str, parallel: int, overrides: Sequence[str]) -> None:
     """All cells; one that fails leaves its row out, and its verdict says so."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "flows.compare", "--comparison", file, "--parallel", str(parallel), "--out", out, *overrides]
+        command = [sys.executable, "-m", "flows.compare", file, "--parallel", str(parallel), "--out", out, *overrides]
         subprocess.run(command, check=False, timeout=24 * 3600)
 
 
@@ -106,6 +113,36 @@ def write(tables: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], claims:
         text += ["", table_markdown(each).replace("# ", "## ", 1)]
         text += [f"![results]({each['name']}.png)", "", f"![learning curves]({each['name']}_curves.png)"]
     (out / "learn.md").write_text("\n".join(text) + "\n")
+
+
+def save_items(rows: Sequence[Row], out: Path) -> None:
+    """What each item came to, by cell: with it every interval can be computed again, and no run is needed."""
+
+    def plain(tables: Mapping[str, FloatArray] | None) -> Any:
+        return tables and {key: [None if np.isnan(value) else round(float(value), 4) for value in values] for key, values in tables.items()}
+
+    items = {cell.cell.title: {"after": plain(cell.after), "start": plain(cell.start)} for row in rows for cell in row.cells}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / ITEMS_FILE).write_bytes(gzip.compress(json.dumps(items, separators=(",", ":")).encode(), mtime=0))
+
+
+def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]:
+    """As `compare.read_rows`, from the files of an earlier run. Errors: OSError where it left none."""
+    saved = json.loads(gzip.decompress((out / ITEMS_FILE).read_bytes()))
+    known = {row["name"]: row for each in json.loads((out / "learn.json").read_text())["tables"] for row in each["rows"]}
+    found: dict[str, list[CellResult]] = {}
+    missing = [cell for cell in cells if cell.title not in saved]
+    for cell in cells:
+        if cell.title in saved:
+            tables = [saved[cell.title][name] for name in ("after", "start")]
+            after, start = (one and {key: np.array(values, dtype=float) for key, values in one.items()} for one in tables)
+            row = known[cell.row]
+            at = row["seeds"].index(cell.seed)
+            curve = row["curves"][at] if "curves" in row else {name: [] for name in (*AXES, "success")}
+            points = zip(*(curve[name] for name in ("step", "turns", "tokens", "cpu_s", "success")), strict=True)
+            cost = {axis: values[at] for axis, values in row.get("cost", {}).items()}
+            found.setdefault(cell.row, []).append(CellResult(cell, after, start, tuple(Checkpoint(*each) for each in points), cost, (), ()))
+    return [Row(name, tuple(results)) for name, results in found.items()], missing
 
 
 def judge(rows: Sequence[Row]) -> list[Verdict]:
@@ -176,8 +213,10 @@ def average(row: Row) -> str:
 
 
 def points(estimate: Estimate) -> str:
+    """With the seed for which it is least."""
     interval = estimate.interval
-    return f"{100 * interval.mean:+.1f} [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}] points"
+    worst = f", least {100 * min(estimate.per_seed):+.1f}" if len(estimate.per_seed) > 1 else ""
+    return f"{100 * interval.mean:+.1f} [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}] points{worst}"
 
 
 def _validations(row: Row) -> list[tuple[float, float]]:
@@ -198,10 +237,14 @@ def _recipe(recipe: str, row: Row) -> list[Verdict]:
     success = row.success(average(row))
     falls = [best - last for best, last in _validations(row)]
     seeds = ", ".join(f"{100 * value:.1f}" for value in success.per_seed)
-    ending = f"{100 * success.interval.mean:.1f} % sampled (seeds {seeds}) with horizon {row.first.horizon}, chosen by validation"
+    worst = min(range(len(row.seeds)), key=lambda index: success.per_seed[index])
+    ending = (
+        f"{100 * success.interval.mean:.1f} % sampled (seeds {seeds}), worst: seed {row.seeds[worst]} with "
+        f"{100 * success.per_seed[worst]:.1f} %, with horizon {row.first.horizon}, chosen by validation"
+    )
     nearest = f"at most {100 * max(falls):.1f} points below its best validation success, seed by seed" if falls else "never validated"
     return [
-        Verdict(f"{recipe} ends at {SUCCESS:.0%} or more", success.interval.mean >= SUCCESS, ending),
+        Verdict(f"{recipe} ends at {SUCCESS:.0%} or more with every seed", success.per_seed[worst] >= SUCCESS, ending),
         Verdict(f"{recipe} ends near its own best", max(falls) <= FROM_BEST if falls else None, nearest),
     ]
 
@@ -258,7 +301,9 @@ def _claim(what: str, a: Row, b: Row) -> str:
     low, high = gap.interval.low, gap.interval.high
     shows = "shows" if low > 0 else "the opposite shows" if high < 0 else "does not show, the interval includes 0"
     cheaper = sum(cell.cost["cpu_s"] for cell in a.cells) / max(1e-9, sum(cell.cost["cpu_s"] for cell in b.cells))
-    return f"{what}: {shows}, {points(gap)} sampled, for {cheaper:.2f} times the CPU-seconds."
+    limit = a.limit(b, average(a))
+    room = f" Both rows are at the {limit}: little could show." if limit else ""
+    return f"{what}: {shows}, {points(gap)} sampled, for {cheaper:.2f} times the CPU-seconds.{room}"
 
 
 if __name__ == "__main__":

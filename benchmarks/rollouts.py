@@ -125,6 +125,7 @@ def serve(spec: Callable[[], EnvSpec], latency: Latency, connection: Any) -> Non
     """The whole life of a server process: the product's application and settings of the HTTP server, steps that take their time."""
     import uvicorn
 
+    from envs.connection import server_config
     from envs.server import ServerSettings, make_app
 
     app = make_app(spec(), ServerSettings(max_sessions=100_000, drain_timeout_s=0.1))
@@ -141,7 +142,8 @@ def serve(spec: Callable[[], EnvSpec], latency: Latency, connection: Any) -> Non
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(4096)
-    config = uvicorn.Config(app, loop="uvloop", http="httptools", access_log=False, log_config=None, timeout_keep_alive=120, backlog=4096)
+    config = server_config(app, sessions.settings.max_sessions)
+    config.backlog = 4096
     server = uvicorn.Server(config)
 
     def obey() -> None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
 from agentgym.rollouts.client import EnvError, EnvPool
 from agentgym.types import Item
-from envs.webarena.chromium import find_browser
+from envs.webarena.chromium import BROWSER_VARIABLE, find_browser
 
 ROOT = Path(__file__).parents[1]
 ROWS = 130  # of a link and a button each
@@ -193,7 +194,9 @@ def main() -> None:
     parser.add_argument("--browser", default="", help="program; default: the one the server finds")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/webarena.json")
     arguments = parser.parse_args()
-    browser = find_browser(arguments.browser)
+    if arguments.browser:
+        os.environ[BROWSER_VARIABLE] = arguments.browser
+    browser = find_browser()
     with tempfile.TemporaryDirectory() as folder, page_server() as url:
         task = {
             "sites": ["shopping"], "task_id": 0, "start_url": "__SHOPPING__/", "intent": "Buy item 3.", "storage_state": None,
@@ -202,10 +205,10 @@ def main() -> None:
         tasks = Path(folder) / "tasks.json"
         tasks.write_text(json.dumps([task]))
         log = Path(folder) / "log"
-        big = EnvConfig(name="webarena", options={"tasks": str(tasks), "sites": {"shopping": url}, "browser": browser}, max_sessions=64)
+        big = EnvConfig(name="webarena", options={"tasks": str(tasks), "sites": {"shopping": url}}, max_sessions=64)
         with local_env(big, expert=False, log_path=log) as endpoints:
             on_page = asyncio.run(steps(endpoints, arguments.sessions, arguments.steps))
-        with local_env(EnvConfig(name="webarena", options={"browser": browser}, max_sessions=64), expert=True, log_path=log) as endpoints:
+        with local_env(EnvConfig(name="webarena", max_sessions=64), expert=True, log_path=log) as endpoints:
             whole = asyncio.run(episodes(endpoints, arguments.sessions, arguments.seconds))
     result = {
         "machine": machine(),

@@ -1,6 +1,7 @@
 """Writes the embedded stand-in of AgentGym-RL-Data-ID, so that a clone runs without the network and without the licensed lists.
 
-Same layout and schema as the set on the Hub, other ids: of each environment's index range, the ones whose sha256 sorts first.
+Same layout and schema as the set on the Hub, other ids: of each environment's index range, the ones whose sha256 sorts first,
+each task once: where two ids name one task of the environment (as it is by default), a later id stands in for the second.
 Equal output on every machine and Python version. Run it from anywhere: `python data/make_standin.py`, then `dvc add`.
 It also writes `textcraft-invented`, small enough for git: made-up goals of TextCraft to learn from, the game's own for the test.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent / "AgentGym-RL-Data-ID"
@@ -19,7 +22,7 @@ SIZES = {
     "textcraft": (374, range(544), 100, range(544)),  # goals
     "sciworld": (2120, range(4_639), 200, range(4_639)),  # task variations
     "searchqa": (512, range(51_713, 221_328), 400, range(51_713)),  # questions; fewer train items than published
-    "webarena": (320, range(812), 50, range(812)),  # task files
+    "webarena": (64, range(104), 40, range(104)),  # the embedded tasks, all of them
 }
 
 # TextCraft with max_depth 1 and recipes "invented:8000": 8,000 made-up goals to learn from, the game's own 124 for the test
@@ -28,11 +31,43 @@ NUM_INVENTED = 8_000
 
 
 def ids(env: str) -> tuple[list[str], list[str]]:
-    """Train and eval ids of one environment: disjoint, in hash order, so that every prefix is a fair sample."""
+    """Train and eval ids of one environment: no task twice, in an order by hash, so that every prefix is a fair sample."""
     num_train, train_indices, num_eval, eval_indices = SIZES[env]
-    train = _in_hash_order(env, train_indices)[:num_train]
-    taken = set(train)
-    return train, [item_id for item_id in _in_hash_order(env, eval_indices) if item_id not in taken][:num_eval]
+    for_train, for_eval = _in_hash_order(env, train_indices), _in_hash_order(env, eval_indices)
+    first = for_train[:num_train]
+    second = [item_id for item_id in for_eval if item_id not in set(first)][:num_eval]
+    identity, seen = _identity(env), set()
+
+    def new(item_ids: list[str], most: int) -> list[str]:
+        found: list[str] = []
+        for item_id in item_ids:
+            task = identity(int(item_id.rpartition("_")[2])) if len(found) < most else None
+            if task is not None and task not in seen:
+                seen.add(task)
+                found.append(item_id)
+        return found
+
+    test, train = new(second, num_eval), new(first, num_train)  # of two that are one task, the one that is tested stays
+    rest = {*first, *second}
+    test += new([item_id for item_id in for_eval if item_id not in rest], num_eval - len(test))
+    train += new([item_id for item_id in for_train if item_id not in rest], num_train - len(train))
+    return train, test
+
+
+def _identity(env: str) -> Callable[[int], str]:
+    """Task id -> what the task is. Neither Java nor a browser is needed."""
+    from envs.registry import load_spec
+    from envs.sciworld.tasks import PUBLISHED, find_task
+    from envs.webarena.tasks import SITE_NAMES, identity, load
+
+    if env == "sciworld":
+        return lambda task_id: str(find_task(PUBLISHED, task_id))
+    if env == "webarena":
+        path = ROOT.parents[1] / "envs/webarena/tasks.json"
+        return partial(identity, load(path, {site: f"http://{site}" for site in SITE_NAMES}, skip_missing=False))
+    found = load_spec(env, {}).identity
+    assert found is not None
+    return found
 
 
 def ids_invented() -> tuple[list[str], list[str]]:

@@ -1,22 +1,29 @@
-"""`python -m envs serve NAME`: one environment server in this process."""
+"""`python -m envs serve NAME`: one environment server in this process. `python -m envs identities NAME`: which of its tasks are equal."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
+import ipaddress
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
+from envs.connection import server_config
+from envs.env import EnvSpec, UnknownTask
+from envs.plain import log_to_stderr, plain
 from envs.registry import known, load_spec
 from envs.server import ServerSettings, make_app
 from envs.sessions import Sessions
@@ -81,16 +88,24 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(f"--options is not JSON: {error}")
     except ValueError as error:
         return _refuse(str(error))
+    if arguments.command == "identities":
+        return _identities(spec)
     if arguments.check:
         return 0
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    token = os.environ.pop(TOKEN_VARIABLE, "").strip()  # what the simulators start does not get it
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        return _refuse(f"{TOKEN_VARIABLE} must be of printable ASCII characters without blanks")
+    if token and arguments.no_token:
+        return _refuse(f"--no-token was given, and {TOKEN_VARIABLE} is set; leave one of them out")
     settings = ServerSettings(
         max_sessions=arguments.max_sessions,
         session_ttl_s=arguments.session_ttl,
         drain_timeout_s=arguments.drain_timeout,
         offer_expert=arguments.expert,
         expert_timeout_s=arguments.expert_timeout,
-        token=os.environ.get(TOKEN_VARIABLE, ""),
+        token=token,
+        hosts=tuple(arguments.allow_host),
     )
     present, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(present, min(most, DESCRIPTORS)), most))
@@ -99,18 +114,13 @@ def main(argv: list[str] | None = None) -> int:
         listener = _listen(arguments.host, arguments.port)
     except OSError as error:
         return _refuse(f"cannot listen on {arguments.host}:{arguments.port}: {error}", code=1)
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        http="httptools",
-        access_log=False,
-        proxy_headers=False,  # nothing here asks who the client is
-        log_config=None,
-        log_level="warning",
-        timeout_keep_alive=120,  # above the client's, so that the server is never the one to drop a connection in use
-        timeout_graceful_shutdown=5,
-    )
-    server = Server(config, app.state.sessions, arguments.port_file)
+    address = listener.getsockname()[0]
+    if not (token or arguments.no_token or ipaddress.ip_address(address).is_loopback):
+        return _refuse(
+            f"{address} is reached from other machines: set {TOKEN_VARIABLE} to a secret, for the server and for those who ask it, "
+            "or say --no-token"
+        )
+    server = Server(server_config(app, settings.max_sessions), app.state.sessions, arguments.port_file)
     if arguments.owner_pipe:
         threading.Thread(target=_watch_owner, args=(server,), name="owner", daemon=True).start()
     try:
@@ -131,11 +141,20 @@ def _parser() -> argparse.ArgumentParser:
         help="serve one environment over HTTP",
         description=f"Serve one environment over HTTP. Where {TOKEN_VARIABLE} is set, requests must bear that token.",
     )
-    serve.add_argument("name", help="environment, for example babyai")
+    same = commands.add_parser(
+        "identities",
+        help="say which tasks are equal",
+        description="Reads a JSON list of task ids. Writes a JSON list with a digest of each task, null for an id that names none, "
+        "or null alone where the environment cannot say.",
+    )
+    for each in (serve, same):
+        each.add_argument("name", help="environment, for example babyai")
+        each.add_argument("--options", default="{}", metavar="JSON", help="the environment's options")
+        each.add_argument(
+            "--recipes", default="", metavar="DIR", help="textcraft: AgentGym's recipe folder, the same as the option recipes"
+        )
     serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
     serve.add_argument("--port", type=int, default=0, help="0 takes a free one (default)")
-    serve.add_argument("--options", default="{}", metavar="JSON", help="the environment's options")
-    serve.add_argument("--recipes", default="", metavar="DIR", help="textcraft: AgentGym's recipe folder, the same as the option recipes")
     serve.add_argument("--max-sessions", type=_positive_int, default=256, metavar="N", help="(default: %(default)s)")
     serve.add_argument("--session-ttl", type=_positive_float, default=300.0, metavar="S", help="an idle session is closed after this")
     serve.add_argument("--drain-timeout", type=_positive_float, default=30.0, metavar="S", help="for open sessions after SIGTERM")
@@ -143,6 +162,15 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--expert-timeout", type=_positive_float, default=5.0, metavar="S", help="(default: %(default)s)")
     serve.add_argument("--port-file", type=Path, metavar="PATH", help="holds the port while the server listens")
     serve.add_argument("--check", action="store_true", help="only say whether name and options are right")
+    serve.add_argument(
+        "--allow-host",
+        type=_host_name,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name the server is asked under, beside localhost and its address; .NAME: any below it",
+    )
+    serve.add_argument("--no-token", action="store_true", help="let whoever reaches it ask, also from other machines")
     serve.add_argument("--owner-pipe", action="store_true", help="exit when stdin is closed: the server cannot outlive its owner")
     commands.add_parser("list", help="every environment and, where it cannot be served on this machine, why; one JSON object a line")
     return parser
@@ -160,10 +188,38 @@ def _list() -> int:
     return 0
 
 
+def _identities(spec: EnvSpec) -> int:
+    try:
+        ids = json.load(sys.stdin)
+    except ValueError as error:
+        return _refuse(f"standard input must be a JSON list of task ids: {error}")
+    if not isinstance(ids, list) or not all(type(task_id) is int and task_id >= 0 for task_id in ids):
+        return _refuse("standard input must be a JSON list of task ids, whole numbers from 0")
+    try:
+        sys.stdout.write(json.dumps(spec.identity and [_digest(spec.identity, task_id) for task_id in ids]) + "\n")
+    finally:
+        if spec.close is not None:
+            spec.close()
+    return 0
+
+
+def _digest(identity: Callable[[int], str], task_id: int) -> str | None:
+    try:
+        return hashlib.sha256(identity(task_id).encode()).hexdigest()[:32]
+    except UnknownTask:
+        return None
+
+
 def _positive_int(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return int(text)
+
+
+def _host_name(text: str) -> str:
+    if not re.fullmatch(r"\.?[a-z0-9_-]+(\.[a-z0-9_-]+)*", text.lower()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a host name; leave scheme and port out")
+    return text.lower()
 
 
 def _positive_float(text: str) -> float:
@@ -173,7 +229,7 @@ def _positive_float(text: str) -> float:
 
 
 def _refuse(message: str, code: int = 2) -> int:
-    sys.stderr.write(f"python -m envs: {message}\n")
+    sys.stderr.write(plain(f"python -m envs: {message}\n"))
     return code
 
 

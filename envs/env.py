@@ -88,3 +88,6 @@ class EnvSpec:
     agentgym: EnvSpec | None = None  # the environment as AgentGym's own server shows it, where that differs from this
     gauges: Mapping[str, tuple[str, Callable[[], float]]] = field(default_factory=dict)  # Prometheus name: (help, present value)
     close: Callable[[], None] | None = None  # end what the simulators share, once the last session is closed
+    # what the task of an id is, whatever its number: equal texts, the same task. None where the environment cannot say.
+    # Errors: UnknownTask
+    identity: Callable[[int], str] | None = None

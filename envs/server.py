@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -11,16 +10,16 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from envs.compat import DIALECTS, AgentGymRoutes, read_body
+from envs.doors import Doors
 from envs.env import EnvSpec
 from envs.openapi import Route, document
 from envs.sessions import Refused, ServerSettings, Sessions
 from envs.wire import (
-    TOKEN_VARIABLE,
     CloseReply,
     CreateReply,
     CreateRequest,
@@ -42,7 +41,6 @@ __all__ = ["ServerSettings", "make_app"]
 
 M = TypeVar("M", bound=Message)
 Handler = Callable[[Request], Awaitable[Response]]
-OPEN_PATHS = ("/healthz", "/readyz", "/metrics")  # asked by probes and scrapers, which bear no token; nothing of an episode is in them
 
 
 def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
@@ -145,15 +143,14 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(HTTPException, no_route)
     app.add_exception_handler(Exception, broken)
     app.add_middleware(Direct, handlers={(route.method, route.path): handler for route, handler in table}, refuse=refuse)
-    if settings.token:
-        app.add_middleware(Bearer, token=settings.token, refuse=refuse)
+    app.add_middleware(Doors, token=settings.token, hosts=settings.hosts, refuse=refuse)
     return app
 
 
 class Direct:
     """Takes a request straight to its handler: a router that tries route after route costs more than many a step.
 
-    What has no handler here, and every exception but Refused, is left to the application.
+    What has no handler here, and every exception but these two, is left to the application.
     """
 
     def __init__(self, app: ASGIApp, handlers: dict[tuple[str, str], Handler], refuse: Callable[[Refused], Response]) -> None:
@@ -170,27 +167,9 @@ class Direct:
             response = await handler(Request(scope, receive))
         except Refused as error:
             response = self._refuse(error)
+        except ClientDisconnect:  # its request did not arrive whole, and nobody waits for an answer
+            return
         await response(scope, receive, send)
-
-
-class Bearer:
-    """Lets requests pass that bear the token, and those to OPEN_PATHS."""
-
-    def __init__(self, app: ASGIApp, token: str, refuse: Callable[[Refused], Response]) -> None:
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
-        self._refuse = refuse
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, self._expected):
-                message = f"this server asks for a bearer token; set {TOKEN_VARIABLE} to the one it was started with"
-                response = self._refuse(Refused(ErrorKind.UNAUTHORIZED, message))
-                response.headers["WWW-Authenticate"] = "Bearer"
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 async def _parse(request: Request, model: type[M]) -> M:

@@ -46,6 +46,7 @@ TEXTS = ("text/plain", "application/json")  # rendered states that are sent as t
 
 STATUS = {
     ErrorKind.UNAUTHORIZED: 401,
+    ErrorKind.FORBIDDEN: 403,
     ErrorKind.UNKNOWN_SESSION: 404,
     ErrorKind.TURN_MISMATCH: 409,
     ErrorKind.SESSION_GONE: 410,
@@ -66,6 +67,7 @@ class ServerSettings:
     offer_expert: bool = False
     expert_timeout_s: float = 5.0
     token: str = ""  # every request but probes and metrics must bear it; empty: none is asked for
+    hosts: tuple[str, ...] = ()  # names the server goes by, beside localhost and its address
 
 
 class Refused(Exception):

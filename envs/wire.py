@@ -3,8 +3,8 @@
 A request acts at most once: `create` carries a request key, `step` the number of its turn, and the server repeats the
 reply it already gave. Errors are status codes with an `ErrorReply` body:
 
-401 unauthorized · 404 unknown_session · 409 turn_mismatch · 410 session_gone · 422 bad_request · 500 env_crashed | expert_failed ·
-503 full | draining | not_ready
+401 unauthorized · 403 forbidden · 404 unknown_session · 409 turn_mismatch · 410 session_gone · 422 bad_request (what is no
+request at all: 400, 404, 405, 408, 415, 431) · 500 env_crashed | expert_failed · 503 full | draining | not_ready
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class ErrorKind(StrEnum):
     """What went wrong, for a program; `ErrorReply.message` is for a person."""
 
     UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"  # asked under a name that is not the server's, or by a page
     UNKNOWN_SESSION = "unknown_session"
     TURN_MISMATCH = "turn_mismatch"
     SESSION_GONE = "session_gone"

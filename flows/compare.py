@@ -16,23 +16,32 @@ from typing import Any
 from prefect import flow
 from prefect.futures import PrefectFuture, as_completed
 from prefect.logging.handlers import PrefectConsoleHandler
-from rich.console import Console
 
 from agentgym.cli import guarded, positive
-from agentgym.comparison import Cell, cells_of, contrast_rows, load_comparison
+from agentgym.comparison import (
+    DEFAULT,
+    Cell,
+    cells_of,
+    contrast_rows,
+    file_and_overrides,
+    load_comparison,
+)
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.compare import write_comparison
 from agentgym.evaluation.compare_report import table_markdown
 from agentgym.ledger import tracker_of
+from agentgym.private import private_state
 from agentgym.progress import Bars
 from agentgym.steps import load_data
+from agentgym.store.files import full_disk_told
+from agentgym.terminal import PlainConsole
+from agentgym.training.architecture import check_model
 from flows.shell import _quieten_console
 from tasks.compare import cell_task, write_task
 from tasks.data import dataset_pointer, pull_data
 from tasks.prefect_server import prefect_api
 from tasks.recovery import begin_attempt
 
-DEFAULT = "comparisons/default.yaml"
 OUT = "docs/results"
 
 
@@ -55,7 +64,7 @@ def compare(comparison: str = DEFAULT, overrides: tuple[str, ...] = (), parallel
     waiting = [cell for cell in cells if not cell.is_done()]
     for cfg in {cell.cfg.tracking_uri: cell.cfg for cell in waiting}.values():
         _ = tracker_of(cfg).experiment_id  # cells side by side must not create one database at once
-    with Bars(Console()) as bars:
+    with Bars(PlainConsole()) as bars:
         failed = _run_cells(waiting, parallel or _num_cores(), described.wait_s, bars)
     write_task(described, cells, Path(out))
     if failed:
@@ -97,19 +106,26 @@ def _num_cores() -> int:
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 a cell failed, 2 bad input (nothing was started), 130 interrupted (state is resumable)."""
     parser = argparse.ArgumentParser(prog="python -m flows.compare", description=compare.description)
-    parser.add_argument("--comparison", default=DEFAULT, metavar="FILE", help=f"default: {DEFAULT}")
     parser.add_argument("--parallel", type=positive, default=0, metavar="N", help="cells at a time (default: one per core)")
     parser.add_argument("--out", default=OUT, metavar="FOLDER", help=f"of the table and figures (default: {OUT})")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for every cell")
-    arguments = parser.parse_args(argv)
-    return guarded(lambda: _run(arguments, Console()))
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="FILE | key.path=value",
+        help=f"the comparison (default: {DEFAULT}); overrides for every cell",
+    )
+    arguments = parser.parse_intermixed_args(argv)
+    return guarded(lambda: _run(arguments, PlainConsole()))
 
 
-def _run(arguments: argparse.Namespace, console: Console) -> int:
-    comparison, overrides, out = arguments.comparison, tuple(arguments.overrides), Path(arguments.out)
+def _run(arguments: argparse.Namespace, console: PlainConsole) -> int:
+    comparison, overrides = file_and_overrides(arguments.words)
+    out = Path(arguments.out)
     described = load_comparison(comparison)
     cells = cells_of(described, overrides)
     contrast_rows(described, cells)  # its errors come before anything starts
+    for place in {cell.cfg.state_dir for cell in cells}:
+        private_state(place)
     waiting = _waiting(cells)
     console.print(f"[bold]compare[/bold]: {len(cells) - len(waiting)} of {len(cells)} cells are done", highlight=False)
     failure = None
@@ -119,6 +135,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
             if isinstance(handler, PrefectConsoleHandler):
                 handler.setLevel(logging.CRITICAL)  # a failed cell is named at the end, in one line
         with contextlib.ExitStack() as stack:
+            stack.enter_context(full_disk_told(cells[0].cfg.state_dir))
             with console.status("starting a Prefect server"):
                 stack.enter_context(prefect_api(cells[0].cfg.state_dir))
             try:
@@ -142,6 +159,8 @@ def _waiting(cells: Sequence[Cell]) -> list[Cell]:
             waiting.append(cell)
     for env in {env.model_dump_json(): env for cell in waiting for env in cell.cfg.envs}.values():
         check_local_env(env)
+    for model in {cell.cfg.model.model_dump_json(): cell.cfg.model for cell in waiting}.values():
+        check_model(model)
     pulled = [cell.cfg for cell in waiting if cell.cfg.data.path.is_dir()]
     for cfg in {str((c.seed, c.data, c.env_names, c.evaluation, c.rollout.items_per_step)): c for c in pulled}.values():
         load_data(cfg)

@@ -8,13 +8,13 @@ from typing import Annotated
 
 from prefect import runtime
 from pydantic import BaseModel, ConfigDict, Field
-from rich.console import Console
 
 from agentgym.config import ConfigError, RunConfig, load_config
 from agentgym.progress import Bars
 from agentgym.rollouts.client import Endpoints
 from agentgym.steps import finished, local_environment, open_store, steps_of
 from agentgym.store.manifest import Manifest
+from agentgym.terminal import PlainConsole
 from tasks.data import pull_data
 from tasks.recovery import begin_attempt
 from tasks.steps import environments_down, environments_up, step_task
@@ -73,7 +73,7 @@ def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
     """
     cfg = run.config()
     begin_attempt()
-    with Bars(Console()) as bars:
+    with Bars(PlainConsole()) as bars:
         bars.start("dataset", 1)
         pull_data(cfg.data.path)
         bars.advance()

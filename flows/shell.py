@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,22 @@ from rich.table import Table
 from agentgym.cli import guarded
 from agentgym.config import RunConfig, load_config
 from agentgym.deploy.local import check_local_env
-from agentgym.evaluation.passk import Interval
+from agentgym.evaluation.champion import sentence
+from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.report import label
+from agentgym.private import STATE, private_state
 from agentgym.rollouts.client import check_env_servers
 from agentgym.steps import confirm, finished, load_data, open_store, run_key, steps_of
+from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
+from agentgym.terminal import PlainConsole
 from agentgym.tracking import check_server
+from agentgym.training.architecture import check_model
+from envs.plain import PlainFormatter
 from flows.run import RunRequest, Wanted, check_parents
 from tasks.data import dataset_pointer
 from tasks.prefect_server import prefect_api
-from tasks.services import STATE, running
+from tasks.services import running
 
 OURS = ("agentgym", "tasks")  # whose warnings a person at the terminal sees
 
@@ -35,17 +43,19 @@ def main(module: str, flow: Any, wanted: Wanted, argv: list[str] | None = None) 
     parser.add_argument("--params", default="params.yaml", help="parameter file (default: params.yaml)")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="over the parameter file")
     arguments = parser.parse_args(argv)
-    return guarded(lambda: _run(flow, wanted, arguments.params, tuple(arguments.overrides), Console()))
+    return guarded(lambda: _run(flow, wanted, arguments.params, tuple(arguments.overrides), PlainConsole()))
 
 
 def _run(flow: Any, wanted: Wanted, params: str, overrides: tuple[str, ...], console: Console) -> int:
     cfg = load_config(params, overrides)
+    private_state(cfg.state_dir)
     names = [name for name in steps_of(cfg) if wanted(name)]
     num_done, num_steps = len(_done(cfg, wanted)), len(names)
     if num_done < num_steps:
         console.print(f"[bold]{flow.name}[/bold]: {num_done} of {num_steps} steps are done; starting Prefect", highlight=False)
         _quieten_console()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(full_disk_told(cfg.state_dir))
             with console.status("starting a Prefect server"):
                 stack.enter_context(prefect_api(cfg.state_dir))
             flow(RunRequest(params=params, overrides=overrides))
@@ -69,7 +79,9 @@ def _quieten_console() -> None:
         for handler in logging.getLogger(name).handlers:  # one handler may serve several loggers
             if isinstance(handler, PrefectConsoleHandler) and not handler.filters:
                 handler.addFilter(worth_a_line)
+                handler.setFormatter(PlainFormatter(handler.formatter))
     assert logging.lastResort is not None
+    logging.lastResort.setFormatter(PlainFormatter())
     # warnings go to whatever sys.stderr is at the time: while bars are shown, that is a proxy that prints above them
     for name in OURS:
         logging.getLogger(name).addHandler(logging.lastResort)
@@ -88,6 +100,7 @@ def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
             check_local_env(env)
             check_env_servers(env)
         check_server(cfg.tracking_uri)
+        check_model(cfg.model)
         if is_pulled:
             load_data(cfg)
     return done
@@ -135,6 +148,8 @@ def summarise(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> No
         f"gain: paired, over {_baseline(evaluations).replace('-', ' ')}[/dim]\n",
         highlight=False,
     )
+    for line in left_out(evaluations):
+        console.print(f"[yellow]{line}[/yellow]", highlight=False)
     parts = {"warm start": ("initialise", "warm-start"), "training": ("stage-",), "evaluation": ("evaluate-",)}
     seconds = {
         part: sum(m.timings.get("wall_s", 0.0) for name, m in done.items() if name.startswith(names)) for part, names in parts.items()
@@ -144,13 +159,29 @@ def summarise(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> No
     run = f"r{run_key(cfg)[:12]}"
     rows = {
         "time": " · ".join(f"{part} {value:.0f} s" for part, value in seconds.items()),
-        "model": f"{registered['model']} version {registered['version']}, alias {registered['alias']}",
+        "model": f"{registered['model']} version {registered['version']}",
+        "alias": f"{registered['alias']} {sentence(registered)}",
         "report": str(_export_report(cfg, done["report"])),
         "compare": f"{_mlflow():<26} MLflow, run {run}",
         "check": f"agentgym audit {run}",
     }
     for title, text in rows.items():
+        if title == "alias":
+            text = textwrap.fill(text, 71).replace("\n", f"\n{'':9}")
         console.print(f"{title:<9}{text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def left_out(evaluations: Mapping[str, Manifest]) -> list[str]:
+    """Of each evaluation in which episodes failed: how many count, and its numbers with the failed ones as failures; 80 columns."""
+    lines = []
+    for manifest in evaluations.values():
+        found = manifest.results
+        if found["coverage"] < 1:
+            numbers = [f"{label(key)} {100 * row['mean']:.1f}" for key, row in found[FAILED].items() if key != "pass_at_1"]
+            name = found["checkpoint"].replace("-", " ")
+            text = f"{name}: {100 * found['coverage']:.1f} % of its episodes count; with the failed ones as failures: {', '.join(numbers)}"
+            lines += textwrap.wrap(text, 80, subsequent_indent="  ")
+    return lines
 
 
 def _mlflow() -> str:

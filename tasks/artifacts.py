@@ -14,11 +14,13 @@ from prefect.artifacts import create_progress_artifact, create_table_artifact, u
 
 from agentgym.config import RunConfig
 from agentgym.context import Progress
+from agentgym.evaluation.passk import FAILED
 from agentgym.ledger import curve, step_run
+from agentgym.private import STATE
 from agentgym.steps import Outcome, open_store, run_key
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import LedgerUnavailable
-from tasks.services import STATE, running
+from tasks.services import running
 
 logger = logging.getLogger(__name__)
 
@@ -119,11 +121,15 @@ def mlflow_server(cfg: RunConfig) -> str | None:
 def step_table(cfg: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
     """An evaluation's numbers with their intervals; a row per optimiser step of training; else the step's results."""
     if "summary" in manifest.results:
-        gains = manifest.results.get("paired", {})
-        return [
+        gains, failed = (manifest.results.get(name, {}) for name in ("paired", FAILED))
+        rows = [
             {"metric": metric, **_interval(value), **({"gain": _interval(gains[metric])["mean"]} if metric in gains else {})}
             for metric, value in manifest.results["summary"].items()
         ]
+        if manifest.results["coverage"] < 1:
+            rows += [{"metric": f"{metric}, failed as failures", **_interval(value)} for metric, value in failed.items()]
+            rows.append({"metric": "coverage", "mean": float(f"{manifest.results['coverage']:.4g}")})
+        return rows
     rows = curve(open_store(cfg), manifest)
     if rows:
         measured = [key for key in rows[0] if any(row[key] is not None for row in rows)]

@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from agentgym.comparison import Cell, Comparison, Stopped, run_cell
 from agentgym.config import ConfigError
 from agentgym.evaluation.compare import write_comparison
-from agentgym.evaluation.compare_report import table_markdown
+from agentgym.evaluation.compare_report import literal, table_markdown
 
 
 async def _may_help(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
@@ -37,4 +37,4 @@ def _run_cell(cell: Cell, wait_s: float, stop: threading.Event) -> None:
 def write_task(comparison: Comparison, cells: Sequence[Cell], out: Path) -> None:
     """Table and figures in `out`, in MLflow and on the flow run's page."""
     result = write_comparison(comparison, cells, out)
-    create_markdown_artifact(key=f"comparison-{comparison.name}", markdown=table_markdown(result), description=comparison.title)
+    create_markdown_artifact(key=f"comparison-{comparison.name}", markdown=table_markdown(result), description=literal(comparison.title))

@@ -7,6 +7,7 @@ supervisor's memory.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import urllib.request
@@ -28,13 +29,13 @@ def given_up(attempts: int) -> str:
     return f"crashed {attempts} times; see its logs, then `prefect flow-run retry` goes on from the last commit"
 
 
-def bring_back(api: str, *, max_attempts: int = MAX_ATTEMPTS, overdue_s: float = OVERDUE_S) -> list[str]:
+def bring_back(api: str, login: str, *, max_attempts: int = MAX_ATTEMPTS, overdue_s: float = OVERDUE_S) -> list[str]:
     """Schedule every run of a deployment again that has been crashed for so long; after its last attempt it has failed.
 
-    api: `http://host:port/api`. Result: the ids of the runs. Errors: OSError (urllib's among them), ValueError.
+    api: `http://host:port/api`; login: `user:password`. Result: the ids of the runs. Errors: OSError (urllib's among them), ValueError.
     """
     crashed = {"state": {"type": {"any_": ["CRASHED"]}}, "deployment_id": {"is_null_": False}}
-    found = _post(f"{api}/flow_runs/filter", {"flow_runs": crashed, "limit": PAGE})
+    found = _post(f"{api}/flow_runs/filter", login, {"flow_runs": crashed, "limit": PAGE})
     moved = []
     for run in found:
         since = (datetime.now(UTC) - datetime.fromisoformat(run["state"]["timestamp"])).total_seconds()
@@ -45,14 +46,15 @@ def bring_back(api: str, *, max_attempts: int = MAX_ATTEMPTS, overdue_s: float =
             state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": GOES_ON}
         else:
             state = {"type": "FAILED", "message": given_up(attempts)}
-        _post(f"{api}/flow_runs/{run['id']}/set_state", {"state": state})
+        _post(f"{api}/flow_runs/{run['id']}/set_state", login, {"state": state})
         logger.warning("flow run %s had been crashed for %.0f s and no automation answered: %s", run["name"], since, state["message"])
         moved.append(run["id"])
     return moved
 
 
-def _post(address: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})  # noqa: S310  (our own server's)
+def _post(address: str, login: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json", "Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers)  # noqa: S310  (our own server's)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=TIMEOUT_S) as reply:
         return json.load(reply)

@@ -18,12 +18,19 @@ from pathlib import Path
 
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_SERVER_API_AUTH_STRING, temporary_settings
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from agentgym.deploy.owned import end_with_owner, tail
-from tasks.services import STATE, is_stale
-from tasks.supervisor import CHECK_S, Service, healthy
+from agentgym.deploy.owned import tail
+from agentgym.private import STATE, new_login, own_login
+from tasks.gate import Gate, listener, serve
+from tasks.services import is_stale, running
+from tasks.supervisor import CHECK_S, Service, healthy, server_environment
 
+COMMAND = (sys.executable, "-m", "tasks.prefect_server")  # and the descriptor of a bound socket
 START_TIMEOUT_S = 180.0
 POLL_S = 0.1
 DRAIN_TIMEOUT_S = 10.0
@@ -32,28 +39,27 @@ DRAIN_TIMEOUT_S = 10.0
 @contextlib.contextmanager
 def prefect_api(state_dir: Path) -> Iterator[str]:
     """The API's address: the configured server where PREFECT_API_URL names one, that of `make up` while it runs, else a server
-    on a free loopback port.
+    on a free loopback port, with a login that nobody but this process and its children know.
 
     Errors: RuntimeError with the end of the server's log.
     """
     # prefect.toml may name the server of a `make up` that was killed since
     configured = None if "PREFECT_API_URL" not in os.environ and is_stale(STATE) else PREFECT_API_URL.value()
     if configured:
-        yield configured
+        with _logged_in(configured) as api:
+            yield api
         return
     log_path = state_dir / "logs" / "prefect-server.log"
-    environment = {"PREFECT_UI_ENABLED": "0", "PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
     with contextlib.ExitStack() as stack:
+        bound = stack.enter_context(listener(0))
+        address, login = f"http://127.0.0.1:{bound.getsockname()[1]}", new_login()
+        environment = {**server_environment(address, login), "PREFECT_UI_ENABLED": "0"}
         with _alone(state_dir / "logs" / "prefect-server.lock"):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            command = [sys.executable, "-m", "tasks.prefect_server", str(port)]
-            service = Service("the Prefect server", command, log_path, environment)
+            service = Service("the Prefect server", [*COMMAND, str(bound.fileno())], log_path, environment, bound)
             stack.callback(service.close)
             service.keep()
             assert service.process is not None
-            api = f"http://127.0.0.1:{port}/api"
+            api = f"{address}/api"
             deadline = time.monotonic() + START_TIMEOUT_S
             while not healthy(f"{api}/health"):
                 if service.process.poll() is not None:
@@ -62,13 +68,24 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
                     raise RuntimeError(f"Prefect server did not come up within {START_TIMEOUT_S:g} s\n{tail(log_path)}")
                 time.sleep(POLL_S)
         stack.enter_context(_kept(service))
-        stack.enter_context(temporary_settings({PREFECT_API_URL: api}))
+        stack.enter_context(temporary_settings({PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: login}))
         try:
             yield api
         finally:
             # what is still queued would try the ended server for a minute when the interpreter exits
             APILogWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
             EventsWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _logged_in(configured: str) -> Iterator[str]:
+    """The configured server; where it is this project's own, with its login, and nobody else's ever with that."""
+    login, services = own_login(configured), running(STATE)
+    if login is None or services is None:
+        yield configured
+        return
+    with temporary_settings({PREFECT_API_URL: services.api, PREFECT_API_AUTH_STRING: login}):
+        yield services.api
 
 
 @contextlib.contextmanager
@@ -98,10 +115,25 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-if __name__ == "__main__":
-    import uvicorn
+def make_app(login: str) -> ASGIApp:
+    """Prefect's server and pages behind our gate. Its own authentication stays on, and guards the WebSockets."""
+    from prefect.server.api.server import create_app
 
-    end_with_owner()
-    uvicorn.run(
-        "prefect.server.api.server:create_app", factory=True, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", lifespan="on"
-    )
+    app = create_app()
+    pages = next(route.app for route in app.routes if getattr(route, "name", "") == "ui")  # type: ignore[attr-defined]
+    settings = next(route for route in pages.routes if route.path.endswith("ui-settings"))
+
+    async def as_reached(request: Request) -> Response:
+        """The API is where the page came from, also by `localhost` or through a forwarded port; and the browser is logged in
+        when it gets here: Prefect's form would ask again."""
+        address = f"http://{request.headers['host']}/api"
+        return JSONResponse({**settings.endpoint().model_dump(mode="json"), "api_url": address, "auth": None})
+
+    app.router.routes.insert(0, Route(settings.path, as_reached))
+    return Gate(app, login, open_paths=("/api/health",), sockets=True)
+
+
+if __name__ == "__main__":
+    known = PREFECT_SERVER_API_AUTH_STRING.value()
+    assert known is not None
+    serve(make_app(known), socket.socket(fileno=int(sys.argv[1])))

@@ -24,11 +24,12 @@ from typing import IO
 from agentgym.cli import guarded
 from agentgym.config import ConfigError
 from agentgym.deploy.owned import tail
+from agentgym.private import SERVICES, STATE, new_login, private_folder, with_login
 from agentgym.store.lease import process_start
+from tasks.gate import LOGIN, listener, serve
 
 logger = logging.getLogger(__name__)
 
-STATE = Path(".agentgym")
 TOML = Path("prefect.toml")  # Prefect reads it in the working directory
 TOML_MARK = "# written by `make up`, removed by `make down`"
 POOL = "local"
@@ -47,6 +48,7 @@ class Services:
     started: str  # tells it from a later process of that pid
     prefect: str  # address; the API is below /api
     mlflow: str
+    login: str = field(default="", repr=False)  # user:password of both, another one at every start
     ready: bool = False  # pools, deployments and automations are there
     pids: dict[str, int] = field(default_factory=dict)  # service -> its process; absent while it is down
     given_up: tuple[str, ...] = ()  # services that died too often
@@ -78,8 +80,10 @@ def up(state: Path, prefect_port: int | None, mlflow_port: int | None) -> int:
             print("already running")
             return _describe(services)
         if services is None:
-            ports = [_port(prefect_port, PORTS["prefect"], "PREFECT_PORT"), _port(mlflow_port, PORTS["mlflow"], "MLFLOW_PORT")]
-            process = _start_supervisor(state, ports)
+            with contextlib.ExitStack() as stack:  # the supervisor has its own copies of the descriptors
+                wanted = {"prefect": (prefect_port, "PREFECT_PORT"), "mlflow": (mlflow_port, "MLFLOW_PORT")}
+                bound = [stack.enter_context(_listener(port, PORTS[name], variable)) for name, (port, variable) in wanted.items()]
+                process = _start_supervisor(state, [each.fileno() for each in bound])
             print("starting a Prefect server, a worker and MLflow; half a minute on a quiet machine", flush=True)
         else:
             process = None  # an interrupted `make up` left it starting
@@ -123,20 +127,46 @@ def _describe(services: Services) -> int:
         state = f"process {pid}" if pid else "died too often, see .agentgym/logs" if name in services.given_up else "is being restarted"
         print(f"{name:<9}{address:<28}{state}")
     command = "prefect deployment run pipeline/local --watch"
-    print(f"{'start':<9}{command if toml_is_ours() else f'PREFECT_API_URL={services.api} {command}'}")
+    # a prefect.toml of somebody's own holds no login: the address with it is asked for where the command is typed
+    print(f"{'start':<9}{command if toml_is_ours() else f'PREFECT_API_URL=$(python -m tasks.services api) {command}'}")
+    for address in (services.prefect, services.mlflow):
+        print(f"{'open':<9}{with_login(address + LOGIN, services.login)}")
     return 0 if len(services.pids) == 3 else 1
 
 
-def _start_supervisor(state: Path, ports: Sequence[int]) -> subprocess.Popen[bytes]:
+def print_api(state: Path) -> int:
+    """The address of Prefect's API with the login in it, for PREFECT_API_URL. Result: an exit code."""
+    services = running(state)
+    if services is None:
+        raise ConfigError("nothing is running; `make up` starts it")
+    print(with_login(services.api, services.login))
+    return 0
+
+
+def show_mlflow(state: Path, port: int | None) -> int:
+    """MLflow alone, until Ctrl-C. Result: an exit code."""
+    from tasks.mlflow_server import make_app
+
+    with _listener(port, PORTS["mlflow"], "PORT", command="make ui") as bound:
+        address, login = f"http://127.0.0.1:{bound.getsockname()[1]}", new_login()
+        app = make_app(state, login)
+        print(f"MLflow   {address}\n{'open':<9}{with_login(address + LOGIN, login)}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            serve(app, bound, owned=False)
+    return 0
+
+
+def _start_supervisor(state: Path, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
     log = log_file(state, "supervisor")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "tasks.supervisor", "supervise", *map(str, ports)],
+            [sys.executable, "-m", "tasks.supervisor", "supervise", *map(str, descriptors)],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # it outlives the terminal
+            pass_fds=tuple(descriptors),
         )
 
 
@@ -171,7 +201,7 @@ def forget(state: Path) -> None:
 
 def state_file(state: Path) -> Path:
     """Where the supervisor says what it runs."""
-    return state / "services.json"
+    return state / SERVICES
 
 
 def log_file(state: Path, name: str) -> Path:
@@ -179,27 +209,21 @@ def log_file(state: Path, name: str) -> Path:
     return state / "logs" / f"{name}.log"
 
 
-def _port(wanted: int | None, usual: int, variable: str) -> int:
-    """The wanted port; without a wish the usual one where it is free, else any. Errors: ConfigError where the wanted one is taken."""
-    for port in [wanted] if wanted is not None else [usual, 0]:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError as error:
-                if wanted is not None:
-                    raise ConfigError(
-                        f"port {wanted} cannot be used ({error.strerror}); choose another with make up {variable}=..."
-                    ) from None
-                continue
-            return int(probe.getsockname()[1])
-    raise RuntimeError("no free port on 127.0.0.1")
+def _listener(wanted: int | None, usual: int, variable: str, command: str = "make up") -> socket.socket:
+    """At the wanted port; without a wish at the usual one where it is free, else at any. Errors: ConfigError where the wanted
+    one is taken."""
+    try:
+        return listener(usual if wanted is None else wanted)
+    except OSError as error:
+        if wanted is None:
+            return listener(0)
+        raise ConfigError(f"port {wanted} cannot be used ({error.strerror}); choose another with {command} {variable}=...") from None
 
 
 @contextlib.contextmanager
 def _alone(state: Path) -> Iterator[IO[bytes]]:
     """One `make up` or `make down` at a time; it ends with its holder."""
-    state.mkdir(parents=True, exist_ok=True)
+    private_folder(state)
     with (state / "services.lock").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
@@ -208,13 +232,17 @@ def _alone(state: Path) -> Iterator[IO[bytes]]:
 def main(argv: list[str] | None = None) -> int:
     """Exit codes as everywhere; see `agentgym.cli.main`."""
     parser = argparse.ArgumentParser(prog="python -m tasks.services", description="The servers of this project.")
-    commands = parser.add_subparsers(required=True, metavar="up | down | status")
+    commands = parser.add_subparsers(required=True, metavar="up | down | status | api | ui")
     start = commands.add_parser("up", help="start a Prefect server, a worker and MLflow; harmless where they run")
     start.add_argument("--prefect-port", type=int)
     start.add_argument("--mlflow-port", type=int)
     start.set_defaults(run=lambda chosen: up(STATE, chosen.prefect_port, chosen.mlflow_port))
     commands.add_parser("down", help="end them").set_defaults(run=lambda _: down(STATE))
     commands.add_parser("status", help="say what runs").set_defaults(run=lambda _: status(STATE))
+    commands.add_parser("api", help="the address of Prefect's API with its login").set_defaults(run=lambda _: print_api(STATE))
+    pages = commands.add_parser("ui", help="MLflow alone, until Ctrl-C")
+    pages.add_argument("--port", type=int)
+    pages.set_defaults(run=lambda chosen: show_mlflow(STATE, chosen.port))
     parsed = parser.parse_args(argv)
     return guarded(lambda: int(parsed.run(parsed)))
 

@@ -17,16 +17,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from agentgym.cli import guarded
 from agentgym.config import ConfigError
 from agentgym.deploy.owned import end_with_owner, owned_process, tail
-from agentgym.store.files import discard, write_temp
+from agentgym.private import STATE, new_login, with_login, write_private
 from agentgym.store.lease import process_start
+from tasks import mlflow_server
 from tasks.overdue import bring_back
-from tasks.services import POLL_S, POOL, START_TIMEOUT_S, STATE, TOML, TOML_MARK, Services, forget, log_file, state_file, toml_is_ours
+from tasks.services import POLL_S, POOL, START_TIMEOUT_S, TOML, TOML_MARK, Services, forget, log_file, state_file, toml_is_ours
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,9 @@ WORKER_GRACE_S = 8.0  # below what its owner waits
 class Service:
     """One child of the supervisor and its restarts."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: dict[str, str]) -> None:
-        self.name, self._command, self._log, self._env = name, command, log, env
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: dict[str, str], bound: socket.socket | None = None) -> None:
+        """bound: where it listens; `command` names its descriptor."""
+        self.name, self._command, self._log, self._env, self._bound = name, command, log, env, bound
         self._stack = contextlib.ExitStack()
         self._starts: list[float] = []
         self._next_start = 0.0
@@ -68,7 +70,8 @@ class Service:
             self.given_up = True
             return True
         self._starts.append(now)
-        self.process = self._stack.enter_context(owned_process(self._command, log_path=self._log, env=self._env))
+        descriptors = () if self._bound is None else (self._bound.fileno(),)
+        self.process = self._stack.enter_context(owned_process(self._command, log_path=self._log, env=self._env, pass_fds=descriptors))
         logger.info("%s is process %d", self.name, self.process.pid)
         return True
 
@@ -78,40 +81,49 @@ class Service:
         self.process = None
 
 
-def supervise(state: Path, prefect_port: int, mlflow_port: int) -> int:
-    """Run the services until SIGTERM. Result: an exit code."""
+def server_environment(address: str, login: str) -> dict[str, str]:
+    """What a Prefect server of ours is started with: who may speak to it."""
+    return {
+        "PREFECT_SERVER_API_AUTH_STRING": login,
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": address,
+        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+    }
+
+
+def supervise(state: Path, prefect_socket: socket.socket, mlflow_socket: socket.socket) -> int:
+    """Run the services until SIGTERM; the sockets are bound. Result: an exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = process_start(os.getpid())
     if started is None:
         raise ConfigError("`make up` needs /proc to tell its processes from others; use `prefect server start` here")
-    prefect, mlflow = f"http://127.0.0.1:{prefect_port}", f"http://127.0.0.1:{mlflow_port}"
-    me = Services(os.getpid(), started, prefect, mlflow)
-    own = [sys.executable, "-m", "tasks.supervisor"]
+    prefect, mlflow = (f"http://127.0.0.1:{bound.getsockname()[1]}" for bound in (prefect_socket, mlflow_socket))
+    me = Services(os.getpid(), started, prefect, mlflow, new_login())
     env = {
         "PWD": str(Path.cwd()),  # prefect.yaml's working directory
         "PREFECT_API_URL": me.api,
-        "PREFECT_UI_STATIC_DIRECTORY": str((state / "prefect/ui").resolve()),
-        "PREFECT_SERVER_UI_API_URL": me.api,
-        "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_CANCELLING_TIMEOUT_SECONDS": "60",
-        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        "PREFECT_API_AUTH_STRING": me.login,
         "PREFECT_WORKER_QUERY_SECONDS": "5",
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes that nobody here uses, and that outlive the server
     }
-    database = f"sqlite:///{(state / 'mlflow.db').resolve()}"
-    artifacts = str((state / "mlflow-artifacts").resolve())
-    mlflow_command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database, "--artifacts-destination", artifacts]
-    commands = {
-        "prefect": [sys.executable, "-m", "tasks.prefect_server", str(prefect_port)],
-        "mlflow": [*own, "keep", *mlflow_command, "--host", "127.0.0.1", "--port", str(mlflow_port), "--workers", "1"],
-        "worker": [*own, "worker"],
+    prefect_env = {
+        **server_environment(prefect, me.login),
+        "PREFECT_UI_STATIC_DIRECTORY": str((state / "prefect/ui").resolve()),
+        "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_CANCELLING_TIMEOUT_SECONDS": "60",
     }
-    services = {name: Service(name, command, log_file(state, name), env) for name, command in commands.items()}
+    mlflow_command = [sys.executable, "-m", "tasks.mlflow_server", str(mlflow_socket.fileno())]
+    prefect_command = [sys.executable, "-m", "tasks.prefect_server", str(prefect_socket.fileno())]
+    parts = {
+        "prefect": (prefect_command, {**env, **prefect_env}, prefect_socket),
+        "mlflow": (mlflow_command, {mlflow_server.LOGIN: me.login}, mlflow_socket),
+        "worker": ([sys.executable, "-m", "tasks.supervisor", "worker"], env, None),
+    }
+    services = {name: Service(name, command, log_file(state, name), own, bound) for name, (command, own, bound) in parts.items()}
     ready = False
 
     def publish() -> None:
         pids = {name: service.process.pid for name, service in services.items() if service.process is not None}
         given_up = tuple(name for name, service in services.items() if service.given_up)
-        _write(state_file(state), asdict(Services(me.pid, me.started, prefect, mlflow, ready, pids, given_up)))
+        said = asdict(replace(me, ready=ready, pids=pids, given_up=given_up))
+        write_private(state_file(state), json.dumps(said, indent=1).encode())
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.ExitStack() as stack:
@@ -126,7 +138,7 @@ def supervise(state: Path, prefect_port: int, mlflow_port: int) -> int:
                 _wait_until_healthy(services[name], address, log_file(state, name))
             _set_up(env)
             if toml_is_ours():
-                TOML.write_text(_toml(state, me.api))
+                write_private(TOML, _toml(state, me).encode())
             ready = True
             next_look = 0.0
             while True:
@@ -134,7 +146,7 @@ def supervise(state: Path, prefect_port: int, mlflow_port: int) -> int:
                 if any(changed):
                     publish()
                 if time.monotonic() >= next_look:
-                    _bring_back(me.api)
+                    _bring_back(me)
                     next_look = time.monotonic() + OVERDUE_CHECK_S
                 time.sleep(CHECK_S)
         except KeyboardInterrupt:
@@ -143,10 +155,10 @@ def supervise(state: Path, prefect_port: int, mlflow_port: int) -> int:
     return 0
 
 
-def _bring_back(api: str) -> None:
+def _bring_back(services: Services) -> None:
     """A server that does not answer is started again by its own service; the next look comes."""
     try:
-        bring_back(api)
+        bring_back(services.api, services.login)
     except (OSError, ValueError) as error:
         logger.warning("could not look for crashed flow runs: %s", error)
 
@@ -192,25 +204,18 @@ def _pools() -> int:
     return 0
 
 
-def _toml(state: Path, api: str) -> str:
+def _toml(state: Path, services: Services) -> str:
+    """The login is in the address: with another address, of a server elsewhere, Prefect's client sends none of ours."""
     home = state / "prefect"
     return f"""{TOML_MARK}: `prefect` commands typed here go to this project's server
 home = {json.dumps(str(home))}
 profiles_path = {json.dumps(str(home / "profiles.toml"))}
 local_storage_path = {json.dumps(str(home / "storage"))}
+ui_url = {json.dumps(services.prefect)}
 
 [api]
-url = {json.dumps(api)}
+url = {json.dumps(with_login(services.api, services.login))}
 """
-
-
-def _write(path: Path, content: object) -> None:
-    """Readers see the old content or the new, never a part."""
-    temporary = write_temp(path.parent, json.dumps(content, indent=1).encode())
-    try:
-        temporary.replace(path)
-    finally:
-        discard(temporary)
 
 
 def healthy(address: str) -> bool:
@@ -233,21 +238,17 @@ def _worker() -> int:
     return 0
 
 
-def _keep(command: Sequence[str]) -> int:
-    """Run a command that knows nothing of owners, and end it with ours."""
-    process = subprocess.Popen(list(command), stdin=subprocess.DEVNULL)
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    end_with_owner()
-    return process.wait()
+def _sockets(descriptors: Sequence[str]) -> tuple[socket.socket, socket.socket]:
+    prefect, mlflow = (socket.socket(fileno=int(descriptor)) for descriptor in descriptors)
+    return prefect, mlflow
 
 
 def main(arguments: Sequence[str]) -> int:
     """What the supervisor and its children are started with."""
     commands: dict[str, Callable[[], int]] = {
-        "supervise": lambda: guarded(lambda: supervise(STATE, int(arguments[1]), int(arguments[2])), show_traceback=True),
+        "supervise": lambda: guarded(lambda: supervise(STATE, *_sockets(arguments[1:])), show_traceback=True),
         "pools": _pools,
         "worker": _worker,
-        "keep": lambda: _keep(arguments[1:]),
     }
     return commands[arguments[0]]()
 

@@ -180,16 +180,18 @@ def serving():
     """serving(env, options, **settings) -> (endpoint, sessions) of a real server on loopback, in a thread; env: a name or an EnvSpec."""
     import uvicorn
 
+    from envs.connection import server_config
     from envs.registry import load_spec
     from envs.server import ServerSettings, make_app
 
     @contextmanager
     def serve(env="babyai", options=None, **settings):
         spec = load_spec(env, options or {}) if isinstance(env, str) else env
-        app = make_app(spec, ServerSettings(**{"drain_timeout_s": 0.1, **settings}))
+        asked = ServerSettings(**{"drain_timeout_s": 0.1, **settings})
+        app = make_app(spec, asked)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        server = uvicorn.Server(server_config(app, asked.max_sessions))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

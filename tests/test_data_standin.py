@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -56,7 +57,58 @@ def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_dvc_pull_restores_the_dataset_in_a_fresh_clone(pulled: Path) -> None:
     for env in ("babyai", "textcraft", "sciworld", "searchqa", "webarena"):
         splits = load_splits(pulled / DATASET, env, validation_fraction=0.1, seed=0)
-        assert len(splits.test) >= 50
+        assert len(splits.test) >= 40
+
+
+def test_no_task_stands_twice_in_the_lists_and_every_id_names_one(pulled: Path, script: ModuleType) -> None:
+    """By what the environments say of themselves, each as it is by default; an id that names none raises."""
+    for env in script.SIZES:
+        identity = script._identity(env)
+        ids = [row["item_id"] for name in (f"train/{env}_train", f"eval/{env}_test") for row in read(pulled / DATASET / f"{name}.json")]
+        tasks = [identity(int(item_id.rpartition("_")[2])) for item_id in ids]
+        repeated = (
+            [item_id for item_id, task in zip(ids, tasks, strict=True) if tasks.count(task) > 1] if len(set(tasks)) < len(ids) else []
+        )
+        assert not repeated, f"{env}: {len(repeated)}: {repeated[:10]}"
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    rows: list[dict[str, str]] = json.loads(path.read_text())
+    return rows
+
+
+def validate(*settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "agentgym", "data", "validate", *(part for each in settings for part in ("--set", each))]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.usefixtures("java", "chromium")
+def test_data_validate_compares_the_tasks_of_all_five_environments(pulled: Path, script: ModuleType) -> None:
+    ended = validate(f"data.path={pulled / DATASET}")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [line.partition(":")[0] for line in ended.stdout.splitlines() if "sha256" in line] == list(script.SIZES)
+    warnings = [line for line in ended.stdout.splitlines() if line.startswith("warning: ")]
+    assert all("the published list has" in line for line in warnings), warnings  # by design
+
+
+@pytest.mark.parametrize(
+    ("env", "train", "test", "said"),
+    [
+        ("babyai", (53, *range(20)), (135, 100), "babyai: 1 of 2 test items are the same task as a train item: babyai_135 = babyai_53; "),
+        ("searchqa", range(51_713, 51_763), (0, 1200), "test items are the same task as another test item: searchqa_1200 = searchqa_0"),
+        ("textcraft", range(20), (547, 100), "textcraft: 1 of 2 test items are the same task as a "),
+    ],
+)
+def test_data_validate_fails_where_a_test_task_stands_under_another_id(
+    env: str, train: Sequence[int], test: Sequence[int], said: str, tmp_path: Path
+) -> None:
+    for name, tasks in ((f"train/{env}_train.json", train), (f"eval/{env}_test.json", test)):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(json.dumps([{"item_id": f"{env}_{task}"} for task in tasks]))
+    few = ("evaluation.num_items=1", "rollout.items_per_step=1", "validation.num_items=1")
+    ended = validate(f"data.path={tmp_path}", f"env.name={env}", *few, *(() if env == "babyai" else ("env.options={}",)))
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert said in ended.stdout
 
 
 def test_the_script_writes_exactly_what_is_tracked(pulled: Path, script: ModuleType, tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
 """dvc.yaml is written by hand and must not drift from the steps it runs; data goes to a remote and comes back whole."""
 
+import os
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import boto3
@@ -68,3 +72,21 @@ def test_an_imported_dataset_is_never_pushed_and_comes_back_from_where_it_was_im
     run_dvc("pull", "-q", timeout_s=240)
     assert content(folder) == before == {"train/babyai_train.json": b"[]", "eval/babyai_test.json": b"[]"}
     check_pin(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_another_user_reaches_nothing_that_dvc_unpickles(empty_dvc_project):
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)  # unlike pytest's own folders, others may enter
+        folder = shutil.copytree(empty_dvc_project, Path(place, "project"))
+        (folder / "numbers.txt").write_text("1 2 3")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("DVC_")}
+        environment["PYTHONPATH"] = str(ROOT)
+        command = "import flows; from agentgym.dataset import run_dvc; run_dvc('add', 'numbers.txt', timeout_s=120)"
+        subprocess.run([sys.executable, "-c", command], cwd=folder, env=environment, check=True)
+        caches = list((folder / ".agentgym/dvc/repo").glob("*/*"))
+        assert caches, "DVC keeps its caches elsewhere"
+        attempt = "for path in .agentgym .agentgym/dvc .agentgym/dvc/repo; do ls $path; echo x > $path/planted; done; cat numbers.txt"
+        theirs = subprocess.run(["sh", "-c", attempt], cwd=folder, user=65534, group=65534, extra_groups=[], capture_output=True, text=True)
+        assert theirs.stdout == "1 2 3"
+        assert not list(folder.rglob("planted"))

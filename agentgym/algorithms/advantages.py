@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from agentgym.algorithms.signal import differ
+
 EPS = 1e-6
 
 
@@ -92,8 +94,8 @@ def gae(experience: Experience) -> tuple[Tensor, Tensor]:
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Mean 0 and sample deviation (n - 1) 1 over all of [n]; zeros where all are equal or alone."""
-    if len(values) < 2 or bool((values == values[0]).all()):
+    """Mean 0 and sample deviation (n - 1) 1 over all of [n]; zeros where all are equal (see `differ`) or alone."""
+    if len(values) < 2 or not differ(values.min(), values.max()):
         return torch.zeros_like(values)
     return (values - values.mean()) / (values.std() + EPS)
 
@@ -109,14 +111,14 @@ def _whitened(experience: Experience, values: Tensor) -> Tensor:
 
 
 def _centred(experience: Experience) -> tuple[Tensor, Tensor]:
-    """([B] return minus its group's mean, exactly 0 in a group of equal returns; [G] sizes of the groups)."""
+    """([B] return minus its group's mean, exactly 0 in a group of equal returns, see `differ`; [G] sizes of the groups)."""
     returns, groups = experience.returns, experience.group_ids
     num_groups = int(groups.max()) + 1
     sizes = torch.zeros(num_groups).index_add_(0, groups, torch.ones_like(returns))
     means = torch.zeros(num_groups).index_add_(0, groups, returns) / sizes.clamp(min=1)
     low = torch.full((num_groups,), torch.inf).scatter_reduce(0, groups, returns, "amin")
     high = torch.full((num_groups,), -torch.inf).scatter_reduce(0, groups, returns, "amax")
-    return torch.where((low == high)[groups], 0.0, returns - means[groups]), sizes
+    return torch.where(differ(low, high)[groups], returns - means[groups], 0.0), sizes
 
 
 def _is_last(row: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from agentgym.algorithms.recipe import Truncated
+from agentgym.algorithms.signal import all_equal
 from agentgym.types import Status, Trajectory
 
-CUT = (Status.MAX_TURNS, Status.MAX_TOKENS)
+CUT = (Status.MAX_TURNS, Status.MAX_TOKENS, Status.ENV_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Batch:
     rewards: Tensor  # [N] float32, outcome on the last action token
     logprobs: Tensor  # [N] float32, of the sampling policy; 0 where action_mask is false
     group_ids: Tensor  # [B] int64, equal for samples of one item
-    cut: Tensor  # [B] bool, true where the horizon or the context ended the episode, not the environment
+    cut: Tensor  # [B] bool, true where a limit ended the episode, not the task: horizon, context, the simulator's own
     temperature: float  # the actions were sampled at
     env_ids: Tensor | None = None  # [B] int64, equal for rows of one environment; None: all are of one
 
@@ -74,18 +75,19 @@ def learnable(trajectories: Sequence[Trajectory], *, truncated: Truncated) -> li
     """Those that may be learned from, in order.
 
     Failed environments never are, nor rows without a single action; with truncated "mask" neither are episodes cut by
-    the horizon or the context.
+    the horizon, the context or the simulator's own limit.
     """
     return [t for t in trajectories if t.status.is_valid and any(t.action_mask) and not (truncated == "mask" and t.status in CUT)]
 
 
 def groups_with_signal(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """The episodes of items whose rewards differ: only these tell better from worse. Source: DAPO, arXiv:2503.14476."""
-    rewards: dict[str, set[float]] = {}
+    rewards: dict[str, list[float]] = {}
     for trajectory in trajectories:
         if trajectory.reward is not None:
-            rewards.setdefault(trajectory.item.item_id, set()).add(trajectory.reward)
-    return [trajectory for trajectory in trajectories if len(rewards.get(trajectory.item.item_id, ())) > 1]
+            rewards.setdefault(trajectory.item.item_id, []).append(trajectory.reward)
+    telling = {item_id for item_id, group in rewards.items() if not all_equal(group)}
+    return [trajectory for trajectory in trajectories if trajectory.item.item_id in telling]
 
 
 def overlong_penalty(trajectory: Trajectory, *, context_tokens: int, buffer: float, penalty: float) -> float:

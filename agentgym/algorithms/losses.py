@@ -25,6 +25,31 @@ def clip_loss(
     return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
+def clip_fractions(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> dict[str, Tensor]:
+    """Where `clip_loss` is clipped, and so has no gradient: [n] bool by name of the metric.
+
+    clip_frac_low: rho below 1 - clip_low with A < 0. clip_frac_high: rho above 1 + clip_high with A > 0.
+    clip_frac_dual, with a dual clip alone: rho above it with A < 0. clip_frac: any of them.
+    A ratio outside the bounds whose advantage has the other sign is not clipped.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    binds = {
+        "clip_frac_low": (ratio < 1 - clip_low) & (advantages < 0),
+        "clip_frac_high": (ratio > 1 + clip_high) & (advantages > 0),
+    }
+    if dual_clip is not None:
+        binds["clip_frac_dual"] = (ratio > dual_clip) & (advantages < 0)
+    return {"clip_frac": torch.stack(list(binds.values())).any(0), **binds}
+
+
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
     """Half the squared error of the critic, the worse of the plain and of the one that moved at most `clip`. Source: as PPO."""
     near = old_values + (values - old_values).clamp(-clip, clip)
@@ -76,12 +101,12 @@ def importance_weights(learner_logprobs: Tensor, engine_logprobs: Tensor, cap: f
     return (learner_logprobs - engine_logprobs).exp().clamp(max=cap)
 
 
-def mismatch(learner_logprobs: Tensor, engine_logprobs: Tensor) -> dict[str, float]:
+def mismatch(learner_logprobs: Tensor, engine_logprobs: Tensor, *, cap: float) -> dict[str, float]:
     """How far the engine that sampled is from the learner that trains, over action tokens. Both [n], n >= 1.
 
     kl: mean of k3 = w - 1 - log w, an unbiased estimate of KL(engine || learner), nats per token; max_abs: largest
     difference of a log-probability; ess: effective sample size of the weights as a share of n; outside_frac: share of
-    weights outside [0.9, 1.1].
+    weights outside [0.9, 1.1]; capped_frac: share of weights above `cap`, where `importance_weights` cuts them.
     """
     log_ratio = (learner_logprobs - engine_logprobs).double()
     weights = log_ratio.exp()
@@ -90,4 +115,5 @@ def mismatch(learner_logprobs: Tensor, engine_logprobs: Tensor) -> dict[str, flo
         "max_abs": float(log_ratio.abs().max()),
         "ess": float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
         "outside_frac": float(((weights < 0.9) | (weights > 1.1)).double().mean()),
+        "capped_frac": float((weights > cap).double().mean()),
     }

@@ -16,10 +16,11 @@ Loop = Literal["rl", "sft", "dpo", "evolve"]
 class Recipe:
     """The name of a function in `advantages.py`, how its loss is shaped, and what it needs.
 
-    truncated: what an episode cut by the horizon or the context counts as. `zero`: its reward so far (0 for an outcome
-    reward), so that being too slow is a failure; `mask`: it leaves the loss and the group statistics; `bootstrap`: the
-    critic's value of the state it was cut in stands for what would have come. `zero` is the default of every row, PPO's
-    too: runs are judged at a horizon, and a policy whose delays cost nothing learns to delay.
+    truncated: what an episode cut by the horizon, the context or the simulator's own step limit counts as. `zero`: its reward
+    so far (0 for an outcome reward), so that being too slow is a failure; `mask`: it leaves the loss and the group
+    statistics; `bootstrap`: the critic's value of the state it was cut in stands for what would have come: the state after the
+    last observation, or where that did not fit into the context, the state the last action token was chosen in. `zero` is the
+    default of every row, PPO's too: runs are judged at a horizon, and a policy whose delays cost nothing learns to delay.
     kl_estimator, kl_place: of the penalty against the reference model, where `algorithm.kl_coef` is above 0.
     loop: what a stage does. `rl` samples for every optimiser step; the others have no advantages and learn from a set that
     is fixed at the start of the stage: demonstrations, pairs, or successes beside demonstrations.
@@ -36,6 +37,11 @@ class Recipe:
     dynamic_sampling: bool = False  # groups of equal rewards are replaced by groups of further items
     overlong: bool = False  # episodes near the end of their budget are penalised
     loop: Loop = "rl"
+
+    @property
+    def standardises_groups(self) -> bool:
+        """Whether each group's returns are divided by their own deviation, whatever little they differ by."""
+        return self.advantages == "grpo"
 
 
 RECIPES: dict[str, Recipe] = {

@@ -1,32 +1,26 @@
-"""Logged episodes: claimed, rendered, played and scored again."""
+"""Logged episodes: claimed, rendered and played again."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 
-import numpy as np
-
-from agentgym.algorithms.batch import to_batch
+from agentgym.algorithms.batch import CUT
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit.lines import Line, draw, load, place
 from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
 from agentgym.data import Splits
 from agentgym.rollouts.client import EnvError, EnvPools
-from agentgym.rollouts.episode import extract_action
+from agentgym.rollouts.episode import ending, extract_action
 from agentgym.steps import local_environment
 from agentgym.store.runstore import RunStore
-from agentgym.training.checkpoint import WEIGHTS
 from agentgym.training.engine import open_pool
-from agentgym.training.learner import Learner
 from agentgym.training.rl import resolved
 from agentgym.types import Item, Status, Trajectory
-
-LOGPROB_TOLERANCE = 1e-3  # nats; float32 forwards of other shapes agree to 1e-5
 
 
 def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> None:
@@ -73,6 +67,25 @@ def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> 
             )
             outcome = sum(turn.reward for turn in episode.turns) if episode.status.is_valid else None
             tally.expect(place(where, episode), "reward as the sum of its turns'", outcome, episode.reward)
+            _check_end(cfg, place(where, episode), episode, tally)
+
+
+def _check_end(cfg: RunConfig, where: str, episode: Trajectory, tally: Tally) -> None:
+    """How long an episode may be, and what it says of itself, given how it ended."""
+    most, attempts = episode.max_turns, cfg.rollout.max_attempts
+    fits = {
+        Status.TERMINATED: 0 < len(episode.turns) <= most,
+        Status.MAX_TURNS: len(episode.turns) == most,
+    }.get(episode.status, len(episode.turns) < most)
+    tally.expect(where, f"a number of turns that fits {episode.status} under max_turns {most}", True, fits)
+    if episode.status.is_valid:
+        tally.expect(where, "error", None, episode.error)
+        tally.expect(where, f"attempts within rollout.max_attempts {attempts}", True, 1 <= episode.num_attempts <= attempts)
+        tally.expect(where, "success of an episode that the environment did not end", False, episode.success and episode.status in CUT)
+    else:
+        tally.expect(where, "success of an episode that is left out", False, episode.success)
+        tally.expect(where, "attempts, all of rollout.max_attempts", attempts, episode.num_attempts)
+        tally.expect(where, "an error that says what failed", True, bool(episode.error))
 
 
 def check_tokens(cfg: RunConfig, store: RunStore, line: Line, manuals: Mapping[str, str], tally: Tally) -> None:
@@ -85,8 +98,9 @@ def check_tokens(cfg: RunConfig, store: RunStore, line: Line, manuals: Mapping[s
     for commit in line.commits:
         for episode in line.episodes.get(commit.seq, ()):
             where = place(line.at(commit), episode)
-            if not episode.status.is_valid:
-                tally.skipped += 1
+            ended = episode.status.is_valid
+            if not ended and not episode.first_observation and not episode.turns:  # no session was opened
+                tally.expect(where, "token ids of an episode that did not begin", (), episode.input_ids)
                 continue
             rebuilt = list(start(episode.first_observation, manuals.get(episode.item.env, "")))
             mask = [False] * len(rebuilt)
@@ -97,16 +111,18 @@ def check_tokens(cfg: RunConfig, store: RunStore, line: Line, manuals: Mapping[s
                 rebuilt += ids
                 mask += [True] * len(ids)
                 answer = bridge(turn.observation, stopped=bool(ids) and ids[-1] == renderer.stop_id)
-                if number < len(episode.turns):
+                room = cfg.model.context_tokens - len(rebuilt) - len(answer)
+                is_last = ended and number == len(episode.turns)
+                if is_last and episode.status is Status.MAX_TOKENS:
+                    tally.expect(where, "context used up", True, room < cfg.rollout.max_new_tokens)
+                read_last = reads_last and episode.status in CUT and episode.item.split == "train" and room >= 0
+                if not is_last or read_last:
                     rebuilt += answer
                     mask += [False] * len(answer)
-                elif reads_last and episode.status is Status.MAX_TURNS and episode.item.split == "train":
-                    if len(rebuilt) + len(answer) <= cfg.model.context_tokens:
-                        rebuilt += answer
-                        mask += [False] * len(answer)
-                elif episode.status is Status.MAX_TOKENS:
-                    full = len(rebuilt) + len(answer) + cfg.rollout.max_new_tokens > cfg.model.context_tokens
-                    tally.expect(where, "context used up", True, full)
+            if not ended:  # perhaps one more action, to which no answer came
+                pending = episode.input_ids[len(rebuilt) :][: cfg.rollout.max_new_tokens]
+                rebuilt += pending
+                mask += [True] * len(pending)
             tally.expect(where, "token ids as rendered", tuple(rebuilt), episode.input_ids)
             tally.expect(where, "action mask", tuple(mask), episode.action_mask)
             outside = [value for value, sampled in zip(episode.logprobs, mask, strict=False) if not sampled]
@@ -114,16 +130,23 @@ def check_tokens(cfg: RunConfig, store: RunStore, line: Line, manuals: Mapping[s
             tally.expect(where, "log-probabilities outside actions other than 0", [], [value for value in outside if value])
 
 
-def check_replay(cfg: RunConfig, lines: Sequence[Line], num_episodes: int, tally: Tally) -> dict[str, str]:
-    """Result: the task manuals episodes begin with, by environment."""
+def check_replay(cfg: RunConfig, lines: Sequence[Line], num_episodes: int | None, seed: int, tally: Tally) -> dict[str, str]:
+    """A draw of what counts, and all that was left out. Result: the task manuals episodes begin with, by environment."""
     chosen: list[tuple[str, Trajectory]] = []
+    num_logged = 0
     for line in lines:
         logged = [commit for commit in line.commits if line.episodes.get(commit.seq)]
         for commit in logged:
-            episodes = draw(line.episodes[commit.seq], max(1, num_episodes // len(logged)), cfg.seed, line.name, commit.seq)
-            chosen += [(place(line.at(commit), episode), episode) for episode in episodes]
-    tally.skipped += sum(not episode.status.is_valid for _, episode in chosen)
-    chosen = [(where, episode) for where, episode in chosen if episode.status.is_valid]
+            episodes = line.episodes[commit.seq]
+            num_logged += len(episodes)
+            counted = [episode for episode in episodes if episode.status.is_valid]
+            share = None if num_episodes is None else max(1, num_episodes // len(logged))
+            drawn = draw(counted, share, seed, line.name, commit.seq)
+            begun = [e for e in episodes if not e.status.is_valid and (e.first_observation or e.turns)]
+            chosen += [(place(line.at(commit), episode), episode) for episode in [*drawn, *begun]]
+    left_out = Counter(str(episode.status) for _, episode in chosen if not episode.status.is_valid)
+    said = "".join(f", {left_out[status]} {status} replayed to their end" for status in ("env_error", "timeout"))
+    tally.notes.append(f"{len(chosen) - left_out.total()} of {num_logged} episodes{said}")
     if not chosen:
         return {}
     with local_environment(cfg, False) as endpoints, open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, manuals):
@@ -135,7 +158,8 @@ async def _replay(pool: EnvPools, chosen: Sequence[tuple[str, Trajectory]], conc
     slots, nonce = asyncio.Semaphore(concurrency), uuid.uuid4().hex
 
     async def one(index: int, where: str, episode: Trajectory) -> None:
-        ended = success = False
+        ended: Status | None = None
+        success = False
         async with slots, pool.session(episode.item, f"{nonce}-{index}") as session:
             if not tally.expect(where, "first observation", session.observation, episode.first_observation):
                 return
@@ -144,69 +168,23 @@ async def _replay(pool: EnvPools, chosen: Sequence[tuple[str, Trajectory]], conc
                     tally.fail(f"{where} turn {number}: the environment had ended the task at turn {number - 1}")
                     return
                 reply = await session.step(turn.action)
-                ended = reply.terminated or reply.truncated
-                success = ended and reply.success
+                ended = ending(reply)
+                success = ended is not None and reply.success
                 answer = (reply.observation, reply.reward)
                 if not tally.expect(f"{where} turn {number}", "(observation, reward)", answer, (turn.observation, turn.reward)):
                     return
+        if not episode.status.is_valid:
+            tally.expect(where, f"{episode.status} of an episode that the environment ended", False, ended is not None)
+            return
         cut = Status.MAX_TURNS if len(episode.turns) >= episode.max_turns else Status.MAX_TOKENS
-        tally.expect(where, "status", Status.TERMINATED if ended else cut, episode.status)
+        tally.expect(where, "status", ended or cut, episode.status)
         tally.expect(where, "success", success, episode.success)
 
     results = await asyncio.gather(*(one(index, *each) for index, each in enumerate(chosen)), return_exceptions=True)
-    for (where, _), result in zip(chosen, results, strict=True):
-        if isinstance(result, EnvError):
+    for (where, episode), result in zip(chosen, results, strict=True):
+        if isinstance(result, EnvError) and not episode.status.is_valid:
+            tally.skipped += 1  # it fails again
+        elif isinstance(result, EnvError):
             tally.fail(f"{where}: {result}")
         elif isinstance(result, BaseException):
             raise result
-
-
-def check_logprobs(cfg: RunConfig, store: RunStore, line: Line, num_episodes: int, tally: Tally) -> None:
-    """Every turn is scored under the weights it names; the episodes check says whether those are the right ones."""
-    if line.checkpoint is None:
-        return
-    versions = {int(line.checkpoint.state["global_step"]): (-1, line.checkpoint)}  # of the weights: (seq, where they lie)
-    if line.stage(cfg) is not None:
-        versions |= {int(commit.state["global_step"]): (commit.seq, commit) for commit in line.commits if WEIGHTS in commit.blobs}
-    groups: dict[int, list[tuple[str, Trajectory]]] = {}
-    for commit in line.commits:
-        for episode in line.episodes.get(commit.seq, ()):
-            if not any(episode.action_mask) or not episode.status.is_valid:
-                tally.skipped += 1
-                continue
-            for version in sorted({turn.version for turn in episode.turns} & versions.keys()):
-                groups.setdefault(version, []).append((place(line.at(commit), episode), episode))
-    for version, episodes in groups.items():
-        seq, source = versions[version]
-        checkpoint = load(store, source)
-        if checkpoint is None:
-            tally.skipped += len(episodes)
-            continue
-        learner = Learner(checkpoint.model.eval(), cfg.optimiser, total_steps=1)
-        for where, episode in draw(episodes, num_episodes, cfg.seed, line.name, seq):
-            _check_one(learner, where, episode, version, tally)
-
-
-def _check_one(learner: Learner, where: str, episode: Trajectory, version: int, tally: Tally) -> None:
-    """The turns that version sampled. Greedy actions were logged with their probabilities at temperature 1."""
-    vocabulary = learner.model.get_input_embeddings().num_embeddings
-    if not all(0 <= token < vocabulary for token in episode.input_ids):
-        tally.fail(f"{where}: token ids outside 0 .. {vocabulary - 1}")
-        return
-    batch = to_batch([replace(episode, temperature=episode.temperature or 1.0)])
-    scores = learner.score(batch).tolist()
-    for number, turn in enumerate(episode.turns, 1):
-        if turn.version != version:
-            continue
-        gaps = [abs(a - b) for a, b in zip(scores[turn.start : turn.end], episode.logprobs[turn.start : turn.end], strict=True)]
-        if not gaps:
-            tally.fail(f"{where} turn {number}: an action of no token")
-            continue
-        worst = int(np.argmax(gaps))
-        tally.counted += 1
-        if not gaps[worst] <= LOGPROB_TOLERANCE:
-            token = turn.start + worst
-            tally.fail(
-                f"{where} turn {number} token {token} (id {episode.input_ids[token]}): log-probability: "
-                f"expected {scores[token]:.6f}, got {episode.logprobs[token]:.6f}"
-            )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentgym.audit.lines import Line
 from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
+from agentgym.evaluation.champion import decide
+from agentgym.evaluation.publish import headline_tags
 from agentgym.ledger import tracker_of
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -17,7 +19,7 @@ from agentgym.tracking import Tracker
 from agentgym.training.checkpoint import WEIGHTS
 
 
-def check_ledger(cfg: RunConfig, key: str, lines: Sequence[Line], tally: Tally) -> None:
+def check_ledger(cfg: RunConfig, store: RunStore, key: str, lines: Sequence[Line], tally: Tally) -> None:
     """The parent run has the points of headline steps, each child those of its step; there are no other children."""
     tracker = _existing_ledger(cfg)
     parent = _one_run(tracker, {"run_key": key, "kind": "pipeline"}, f"the run's {key[:12]}", tally) if tracker else None
@@ -35,10 +37,31 @@ def check_ledger(cfg: RunConfig, key: str, lines: Sequence[Line], tally: Tally) 
             _check_points(tracker, run.info.run_id, f"run of {line.name}", [line], tally)
             if line.final is not None:
                 tally.expect(f"run of {line.name}", "tag manifest", line.final.digest, run.data.tags.get("manifest"))
+                if line.final.follows is not None:  # else the records check says so
+                    tally.expect(f"run of {line.name}", "tag records", line.final.records_digest, run.data.tags.get("records"))
+    _check_artifacts(store, parent.info.artifact_uri, lines, tally)
     known = {line.key for line in lines}
     for run in _runs(tracker, {"mlflow.parentRunId": parent.info.run_id, "kind": "step"}):
         if run.data.tags.get("step_key") not in known:
             tally.fail(f"MLflow run {run.info.run_id} ({run.data.tags.get('step')}) belongs to no commit of this run")
+
+
+def _check_artifacts(store: RunStore, location: str, lines: Sequence[Line], tally: Tally) -> None:
+    """The report that people open in MLflow is the committed one."""
+    report = next((line.final for line in lines if line.name == "report" and line.final is not None), None)
+    if report is None:
+        return
+    if not location.startswith(("file://", "/")):
+        tally.skipped += 1  # on a remote artifact store
+        return
+    for name in (*report.blobs, *report.records):
+        path = Path(location.removeprefix("file://")) / name
+        try:
+            same = path.read_bytes() == store.read(report, name)
+        except (LookupError, ValueError, OSError) as error:
+            tally.fail(f"parent run: {name} cannot be compared: {error}")
+            continue
+        tally.expect("parent run", f"{name} as in report commit {report.seq}", True, same)
 
 
 def _check_points(tracker: Tracker, run_id: str, where: str, lines: Sequence[Line], tally: Tally) -> None:
@@ -78,7 +101,8 @@ def check_registry(cfg: RunConfig, store: RunStore, key: str, lines: Sequence[Li
         return
     wanted = {"step_key": checkpoint.digest, "weights.sha256": checkpoint.blobs[WEIGHTS].digest}
     if version.tags.get("run_key") == key:
-        wanted["evaluation"] = next(manifest.digest for parent, manifest in line.parents.items() if parent.startswith("evaluate-"))
+        evaluation = next(manifest for parent, manifest in line.parents.items() if parent.startswith("evaluate-"))
+        wanted |= {"evaluation": evaluation.digest, **headline_tags(evaluation)}
     else:
         tally.skipped += 1  # another run reached the same checkpoint and speaks of its own evaluation
     for tag, value in wanted.items():
@@ -89,10 +113,30 @@ def check_registry(cfg: RunConfig, store: RunStore, key: str, lines: Sequence[Li
     except MlflowException as error:
         tally.fail(f"{where}: alias {registered['alias']}: {error.message}")
         return
-    if champion.tags.get("run_key") in (key, None):
+    decision = registered["champion"]
+    if not decision["moved"] and str(champion.version) != number:
+        _check_decision(cfg, tracker, name, version.tags, decision, where, tally)
+    elif champion.tags.get("run_key") in (key, None):
         tally.expect(where, f"version under alias {registered['alias']}", number, str(champion.version))
     else:
         tally.skipped += 1  # the alias has moved on to another run's model
+
+
+def _check_decision(
+    cfg: RunConfig, tracker: Tracker, name: str, ours: Mapping[str, str], decision: Mapping[str, Any], where: str, tally: Tally
+) -> None:
+    """That the alias stayed: decided again, where both evaluations are still the ones it was decided by."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        theirs = tracker.version_tags(name, str(decision["over"]))
+    except MlflowException:
+        theirs = {}
+    if theirs.get("evaluation") != decision["over_evaluation"] or "evaluation" not in theirs:
+        tally.skipped += 1  # the model it was compared with is gone, or was evaluated anew
+        return
+    again = decide(ours, where, str(decision["over"]), theirs, cfg.evaluation)
+    tally.expect(where, "decision on the alias", {key: again[key] for key in decision}, dict(decision))
 
 
 def _check_registered_weights(tracker: Tracker, store: RunStore, version: Any, checkpoint: Manifest, where: str, tally: Tally) -> None:

@@ -166,8 +166,8 @@ def _check_offline_stage(cfg: RunConfig, line: Line, stage: Stage, splits: Split
         tally.expect(line.at(commit), "done at the stage's last step", step == stage.last_step, commit.done)
 
 
-def draw(episodes: Sequence[Any], count: int, seed: int, step: str, seq: int) -> list[Any]:
-    """`count` of them, in their order; the same ones in every audit of a run."""
+def draw(episodes: Sequence[Any], count: int | None, seed: int, step: str, seq: int) -> list[Any]:
+    """`count` of them, in their order; None: all. Whoever does not know the seed cannot know which."""
     salt = int.from_bytes(step.encode(), "little") % 2**63 + seq + 1
     drawn = np.random.Generator(np.random.Philox(key=[seed, salt])).permutation(len(episodes))[:count]
     return [episodes[index] for index in sorted(drawn)]

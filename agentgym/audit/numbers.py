@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,13 +16,17 @@ from agentgym.config import RunConfig
 from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES
 from agentgym.data import Splits, splits_from_json
 from agentgym.evaluation.evaluate import Array, evaluation_metrics, outcomes, paired, score
+from agentgym.evaluation.passk import FAILED
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
-from agentgym.steps import load_data
+from agentgym.steps import load_data, run_key, steps_of
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.training.offline import exploration_metrics, first_rate_step, material_of, optimiser_of, rate_steps
 from agentgym.training.optimise import learning_rate
 
+PICTURE = re.compile(rb"data:image/png;base64,[A-Za-z0-9+/=]*")
+TIMES = re.compile(rb"<section><h2>Time</h2>.*?</section>", re.DOTALL)
+DRAWN_BY = re.compile(rb"Matplotlib version[0-9A-Za-z.+]*")
 Tables = dict[str, tuple[Array, Array]]  # evaluation step -> outcomes, recomputed
 
 
@@ -53,7 +58,10 @@ def check_numbers(
     """tables: of the evaluations so far; grows by this one's. The baseline of a later one is among them."""
     if line.name == "initialise":
         episodes = line.episodes.get(0, [])
-        tally.expect(line.at(line.commits[0]), "num_demos", len(episodes), line.commits[0].results["num_demos"])
+        results, asked = line.commits[0].results, min(cfg.warm_start.num_demos, len(splits.train))
+        tally.expect(line.at(line.commits[0]), "num_demos", len(episodes), results["num_demos"])
+        solved = len(episodes) / asked if cfg.warm_start.enabled else 0.0
+        tally.expect(line.at(line.commits[0]), "expert_success", solved, results["expert_success"])
     elif line.name == "warm-start":
         _check_warm_start(cfg, line, tally)
     elif line.stage(cfg) is not None and RECIPES[cfg.algorithm.recipe].loop != "rl":
@@ -67,6 +75,30 @@ def check_numbers(
         known = [other.final.results for other in lines if other.name.startswith("evaluate-") and other.final]
         for side in ("before", "after"):
             tally.expect(line.at(line.final), f"results {side}, as one of the evaluations'", True, line.final.results[side] in known)
+        _check_report(cfg, store, line, line.final, tally)
+
+
+def _check_report(cfg: RunConfig, store: RunStore, line: Line, final: Manifest, tally: Tally) -> None:
+    """Page and pictures, made again."""
+    from agentgym.evaluation.publish import PAGE, report_files
+
+    where = line.at(final)
+    try:
+        made = report_files(cfg, store, line.parents, run_key(cfg), {name: step.title for name, step in steps_of(cfg).items()})
+        kept = {name: store.read(final, name) for name in made}
+        for files in (made, kept):  # seconds are pinned, not proven: a step may have been run again
+            files[PAGE] = TIMES.sub(b"", files[PAGE])
+    except (LookupError, ValueError, StopIteration, TypeError) as error:
+        tally.fail(f"{where}: it cannot be made again: {type(error).__name__}: {error}")
+        return
+    tally.expect(where, f"{PAGE} without its pictures, made again", PICTURE.sub(b"", made[PAGE]), PICTURE.sub(b"", kept[PAGE]))
+    drawn_by = [{name: DRAWN_BY.findall(files[name]) for name in files if name != PAGE} for files in (made, kept)]
+    if drawn_by[0] != drawn_by[1]:
+        tally.skipped += 1
+        tally.notes.append("pictures not compared, another Matplotlib drew them")
+        return
+    for name in made:
+        tally.expect(where, f"{name}, made again", True, made[name] == kept[name])
 
 
 def _check_warm_start(cfg: RunConfig, line: Line, tally: Tally) -> None:
@@ -143,7 +175,7 @@ def _check_evaluation(cfg: RunConfig, store: RunStore, line: Line, splits: Split
     if baseline is not None:
         base = dict(zip(("greedy", "samples"), tables.get(baseline, (greedy[:0], samples[:0])), strict=True))
         expected["paired"] = {"baseline": baseline, **json.loads(json.dumps(paired(base, greedy, samples, settings)))}
-    for name in ("summary", "paired"):
+    for name in ("summary", FAILED, "paired"):
         for key, value in expected.get(name, {}).items():
             tally.expect(where, f"results {name} {key}", value, final.results.get(name, {}).get(key))
     expected |= {
@@ -152,7 +184,7 @@ def _check_evaluation(cfg: RunConfig, store: RunStore, line: Line, splits: Split
         "max_turns": settings.max_turns,
         "global_step": final.state["global_step"],
     }
-    for name in sorted((expected.keys() | final.results.keys()) - {"summary", "paired"}):
+    for name in sorted((expected.keys() | final.results.keys()) - {"summary", FAILED, "paired"}):
         tally.expect(where, f"results {name}", expected.get(name), final.results.get(name))
     tally.expect(where, "names of results", sorted(expected), sorted(final.results))
     try:

@@ -16,9 +16,11 @@ class Check:
 
     name: str
     counted: int  # comparisons made
-    skipped: int  # what could not be compared: weights that were pruned, environments that had failed
+    skipped: int  # what could not be compared, for example under weights that were pruned
     failures: tuple[str, ...]  # the first MAX_FAILURES, each naming step, commit, item, ...
     num_failures: int
+    note: str = ""  # what was compared, and what was left out
+    not_checked: str = ""  # why the question could not be asked at all
 
     @property
     def ok(self) -> bool:
@@ -32,6 +34,7 @@ class AuditReport:
     run_key: str
     steps: tuple[str, ...]  # audited; a step without a commit has nothing to audit
     checks: tuple[Check, ...]
+    seed: int  # of the draws; the same one makes the same audit
 
     @property
     def ok(self) -> bool:
@@ -51,6 +54,8 @@ class Tally:
     skipped: int = 0
     failures: list[str] = field(default_factory=list)
     num_failures: int = 0
+    notes: list[str] = field(default_factory=list)
+    not_checked: str = ""
 
     def expect(self, where: str, what: str, expected: object, got: object) -> bool:
         """One comparison; NaN never equals."""
@@ -74,7 +79,9 @@ class Tally:
             self.fail(f"{where}: cannot be checked: {type(error).__name__}: {error}")
 
     def check(self) -> Check:
-        return Check(self.name, self.counted, self.skipped, tuple(self.failures), self.num_failures)
+        return Check(
+            self.name, self.counted, self.skipped, tuple(self.failures), self.num_failures, "; ".join(self.notes), self.not_checked
+        )
 
 
 def _short(value: object) -> str:

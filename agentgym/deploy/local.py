@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,47 +18,89 @@ from pydantic import ValidationError
 
 from agentgym.config import ConfigError, EnvConfig
 from agentgym.deploy.owned import owned_process, tail
-from envs.wire import ErrorKind, ErrorReply
+from agentgym.types import Endpoint
+from envs.wire import TOKEN_VARIABLE, ErrorKind, ErrorReply
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
 BAD_INPUT = 2  # exit code of a server that refuses its name or options
+IDENTITIES_TIMEOUT_S = 600.0  # a thousand worlds of BabyAI take 1 to 7 s
+
+
+class IdentitiesUnknown(RuntimeError):
+    """Nobody here can say which tasks are equal; the text says why."""
 
 
 @contextmanager
-def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[str]]:
+def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[Endpoint]]:
     """Endpoints of one server on a free loopback port, ready for sessions; its output is appended to log_path.
 
-    The server watches a pipe that only this process holds, so it ends even if this process is killed.
+    The server asks for a token of its own, made here and handed over in its environment, where only this user can read it.
+    It watches a pipe that only this process holds, so it ends even if this process is killed.
     Errors: ConfigError where it refuses its name or options; RuntimeError with the end of its log, where it exits or is
     not ready within env.start_timeout_s.
     """
     port_file = log_path.with_name(f"{env.name}-{secrets.token_hex(8)}.port")  # the server removes it when it ends
-    command = [*_serve(env), "--owner-pipe", "--port", "0", "--port-file", str(port_file)]
+    command = [*_envs("serve", env), "--owner-pipe", "--port", "0", "--port-file", str(port_file)]
     command += ["--max-sessions", str(env.max_sessions), "--session-ttl", str(env.session_ttl_s)]
     if expert:
         command.append("--expert")
-    with owned_process(command, log_path=log_path, env={"OMP_NUM_THREADS": "1"}) as process:
+    token = secrets.token_urlsafe(32)
+    with owned_process(command, log_path=log_path, env={"OMP_NUM_THREADS": "1", TOKEN_VARIABLE: token}) as process:
         try:
             endpoint = _wait_until_ready(process, env, log_path, port_file)
         finally:
             port_file.unlink(missing_ok=True)
         logger.info("environment %s at %s, process %d", env.name, endpoint, process.pid)
-        yield [endpoint]
+        yield [Endpoint(endpoint, token)]
 
 
 def check_local_env(env: EnvConfig) -> None:
     """Errors: ConfigError where a local server would refuse the environment's name or options."""
     if env.endpoints:
         return
-    checked = subprocess.run([*_serve(env), "--check"], capture_output=True, text=True, timeout=env.start_timeout_s, check=False)
+    checked = subprocess.run([*_envs("serve", env), "--check"], capture_output=True, text=True, timeout=env.start_timeout_s, check=False)
     if checked.returncode == BAD_INPUT:
-        raise ConfigError(f"env: {checked.stderr.strip().splitlines()[-1].removeprefix('python -m envs: ')}")
+        raise ConfigError(f"env: {_refusal(checked.stderr)}")
 
 
-def _serve(env: EnvConfig) -> list[str]:
-    return [sys.executable, "-m", "envs", "serve", env.name, "--options", json.dumps(env.options)]
+def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]:
+    """A digest of each task, in order: equal ones are one task under several ids. None: the id names no task.
+
+    Errors: ConfigError where a local server would refuse the environment's name or options; IdentitiesUnknown.
+    """
+    if env.dialect == "agentgym":
+        raise IdentitiesUnknown("AgentGym's servers do not say which tasks are equal")
+    try:
+        told = subprocess.run(
+            _envs("identities", env),
+            input=json.dumps(list(task_ids)),
+            capture_output=True,
+            text=True,
+            timeout=IDENTITIES_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise IdentitiesUnknown(f"no answer within {IDENTITIES_TIMEOUT_S:g} s") from None
+    if told.returncode == BAD_INPUT and env.endpoints:
+        raise IdentitiesUnknown(_refusal(told.stderr))  # the servers may have what is missing here
+    if told.returncode == BAD_INPUT:
+        raise ConfigError(f"env: {_refusal(told.stderr)}")
+    if told.returncode:
+        raise RuntimeError(f"`python -m envs identities {env.name}` ended with code {told.returncode}: {told.stderr.strip()[-1000:]}")
+    digests: list[str | None] | None = json.loads(told.stdout)
+    if digests is None:
+        raise IdentitiesUnknown("the environment does not say which of its tasks are equal")
+    return digests
+
+
+def _envs(command: str, env: EnvConfig) -> list[str]:
+    return [sys.executable, "-m", "envs", command, env.name, "--options", json.dumps(env.options)]
+
+
+def _refusal(stderr: str) -> str:
+    return stderr.strip().splitlines()[-1].removeprefix("python -m envs: ")
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], env: EnvConfig, log_path: Path, port_file: Path) -> str:

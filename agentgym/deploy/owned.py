@@ -21,7 +21,9 @@ ORPHAN_GRACE_S = 3.0
 
 
 @contextlib.contextmanager
-def owned_process(command: Sequence[str], *, log_path: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def owned_process(
+    command: Sequence[str], *, log_path: Path, env: Mapping[str, str], pass_fds: Sequence[int] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
     """A child in a process group of its own, its output appended to log_path, ended on exit.
 
     Its stdin is a pipe that only this process holds: a child that calls `end_with_owner`, or watches stdin itself, also
@@ -36,6 +38,7 @@ def owned_process(command: Sequence[str], *, log_path: Path, env: Mapping[str, s
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C in a terminal reaches the owner alone, which then ends the child in order
             env={**os.environ, **env},
+            pass_fds=tuple(pass_fds),
         )
     try:
         yield process

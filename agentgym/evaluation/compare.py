@@ -4,13 +4,11 @@ Reads the store and computes; nothing here runs a model. How sure a number is:
 
 | number | estimate | interval |
 |---|---|---|
-| success of a row | mean over seeds of the mean over items | crossed bootstrap of seeds and items |
-| gain of a row | the same of `row - its own start`, item by item and seed by seed | the same |
-| contrast of two rows | the same of `a - b`, over the seeds both have | the same |
+| success of a row | mean over seeds of the mean over items | of a share, over seeds and items: `seeds.crossed_interval` |
+| gain of a row | the same of `row - its own start`, item by item and seed by seed | the same, of a difference |
+| contrast of two rows | the same of `a - b`, over the seeds both have | the same, of a difference |
 
-Crossed bootstrap: each replicate draws seeds and, independently, items with replacement, and averages the table they span
-(Owen, "The pigeonhole bootstrap", 2007). It speaks about other seeds and other items alike. With few seeds it cannot know how far an
-unseen seed may fall, so the value of every seed is reported beside it.
+It speaks about other seeds and other items alike, and the value of every seed is reported beside it.
 """
 
 from __future__ import annotations
@@ -25,8 +23,9 @@ import numpy as np
 
 from agentgym.comparison import Cell, Comparison, comparison_key, contrast_rows, write_file
 from agentgym.context import METRICS, OUTCOMES
-from agentgym.evaluation.compare_report import AXES, result_files
+from agentgym.evaluation.compare_report import AXES, CEILING, result_files
 from agentgym.evaluation.passk import FloatArray, Interval, per_item
+from agentgym.evaluation.seeds import Kind, crossed_interval
 from agentgym.ledger import CellPoints, deliver_comparison
 from agentgym.steps import finished, open_store
 from agentgym.store.manifest import Manifest
@@ -34,7 +33,6 @@ from agentgym.store.runstore import RunStore
 from agentgym.tracking import Point, decode_points
 
 VALIDATION = "validation/success"
-_CHUNK = 500  # replicates at a time: one row of item counts each
 
 
 @dataclass(frozen=True)
@@ -82,16 +80,16 @@ class Row:
         return [key for key in self.cells[0].after if key != "pass_at_1"]
 
     def success(self, key: str) -> Estimate:
-        return self._estimate(np.stack([result.after[key] for result in self.cells]))
+        return self._estimate(np.stack([result.after[key] for result in self.cells]), "share")
 
     def gain(self, key: str) -> Estimate | None:
         """Over the row's own start; None where it trained nothing."""
         differences = [result.after[key] - result.start[key] for result in self.cells if result.start is not None]
-        return self._estimate(np.stack(differences)) if len(differences) == len(self.cells) else None
+        return self._estimate(np.stack(differences), "difference") if len(differences) == len(self.cells) else None
 
     def start(self, key: str) -> Estimate | None:
         values = [result.start[key] for result in self.cells if result.start is not None]
-        return self._estimate(np.stack(values)) if len(values) == len(self.cells) else None
+        return self._estimate(np.stack(values), "share") if len(values) == len(self.cells) else None
 
     def minus(self, other: Row, key: str) -> Estimate:
         """Over the seeds both have. Errors: ValueError where they share none, or were not evaluated on as many items."""
@@ -99,11 +97,15 @@ class Row:
         if not shared:
             raise ValueError(f"{self.name} and {other.name} have no finished seed in common; run both, then compare")
         ours, theirs = ({result.cell.seed: result.after[key] for result in row.cells} for row in (self, other))
-        return self._estimate(np.stack([ours[seed] - theirs[seed] for seed in shared]))
+        return self._estimate(np.stack([ours[seed] - theirs[seed] for seed in shared]), "difference")
 
-    def _estimate(self, values: FloatArray) -> Estimate:
-        settings = self.first.cfg.evaluation
-        interval = crossed_bootstrap(values, confidence=settings.confidence, num_bootstrap=settings.num_bootstrap, seed=settings.seed)
+    def limit(self, other: Row, key: str) -> str:
+        """`ceiling` or `floor` where both rows are within CEILING of it, else nothing: a contrast there has no room."""
+        both = [row.success(key).interval.mean for row in (self, other)]
+        return "ceiling" if min(both) > 1 - CEILING else "floor" if max(both) < CEILING else ""
+
+    def _estimate(self, values: FloatArray, kind: Kind) -> Estimate:
+        interval = crossed_interval(values, kind=kind, confidence=self.first.cfg.evaluation.confidence)
         return Estimate(interval, tuple(float(mean) for mean in np.nanmean(values, axis=1)))
 
 
@@ -117,37 +119,6 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         spread = float(np.std(self.per_seed, ddof=1)) if len(self.per_seed) > 1 else None  # sample standard deviation
         return {**_rounded(self.interval.to_json()), "per_seed": [_round(value) for value in self.per_seed], "sd": _round(spread)}
-
-
-def crossed_bootstrap(values: FloatArray, *, confidence: float, num_bootstrap: int, seed: int) -> Interval:
-    """Percentile interval of the mean of `values` [S, I], seeds by items, both drawn anew; see the head of this module.
-
-    NaN is left out. One seed alone is kept as it is: the interval then speaks about items only.
-    Errors: ValueError where a seed or every item has no value.
-    """
-    if values.ndim != 2 or not values.size:
-        raise ValueError(f"a crossed bootstrap needs values [seeds, items], got shape {values.shape}")
-    valid = ~np.isnan(values)
-    if not valid.any(axis=1).all():
-        raise ValueError("a seed has no valid episode; look at rollout/env_error_frac and the environment's log")
-    num_seeds, num_items = values.shape
-    filled = np.where(valid, values, 0.0)
-    # each seed counts alike, whatever it lost: its items are weighted so that every seed's own mean is unbiased
-    weight = valid / valid.sum(axis=1, keepdims=True)
-    generator = np.random.Generator(np.random.Philox(seed))
-    means = []
-    for first in range(0, num_bootstrap, _CHUNK):
-        count = min(_CHUNK, num_bootstrap - first)
-        items = generator.multinomial(num_items, np.full(num_items, 1 / num_items), size=count).astype(np.float64)
-        seeds = generator.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), size=count).astype(np.float64)
-        drawn = items @ weight.T
-        per_seed = np.divide(items @ (filled * weight).T, drawn, out=np.zeros((count, num_seeds)), where=drawn > 0)
-        counted = seeds * (drawn > 0)
-        # a replicate that drew only what failed has no mean
-        total = counted.sum(axis=1)
-        means.append(np.divide((counted * per_seed).sum(axis=1), total, out=np.full(count, np.nan), where=total > 0))
-    low, high = np.nanquantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(np.nanmean(values, axis=1).mean()), float(low), float(high), int(valid.any(axis=0).sum()))
 
 
 def read_rows(cells: Sequence[Cell]) -> tuple[list[Row], list[Cell]]:
@@ -203,7 +174,12 @@ def table(comparison: Comparison, cells: Sequence[Cell], rows: Sequence[Row], mi
         "confidence": settings.confidence if settings else None,
         "rows": [_row_json(row) for row in rows],
         "contrasts": [
-            {"a": a, "b": b, "difference": {key: by_name[a].minus(by_name[b], key).to_json() for key in by_name[a].keys}}
+            {
+                "a": a,
+                "b": b,
+                "difference": {key: by_name[a].minus(by_name[b], key).to_json() for key in by_name[a].keys},
+                "limit": {key: by_name[a].limit(by_name[b], key) for key in by_name[a].keys},
+            }
             for a, b in contrasts
             if set(by_name[a].seeds) & set(by_name[b].seeds)
         ],

@@ -20,6 +20,7 @@ RowJson = Mapping[str, Any]
 _COLOURS = ("#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#1f2933")  # Okabe and Ito: safe for colour-blind eyes
 _OTHERS = "other recipes"
 _MARKERS = "os^DvPX"
+CEILING = 0.06  # of 1, or as a floor of 0: where both rows of a contrast are nearer, little can show between them
 # what training costs: name in a table -> title of an axis
 AXES = {"step": "optimiser step", "turns": "turns played", "tokens": "tokens", "cpu_s": "CPU-seconds"}
 
@@ -39,15 +40,21 @@ def result_files(table: Table) -> dict[str, bytes]:
 def table_markdown(table: Table) -> str:
     """Success in percent, one row per recipe and horizon; then the contrasts, and how to read both."""
     rows = table["rows"]
+    head = f"# {literal(table['title'] or table['name'])}"
     if not rows:
-        return f"# {table['title'] or table['name']}\n\nNo cell is done.\n"
-    parts = [f"# {table['title'] or table['name']}", _results(rows)]
+        return f"{head}\n\nNo cell is done.\n"
+    parts = [head, _results(rows)]
     if table["contrasts"]:
         parts.append(_contrasts(table["contrasts"]))
     parts.append(_reading(table))
     if table["missing"]:
-        parts.append(f"Not in the table, because not done: {', '.join(table['missing'])}.")
+        parts.append(f"Not in the table, because not done: {', '.join(map(literal, table['missing']))}.")
     return "\n\n".join(parts) + "\n"
+
+
+def literal(name: str) -> str:
+    """A name from a comparison's file as it stands: no tag, link, image or further cell of the Markdown around it."""
+    return " ".join(name.split()).replace("<", "&lt;").replace("](", "]\\(").replace("|", "\\|")
 
 
 def results_png(table: Table) -> bytes:
@@ -149,7 +156,7 @@ def _results(rows: Sequence[RowJson]) -> str:
 def _titles(row: RowJson) -> tuple[str, str]:
     """A row that is no more than a recipe and a horizon shows them in their columns; any other shows its name."""
     plain = row["name"] == " ".join(filter(None, (row["recipe"], row["horizon"])))
-    return (row["recipe"], row["horizon"]) if plain else (row["name"], row["horizon"])
+    return literal(row["recipe"] if plain else row["name"]), literal(row["horizon"])
 
 
 def _gains(row: RowJson, average: str) -> list[str]:
@@ -164,13 +171,23 @@ def _gains(row: RowJson, average: str) -> list[str]:
 def _contrasts(contrasts: Sequence[Mapping[str, Any]]) -> str:
     keys = list(contrasts[0]["difference"])
     average = next(key for key in keys if key.startswith("avg"))
-    head = ["contrast", *map(label, keys), f"{label(average)} by seed"]
+    head = ["contrast", *map(label, keys), f"{label(average)} by seed", "at"]
     lines = []
     for contrast in contrasts:
         difference = contrast["difference"]
         seeds = ", ".join(_signed(value) for value in difference[average]["per_seed"])
-        lines.append([f"{contrast['a']} − {contrast['b']}", *(_points(difference[key]) for key in keys), seeds])
+        lines.append(
+            [literal(f"{contrast['a']} − {contrast['b']}"), *(_points(difference[key]) for key in keys), seeds, _limit(contrast, average)]
+        )
     return "Paired differences, in points:\n\n" + _markdown(head, lines, right=1)
+
+
+def _limit(contrast: Mapping[str, Any], average: str) -> str:
+    """Where a contrast has no room: `ceiling`, or of its greedy numbers alone, `ceiling (greedy)`."""
+    limits = contrast.get("limit", {})
+    if limits.get(average):
+        return str(limits[average])
+    return f"{limits['greedy']} (greedy)" if limits.get("greedy") else ""
 
 
 def _reading(table: Table) -> str:
@@ -181,8 +198,10 @@ def _reading(table: Table) -> str:
         f"Success in percent, mean ± sample standard deviation over seeds {', '.join(map(str, seeds))}; "
         f"{settings['num_items']} {settings['split']} items per seed, {settings['max_turns']} turns, one greedy episode and "
         f"{settings['num_samples']} samples at temperature {settings['temperature']:g} per item, unless a row says otherwise. "
-        f"Gains are over the row's own start, in points. Brackets: {100 * table['confidence']:g} % crossed bootstrap, seeds and items "
-        "both drawn anew, paired item by item and seed by seed. Validation success (one sample per item) is of other items than the test. "
+        f"Gains are over the row's own start, in points. Brackets: {100 * table['confidence']:g} % intervals over seeds and items alike, "
+        "paired item by item and seed by seed (coverage.json says how often they hold). A contrast is at a ceiling where both rows are "
+        f"within {100 * CEILING:g} points of 100: there little can show. "
+        "Validation success (one sample per item) is of other items than the test. "
         "CPU-s: of the training process, mean over seeds, without environment servers, validation and evaluation."
     )
 

@@ -11,7 +11,8 @@ import numpy as np
 from agentgym.config import EvaluationConfig
 from agentgym.context import OUTCOMES, TRAJECTORIES, StepContext, decode_trajectories, now_ms
 from agentgym.data import splits_from_json
-from agentgym.evaluation.passk import Interval, num_failed, paired_differences, summarise
+from agentgym.evaluation.passk import FAILED, Interval, as_failures, coverage, num_failed, paired_differences, summarise
+from agentgym.rollouts.collect import RolloutError
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
@@ -27,6 +28,7 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
     """Play every item of the split once greedily and `num_samples` times sampled; commit a chunk of items at a time.
 
     baseline: the evaluation step to compare with, item by item; it used the same items, horizon and random numbers.
+    Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows; what is committed stays.
     """
     set_threads()
     cfg, settings = ctx.cfg, ctx.cfg.evaluation
@@ -38,7 +40,7 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
             f"evaluation.num_items {settings.num_items} is more than the {len(items)} {settings.split} items of {cfg.env_names}; lower it"
         )
     version = int(parent.state["global_step"])
-    num_done = int(ctx.head.state["num_items"]) if ctx.head else 0
+    num_done, num_out = (int(ctx.head.state[name]) if ctx.head else 0 for name in ("num_items", "num_failed"))
     ctx.progress.start(f"evaluate {checkpoint_step}", len(items) * (1 + settings.num_samples))
     ctx.progress.advance(num_done * (1 + settings.num_samples))
     checkpoint = load_checkpoint(ctx.store, parent)
@@ -57,8 +59,15 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
                     first_sample=first_sample,
                     progress=ctx.progress.advance,
                 )
+            num_out += sum(not trajectory.status.is_valid for trajectory in trajectories)
+            require_coverage(num_out, len(items) * (1 + settings.num_samples), settings.min_coverage)
             if first + len(chunk) < len(items):
-                ctx.commit(done=False, state={"global_step": version, "num_items": first + len(chunk)}, blobs={}, trajectories=trajectories)
+                ctx.commit(
+                    done=False,
+                    state={"global_step": version, "num_items": first + len(chunk), "num_failed": num_out},
+                    blobs={},
+                    trajectories=trajectories,
+                )
     earlier = [decode_trajectories(ctx.read(commit, TRAJECTORIES)) for commit in ctx.store.history(ctx.step, ctx.writer.key)]
     everything = [trajectory for part in earlier for trajectory in part] + trajectories
     greedy, samples = outcomes(everything, items, settings.num_samples)
@@ -71,7 +80,9 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
     return ctx.commit(
         done=True,
         state={"global_step": version, "num_items": len(items)},
-        blobs={OUTCOMES: json.dumps({"greedy": _plain(greedy), "samples": _plain(samples)}).encode()},
+        blobs={
+            OUTCOMES: json.dumps({"items": [item.item_id for item in items], "greedy": _plain(greedy), "samples": _plain(samples)}).encode()
+        },
         results=results,
         points=[Point(version, now_ms(), evaluation_metrics(results, everything))],
         trajectories=trajectories,
@@ -89,24 +100,36 @@ def outcomes(trajectories: Sequence[Trajectory], items: Sequence[Item], num_samp
 
 
 def score(greedy: Array, samples: Array, settings: EvaluationConfig, envs: Sequence[str]) -> dict[str, Any]:
-    """The reported numbers of one evaluation, as JSON types. envs: [I] of each item; where they differ, each one's numbers, too."""
+    """The reported numbers of one evaluation, as JSON types. envs: [I] of each item; where they differ, each one's numbers, too.
 
-    def summary(rows: Any) -> dict[str, Any]:
-        found = summarise(
-            greedy[rows],
-            samples[rows],
-            k=settings.k,
-            confidence=settings.confidence,
-            num_bootstrap=settings.num_bootstrap,
-            seed=settings.seed,
-        )
-        return _intervals(found)
+    `summary` leaves failed episodes out, `failed_as_failures` takes them for failures of the policy; `coverage` is the share of
+    episodes that did not fail.
+    """
 
-    result: dict[str, Any] = {"summary": summary(slice(None)), "num_env_errors": num_failed(greedy, samples)}
+    def numbers(rows: Any) -> dict[str, Any]:
+        asked = {name: getattr(settings, name) for name in ("k", "confidence", "num_bootstrap", "seed")}
+        ours, theirs = greedy[rows], samples[rows]
+        return {
+            "summary": _intervals(summarise(ours, theirs, **asked)),
+            FAILED: _intervals(summarise(as_failures(ours), as_failures(theirs), **asked)),
+            "coverage": coverage(ours, theirs),
+        }
+
+    result = {**numbers(slice(None)), "num_env_errors": num_failed(greedy, samples)}
     if len(set(envs)) > 1:
         table = np.array(envs)
-        result["by_env"] = {env: {"num_items": envs.count(env), "summary": summary(table == env)} for env in sorted(set(envs))}
+        result["by_env"] = {env: {"num_items": envs.count(env), **numbers(table == env)} for env in sorted(set(envs))}
     return result
+
+
+def require_coverage(num_out: int, num_episodes: int, least: float) -> None:
+    """Errors: RolloutError where so many episodes failed that the rest cannot stand for all."""
+    if num_out > (1 - least) * num_episodes + 1e-9:
+        raise RolloutError(
+            f"{num_out} of {num_episodes} episodes of this evaluation failed or ran out of time: at most "
+            f"{1 - num_out / num_episodes:.1%} count, and evaluation.min_coverage is {least:.1%}; see to the environment servers, "
+            "raise rollout.episode_timeout_s, or lower the floor"
+        )
 
 
 def paired(base: dict[str, Any], greedy: Array, samples: Array, settings: EvaluationConfig) -> dict[str, Any]:
@@ -124,11 +147,14 @@ def paired(base: dict[str, Any], greedy: Array, samples: Array, settings: Evalua
 
 def evaluation_metrics(results: dict[str, Any], trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The same numbers under metric names."""
-    metrics = {f"eval/{name}": float(interval["mean"]) for name, interval in results["summary"].items()}
-    for env, own in results.get("by_env", {}).items():
-        metrics |= {f"eval/{env}/{name}": float(interval["mean"]) for name, interval in own["summary"].items()}
+    metrics: dict[str, float] = {}
+    for prefix, own in (("eval", results), *((f"eval/{env}", own) for env, own in results.get("by_env", {}).items())):
+        metrics |= {f"{prefix}/{name}": float(interval["mean"]) for name, interval in own["summary"].items()}
+        metrics |= {f"{prefix}/{FAILED}/{name}": float(interval["mean"]) for name, interval in own[FAILED].items()}
+        metrics[f"{prefix}/coverage"] = float(own["coverage"])
     rollout = rollout_metrics(trajectories)
-    return metrics | {f"eval/{name}": rollout[f"rollout/{name}"] for name in ("turns_mean", "max_turns_frac", "env_error_frac")}
+    shares = ("turns_mean", "max_turns_frac", "env_limit_frac", "env_error_frac")
+    return metrics | {f"eval/{name}": rollout[f"rollout/{name}"] for name in shares}
 
 
 def _intervals(summary: dict[str, Interval]) -> dict[str, Any]:

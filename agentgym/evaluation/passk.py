@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 FloatArray = NDArray[np.float64]
+FAILED = "failed_as_failures"  # the second convention, among results and metrics
 Outcomes = tuple[FloatArray, FloatArray]  # greedy [I] and samples [I, n]: success as 1 or 0, NaN where the environment failed
 
 _CHUNK_DRAWS = 2_000_000  # indices drawn at a time by the bootstrap, 16 MB
@@ -121,6 +122,16 @@ def paired_differences(
         key: bootstrap_interval(values, confidence=confidence, num_bootstrap=num_bootstrap, seed=seed)
         for key, values in differences.items()
     }
+
+
+def as_failures(outcomes: FloatArray) -> FloatArray:
+    """The other convention: an episode that failed is one that did not succeed."""
+    return np.nan_to_num(outcomes, nan=0.0)
+
+
+def coverage(greedy: FloatArray, samples: FloatArray) -> float:
+    """Share of the episodes that count."""
+    return 1.0 - num_failed(greedy, samples) / (greedy.size + samples.size)
 
 
 def num_failed(greedy: FloatArray, samples: FloatArray) -> int:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentgym.config import RunConfig
-from agentgym.context import METRICS, TRAJECTORIES, StepContext, decode_trajectories
-from agentgym.evaluation.passk import Interval
+from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES, StepContext, decode_trajectories
+from agentgym.evaluation import champion
+from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.report import (
     Curve,
     EpisodeExample,
@@ -34,25 +35,40 @@ if TYPE_CHECKING:
     from agentgym.steps import Step
 
 
+PAGE = "report.html"
+
+
 def register_policy(ctx: StepContext, checkpoint_step: str, run_key: str) -> Manifest:
-    """Put the checkpoint into the registry and move the alias to it; once per checkpoint, whatever is killed in between."""
+    """Put the checkpoint into the registry, and move the alias to it where it is not worse than what holds it (see `champion`).
+
+    Once per checkpoint, whatever is killed in between.
+    """
     ctx.progress.start("register the model", 1)
-    version = _register(ctx.cfg, ctx.store, ctx.parents[checkpoint_step], ctx.parents[f"evaluate-{checkpoint_step}"], run_key)
+    version, decision = _register(ctx.cfg, ctx.store, ctx.parents[checkpoint_step], ctx.parents[f"evaluate-{checkpoint_step}"], run_key)
     ctx.progress.advance()
     return ctx.commit(
         done=True,
         state={},
         blobs={},
-        results={"model": ctx.cfg.registry.model_name, "version": version, "alias": ctx.cfg.registry.alias, "checkpoint": checkpoint_step},
+        results={
+            "model": ctx.cfg.registry.model_name,
+            "version": version,
+            "alias": ctx.cfg.registry.alias,
+            "checkpoint": checkpoint_step,
+            "champion": decision,
+        },
     )
 
 
 def confirm_registration(cfg: RunConfig, store: RunStore, registered: Manifest, done: Mapping[str, Manifest], run_key: str) -> None:
-    """Put the model back where the ledger was replaced since. Errors: LedgerError where it has another number there."""
+    """Put the model back where the ledger was replaced since; the alias goes by the same rule, against what is there now.
+
+    Errors: LedgerError where it has another number there.
+    """
     name, checkpoint = cfg.registry.model_name, done[registered.results["checkpoint"]]
     version = tracker_of(cfg).find_version(name, checkpoint.digest)
     if version is None:
-        version = _register(cfg, store, checkpoint, done[f"evaluate-{checkpoint.step}"], run_key)
+        version, _ = _register(cfg, store, checkpoint, done[f"evaluate-{checkpoint.step}"], run_key)
     if version != registered.results["version"]:
         raise LedgerError(
             f"{name}: MLflow has this checkpoint as version {version}, the store as version {registered.results['version']}; "
@@ -60,7 +76,10 @@ def confirm_registration(cfg: RunConfig, store: RunStore, registered: Manifest, 
         )
 
 
-def _register(cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str) -> str:
+def _register(cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str) -> tuple[str, champion.Decision]:
+    """The version, and whether it took the alias."""
+    name, tracker = cfg.registry.model_name, tracker_of(cfg)
+    tags = champion.evaluation_tags(cfg, evaluation.digest, json.loads(store.read(evaluation, OUTCOMES)))
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(
             Path(folder),
@@ -68,72 +87,95 @@ def _register(cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation:
             weights=store.read(checkpoint, WEIGHTS),
             tokenizer=json.loads(store.read(checkpoint, TOKENIZER)),
         )
-        return tracker_of(cfg).register_model(
+        version = tracker.register_model(
             parent_run(cfg, run_key),
             Path(folder),
-            name=cfg.registry.model_name,
-            alias=cfg.registry.alias,
+            name=name,
+            alias=None,
             tags={
                 "step_key": checkpoint.digest,
                 "run_key": run_key,
                 "weights.sha256": checkpoint.blobs[WEIGHTS].digest,
                 "algorithm": cfg.algorithm.recipe,
                 "evaluation": evaluation.digest,
-                **{f"eval.{name}": f"{interval['mean']:.4f}" for name, interval in evaluation.results["summary"].items()},
+                **headline_tags(evaluation),
             },
             step=int(checkpoint.state["global_step"]),
         )
+    for key, value in tags.items():  # of the version alone: MLflow takes shorter ones on the model it logs
+        tracker.client.set_model_version_tag(name, version, key, value)
+    return version, champion.settle(tracker, name, cfg.registry.alias, version, cfg.evaluation)
+
+
+def headline_tags(evaluation: Manifest) -> dict[str, str]:
+    """Its main numbers, as tags of the model version that was evaluated."""
+    return {f"eval.{name}": f"{interval['mean']:.4f}" for name, interval in evaluation.results["summary"].items()}
 
 
 def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manifest:
     """Curves, table and example episodes as one page; MLflow gets them once they are committed."""
-    cfg = ctx.cfg
-    titles = {step.name: step.title.removeprefix("evaluate ") for step in steps}
-    ctx.progress.start("report", 2)
-    evaluations = {name: manifest for name, manifest in ctx.parents.items() if name.startswith("evaluate-")}
-    baseline = next(iter([m for m in evaluations.values() if "paired" in m.results])).results["paired"]["baseline"]
-    compared = [name for name in evaluations if name == baseline or "paired" in evaluations[name].results]
-    others = [name for name in evaluations if name not in compared]
-    rows = {name: _row(evaluations[name], titles[name]) for name in [*compared, *others]}
+    ctx.progress.start("report", 1)
+    files = report_files(ctx.cfg, ctx.store, ctx.parents, run_key, {step.name: step.title for step in steps})
+    ctx.progress.advance()
+    evaluations = _compared(ctx.parents)
+    first, last = evaluations[0], evaluations[-1]
+    return ctx.commit(
+        done=True,
+        state={},
+        blobs={name: data for name, data in files.items() if name != PAGE},
+        records={PAGE: files[PAGE]},  # it names durations, so two equal runs have different ones
+        results={"before": first.results, "after": last.results},
+    )
+
+
+def report_files(
+    cfg: RunConfig, store: RunStore, parents: Mapping[str, Manifest], run_key: str, titles: Mapping[str, str]
+) -> dict[str, bytes]:
+    """The page and its pictures, from what the steps before left in the store. titles: of steps, by name."""
+    titles = {name: title.removeprefix("evaluate ") for name, title in titles.items()}
+    compared = _compared(parents)
+    others = [manifest for name, manifest in parents.items() if name.startswith("evaluate-") and manifest not in compared]
+    rows = {manifest.step: _row(manifest, titles[manifest.step]) for manifest in [*compared, *others]}
     spans = stages(cfg.horizon)
     curve = learning_curve_png(
-        _curves(ctx, [span.name for span in spans]),
+        _curves(store, [parents[span.name] for span in spans]),
         [StageSpan(span.name.replace("-", " "), span.first_step, span.last_step, span.max_turns) for span in spans],
         [
             EvaluationPoint(
-                titles[name],
-                int(evaluations[name].state["global_step"]),
-                _intervals(evaluations[name])[f"avg_at_{cfg.evaluation.num_samples}"],
+                titles[manifest.step],
+                int(manifest.state["global_step"]),
+                _intervals(manifest)[f"avg_at_{cfg.evaluation.num_samples}"],
             )
-            for name in compared
+            for manifest in compared
         ],
     )
-    ctx.progress.advance()
-    figures = {"Success while training": curve, "Success before and after": evaluation_png([rows[name] for name in compared])}
-    last = evaluations[compared[-1]]
-    registered = ctx.parents["register"].results
+    bars = evaluation_png([rows[manifest.step] for manifest in compared])
+    last, registered = compared[-1], parents["register"].results
     page = report_html(
         f"{cfg.env_names} · {cfg.algorithm.recipe} · max_turns {' > '.join(map(str, cfg.horizon.max_turns))}",
         {
             "run": run_key[:12],
-            "model": f"{registered['model']} version {registered['version']} ({registered['alias']})",
+            "model": f"{registered['model']} version {registered['version']}",
+            registered["alias"]: champion.sentence(registered),
             "checkpoint": last.results["checkpoint"],
             "test items": str(last.results["num_items"]),
             "seed": str(cfg.seed),
         },
         list(rows.values()),
-        figures,
-        [*_examples(ctx, evaluations[baseline], titles[baseline]), *_examples(ctx, last, titles[last.step])],
-        timings={name.replace("-", " "): manifest.timings.get("wall_s", 0.0) for name, manifest in ctx.parents.items()},
+        {"Success while training": curve, "Success before and after": bars},
+        [example for manifest in (compared[0], last) for example in _examples(store, manifest, titles[manifest.step])],
+        timings={name.replace("-", " "): manifest.timings.get("wall_s", 0.0) for name, manifest in parents.items()},
         confidence=cfg.evaluation.confidence,
-        notes=ctx.parents["prepare"].results["warnings"],
+        notes=parents["prepare"].results["warnings"],
     )
-    ctx.progress.advance()
-    pictures = {"learning_curve.png": curve, "evaluation.png": figures["Success before and after"]}
-    pages = {"report.html": page.encode()}  # it names durations, so two equal runs have different ones
-    return ctx.commit(
-        done=True, state={}, blobs={**pictures}, records=pages, results={"before": evaluations[baseline].results, "after": last.results}
-    )
+    return {"learning_curve.png": curve, "evaluation.png": bars, PAGE: page.encode()}
+
+
+def _compared(parents: Mapping[str, Manifest]) -> list[Manifest]:
+    """The evaluation that others are compared with, and those, in order."""
+    evaluations = {name: manifest for name, manifest in parents.items() if name.startswith("evaluate-")}
+    baseline = next(m.results["paired"]["baseline"] for m in evaluations.values() if "paired" in m.results)
+    return [manifest for name, manifest in evaluations.items() if name == baseline or "paired" in manifest.results]
 
 
 def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]:
@@ -146,16 +188,18 @@ def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]
 def _row(manifest: Manifest, title: str) -> EvaluationRow:
     name = str(manifest.results["checkpoint"]).replace("-", " ")
     paired = _intervals(manifest, "paired") if "paired" in manifest.results else None
-    return EvaluationRow(name, title, _intervals(manifest), paired, manifest.results["num_items"], manifest.results["max_turns"])
+    found = manifest.results
+    failed = _intervals(manifest, FAILED)
+    return EvaluationRow(name, title, _intervals(manifest), paired, found["num_items"], found["max_turns"], found["coverage"], failed)
 
 
-def _curves(ctx: StepContext, names: Sequence[str]) -> list[Curve]:
+def _curves(store: RunStore, trained: Sequence[Manifest]) -> list[Curve]:
     points = [
         point
-        for name in names
-        for commit in ctx.store.history(name, ctx.parents[name].key)
+        for final in trained
+        for commit in store.history(final.step, final.key)
         if METRICS in commit.records
-        for point in decode_points(ctx.read(commit, METRICS))
+        for point in decode_points(store.read(commit, METRICS))
     ]
     curves = []
     for metric, title, smooth in (("rollout/success", "training, sampled", True), ("validation/success", "validation, sampled", False)):
@@ -164,8 +208,8 @@ def _curves(ctx: StepContext, names: Sequence[str]) -> list[Curve]:
     return curves
 
 
-def _examples(ctx: StepContext, evaluation: Manifest, title: str) -> list[EpisodeExample]:
+def _examples(store: RunStore, evaluation: Manifest, title: str) -> list[EpisodeExample]:
     """One success and one failure of an evaluation, where there are both."""
-    trajectories: list[Trajectory] = decode_trajectories(ctx.read(evaluation, TRAJECTORIES))
+    trajectories: list[Trajectory] = decode_trajectories(store.read(evaluation, TRAJECTORIES))
     chosen = [next((t for t in trajectories if t.status.is_valid and t.success is wanted), None) for wanted in (True, False)]
     return [EpisodeExample.from_trajectory(title, trajectory) for trajectory in chosen if trajectory is not None]

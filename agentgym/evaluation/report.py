@@ -6,6 +6,7 @@ matplotlib is imported inside the figures (it is slow) and used through its Figu
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ class EvaluationRow:
     paired: Mapping[str, Interval] | None  # per-item difference to the first row; None for the first
     num_items: int
     max_turns: int
+    coverage: float = 1.0  # share of the episodes that count
+    failed: Mapping[str, Interval] | None = None  # the summary where failed episodes are failures of the policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +191,7 @@ def report_html(
         _episodes(episodes),
         _facts(facts),
     ]
-    return _PAGE.format(title=escape(title), style=_STYLE, body="\n".join(section for section in sections if section))
+    return _PAGE.format(policy=_POLICY, title=escape(title), style=_STYLE, body="\n".join(section for section in sections if section))
 
 
 def label(key: str) -> str:
@@ -228,13 +231,19 @@ def _evaluation_table(rows: Sequence[EvaluationRow], confidence: float) -> str:
     body = []
     for row in rows:
         cells = "".join(_cell(row, key) for key in keys)
-        body.append(f'<tr><th scope="row">{escape(row.title)}</th><td>{row.num_items}</td><td>{row.max_turns}</td>{cells}</tr>')
+        body.append(
+            f'<tr><th scope="row">{escape(row.title)}</th><td>{row.num_items}</td>'
+            f"<td>{row.max_turns}</td><td>{_percent(row.coverage)}</td>{cells}</tr>"
+        )
     return (
         '<section><h2>Evaluation</h2><div class="scroll"><table><thead><tr><th>checkpoint</th><th>items</th><th>max_turns</th>'
+        "<th>coverage</th>"
         f"{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
         f'<p class="caption">Success in percent with {100 * confidence:g} % intervals: Wilson for greedy, bootstrap over items for the '
         f"others. The second line is the mean per-item difference to “{escape(rows[0].title)}” in points; it is coloured where its "
-        "interval excludes 0. pass@k is the unbiased estimate. Episodes whose environment failed are left out.</p></section>"
+        "interval excludes 0. pass@k is the unbiased estimate. Coverage is the share of the episodes that count: those whose environment "
+        "failed, or that ran out of time, are left out; where there are any, “failed as failures” says what they would "
+        "make of it.</p></section>"
     )
 
 
@@ -245,6 +254,8 @@ def _cell(row: EvaluationRow, key: str) -> str:
     text = f"<b>{_percent(interval.mean)}</b> <span class='range'>{_percent(interval.low)} – {_percent(interval.high)}</span>"
     if interval.num_items < row.num_items:
         text += f" <span class='range'>({interval.num_items} items)</span>"
+    if row.coverage < 1 and row.failed is not None and key in row.failed:
+        text += f"<br><span class='range'>failed as failures {_percent(row.failed[key].mean)}</span>"
     if row.paired is not None and key in row.paired:
         gain = row.paired[key]
         between = f"{_points(gain.low)} to {_points(gain.high)}"
@@ -263,7 +274,7 @@ def _timings_table(timings: Mapping[str, float]) -> str:
     total = sum(timings.values())
     body = "".join(
         f'<tr><th scope="row">{escape(part)}</th><td>{_duration(seconds)}</td><td>{100 * seconds / total if total else 0:.0f} %</td>'
-        f'<td class="bar"><span style="width:{100 * seconds / total if total else 0:.1f}%"></span></td></tr>'
+        f'<td class="bar"><svg><rect width="{100 * seconds / total if total else 0:.1f}%" height="100%" rx="2"/></svg></td></tr>'
         for part, seconds in timings.items()
     )
     foot = f'<tr><th scope="row">total</th><td>{_duration(total)}</td><td></td><td></td></tr>'
@@ -415,7 +426,7 @@ tfoot th, tfoot td { border-bottom: 0; font-weight: 600; }
 .range, .meta { color: var(--muted); font-size: 13px; }
 .caption { color: var(--muted); font-size: 13px; max-width: 80ch; margin: 10px 0 0; }
 .times { max-width: 640px; } .times .bar { width: 45%; vertical-align: middle; }
-.times .bar span { display: block; height: 8px; border-radius: 2px; background: #8aa9cc; }
+.times .bar svg { display: block; width: 100%; height: 8px; fill: #8aa9cc; }
 figure { margin: 0; } img { max-width: 100%; height: auto; display: block; max-height: 480px; margin: 0 auto; }
 details { border: 1px solid var(--line); border-radius: 6px; margin: 0 0 8px; }
 summary { padding: 10px 14px; cursor: pointer; }
@@ -432,10 +443,22 @@ dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 @media print { main { padding: 0; max-width: none; } details, section { break-inside: avoid; } }
 """
 
+# Should some text ever get past the escaping, the page still runs no script, loads nothing and sends nothing.
+_POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "img-src data:",
+        f"style-src 'sha256-{base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()}'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+)
+
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>{style}</style>

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from agentgym.rollouts.template import render
+
 _PROBE = [
     {"role": "user", "content": "probe one"},
     {"role": "assistant", "content": "probe two"},
@@ -15,7 +17,12 @@ _PROBE = [
     {"role": "assistant", "content": "probe four"},
     {"role": "user", "content": "probe five"},
 ]
+_WITH_SYSTEM = [{"role": "system", "content": "probe system"}, _PROBE[0]]
 _REASONING = "<think>\nprobe thought\n</think>\n\n"  # what some templates strip from earlier turns
+
+
+def _probe(reasoning: str) -> list[dict[str, str]]:
+    return [{**m, "content": reasoning + m["content"]} if m["role"] == "assistant" else m for m in _PROBE]
 
 
 class ChatRenderer:
@@ -28,13 +35,14 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any) -> None:
         """tokenizer: a fast transformers tokenizer with a chat template and an EOS token that ends a turn."""
         self._tokenizer = tokenizer
+        self._render()
         self._check_append_only()
         specials = sorted(map(re.escape, tokenizer.get_added_vocab()), key=len, reverse=True)
         if not specials:
             raise ValueError("the tokenizer has no special tokens; an assistant turn must end with one that the policy can sample")
         self._special = re.compile(f"({'|'.join(specials)})")
-        opening = self._template(_PROBE[:1])
-        following = self._template(_PROBE[:3])[len(opening) :]
+        opening = self._text_of(_PROBE[:1])
+        following = self._text_of(_PROBE[:3])[len(opening) :]
         self._opening = self._around(opening, "probe one")
         self._turn_end, self._next_opening = self._around(following.removeprefix("probe two"), "probe three")
         stop_text = self._special.match(self._turn_end)
@@ -50,9 +58,7 @@ class ChatRenderer:
         if not system:
             before, after = self._opening
             return self._encode(before, observation, after)
-        messages = [{"role": "system", "content": "probe system"}, _PROBE[0]]
-        text = self._template(messages)
-        before, rest = self._around(text, "probe system")
+        before, rest = self._around(self._text_of(_WITH_SYSTEM), "probe system")
         middle, after = self._around(rest, "probe one")
         return [*self._encode(before, system, ""), *self._encode(middle, observation, after)]
 
@@ -91,8 +97,19 @@ class ChatRenderer:
             return []
         return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
-    def _template(self, messages: list[dict[str, str]]) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=messages[-1]["role"] == "user"))
+    def _render(self) -> None:
+        """Ask the chat template for all that is ever needed of it: it came with the model, and no episode should wait for it."""
+        if not self._tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template; use an instruction-tuned model or set one")
+        asked = [_probe(reasoning)[:count] for reasoning in ("", _REASONING) for count in (1, 3, 5)] + [_WITH_SYSTEM]
+        self._texts = dict(zip(map(repr, asked), render(self._tokenizer, asked), strict=True))
+
+    def _text_of(self, messages: list[dict[str, str]]) -> str:
+        """Of a conversation that `_render` asked for. Errors: ValueError where the template refuses it."""
+        text = self._texts[repr(messages)]
+        if isinstance(text, ValueError):
+            raise text
+        return text
 
     @staticmethod
     def _around(text: str, content: str) -> tuple[str, str]:
@@ -102,12 +119,10 @@ class ChatRenderer:
         return before, after
 
     def _check_append_only(self) -> None:
-        if not self._tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template; use an instruction-tuned model or set one")
         for reasoning in ("", _REASONING):
-            probe = [{**m, "content": reasoning + m["content"]} if m["role"] == "assistant" else m for m in _PROBE]
+            probe = _probe(reasoning)
             for count in (1, 3):
-                if not self._template(probe[: count + 2]).startswith(self._template(probe[:count]) + probe[count]["content"]):
+                if not self._text_of(probe[: count + 2]).startswith(self._text_of(probe[:count]) + probe[count]["content"]):
                     raise ValueError(
                         f"the chat template rewrites earlier turns{' that hold reasoning' if reasoning else ''} when the conversation "
                         "grows; training ids would differ from sampled ids. Use a template that only appends"

@@ -22,7 +22,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from agentgym.config import ConfigError, EnvConfig
-from agentgym.types import Item
+from agentgym.types import Endpoint, Item
 from envs.wire import (
     MAX_ACTION_CHARS,
     PROTOCOL_VERSION,
@@ -136,6 +136,7 @@ class EnvPool:
             raise ValueError("no environment server given; name at least one endpoint such as http://127.0.0.1:8000")
         self._configured = tuple(endpoint.rstrip("/") for endpoint in endpoints)
         self.endpoints = self._configured  # as last looked up
+        self._tokens = {urlsplit(endpoint).netloc: token_of(endpoint) for endpoint in endpoints}
         self._hosts: dict[str, str] = {}  # endpoint by address -> the name it was found under
         self._resolved_at = -RESOLVE_S
         self._checked: dict[str, InfoReply] = {}  # what endpoints were when they were checked
@@ -150,7 +151,7 @@ class EnvPool:
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        self._http = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=request_headers())
+        self._http = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -292,8 +293,13 @@ class EnvPool:
         assert self._http is not None, "use the pool as `async with EnvPool(...)`"
         data = None if body is None else body.model_dump_json().encode()
         try:
-            host = {"Host": self._hosts[endpoint]} if endpoint in self._hosts else None
-            async with self._http.request("GET" if body is None else "POST", endpoint + route, data=data, headers=host) as response:
+            host = self._hosts.get(endpoint, "")  # it is asked, and has its token, under that name
+            headers = request_headers(self._tokens.get(host or urlsplit(endpoint).netloc, ""))
+            if host:
+                headers["Host"] = host
+            method = "GET" if body is None else "POST"
+            # no redirect is followed: the token, and what the policy says, are for the servers that were named
+            async with self._http.request(method, endpoint + route, data=data, headers=headers, allow_redirects=False) as response:
                 content = await response.read()
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -367,9 +373,16 @@ def _pool(env: EnvConfig, endpoints: Sequence[str], **settings: Any) -> AnyPool:
     return EnvPool(endpoints, **settings)
 
 
-def request_headers() -> dict[str, str]:
-    """Of every request to an environment server. The token comes from the process's environment: no file or log ever has it."""
-    token = os.environ.get(TOKEN_VARIABLE, "")
+def token_of(endpoint: str) -> str:
+    """What this server asks for: a server of ours its own, a configured one what this process's environment says.
+
+    No file or log ever has either, and neither is sent to the other kind.
+    """
+    return endpoint.token if isinstance(endpoint, Endpoint) else os.environ.get(TOKEN_VARIABLE, "").strip()
+
+
+def request_headers(token: str) -> dict[str, str]:
+    """Of every request to an environment server."""
     return {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
 
 

@@ -119,6 +119,7 @@ async def collect(
 
     async def _attempt(item: Item, sample: int, attempt: int, request_key: str, barrier: Lockstep | None) -> Trajectory:
         episode = Episode(item, sample, settings, first_observation="")
+        status: Status | None = None
         try:
             async with asyncio.timeout(episode_timeout_s) as deadline, pool.session(item, request_key) as session:
                 episode.first_observation = session.observation
@@ -127,7 +128,9 @@ async def collect(
         except EnvError as error:
             return episode.finish(Status.ENV_ERROR, num_attempts=attempt, error=str(error))
         except TimeoutError:
-            return episode.finish(Status.TIMEOUT, num_attempts=attempt, error=f"no end within {episode_timeout_s:g} s")
+            if status is None:  # else it had ended, and only the closing of its session took too long
+                return episode.finish(Status.TIMEOUT, num_attempts=attempt, error=f"no end within {episode_timeout_s:g} s")
+        assert status is not None
         return episode.finish(status, num_attempts=attempt)
 
     async def free(item: Item, sample: int) -> Trajectory:

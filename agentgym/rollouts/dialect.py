@@ -2,6 +2,8 @@
 
 What their protocol cannot do is not made up: a step has no number, so a lost reply ends the attempt at the episode (it is
 played again in a session of its own); there is no load, no manual and no expert; a session nobody closes stays for ever.
+Their `done` is one flag for the end of the task and for the simulator's own step limit, so an episode cut by that limit
+counts as terminated here; WebArena's server alone says `truncated`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, Self
 import aiohttp
 
 from agentgym.config import ConfigError, EnvConfig
-from agentgym.rollouts.client import CLOSE_TIMEOUT_S, MAX_BACKOFF_S, EnvError, request_headers
+from agentgym.rollouts.client import CLOSE_TIMEOUT_S, MAX_BACKOFF_S, EnvError, request_headers, token_of
 from agentgym.types import Item
 from envs.wire import MAX_ACTION_CHARS, StepReply
 
@@ -41,7 +43,7 @@ class Shape:
     full: float = 0.0  # where there is part credit: the total of a solved task; a negative total is a failure
     describes: bool = False  # the reset tells the task beside the observation
     names_created: str = "id"  # of the environment's id in the answer to create
-    ends: tuple[str, ...] = ("done",)  # of a step's answer: the episode is over where one is true
+    ends: tuple[str, ...] = ("done",)  # of a step's answer: the task is over, and the simulator's limit is reached, where told
     pays_at_end: bool = False  # a reward counts only then
 
 
@@ -92,7 +94,8 @@ class AgentGymSession:
         answer = await self._pool.ask(self.endpoint, "/step", {shape.names_id: self.number, "action": text})
         try:
             observation, figure = str(answer["observation"]), float(answer[shape.reward])
-            done = any(bool(answer[name]) for name in shape.ends)
+            terminated, *truncated = (bool(answer[name]) for name in shape.ends)
+            done = terminated or any(truncated)
         except (KeyError, TypeError, ValueError) as error:
             raise EnvError(self.endpoint, "/step", "", "protocol", f"unexpected answer {json.dumps(answer)[:200]}") from error
         total = figure if shape.is_total else self._total + figure
@@ -105,8 +108,15 @@ class AgentGymSession:
         self.turn += 1
         self.observation = observation
         success = total >= 1.0 if shape.full else reward > 0
-        ended = done or (success and not shape.full)
-        return StepReply(turn=self.turn, observation=observation, reward=reward, terminated=ended, truncated=False, success=success)
+        terminated = terminated or (success and not shape.full)
+        return StepReply(
+            turn=self.turn,
+            observation=observation,
+            reward=reward,
+            terminated=terminated,
+            truncated=done and not terminated,
+            success=success,
+        )
 
     async def close(self) -> None:
         """Best effort, tried once."""
@@ -126,6 +136,7 @@ class AgentGymPool:
             raise ConfigError(f"env.dialect agentgym is known for {', '.join(sorted(SHAPES))}, not for {env!r}; use native servers")
         self.shape = SHAPES[env]
         self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
+        self._headers = {endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints}
         self._env = env
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._max_retries = max_retries
@@ -135,7 +146,7 @@ class AgentGymPool:
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        self._http = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=request_headers())
+        self._http = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -176,7 +187,8 @@ class AgentGymPool:
         assert self._http is not None, "use the pool as `async with AgentGymPool(...)`"
         method = "POST" if post else "GET"
         try:
-            async with self._http.request(method, endpoint + route, data=None if body is None else json.dumps(body)) as response:
+            data, headers = None if body is None else json.dumps(body), self._headers[endpoint]
+            async with self._http.request(method, endpoint + route, data=data, headers=headers, allow_redirects=False) as response:
                 content, status = await response.read(), response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EnvError(endpoint, route, "", "unreachable", f"{type(error).__name__} {error}".strip()) from error

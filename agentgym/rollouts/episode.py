@@ -46,7 +46,7 @@ class EpisodeSettings:
     context_tokens: int
     manuals: Mapping[str, str] = field(default_factory=dict)  # environment -> task manual its episodes begin with, if any
     action_format: Literal["plain", "react"] = "plain"
-    read_last: bool = False  # append the observation after the last turn too, where it fits: a critic values that state
+    read_last: bool = False  # append a cut episode's last observation too, where it fits: a critic values that state
 
     def manual(self, item: Item) -> str:
         return self.manuals.get(item.env, "")
@@ -119,19 +119,32 @@ async def run_episode(policy: Policy, session: OpenSession, renderer: ChatRender
         reply = await session.step(action)
         episode.timing["env_s"] += time.perf_counter() - began
         episode.turns.append(Turn(action, reply.observation, reply.reward, start, len(episode.input_ids), completion.version))
-        if reply.terminated or reply.truncated:
-            episode.success = reply.success
-            return Status.TERMINATED
-        is_last = turn + 1 == settings.max_turns
-        if is_last and not settings.read_last:
-            break
+        ended = ending(reply)
+        episode.success = ended is not None and reply.success
+        if ended is Status.TERMINATED:
+            return ended
+        cut = ended or (Status.MAX_TURNS if turn + 1 == settings.max_turns else None)
+        if cut and not settings.read_last:
+            return cut
         following = renderer.bridge(reply.observation, stopped=completion.stop_reason == "stop")
-        needed = len(episode.input_ids) + len(following) + (0 if is_last else settings.max_new_tokens)
-        if needed > settings.context_tokens:
-            # without the observation nobody will answer: a trajectory never exceeds the context
-            return Status.MAX_TURNS if is_last else Status.MAX_TOKENS
-        episode.read(following)
+        room = settings.context_tokens - len(episode.input_ids) - len(following)
+        if cut is None and room < settings.max_new_tokens:
+            cut = Status.MAX_TOKENS
+        if room >= 0 and (cut is None or settings.read_last):  # a trajectory never exceeds the context
+            episode.read(following)
+        if cut:
+            return cut
     return Status.MAX_TURNS
+
+
+def ending(reply: Reply) -> Status | None:
+    """How the environment ended the episode with this reply; None where it goes on.
+
+    An environment that reports both has ended the task: there is no future to value.
+    """
+    if reply.terminated:
+        return Status.TERMINATED
+    return Status.ENV_LIMIT if reply.truncated else None
 
 
 def reply_naming(action: str, action_format: Literal["plain", "react"]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from agentgym.algorithms.signal import all_equal
 from agentgym.types import Status, Trajectory
 
 
@@ -48,5 +49,6 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/action_tokens_mean": sum(sum(trajectory.action_mask) for trajectory in valid) / count,
         "rollout/max_turns_frac": statuses[Status.MAX_TURNS] / count,
         "rollout/max_tokens_frac": statuses[Status.MAX_TOKENS] / count,
-        "rollout/equal_reward_groups_frac": sum(len(set(rewards)) == 1 for rewards in groups.values()) / len(groups),
+        "rollout/env_limit_frac": statuses[Status.ENV_LIMIT] / count,
+        "rollout/equal_reward_groups_frac": sum(map(all_equal, groups.values())) / len(groups),
     }

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 TEMP_PREFIX = ".tmp-"
+PROBE_BYTES = 1 << 16
 
 
 class StoreFull(OSError):
     """No space or quota left. What was committed before stays valid."""
 
 
-def write_temp(folder: Path, data: bytes) -> Path:
-    """Write `data` durably under a temporary name in `folder`. Errors: StoreFull."""
+def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
+    """Write `data` durably under a temporary name in `folder`; mode: before the umask. Errors: StoreFull."""
     path = folder / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
     try:
-        with path.open("xb") as file:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -32,6 +35,23 @@ def write_temp(folder: Path, data: bytes) -> Path:
             ) from error
         raise
     return path
+
+
+@contextlib.contextmanager
+def full_disk_told(folder: Path) -> Iterator[None]:
+    """Whatever failed inside, for example a server of ours with its database there: where nothing
+    more can be written to `folder`, that is what is told. Errors: StoreFull, and those inside."""
+    try:
+        yield
+    except StoreFull:
+        raise
+    except Exception as error:
+        if folder.is_dir():
+            try:
+                discard(write_temp(folder, bytes(PROBE_BYTES)))
+            except StoreFull as full:
+                raise full from error
+        raise
 
 
 def create_exclusively(temp: Path, path: Path) -> bool:

@@ -23,6 +23,7 @@ STATE_ONLY = (
     "agentgym.cli",
     "agentgym.config",
     "agentgym.context",
+    "agentgym.private",
     "agentgym.progress",
 )
 

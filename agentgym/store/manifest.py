@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Self
+import re
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 SCHEMA_VERSION = 1
 # They hold clock times, or say who wrote and in how many commits.
-NOT_IDENTITY = frozenset({"records", "timings", "epoch", "created_at", "seq"})
+NOT_IDENTITY = frozenset({"records", "timings", "epoch", "created_at", "seq", "follows"})
+# They become parts of paths, on disk and on S3, and a store may come from somebody else.
+STEP = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # sha256
 
 
 class ManifestError(ValueError):
@@ -37,7 +42,7 @@ class Blob(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    digest: str = Field(pattern=r"^[0-9a-f]{64}$")  # sha256
+    digest: Digest
     size: int = Field(ge=0)  # bytes
 
     @classmethod
@@ -52,10 +57,10 @@ class Manifest(BaseModel):
 
     schema_version: int = SCHEMA_VERSION
     step: str  # "stage-1"
-    key: str = Field(pattern=r"^[0-9a-f]{64}$")
+    key: Digest
     seq: int = Field(ge=0)  # commits inside the step: 0, 1, 2, ...
     done: bool
-    parents: dict[str, str]  # parent step -> digest of its final manifest
+    parents: dict[str, Digest]  # parent step -> digest of its final manifest
     config: dict[str, Any]  # semantic config of this step
     state: dict[str, Any]  # what a resumed run continues from
     blobs: dict[str, Blob]  # reproducible content
@@ -65,20 +70,50 @@ class Manifest(BaseModel):
     timings: dict[str, float] = Field(default_factory=dict)  # seconds
     epoch: int = 0  # of the lease it was written under
     created_at: float = 0.0  # seconds since 1970
+    # records digest of the commit before, "" for the first; None: written before there was one
+    follows: str | None = Field(default=None, pattern=r"^([0-9a-f]{64})?$")
 
     @field_validator("config", "state", "results", mode="before")
     @classmethod
     def _as_json(cls, value: Any) -> Any:
         return json.loads(canonical_json(value))
 
+    @model_validator(mode="after")
+    def _names_are_no_paths(self) -> Self:
+        """Whoever reads a manifest may write a file under any name in it."""
+        for step in (self.step, *self.parents):
+            if len(step) > 100 or not STEP.fullmatch(step):
+                raise ValueError(f"step name {step!r} is not lower-case words joined by dashes")
+        for name in (*self.blobs, *self.records):
+            if not FILE_NAME.fullmatch(name):
+                raise ValueError(
+                    f"name {name!r} is no plain file name: a letter or digit, then letters, "
+                    "digits, dots, dashes and underscores, 100 at most"
+                )
+        if twice := self.blobs.keys() & self.records.keys():
+            raise ValueError(f"{min(twice)!r} is named as a blob and as a record")
+        return self
+
     @property
     def digest(self) -> str:
         """sha256 over the identity: equal for two runs that reached equal results, whoever ran them and when."""
         return sha256(canonical_json(self.model_dump(exclude=set(NOT_IDENTITY))))
 
+    @property
+    def records_digest(self) -> str:
+        """sha256 over everything here, records and times too, and by `follows` over all commits before.
+
+        No two runs have an equal one: it says that nobody changed this one's logs since.
+        """
+        return sha256(canonical_json(self.model_dump()))
+
     def to_bytes(self) -> bytes:
-        """JSON for the disk, with the digest beside the fields."""
-        return json.dumps({"digest": self.digest, **self.model_dump()}, indent=1, allow_nan=False).encode() + b"\n"
+        """JSON for the disk, with the digests beside the fields."""
+        tree, second = self.model_dump(), {"records_digest": self.records_digest}
+        if self.follows is None:  # as it was written
+            del tree["follows"]
+            second = {}
+        return json.dumps({"digest": self.digest, **second, **tree}, indent=1, allow_nan=False).encode() + b"\n"
 
     @classmethod
     def from_bytes(cls, data: bytes, *, where: str = "manifest") -> Self:
@@ -94,15 +129,21 @@ class Manifest(BaseModel):
             raise ManifestError(
                 f"{where} has schema_version {version}, this agentgym reads up to {SCHEMA_VERSION}; upgrade it or use another store"
             )
-        written = tree.pop("digest", None)
+        written, second = tree.pop("digest", None), tree.pop("records_digest", None)
         try:
             manifest = cls.model_validate(tree)
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
-            place = ".".join(str(part) for part in problem["loc"])
-            raise ManifestError(f"{where}: {place}: {problem['msg']}; restore it from a copy") from None
+            place = "".join(f"{part}: " for part in problem["loc"]).encode("unicode_escape").decode()
+            reason = problem["msg"].removeprefix("Value error, ")
+            raise ManifestError(f"{where}: {place}{reason}; restore it from a copy") from None
         if manifest.digest != written:
             raise ManifestError(f"{where} says digest {written}, its content has {manifest.digest}: it was changed; restore it from a copy")
+        if (manifest.follows is not None or second is not None) and manifest.records_digest != second:
+            raise ManifestError(
+                f"{where} says records digest {second}, its content has {manifest.records_digest}: its records or times were "
+                "changed; restore it from a copy"
+            )
         return manifest
 
 

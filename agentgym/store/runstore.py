@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from agentgym.store.lease import Lease
-from agentgym.store.manifest import Blob, Manifest, ManifestError
+from agentgym.store.manifest import STEP, Blob, Manifest, ManifestError
 
 T = TypeVar("T")
 U = TypeVar("U")
-STEP = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 FOLDER = re.compile(r"(?P<step>.+)-(?P<key>[0-9a-f]{16})")
 
 
@@ -94,7 +93,7 @@ class RunStore:
         """The newest commit. Errors: ManifestError."""
         folder = self._folder(step, key)
         commits = folder.commits()
-        return _load(folder, commits[max(commits)], step, key) if commits else None
+        return _load(folder, max(commits), commits[max(commits)], f"{step}-{key}") if commits else None
 
     def final(self, step: str, key: str) -> Manifest | None:
         """The head, where the step is done."""
@@ -104,8 +103,8 @@ class RunStore:
     def history(self, step: str, key: str, *, after: int = -1) -> list[Manifest]:
         """Every commit with seq > after, in order."""
         folder = self._folder(step, key)
-        names = [name for seq, name in folder.commits().items() if seq > after]
-        return self._backend.map(lambda name: _load(folder, name, step, key), names)
+        names = [(seq, name) for seq, name in folder.commits().items() if seq > after]
+        return self._backend.map(lambda commit: _load(folder, *commit, f"{step}-{key}"), names)
 
     def keys(self, step: str) -> list[Manifest]:
         """The head of every key this step name was ever committed under, oldest first."""
@@ -155,7 +154,7 @@ class RunStore:
         def head_of(name: str) -> Manifest | None:
             folder = self._backend.folder(name)
             commits = folder.commits()
-            return _load(folder, commits[max(commits)]) if commits else None
+            return _load(folder, max(commits), commits[max(commits)], name) if commits else None
 
         matches = [match for name in self._backend.folders() if (match := FOLDER.fullmatch(name))]
         heads = self._backend.map(head_of, [match.string for match in matches if step in (None, match["step"])])
@@ -240,6 +239,7 @@ class StepWriter:
             timings=timings,
             epoch=self.epoch,
             created_at=time.time(),
+            follows=self.head.records_digest if self.head else "",
         )
         self._lease.commit(manifest.seq, manifest.to_bytes())
         self._history.append(manifest)
@@ -294,10 +294,14 @@ def _blob(blob: Blob) -> str:
     return f"blobs/{blob.digest}"
 
 
-def _load(folder: Folder, name: str, step: str | None = None, key: str | None = None) -> Manifest:
-    """step, key: what the manifest must be of; None: any. Errors: ManifestError."""
+def _load(folder: Folder, seq: int, name: str, owner: str) -> Manifest:
+    """seq: the commit that `name` stands for; owner: step and key, whole or cut. Errors: ManifestError."""
     manifest = Manifest.from_bytes(folder.read(name), where=f"{folder.place}/{name}")
-    if step is not None and (manifest.step, manifest.key) != (step, key):
+    if owner not in (f"{manifest.step}-{manifest.key}", f"{manifest.step}-{manifest.key[:16]}"):
         came = f"step {manifest.step} with key {manifest.key}"
-        raise ManifestError(f"{folder.place} holds {came}, expected {step} with {key}; move it away")
+        raise ManifestError(f"{folder.place} holds {came}, expected {owner}; move it away")
+    if manifest.seq != seq:
+        raise ManifestError(
+            f"{folder.place}/{name} holds commit {manifest.seq}: commits were given other places; restore the folder from a copy"
+        )
     return manifest

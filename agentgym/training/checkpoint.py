@@ -9,6 +9,7 @@ from typing import Any
 from agentgym.rollouts.chat import ChatRenderer
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
+from agentgym.training.fidelity import require_faithful
 from agentgym.training.model import TokenizerFiles, model_from_blobs, tokenizer_files, tokenizer_from_files, weights_blob
 
 ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMISER = "config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors"
@@ -41,9 +42,10 @@ def new_checkpoint(model: Any, tokenizer: Any) -> Checkpoint:
 
 
 def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
-    """Errors: BlobMissing, DigestMismatch."""
+    """Errors: BlobMissing, DigestMismatch; ValueError where the model is not supported here."""
     architecture, tokenizer_json = store.read(manifest, ARCHITECTURE).decode(), store.read(manifest, TOKENIZER)
     files: TokenizerFiles = json.loads(tokenizer_json)
     tokenizer = tokenizer_from_files(files)
     model = model_from_blobs(architecture, store.read(manifest, WEIGHTS))
+    require_faithful(model)
     return Checkpoint(model, tokenizer, ChatRenderer(tokenizer), architecture, tokenizer_json)

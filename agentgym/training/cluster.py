@@ -8,12 +8,13 @@ from its last commit when it is run again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import fcntl
 import os
 import secrets
 import shutil
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,6 @@ from typing import Any
 from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.rayjobs import RayUnreachable, auth_headers, forget_token
 from agentgym.rollouts.client import Endpoints
-from agentgym.store.lease import pid_space, process_start
 from agentgym.training.actors import end, node_id
 from agentgym.training.checkpoint import Checkpoint
 from agentgym.training.compute import LearnerPlan
@@ -32,8 +32,9 @@ from agentgym.training.rayengine import RayEngine, RolloutWorker, WorkerPlan
 from agentgym.training.raylearner import LearnerRank, RayLearner
 
 CONNECT_TIMEOUT_S = 10.0  # to the cluster's port
-TEMP_PREFIX = "agentgym-ray-"  # folder of a local cluster: prefix, process, its start, its pid space
+TEMP_PREFIX = "agentgym-ray-"  # folder of a local cluster
 TEMP_ROOT = Path("/tmp")  # noqa: S108 - a socket's path has 107 bytes, so neither the state folder nor TMPDIR will do
+ATTEMPTS = 8  # to make that folder
 _in_use = threading.Lock()  # Ray knows one cluster per process
 _token = secrets.token_hex(32)  # of this process's local clusters
 
@@ -52,15 +53,18 @@ def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterato
     rank = _bundle(settings.rank_cpus, settings.rank_gpus)
     worker = _bundle(settings.worker_cpus, settings.worker_gpus)
     bundles = [rank] * num_ranks + [worker] * num_workers
-    with connected(settings.address, num_cpus=sum(bundle.get("CPU", 0.0) for bundle in bundles)), _placed(cfg, bundles) as group:
-        yield Cluster(cfg, group, num_ranks, num_workers)
+    num_cpus = sum(bundle.get("CPU", 0.0) for bundle in bundles)
+    with connected(settings.address, num_cpus=num_cpus) as folder, _placed(cfg, bundles) as group:
+        yield Cluster(cfg, group, num_ranks, num_workers, folder)
 
 
 class Cluster:
     """A placement group, and what runs in it: first the ranks, then the workers. All their processes start at once."""
 
-    def __init__(self, cfg: RunConfig, group: Any, num_ranks: int, num_workers: int) -> None:
+    def __init__(self, cfg: RunConfig, group: Any, num_ranks: int, num_workers: int, folder: Path | None) -> None:
+        """folder: of a local cluster, which nobody else reads."""
         self._cfg, self._group, self._num_ranks, self._num_workers = cfg, group, num_ranks, num_workers
+        self._folder = folder
         self._num_slots = -(-cfg.rollout.concurrency // max(1, num_workers))
         settings = cfg.ray
         self._ranks = [
@@ -77,7 +81,7 @@ class Cluster:
         try:
             settings = self._cfg.ray
             learner = RayLearner(self._ranks, start_timeout_s=settings.placement_timeout_s, timeout_s=settings.rank_timeout_s)
-            learner.join(plan)
+            learner.join(plan, self._folder)
             yield learner
         finally:
             end(self._ranks)
@@ -114,11 +118,12 @@ class Cluster:
 
 
 @contextmanager
-def connected(address: str, *, num_cpus: float) -> Iterator[None]:
+def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
     """This process as a driver of the cluster at `address`, or of a local one of so many logical CPUs where it is empty.
 
     A local cluster ends with the block, and with this process if that is killed: its servers die with the thread that
-    started them, its workers with those, and its folder is removed by the next local cluster.
+    started them, its workers with those, and its folder is removed by the next local cluster. Nothing of it listens on
+    other than loopback, and all of it asks for a token of this process. Result: its folder, mode 0700.
     Errors: RayUnreachable; ConfigError where Ray is not installed.
     """
     if not _in_use.acquire(blocking=False):
@@ -127,19 +132,24 @@ def connected(address: str, *, num_cpus: float) -> Iterator[None]:
         ray = _import_ray()
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGTERM)
-        with _environment_kept("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"), contextlib.ExitStack() as stack:
+        with _environment_kept("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"), contextlib.ExitStack() as stack:
             forget_token()
             options: dict[str, Any] = {"log_to_driver": True, "configure_logging": False}
+            folder = None
             try:
                 if address:
                     _join(ray, address, options)
                 else:
                     folder = stack.enter_context(_temp_folder())
-                    os.environ.setdefault("RAY_AUTH_TOKEN", _token)  # or Ray would write one into the home directory
-                    ray.init(num_cpus=max(1, round(num_cpus + 0.5)), include_dashboard=False, _temp_dir=str(folder), **options)
+                    os.environ["RAY_AUTH_TOKEN"] = _token  # of its own, whatever is set for other clusters
+                    for name in ("RAY_AUTH_MODE", "RAY_ADDRESS"):  # Ray's default for a new cluster is to ask for the token
+                        os.environ.pop(name, None)
+                    options |= {"num_cpus": max(1, round(num_cpus + 0.5)), "include_dashboard": False}
+                    with _loopback():
+                        ray.init("local", _temp_dir=str(folder / "r"), **options)  # Ray opens its own folder to everybody
                 if in_main_thread:
                     signal.signal(signal.SIGTERM, handler)  # Ray's own would end the process without a word
-                yield
+                yield folder
             finally:
                 ray.shutdown()
     finally:
@@ -190,19 +200,55 @@ def _environment_kept(*names: str) -> Iterator[None]:
 
 
 @contextmanager
+def _loopback() -> Iterator[None]:
+    """A cluster that is started meanwhile listens on loopback alone, as Ray has it where it expects no other machine."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
 def _temp_folder() -> Iterator[Path]:
-    """A short path for a local cluster. Those whose process was killed are removed on the way."""
-    space = hashlib.sha256(pid_space().encode()).hexdigest()[:6]
-    for folder in TEMP_ROOT.glob(f"{TEMP_PREFIX}*-{space}"):
-        pid, started = folder.name.removeprefix(TEMP_PREFIX).split("-")[:2]
-        if process_start(int(pid)) != started:
-            shutil.rmtree(folder, ignore_errors=True)
-    own = TEMP_ROOT / f"{TEMP_PREFIX}{os.getpid()}-{process_start(os.getpid())}-{space}"
-    own.mkdir(mode=0o700, exist_ok=True)
+    """A short path of mode 0700 and a name nobody can foresee. Those whose process was killed are removed on the way."""
+    for left in TEMP_ROOT.glob(f"{TEMP_PREFIX}*"):
+        _remove(left, _hold(left, wait=False))
+    for _ in range(ATTEMPTS):  # another run may have taken it for one left behind before it was held
+        own = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=TEMP_ROOT))
+        lock = _hold(own, wait=True)
+        if lock is not None:
+            break
+    else:
+        raise RuntimeError(f"no folder for a Ray cluster could be held in {TEMP_ROOT}: each was removed as soon as it was made")
     try:
         yield own
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        _remove(own, lock)
+
+
+def _hold(folder: Path, *, wait: bool) -> int | None:
+    """A descriptor that locks the folder as long as this process lives; None where it is not ours, is held, gone, or no folder."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        if os.fstat(descriptor).st_uid == os.getuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), folder.lstat()):
+                return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove(folder: Path, lock: int | None) -> None:
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def _bundle(cpus: float, gpus: float) -> dict[str, float]:

@@ -23,6 +23,7 @@ from agentgym.training.model import set_threads
 from agentgym.types import Item, Trajectory
 
 T = TypeVar("T")
+ENGINE = TorchPolicy  # what samples; the audit asks it what it promises
 CLOSE_TIMEOUT_S = 30.0
 
 CANARY_TOLERANCE = 1e-4  # nats; fp32 engine and learner agree to 1e-5, a forgotten publish shows as about 100 x the learning rate
@@ -185,7 +186,7 @@ def episode_settings(cfg: RunConfig, *, manuals: Mapping[str, str], **collection
 @contextmanager
 def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int) -> Iterator[Engine]:
     """An engine that samples with the checkpoint's model, its own from here on. Errors: where a server is not what training may use."""
-    policy = TorchPolicy(
+    policy = ENGINE(
         checkpoint.model,
         stop_id=checkpoint.renderer.stop_id,
         num_slots=cfg.rollout.concurrency,

@@ -17,6 +17,7 @@ from agentgym.algorithms.advantages import ADVANTAGES, Experience
 from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.losses import (
     aggregation_weights,
+    clip_fractions,
     clip_loss,
     importance_weights,
     kl_penalty,
@@ -56,7 +57,7 @@ class Learner:
     ) -> None:
         """model, reference: causal language models built with RAGGED attention; the reference is never trained."""
         self.ranks = ranks or Alone()
-        self.model = model.train()
+        self.model = model.eval()  # no dropout: the engine samples without it
         self._net = PolicyNet(model)
         self._reference = PolicyNet(reference.eval().requires_grad_(False)) if reference is not None else None
         self._critic = critic
@@ -67,7 +68,7 @@ class Learner:
         self._values = None
         if critic is not None:
             own = config.model_copy(update={"lr": critic_lr or config.lr})
-            self._values = Optimised(critic.train(), own, total_steps=total_steps, ranks=self.ranks)
+            self._values = Optimised(critic.eval(), own, total_steps=total_steps, ranks=self.ranks)
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's parameters by name, whole and detached."""
@@ -107,7 +108,7 @@ class Learner:
             raise ValueError("a batch without a single action token; there is nothing to learn from")
         row = batch.row[acted]
         old = self.score(batch)
-        gap = mismatch(old[acted], batch.logprobs[acted])
+        gap = mismatch(old[acted], batch.logprobs[acted], cap=config.importance_cap)
         if not gap["kl"] <= config.max_mismatch_kl:
             raise EngineMismatch(
                 f"step {step}: engine and learner differ by KL {gap['kl']:.3g} nats per token (limit {config.max_mismatch_kl:g}, largest "
@@ -147,26 +148,28 @@ class Learner:
         aggregation = config.aggregation or recipe.aggregation
         weight[acted] = num_minibatches * aggregation_weights(row, batch.num_rows, aggregation, config.constant_length)
 
+        bounds: dict[str, Any] = {
+            "clip_low": config.clip_low,
+            "clip_high": config.clip_high,
+            "dual_clip": config.dual_clip if recipe.dual_clip else None,
+        }
+
         def policy_loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs, entropy = self._net(part, bool(config.entropy_coef))
-            before, share = old[tokens], weight[tokens]
-            losses = clip_loss(
-                logprobs,
-                before,
-                advantages[tokens],
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                dual_clip=config.dual_clip if recipe.dual_clip else None,
-            ) * importance_weights(before, batch.logprobs[tokens], config.importance_cap)
+            before, gain, share = old[tokens], advantages[tokens], weight[tokens]
+            capped = importance_weights(before, batch.logprobs[tokens], config.importance_cap)
+            losses = clip_loss(logprobs, before, gain, **bounds) * capped
             if config.entropy_coef:
                 losses = losses - config.entropy_coef * entropy
             if reference is not None and in_loss:
                 losses = losses + config.kl_coef * kl_penalty(logprobs, reference[tokens], estimator)
-            ratio = (logprobs.detach() - before).exp()
-            outside = (ratio > 1 + config.clip_high) | (ratio < 1 - config.clip_low)
-            drift = ratio - 1 - (logprobs.detach() - before)
-            sums = {"entropy": entropy.detach() * share, "clip_frac": outside * share, "ratio_kl": drift * share}
-            return (losses * share).sum(), sums
+            moved = logprobs.detach() - before
+            logged = {
+                "entropy": entropy.detach(),
+                "ratio_kl": moved.exp() - 1 - moved,
+                **clip_fractions(logprobs.detach(), before, gain, **bounds),
+            }
+            return (losses * share).sum(), {name: value * share for name, value in logged.items()}
 
         token_weight = torch.zeros(len(batch.input_ids))
         token_weight[acted] = num_minibatches / len(row)
@@ -244,7 +247,6 @@ class Learner:
     ) -> dict[str, float]:
         """One update of one network. loss_of: (rows of one micro-batch, their action tokens in the batch [N] bool) -> its
         share of the loss, and of what is logged. unit: so many neighbouring rows stay together."""
-        network.train()
         optimised.zero_grad()
         sums: dict[str, Tensor] = {}
         for own, counts in self._shares(batch, rows, unit):

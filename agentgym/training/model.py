@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or weights of a pull request would be taken where a repository has only pickles
 
 import tempfile
 from collections.abc import Iterable
@@ -19,12 +20,22 @@ from torch import Tensor
 
 import agentgym.attention as attention
 from agentgym.config import ModelConfig
+from agentgym.rollouts.template import CHAT_TEMPLATE
+from agentgym.training.architecture import published_architecture, read_architecture
+from agentgym.training.fidelity import require_faithful
 
-PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
-CHAT_TEMPLATE = (
-    "{% for m in messages %}"
-    "{% if m['role'] == 'assistant' %}" + ASSISTANT + "{{ m['content'] }}" + END + "{% else %}" + USER + "{{ m['content'] }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}" + ASSISTANT + "{% endif %}"
+PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"  # of CHAT_TEMPLATE
+_TOKENIZER_NAMES = frozenset(
+    {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "vocab.txt",
+        "chat_template.jinja",
+    }
 )
 # All tokenizer files travel as one JSON blob {file name: text}.
 TokenizerFiles = dict[str, str]
@@ -51,7 +62,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 def new_model(config: ModelConfig, *, vocab_size: int, eos_id: int, pad_id: int, seed: int) -> Any:
     """A Qwen2 of the configured size with weights drawn from `seed`, without touching the global generator."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import Qwen2Config
 
     architecture = Qwen2Config(
         vocab_size=vocab_size,
@@ -68,15 +79,19 @@ def new_model(config: ModelConfig, *, vocab_size: int, eos_id: int, pad_id: int,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(architecture, attn_implementation=attention.RAGGED, dtype=torch.float32)
+        return _from_config(architecture, torch.float32)
 
 
 def load_hub(config: ModelConfig) -> tuple[Any, Any]:
-    """(model, tokenizer) named by `config.name`: a Hub repository or a local folder. Safetensors only, no remote code."""
+    """(model, tokenizer) named by `config.name`: a Hub repository or a local folder. Safetensors only, no remote code.
+
+    Errors: ConfigError as `published_architecture`; ValueError where it computes what is not supported.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(
         config.name,
+        config=published_architecture(config),
         revision=config.revision,
         attn_implementation=attention.RAGGED,
         use_safetensors=True,
@@ -84,22 +99,25 @@ def load_hub(config: ModelConfig) -> tuple[Any, Any]:
         dtype="auto",
     )
     tokenizer = AutoTokenizer.from_pretrained(config.name, revision=config.revision, trust_remote_code=False)
+    require_faithful(model)
     return model, tokenizer
 
 
 def model_from_blobs(architecture: str, weights: bytes) -> Any:
     """Rebuild a model from its config.json text and safetensors bytes."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(architecture)
-        config = AutoConfig.from_pretrained(folder)
+    config = read_architecture(architecture)
     state = load_safetensors(weights)
     dtype = next(tensor.dtype for tensor in state.values())
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.RAGGED, dtype=dtype)
+        model = _from_config(config, dtype)
     load_weights(model, state)
-    return model
+    return model.eval()
+
+
+def _from_config(config: Any, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.RAGGED, dtype=dtype, trust_remote_code=False)
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
@@ -126,19 +144,18 @@ def weights_blob(model: Any) -> bytes:
 
 
 def tokenizer_files(tokenizer: Any) -> TokenizerFiles:
-    """Every file `save_pretrained` writes, as text."""
+    """Every file of a fast tokenizer that `save_pretrained` writes, as text."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        return {path.name: path.read_text() for path in sorted(Path(folder).iterdir())}
+        return {path.name: path.read_text() for path in sorted(Path(folder).iterdir()) if path.name in _TOKENIZER_NAMES}
 
 
 def tokenizer_from_files(files: TokenizerFiles) -> Any:
-    """The inverse of `tokenizer_files`."""
+    """The inverse of `tokenizer_files`. Errors: ValueError for a file that is none of a tokenizer's."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in files.items():
-            (Path(folder) / Path(name).name).write_text(text)
+        _write_tokenizer(Path(folder), files)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -147,5 +164,12 @@ def save_pretrained(folder: Path, *, architecture: str, weights: bytes, tokenize
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(architecture)
     (folder / "model.safetensors").write_bytes(weights)
-    for name, text in tokenizer.items():
-        (folder / Path(name).name).write_text(text)
+    _write_tokenizer(folder, tokenizer)
+
+
+def _write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
+    for name in files:
+        if name not in _TOKENIZER_NAMES:
+            raise ValueError(f"a tokenizer has no file {name[:80]!r}; expected some of {', '.join(sorted(_TOKENIZER_NAMES))}")
+    for name, text in files.items():
+        (folder / name).write_text(text)

@@ -26,10 +26,9 @@ class PolicyNet(nn.Module):
     def forward(self, batch: Batch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(log-probabilities, entropies) of every action token, [n] each, at the temperature it was sampled at."""
         hidden, positions = _states(self.model.get_decoder(), batch)
-        head = self.model.get_output_embeddings()
 
         def head_logprobs(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            logp = torch.log_softmax(head(states).float() / batch.temperature, -1)
+            logp = torch.log_softmax(head_logits(self.model, states).float() / batch.temperature, -1)
             spread = logp if entropy_gradient else logp.detach()
             return logp.gather(1, targets.to(logp.device)[:, None])[:, 0], -(spread.exp() * spread).sum(-1)
 
@@ -41,6 +40,20 @@ class PolicyNet(nn.Module):
         ]
         home = batch.input_ids.device  # what is done with them is small, and needs no accelerator
         return torch.cat([part[0] for part in parts]).to(home), torch.cat([part[1] for part in parts]).to(home)
+
+
+def head_logits(model: Any, states: Tensor) -> Tensor:
+    """A causal language model's logits [..., V] of hidden states [..., H], with the scaling and
+    the cap its own forward applies to them. `require_faithful` finds a model with other ideas."""
+    logits: Tensor = model.get_output_embeddings()(states)
+    config = model.config.get_text_config(decoder=True)
+    if factor := getattr(config, "logit_scale", None):  # Cohere
+        logits = logits * factor
+    if divisor := getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / divisor
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        logits = cap * torch.tanh(logits / cap)
+    return logits
 
 
 class ValueNet(nn.Module):
@@ -58,10 +71,16 @@ class ValueNet(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """([n] value of the state each action token is chosen in, [B] value of the state at each row's end)."""
+        """([n] value of the state each action token is chosen in, [B] value of the state at each row's end).
+
+        Values are trained at tokens that an action follows: the end of an observation, or an action's token but its last.
+        A row that ends in an observation is read there. One that ends in an action, because its observation did not fit,
+        is read where that action's last token was chosen: by Bellman's equation the expected value of what came after.
+        """
         hidden, positions = _states(self.body, batch)
         values = self.head(hidden).float()[:, 0].to(batch.input_ids.device)
-        return values[positions - 1], values[batch.starts[1:] - 1]
+        ends = batch.starts[1:] - 1
+        return values[positions - 1], values[ends - batch.action_mask[ends].long()]
 
 
 def _states(decoder: Any, batch: Batch) -> tuple[Tensor, Tensor]:

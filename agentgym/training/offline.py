@@ -16,6 +16,7 @@ import torch
 
 from agentgym.algorithms.batch import learnable, to_batch
 from agentgym.algorithms.recipe import RECIPES
+from agentgym.algorithms.signal import differ
 from agentgym.config import OptimiserConfig, RunConfig
 from agentgym.context import TRAJECTORIES, StepContext, decode_trajectories, now_ms
 from agentgym.data import Splits, splits_from_json, train_stream
@@ -121,7 +122,7 @@ def preference_pairs(trajectories: Sequence[Trajectory], *, per_item: int, seed:
     drawn = np.random.Generator(np.random.Philox(key=[seed, step + 2_000_000]))
     pairs: list[tuple[Trajectory, Trajectory]] = []
     for group in _by_item(trajectories):
-        found = [(one, other) for one in group for other in group if (one.reward or 0.0) > (other.reward or 0.0)]
+        found = [(one, other) for one in group for other in group if differ(other.reward or 0.0, one.reward or 0.0)]
         pairs += [found[index] for index in sorted(drawn.permutation(len(found))[:per_item])]
     return pairs
 

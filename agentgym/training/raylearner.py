@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import hashlib
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +28,16 @@ from agentgym.training.learner import EngineMismatch
 from agentgym.training.model import set_threads
 
 logger = logging.getLogger(__name__)
-TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch does not list it
+TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch lists neither
+FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
+
+_SIOCGIFADDR, _IFREQ_BYTES, _ADDRESS = 0x8915, 40, slice(20, 24)  # netdevice(7)
 
 VERDICT_S = 10.0  # after one rank failed, for the others to say what they know
 SLACK_S = 30.0  # on top of what the ranks themselves wait for each other
+
+
+Place = tuple[str, int] | Path  # where ranks meet: host and port, or a file
 
 
 class RankLost(RuntimeError):
@@ -48,18 +58,27 @@ class LearnerRank:
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def serve(self) -> tuple[str, int]:
-        """On rank 0: open the place where the ranks meet. Result: its address."""
-        import ray
+        """On rank 0: open the place where the ranks meet, on the address of this node alone. Result: that address."""
+        host = _node_address()
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+            port, descriptor = listener.getsockname()[1], listener.detach()
+        self._meeting = TCPStore(
+            host, port, self._size, is_master=True, timeout=self._timeout, wait_for_workers=False, master_listen_fd=descriptor
+        )
+        return host, port
 
-        host = ray.util.get_node_ip_address()
-        self._meeting = TCPStore(host, 0, self._size, is_master=True, timeout=self._timeout, wait_for_workers=False)
-        return host, self._meeting.port
-
-    def join(self, address: tuple[str, int], plan: LearnerPlan) -> None:
+    def join(self, place: Place, plan: LearnerPlan) -> None:
         """Meet the others, and build this rank's part of the learner."""
         from agentgym.training.sharded import Sharded
 
-        store = self._meeting or TCPStore(*address, self._size, is_master=False, timeout=self._timeout)
+        if isinstance(place, Path):
+            store = FileStore(str(place), self._size)
+            store.set_timeout(self._timeout)
+        else:
+            store = self._meeting or TCPStore(*place, self._size, is_master=False, timeout=self._timeout)
+        name = interface_of(_node_address())
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
+            os.environ.setdefault(variable, name)  # what they exchange goes where Ray goes
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size, timeout=self._timeout)
         self._learner = plan.build(Sharded(self._device))
@@ -77,6 +96,23 @@ class LearnerRank:
         return (hashlib.sha256(blob).hexdigest(), [ray.put(np.frombuffer(blob, np.uint8))]) if self._rank == 0 else None
 
 
+def _node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface that has an IPv4 address, any of 127.0.0.0/8 included; "" where none is found."""
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            reply = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(_IFREQ_BYTES, b"\0"))
+            found = socket.inet_ntoa(reply[_ADDRESS])
+            if found == address or (found.startswith("127.") and address.startswith("127.")):
+                return name
+    return ""
+
+
 class RayLearner:
     """A `Learner` whose weights are spread over ranks. Every call is one call of all of them."""
 
@@ -85,14 +121,19 @@ class RayLearner:
         self._actors, self._start_timeout_s, self._timeout_s = actors, start_timeout_s, timeout_s
         self._where = ["not started yet"] * len(actors)
 
-    def join(self, plan: LearnerPlan) -> None:
-        """Let the ranks meet and build the learner. Errors: RankLost."""
+    def join(self, plan: LearnerPlan, folder: Path | None) -> None:
+        """Let the ranks meet and build the learner.
+
+        folder: of this user alone and seen by all ranks, where they are on one machine: they then meet in a file of it,
+        which nobody else can open. None: at a port of rank 0's node, which asks for no secret.
+        Errors: RankLost.
+        """
         import ray
 
         self._where = self._gather([actor.where.remote() for actor in self._actors], self._start_timeout_s)
-        address = self._gather([self._actors[0].serve.remote()])[0]
+        place = self._gather([self._actors[0].serve.remote()])[0] if folder is None else folder / f"ranks-{secrets.token_hex(8)}"
         shared = ray.put(plan)
-        self._gather([actor.join.remote(address, shared) for actor in self._actors])
+        self._gather([actor.join.remote(place, shared) for actor in self._actors])
         logger.info("learner: %s", "; ".join(f"rank {rank} is {where}" for rank, where in enumerate(self._where)))
 
     def score(self, batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ from agentgym.context import StepContext, decode_trajectories, encode_trajectori
 from agentgym.data import interleave, splits_from_json
 from agentgym.rollouts.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError, EnvPools
-from agentgym.rollouts.episode import Episode, EpisodeSettings, reply_naming
+from agentgym.rollouts.episode import Episode, EpisodeSettings, ending, reply_naming
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
 from agentgym.training.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint, new_checkpoint
@@ -124,7 +124,7 @@ class _TextEpisode:
     def __init__(self, item: Item, observation: str) -> None:
         self.item, self.first_observation = item, observation
         self.steps: list[tuple[str, str, float]] = []  # action, observation, reward
-        self.success = False
+        self.status, self.success = Status.TERMINATED, False
 
     def texts(self) -> list[str]:
         return [self.first_observation, *(text for action, observation, _ in self.steps for text in (action, observation))]
@@ -141,7 +141,7 @@ class _TextEpisode:
             episode.turns.append(Turn(action, observation, reward, start, len(episode.input_ids), 0))
             if index + 1 < len(self.steps):
                 episode.read(renderer.bridge(observation, stopped=True))
-        return episode.finish(Status.TERMINATED)
+        return episode.finish(self.status)
 
 
 def _settings(ctx: StepContext, manuals: dict[str, str]) -> EpisodeSettings:
@@ -181,8 +181,9 @@ async def _demonstrate(
                     return episode
                 reply = await session.step(action)
                 episode.steps.append((action, reply.observation, reply.reward))
-                if reply.terminated or reply.truncated:
-                    episode.success = reply.success
+                ended = ending(reply)
+                if ended is not None:
+                    episode.status, episode.success = ended, reply.success
                     progress(1)
                     return episode
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -21,10 +21,11 @@ class Sharded:
 
     def shard(self, module: nn.Module) -> None:
         module.to(self._device)
+        precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # of sums over ranks, whatever the weights'
         for layers in [each for each in module.modules() if isinstance(each, nn.ModuleList)]:  # of a decoder
             for layer in layers:
-                fully_shard(layer, mesh=self._mesh)
-        fully_shard(module, mesh=self._mesh)
+                fully_shard(layer, mesh=self._mesh, mp_policy=precision)
+        fully_shard(module, mesh=self._mesh, mp_policy=precision)
         for each in module.modules():
             if isinstance(each, FSDPModule):
                 each.set_gradient_divide_factor(1.0)  # the denominators of our losses are global already

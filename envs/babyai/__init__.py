@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
-from envs.babyai.levels import AGENTGYM_LEVELS, check_level
+from envs.babyai.levels import AGENTGYM_LEVELS, check_level, told_whole
 from envs.babyai.world import Options, World
 from envs.env import EnvSpec
 from envs.options import choose, nearest
@@ -71,6 +71,7 @@ def _served(chosen: dict[str, Any], parsed: Options) -> EnvSpec:
         make=lambda: World(parsed),
         options=chosen,
         probe_actions=("turn left", "turn right", "move forward"),
+        identity=lambda task_id: told_whole(parsed.levels, task_id),
     )
 
 

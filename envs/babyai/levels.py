@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -75,6 +76,22 @@ def check_level(name: str) -> None:
 def make_level(name: str) -> Any:
     """A fresh minigrid environment without gymnasium's wrappers; it must be reset with a seed before use."""
     return _registered()[name]()
+
+
+def told_whole(levels: Sequence[str], task_id: int) -> str:
+    """The world a task begins in: mission, size, agent, what it carries, and every cell. Many ids of a small level begin in one world."""
+    level, seed = pick_level(levels, task_id)
+    world = make_level(level)
+    world.reset(seed=seed)
+    agent = [*world.agent_pos, world.agent_dir, _told(world.carrying)]
+    whole = [world.mission, world.width, world.height, agent, [_told(thing) for thing in world.grid.grid]]
+    world.close()
+    return json.dumps(whole, default=int)  # numpy's whole numbers
+
+
+def _told(thing: Any) -> Any:
+    """Kind, colour, state, and what is inside; None: an empty cell."""
+    return None if thing is None else [*thing.encode(), _told(thing.contains)]
 
 
 @cache

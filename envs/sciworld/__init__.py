@@ -8,7 +8,7 @@ from typing import Any, get_args
 from envs.env import EnvSpec
 from envs.options import choose, nearest
 from envs.sciworld.stock import make_pool
-from envs.sciworld.tasks import PUBLISHED, check_name
+from envs.sciworld.tasks import PUBLISHED, check_name, find_task
 from envs.sciworld.world import Options, Reward, World
 
 DEFAULTS: dict[str, Any] = {"tasks": "agentgym", "max_moves": 100, "reward": "normalised"}
@@ -54,6 +54,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             "env_engine_cpu_seconds": ("CPU seconds of the engine itself", lambda: pool.engine_s),
         },
         close=pool.close,
+        identity=lambda task_id: str(find_task(parsed.tasks, task_id)),
     )
     theirs = Options(PUBLISHED, DEFAULTS["max_moves"], "agentgym")
     return replace(served, agentgym=replace(served, make=lambda: World(pool, theirs)))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from envs.env import Expert, StepResult
 from envs.sciworld.gold import Recording
-from envs.sciworld.jvm import Answer
+from envs.sciworld.jvm import Answer, GameFailed
 from envs.sciworld.slots import Place, Pool
 from envs.sciworld.tasks import Task, find_task
 
+logger = logging.getLogger(__name__)
+
+LONGEST = 1_000  # characters of an action that the engine reads: 16,000 of some letters take it seconds
+BROKEN = "The laboratory broke on this action. The episode is over."
 Reward = Literal["normalised", "agentgym"]
 
 SOLVED = 100  # full score
@@ -49,10 +54,26 @@ class World:
         return f"{self.description}\n{self.room}"
 
     def step(self, action: str) -> StepResult:
-        return self._stepped(action, self._ours().call("s", action))
+        """Errors: JvmLost."""
+        try:
+            return self._stepped(action, self._ours().call("s", action[:LONGEST]))
+        except GameFailed as error:
+            return self._broken(action, error)
 
     async def step_async(self, action: str) -> StepResult:
-        return self._stepped(action, await self._ours().call_async("s", action))
+        """As `step`."""
+        try:
+            return self._stepped(action, await self._ours().call_async("s", action[:LONGEST]))
+        except GameFailed as error:
+            return self._broken(action, error)
+
+    def _broken(self, action: str, error: GameFailed) -> StepResult:
+        """An action on which the engine raises ends the episode, worth nothing: it must not be a way out of a lost one."""
+        logger.error(
+            "task %s %d: the engine raised on %.200r; the episode scores 0", self.task.name, self.task.variation, action, exc_info=error
+        )
+        info = {"score": 0, "moves": self.moves, "task": self.task.name, "variation": self.task.variation, "failed": str(error)[:200]}
+        return StepResult(BROKEN, -self._value(), terminated=True, info=info)
 
     def _stepped(self, action: str, answer: Answer) -> StepResult:
         observation, score, completed, moves = answer.texts

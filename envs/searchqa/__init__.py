@@ -65,6 +65,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             options=chosen,
             probe_actions=("<search>town</search>", "<answer>none</answer>"),
             blocking=not isinstance(retriever, retrievers.Bm25),  # a search of the embedded corpus takes 0.1 ms
+            identity=lambda task_id: " ".join(asked[task_id].text.lower().split()),
         )
 
     return replace(served(parsed), agentgym=served(replace(parsed, mode="agentgym")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,7 @@ from envs.searchqa.questions import Question, Questions
 from envs.searchqa.retrievers import Document, Retriever
 from envs.searchqa.scoring import exact_match, f1, normalise
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 MAX_QUERY_CHARS = 1_000  # the rest of a longer query is not read
 
 NEITHER = (
@@ -64,7 +66,7 @@ class Episode:
         if said is None:
             return self._result(NEITHER)
         if said.kind == "search":
-            return self._search(said.text.strip()[:MAX_QUERY_CHARS])
+            return self._search(_CONTROL.sub(" ", said.text).strip()[:MAX_QUERY_CHARS])
         return self._answer(said.text if self.options.mode == "strict" else last_answer(action))
 
     def render(self) -> tuple[str, bytes]:

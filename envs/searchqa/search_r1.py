@@ -28,6 +28,8 @@ WINDOW_S = 0.002  # the first of a batch waits so long for others
 MAX_BATCH = 256  # queries of one request
 ATTEMPTS = 3  # of one batch, within the deadline
 BACKOFF_S = 0.1  # before the second attempt; doubles
+REFUSALS = (400, 413, 422)  # statuses by which a server may refuse a query
+CONTROL = "river"  # a query that every server can answer
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 
 
@@ -41,6 +43,10 @@ class _Hit(BaseModel):
 
 class _Reply(BaseModel):
     result: list[list[_Hit]]
+
+
+class _Refused(RetrieverError):
+    """Of a query among those sent, or of all of them."""
 
 
 class _Again(Exception):
@@ -108,9 +114,24 @@ class SearchR1:
         except RetrieverError as error:
             for asked in batch:
                 asked.error = str(error)
+            if isinstance(error, _Refused):
+                self._serve_alone(batch)
         finally:
             for asked in batch:
                 asked.done = True
+
+    def _serve_alone(self, batch: Sequence[_Asked]) -> None:
+        """One refused query must not cost the others theirs; it finds nothing, where the server does answer another one."""
+        try:
+            self._ask([CONTROL], 1)
+            for asked in batch:
+                try:
+                    asked.answer = self._ask([asked.query], asked.topk)[0]
+                except _Refused as error:
+                    logger.warning("%s; its query finds nothing: %.200r", error, asked.query)
+                    asked.answer = []
+        except RetrieverError as error:  # what is left of the batch has the error that it had
+            logger.warning("after a refused query: %s", error)
 
     def _ask(self, queries: Sequence[str], topk: int) -> list[list[Document]]:
         deadline = time.monotonic() + self._timeout_s
@@ -154,7 +175,8 @@ class SearchR1:
         if reply.status >= 500 or reply.status == 429:
             raise _Again(f"status {reply.status}")
         if reply.status != 200:
-            raise RetrieverError(f"retriever {self.url}: status {reply.status}: {content[:200].decode(errors='replace')}")
+            kind = _Refused if reply.status in REFUSALS else RetrieverError
+            raise kind(f"retriever {self.url}: status {reply.status}: {content[:200].decode(errors='replace')}")
         if len(content) > MAX_REPLY_BYTES:
             raise RetrieverError(f"retriever {self.url}: the reply is longer than {MAX_REPLY_BYTES} bytes")
         if reply.length:  # read(n) does not complain about a body that ends early

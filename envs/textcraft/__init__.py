@@ -50,6 +50,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         make=lambda: World(book, parsed),
         options={**chosen, "digest": book.digest},
         probe_actions=("inventory", *solution(book, parsed.goals[0]))[: parsed.max_steps or None],
+        identity=lambda task_id: parsed.goals[task_id % len(parsed.goals)],  # other distractors make no other task
     )
 
 

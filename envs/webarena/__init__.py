@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envs.env import EnvSpec
-from envs.options import choose, nearest
+from envs.options import choose, nearest, secret_variable
 
 if TYPE_CHECKING:
     from envs.webarena.evaluators import Judge
@@ -67,11 +68,11 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         import playwright.async_api  # noqa: F401
     except ImportError:
         raise ValueError("webarena needs Playwright: pip install 'agentgym-flow[webarena]'") from None
-    from envs.webarena.chromium import find_browser
+    from envs.webarena.chromium import find_browser, use_sandbox
     from envs.webarena.episode import Episode, Setting
     from envs.webarena.helpers import check_calls
     from envs.webarena.places import Deployed, Embedded, Place, Shared
-    from envs.webarena.tasks import embedded_gold, load
+    from envs.webarena.tasks import embedded_gold, identity, load
 
     executable = find_browser(_text(chosen, "browser"))
     embedded = chosen["sites"] == "embedded"
@@ -85,6 +86,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     )
     if not embedded:
         Deployed(executable, concurrency, sites)  # refuses addresses that are none; starts nothing
+    use_sandbox()  # refuses a value that is none
     place = Shared(make)
     setting = Setting(
         tasks=tasks,
@@ -104,7 +106,9 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         probe_actions=("scroll [down]",),
         probe_task=min(tasks),
         blocking=True,
+        awaited=True,
         close=place.stop,
+        identity=partial(identity, tasks),
     )
 
 
@@ -169,9 +173,8 @@ def _judge(value: Any) -> Judge:
         raise ValueError(f"webarena option judge: expected base_url, model and perhaps api_key_env and timeout_s, got {value!r}")
     if not str(value["base_url"]).startswith(("http://", "https://")):
         raise ValueError(f"webarena option judge: base_url {value['base_url']!r} is no http(s) address")
-    variable = str(value.get("api_key_env", ""))
-    if variable and variable not in os.environ:
-        raise ValueError(f"webarena option judge: the variable {variable} (api_key_env) is not set")
+    named = value.get("api_key_env", "")
+    variable = secret_variable("webarena option judge: api_key_env", named) if named != "" else ""
     return Endpoint(str(value["base_url"]), str(value["model"]), variable, min(60.0, float(value.get("timeout_s", 40.0))))
 
 

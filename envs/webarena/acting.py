@@ -30,7 +30,7 @@ async def act(tabs: Tabs, action: Action, element: Element | None) -> None:
                 assert element is not None
                 await _at(tabs, action, element)
             case "press":
-                await tabs.ask(tab.page.keyboard.press(action.text))
+                await tabs.input(tab.page.keyboard.press(action.text))
             case "scroll":
                 await tabs.ask(tab.page.evaluate(_SCROLL, -1 if action.text == "up" else 1))
             case "goto":
@@ -58,17 +58,17 @@ async def _at(tabs: Tabs, action: Action, element: Element) -> None:
         return
     x, y = await _middle(tabs, tab, element)
     if action.kind == "hover":
-        await tabs.ask(tab.page.mouse.move(x, y))
+        await tabs.input(tab.page.mouse.move(x, y))
         return
-    await tabs.ask(tab.page.mouse.click(x, y))
+    await tabs.input(tab.page.mouse.click(x, y))
     if action.kind == "type":
         keyboard = tab.page.keyboard
         if len(action.text) <= TYPED_BY_KEY:
-            await tabs.ask(keyboard.type(action.text))
+            await tabs.input(keyboard.type(action.text))
         else:
-            await tabs.ask(keyboard.insert_text(action.text))
+            await tabs.input(keyboard.insert_text(action.text))
         if action.enter:
-            await tabs.ask(keyboard.press("Enter"))
+            await tabs.input(keyboard.press("Enter"))
 
 
 async def _choose(tabs: Tabs, tab: Tab, element: Element) -> bool:

@@ -10,6 +10,7 @@ Kind = Literal[
     "click", "hover", "type", "press", "scroll", "goto", "new_tab", "tab_focus", "close_tab", "go_back", "go_forward", "stop"
 ]  # fmt: skip
 MAX_TEXT = 4_000  # characters typed by one action
+MAX_KEYS = 5  # pressed together: each costs two messages to the browser
 
 _FENCED = re.compile(r"```(.*?)```", re.DOTALL)
 _NAMED_KEYS = {
@@ -105,6 +106,8 @@ def keys(text: str) -> str:
     names = text.strip().split("+")
     if names[-2:] == ["", ""]:  # the plus key itself
         names[-2:] = ["+"]
+    if len(names) > MAX_KEYS:
+        raise NoAction(f"At most {MAX_KEYS} keys can be pressed together, got {len(names)}.")
     return "+".join(_key(name.strip()) for name in names)
 
 

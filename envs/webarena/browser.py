@@ -7,18 +7,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from playwright._impl import _driver, transport
 from playwright.async_api import Browser, BrowserContext, Error, Playwright, async_playwright
+
+from envs.webarena.chromium import SANDBOX_VARIABLE, environment, use_sandbox
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,9 +29,21 @@ T = TypeVar("T")
 RECYCLE_AFTER = 1000  # contexts of one browser
 LAUNCH_S = 30.0
 CLOSE_S = 10.0
+TURN_S = 1.0  # of a step, after which another may begin beside it
 PREFIX = "webarena-"  # of the folder of a launch
 MAX_TMPDIR = 45  # characters: the path of a socket of Chromium's has at most 107
-_environment = threading.Lock()
+
+_playwrights_environment = _driver.get_driver_env
+_given: ContextVar[dict[str, str] | None] = ContextVar("environment of the driver", default=None)
+
+
+def _drivers_environment() -> dict[str, str]:
+    """Playwright gives its driver everything this process has, and no way to say otherwise."""
+    theirs, given = _playwrights_environment(), _given.get()
+    return theirs if given is None else {**given, **{name: theirs[name] for name in theirs if name.startswith(("PW_LANG_", "PW_CLI_"))}}
+
+
+transport.get_driver_env = _drivers_environment  # type: ignore[attr-defined]  # where it is asked for
 
 
 class BrowserLost(RuntimeError):
@@ -53,7 +68,7 @@ class Running:
 
 
 class Chromium:
-    """May be used from any thread through `run`; coroutines that are handed to it run on its loop."""
+    """May be used from any thread through `run`, from any loop through `run_async`; what is handed to them runs on its loop."""
 
     def __init__(self, executable: str, switches: Sequence[str], concurrency: int) -> None:
         self._executable = executable
@@ -73,6 +88,14 @@ class Chromium:
             future.cancel()
             raise TimeoutError(f"the browser gave no answer within {timeout_s:g} s") from None
 
+    async def run_async(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """As `run`, without holding a thread."""
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._started())
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s + CLOSE_S)
+        except TimeoutError:
+            raise TimeoutError(f"the browser gave no answer within {timeout_s:g} s") from None
+
     def stop(self) -> None:
         """End browser, driver and loop, and wait until their files are gone. Harmless where nothing runs; it may be used again."""
         with self._starting:
@@ -85,10 +108,24 @@ class Chromium:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(CLOSE_S)
 
-    @property
-    def slots(self) -> asyncio.Semaphore:
-        """Held during the expensive part of a step."""
-        return self._slots
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Held during the expensive part of a step; given back after TURN_S, for a page that does not answer only waits."""
+        await self._slots.acquire()
+        holds = True
+
+        def give_back() -> None:
+            nonlocal holds
+            if holds:
+                holds = False
+                self._slots.release()
+
+        late = asyncio.get_running_loop().call_later(TURN_S, give_back)
+        try:
+            yield
+        finally:
+            late.cancel()
+            give_back()
 
     async def context(self, **settings: Any) -> tuple[Running, BrowserContext]:
         """A new context of a living browser. Give it back with `release`. Errors: BrowserLost where none can be launched."""
@@ -137,26 +174,33 @@ class Chromium:
     async def _launch(self) -> Running:
         if len(tempfile.gettempdir()) > MAX_TMPDIR:
             raise BrowserLost(f"TMPDIR {tempfile.gettempdir()!r} is too long for Chromium's sockets; at most {MAX_TMPDIR} characters")
+        sandbox = use_sandbox()
+        if not sandbox:
+            logger.warning(
+                "Chromium runs without its sandbox, as root or by %s=off; better start the server as another user", SANDBOX_VARIABLE
+            )
         folder = tempfile.mkdtemp(prefix=PREFIX)
+        own = environment(folder)
         keeper = subprocess.Popen(  # noqa: ASYNC220  (forks within a millisecond)
             [sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")), folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            env=own,
         )
         playwright: Playwright | None = None
         try:
             async with asyncio.timeout(LAUNCH_S):
-                async with _temporary_files_in(folder):
-                    playwright = await async_playwright().start()
-                environment = {**os.environ, "TMPDIR": folder, "HOME": folder, "XDG_CONFIG_HOME": folder, "XDG_CACHE_HOME": folder}
+                _given.set(own)
+                playwright = await async_playwright().start()
                 browser = await playwright.chromium.launch(
                     executable_path=self._executable,
                     args=self._switches,
                     ignore_default_args=["--disable-popup-blocking"],  # one window for each click, as in anybody's browser
                     timeout=LAUNCH_S * 1000,
-                    env={**environment},
+                    env={**own},
+                    chromium_sandbox=sandbox,
                 )
                 assert keeper.stdin is not None
                 keeper.stdin.write(b"%d\n" % await _pid(browser))
@@ -168,6 +212,11 @@ class Chromium:
                     await playwright.stop()
             await _ended(keeper)
             reason = str(error).strip().splitlines() or [type(error).__name__]
+            if sandbox and "No usable sandbox" in str(error):
+                reason = [
+                    "its sandbox needs user namespaces, which this machine or container does not allow; allow them, or, where something"
+                    f" else isolates this server, set {SANDBOX_VARIABLE}=off"
+                ]
             raise BrowserLost(f"Chromium ({self._executable}) does not start: {reason[0]}") from error
 
     async def _retire(self) -> None:
@@ -190,22 +239,6 @@ async def _pid(browser: Browser) -> int:
 def is_closed(error: Error) -> bool:
     """Whether page, context, browser or driver is gone. Playwright does not export the error's class."""
     return type(error).__name__ == "TargetClosedError"
-
-
-@asynccontextmanager
-async def _temporary_files_in(folder: str) -> AsyncIterator[None]:
-    """The driver takes its environment from this process and makes the browser's profile in its TMPDIR."""
-    await asyncio.to_thread(_environment.acquire)
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = folder
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
-        _environment.release()
 
 
 async def _ended(keeper: subprocess.Popen[bytes]) -> None:

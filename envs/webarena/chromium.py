@@ -12,6 +12,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+SANDBOX_VARIABLE = "WEBARENA_SANDBOX"  # of the machine, never of a parameter file: "off" goes without Chromium's sandbox
+# all that browser and driver are told of this process's environment, which holds the trainer's secrets
+_KEPT = ("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "FONTCONFIG_FILE", "FONTCONFIG_PATH", "CHROME_DEVEL_SANDBOX")
+BROWSER_VARIABLE = "AGENTGYM_BROWSER"  # path or name of the program
 INSTALL = "apt-get install chromium-headless-shell fonts-dejavu-core, or: python -m playwright install --with-deps chromium"
 # the builds without a window first: the others draw one nobody sees, for a quarter more CPU time a step and twice the memory a session
 _SHELLS = ("chromium-headless-shell", "chrome-headless-shell")
@@ -22,14 +26,23 @@ _HOST = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]")
 
 
 def find_browser(given: str = "") -> str:
-    """Path of the browser: the given one, else one without a window, the system's before the newest that Playwright downloaded, else any.
+    """Path of the browser: the one this machine's owner names in the environment, else the given one, else one without a window,
+    the system's before the newest that Playwright downloaded, else any.
 
-    Errors: ValueError saying how to get one.
+    given: one of the known names; it comes from a parameter file, which may choose a browser but no other program.
+    Errors: ValueError, where there is none saying how to get one.
     """
-    if given:
-        found = shutil.which(given)
+    machines = os.environ.get(BROWSER_VARIABLE, "")
+    if given and given not in _SHELLS + _PROGRAMS:
+        raise ValueError(
+            f"webarena option browser: expected one of {', '.join(_SHELLS + _PROGRAMS)}, got {given!r}; "
+            f"a path is taken from the variable {BROWSER_VARIABLE} alone"
+        )
+    if machines or given:
+        source = BROWSER_VARIABLE if machines else "webarena option browser"
+        found = shutil.which(machines or given)
         if found is None:
-            raise ValueError(f"webarena option browser: {given!r} is no program that can be run; leave it out to look for one")
+            raise ValueError(f"{source}: {machines or given!r} is no program that can be run; leave it out to look for one")
         return found
     cache = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache/ms-playwright")
     for programs, pattern in ((_SHELLS, _PLAYWRIGHTS_SHELL), (_PROGRAMS, _PLAYWRIGHTS)):
@@ -66,6 +79,23 @@ def switches(routes: Iterable[tuple[str, str]]) -> list[str]:
         "--disable-sync",
         "--disable-crash-reporter",
     ]
+
+
+def environment(folder: str) -> dict[str, str]:
+    """Of the browser and its driver; they write to the folder and nowhere else."""
+    kept = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")}
+    return {**kept, **dict.fromkeys(("TMPDIR", "HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"), folder)}
+
+
+def use_sandbox() -> bool:
+    """Whether Chromium runs in its own sandbox: always, but as root, whom it refuses, and where the machine says otherwise.
+
+    Errors: ValueError.
+    """
+    said = os.environ.get(SANDBOX_VARIABLE, "on")
+    if said not in ("on", "off"):
+        raise ValueError(f"{SANDBOX_VARIABLE}: expected on or off, got {said!r}")
+    return said == "on" and os.geteuid() != 0
 
 
 def main() -> int:

@@ -5,32 +5,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from playwright.async_api import Error
 
-from envs.env import Expert, StepResult, UnknownTask
+from envs.env import Expert, StepResult
 from envs.webarena.acting import act
 from envs.webarena.actions import Action, NoAction, parse
 from envs.webarena.browser import BrowserLost
-from envs.webarena.evaluators import Judge, ScriptFailed, Verdict, evaluate
+from envs.webarena.evaluators import Helpers, Judge, ScriptFailed, Verdict, evaluate
 from envs.webarena.gold import Gold
+from envs.webarena.helpers import HelperFailed
+from envs.webarena.judge import JudgeFailed
 from envs.webarena.observation import Element, cut_lines, read_layout, read_page
 from envs.webarena.places import Place
 from envs.webarena.tabs import Limits, Refusal, Tab, Tabs, reason
-from envs.webarena.tasks import Task
+from envs.webarena.tasks import Task, find_task
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+NO_VERDICT = (BrowserLost, TimeoutError, Error, JudgeFailed, HelperFailed)  # the environment's failures
 START_S = 100.0  # for a session's first observation
-STEP_S = 90.0  # for one action; the server gives a call 120 s
+STEP_S = 90.0  # for one action
+JUDGE_S = 120.0  # for the verdict
 CLOSE_S = 20.0
 READ_S = 45.0  # for the two trees of a page
 MAX_ELEMENTS = 50_000  # of a page that is looked at
 MAX_PAGE_CHARS = 4_000_000
+_JUDGING = ThreadPoolExecutor(16, "judge")  # evaluators and judges wait for pages and endpoints
 OVER = "The episode is over."
 _SIZE = "() => [document.getElementsByTagName('*').length, (document.documentElement || {textContent: ''}).textContent.length]"
 
@@ -70,10 +78,7 @@ class Episode:
     def reset(self, task_id: int) -> str:
         """Errors: UnknownTask; BrowserLost; OSError where a storage file cannot be read."""
         self.close()
-        task = self._setting.tasks.get(task_id)
-        if task is None:
-            known = sorted(self._setting.tasks)
-            raise UnknownTask(f"there is no task {task_id}; {len(known)} tasks have ids from {known[0]} to {known[-1]}")
+        task = find_task(self._setting.tasks, task_id)
         self.task, self.previous, self.actions, self._gold, self.ended = task, "None", [], None, False
         self._numbers, self._last_number = {}, 0
         self._sites = self._setting.sites()
@@ -82,8 +87,27 @@ class Episode:
 
     def step(self, action: str) -> StepResult:
         """Errors: BrowserLost and TimeoutError where the session is lost; JudgeFailed, HelperFailed where there is no verdict."""
+        read = self._read_action(action)
+        if isinstance(read, StepResult):
+            return read
+        return self._stop(read.text) if read.kind == "stop" else self._run(self._act(read), STEP_S)
+
+    async def step_async(self, action: str) -> StepResult:
+        """As `step`; a thread is held while the outcome is judged, and no other time."""
+        read = self._read_action(action)
+        if isinstance(read, StepResult):
+            return read
+        if read.kind == "stop":
+            judging = asyncio.get_running_loop().run_in_executor(_JUDGING, self._stop, read.text)
+            return await asyncio.wait_for(judging, JUDGE_S)
+        assert self._sites is not None
+        return await self._sites.chromium.run_async(self._act(read), STEP_S)
+
+    def _read_action(self, action: str) -> Action | StepResult:
+        """A result where there is nothing to carry out."""
         if self.ended:
             return StepResult(OVER, 0.0, terminated=True)
+        action = utf8(action)
         self.actions.append(action)
         try:
             parsed = parse(action)
@@ -91,10 +115,7 @@ class Episode:
                 raise NoAction(f"There is no element {parsed.number} in the current page.")
         except NoAction as refused:
             return StepResult(str(refused), 0.0, terminated=False, info={"error": "action"})
-        if parsed.kind == "stop":
-            return self._stop(parsed.text)
-        observation, error = self._run(self._act(parsed), STEP_S)
-        return StepResult(observation, 0.0, terminated=False, info={"error": error} if error else {})
+        return parsed
 
     def render(self) -> tuple[str, bytes]:
         """The window as PNG."""
@@ -154,7 +175,7 @@ class Episode:
         if self.task.geolocation:
             settings |= {"geolocation": self.task.geolocation, "permissions": ["geolocation"]}
         self._tabs = tabs = Tabs(sites.chromium, self._setting.limits, sites.allowed)
-        async with sites.chromium.slots:
+        async with sites.chromium.turn():
             await tabs.start(**settings)
             for url in self.task.start_urls:
                 await tabs.new_tab()
@@ -167,10 +188,9 @@ class Episode:
             await tabs.settle()
             return await self._observe()
 
-    async def _act(self, action: Action) -> tuple[str, str]:
-        """The next observation, and what kind of error there was."""
+    async def _act(self, action: Action) -> StepResult:
         tabs, element = self._living(), self.elements.get(action.number) if action.kind in ("click", "hover", "type") else None
-        async with tabs.chromium.slots:
+        async with tabs.chromium.turn():
             tabs.begin_step()
             error = ""
             try:
@@ -183,7 +203,7 @@ class Episode:
                 tabs.notes.append(f"{str(refused)[:1].upper()}{str(refused)[1:]}.")
             await tabs.settle()
             self.previous = f"{action} where [{element.id}] is {element}" if element is not None else str(action)
-            return await self._observe(), error
+            return StepResult(await self._observe(), 0.0, terminated=False, info={"error": error} if error else {})
 
     async def _observe(self) -> str:
         """WebArena's blocks. A page that is changing while it is read is read again, so is one that turns out to have left the sites."""
@@ -208,7 +228,7 @@ class Episode:
         text, _ = cut_lines([" | ".join(titles), "", *lines], self._setting.max_chars)
         notes = "".join(f"{note}\n" for note in dict.fromkeys(tabs.notes))
         url = self.public(tabs.current.page.url)
-        return f"{notes}OBSERVATION:\n{text}\nURL: {url}\nOBJECTIVE: {self.task.intent}\nPREVIOUS ACTION: {self.previous}"
+        return utf8(f"{notes}OBSERVATION:\n{text}\nURL: {url}\nOBJECTIVE: {self.task.intent}\nPREVIOUS ACTION: {self.previous}")
 
     async def _title(self, tabs: Tabs, tab: Tab) -> str:
         try:
@@ -253,8 +273,7 @@ class Episode:
         assert self._headers is not None
         tabs = self._living()
         tabs.check_alive()
-        page = _Final(self)
-        verdict: Verdict = evaluate(self.task, answer, page, self._sites.helpers(self._headers), self._setting.judge)
+        verdict = self._judged(answer, self._sites.helpers(self._headers))
         self.ended = True
         success = verdict.score == 1.0
         info = {
@@ -265,6 +284,16 @@ class Episode:
             "sites": list(self.task.sites),
         }
         return StepResult(OVER, float(success), terminated=True, success=success, info=info)
+
+    def _judged(self, answer: str, helpers: Helpers) -> Verdict:
+        """A policy's text that breaks a judge is a wrong answer. Errors: NO_VERDICT."""
+        try:
+            return evaluate(self.task, answer, _Final(self), helpers, self._setting.judge)
+        except NO_VERDICT:
+            raise
+        except Exception as error:
+            logger.exception("task %d: judging broke on the answer %.200r; it scores 0", self.task.id, answer)
+            return Verdict(0.0, {"failed": f"{type(error).__name__} {error}"[:200]})
 
 
 class _Final:
@@ -286,7 +315,10 @@ class _Final:
 
         async def go() -> None:
             self._tabs.begin_step()
-            await self._tabs.goto(url)
+            try:
+                await self._tabs.goto(url)
+            except Refusal as refused:
+                raise BrowserLost(f"evaluation: {refused}") from None
             if self._tabs.notes:
                 raise BrowserLost(f"evaluation: {self._tabs.notes[0]}")
             await self._tabs.settle()
@@ -302,6 +334,11 @@ class _Final:
 
     def _ask(self, question: Coroutine[Any, Any, T]) -> T:
         return self._episode._run(self._tabs.ask(question), STEP_S)
+
+
+def utf8(text: str) -> str:
+    """Half a surrogate pair, which a page's script can make, fits into no message."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _bare(url: str) -> str:

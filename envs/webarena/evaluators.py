@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 from envs.webarena.tasks import LAST_URL, Target, Task, parse_call
 
 OR = " |OR| "
+_LONG_REFERENCE = re.compile(r"&#\d{100,};?")  # no character; above 4,300 digits `html.unescape` raises
 NOT_ACHIEVABLE = "n/a"
 
 
@@ -140,9 +141,11 @@ def _string(task: Task, answer: str, judge: Judge) -> tuple[float, dict[str, flo
 
 def _target(target: Target, page: Page, helpers: Helpers) -> float:
     url = _called(target.url, page, helpers)
+    if not url and target.url:
+        return 0.0  # the helper looked for what the policy should have made
     if url != "last":
         page.open(url)
-    found = html.unescape(_located(target, page, helpers))
+    found = html.unescape(_LONG_REFERENCE.sub("\ufffd", _located(target, page, helpers)))
     if target.exact is not None:
         return exact_match(target.exact, found)
     return float(all(any(must_include(text, found) for text in entry.split(OR)) for entry in target.must_include))
@@ -178,7 +181,7 @@ _SPLITS = (
     (re.compile(r"([,:])$"), r" \1 "),
     (re.compile(r"\.\.\."), " ... "),
     (re.compile(r"([;@#$%&?!\[\](){}<>\"`])"), r" \1 "),
-    (re.compile(r"([^.])(\.)([\])}>\"'”’ ]*)\s*$"), r"\1 \2\3 "),
+    (re.compile(r"([^.])(\.)([\])}>\"'”’ ]*+)\s*+$"), r"\1 \2\3 "),  # possessive: linear in blanks
     (re.compile(r"--"), " -- "),
     (re.compile(r"([^' ])('s|'m|'d|'ll|'re|'ve|n't|') "), r"\1 \2 "),
 )  # fmt: skip

@@ -14,10 +14,12 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from envs.options import SECRET_PREFIX
+from envs.outbound import open_url
 from envs.webarena.evaluators import Page
 from envs.webarena.tasks import PAGE, Task, parse_call
 
-PASSWORD_VARIABLE = "WEBARENA_SHOP_PASSWORD"  # noqa: S105  (a name) - of the shop's user `admin`, for its REST API
+PASSWORD_VARIABLE = f"{SECRET_PREFIX}SHOP_PASSWORD"  # of the shop's user `admin`, for its REST API
 TIMEOUT_S = 20.0
 MAX_REPLY_BYTES = 16 << 20
 
@@ -123,5 +125,5 @@ class SiteHelpers:
     def _ask(self, path: str, body: bytes | None, headers: dict[str, str]) -> Any:
         url = f"{self._shop}/rest/default/V1/{path}"
         request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})  # noqa: S310  (a configured site)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:  # noqa: S310
+        with open_url(request, TIMEOUT_S) as reply:
             return json.loads(reply.read(MAX_REPLY_BYTES))

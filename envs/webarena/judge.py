@@ -7,10 +7,12 @@ import logging
 import os
 import re
 import time
+import unicodedata
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import Any
+
+from envs.outbound import open_url
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +20,8 @@ ATTEMPTS = 3
 BACKOFF_S = 0.5
 MAX_REPLY_BYTES = 1 << 20
 MAX_ANSWER = 4_000  # characters the judge is shown
+_REFUSALS = (400, 413, 422)  # statuses by which an endpoint may refuse a text: a content filter, a limit, a strict parser
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 _STOPWORDS = frozenset(
     """
@@ -62,7 +66,7 @@ class Rules:
         wanted, given = _words(reference), _words(answer)
         if not wanted:
             return " ".join(reference.split()).lower() == " ".join(answer.split()).lower()
-        stray = {word for word in given - wanted - _words(question) if word[0].isdigit()}
+        stray = {word for word in given - wanted - _words(question) if _is_number(word)}
         room = 3 * len(wanted) + 10
         return wanted <= given and not stray and len(given - _words(question)) <= room and _negated(reference) == _negated(answer)
 
@@ -80,13 +84,20 @@ def _words(text: str) -> set[str]:
 
 
 def _normal(word: str) -> str:
-    if not word[0].isdigit():
+    """Never by way of `int`: it refuses `²`, and more than 4,300 digits."""
+    if not word[0].isdecimal():
         return word.removesuffix("'s")
-    number = word.replace(",", "")
+    number = "".join(str(unicodedata.decimal(sign, sign)) for sign in word if sign != ",")
     if ":" in number or number.count(".") > 1:
         return number
     whole, _, fraction = number.partition(".")
-    return f"{int(whole)}.{fraction}".rstrip("0").rstrip(".") if fraction else str(int(whole))
+    fraction = fraction.rstrip("0")
+    return f"{whole.lstrip('0') or '0'}{'.' if fraction else ''}{fraction}"
+
+
+def _is_number(word: str) -> bool:
+    """Of any script, `²` and `½` too."""
+    return unicodedata.category(word[0]).startswith("N")
 
 
 def _negated(text: str) -> bool:
@@ -115,36 +126,58 @@ class Endpoint:
         return self._verdict(_REASON, ("different", "same"), question, reason, answer) == "same"
 
     def _verdict(self, prompt: str, words: tuple[str, ...], question: str, reference: str, answer: str) -> str:
-        """One of the words, the last that the model says. Errors: JudgeFailed."""
-        filled = prompt.format(question=question, reference=reference, answer=answer[:MAX_ANSWER].replace("==========", ""))
-        body = {"model": self.model, "messages": [{"role": "user", "content": filled}], "temperature": 0, "max_tokens": 512}
+        """One of the words, the last that the model says; "" for an answer that leaves it speechless.
+
+        That is one the endpoint refuses, or gives no verdict on, while it does judge the reference in its place:
+        a policy must not choose to have no verdict. Errors: JudgeFailed.
+        """
+        shown = _CONTROL.sub("\ufffd", answer[:MAX_ANSWER]).replace("==========", "")
         deadline = time.monotonic() + self.timeout_s
-        problem = "no time"
+        problem, is_up = "no time", False
         for attempt in range(ATTEMPTS):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
             try:
-                said = self._ask(body, left_s)
+                said = self._ask(prompt.format(question=question, reference=reference, answer=shown), left_s)
             except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
                 problem = f"{type(error).__name__} {error}".strip()
+                is_up = isinstance(error, urllib.error.HTTPError) and error.code in _REFUSALS
                 if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in (408, 429):
                     break
             else:
-                found = re.findall(rf"\b({'|'.join(words)})\b", said.lower())
+                found = _last(words, said)
                 if found:
-                    return str(found[-1])
+                    return found
+                is_up = True
                 problem = f"no verdict in {said[-100:]!r}"
             logger.warning("judge %s: %s", self.name, problem)
             time.sleep(max(0.0, min(BACKOFF_S * 2**attempt, deadline - time.monotonic())))
+        if is_up and self._judges(prompt.format(question=question, reference=reference, answer=reference), words, deadline):
+            logger.warning("judge %s: it is the answer that gets no verdict; it counts as wrong: %.200r", self.name, answer)
+            return ""
         raise JudgeFailed(f"judge {self.name}: {problem}")
 
-    def _ask(self, body: Any, timeout_s: float) -> str:
+    def _judges(self, filled: str, words: tuple[str, ...], deadline: float) -> bool:
+        left_s = deadline - time.monotonic()
+        try:
+            return left_s > 0 and bool(_last(words, self._ask(filled, left_s)))
+        except (OSError, ValueError, KeyError, IndexError, TypeError):
+            return False
+
+    def _ask(self, filled: str, timeout_s: float) -> str:
+        body = {"model": self.model, "messages": [{"role": "user", "content": filled}], "temperature": 0, "max_tokens": 512}
         headers = {"Content-Type": "application/json"}
         if self.api_key_env:
             headers["Authorization"] = f"Bearer {os.environ.get(self.api_key_env, '')}"
         url = f"{self.base_url.rstrip('/')}/chat/completions"
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310  (the scheme is checked with the options)
-        with urllib.request.urlopen(request, timeout=timeout_s) as reply:  # noqa: S310
+        with open_url(request, timeout_s) as reply:
             answer = json.loads(reply.read(MAX_REPLY_BYTES))
         return str(answer["choices"][0]["message"]["content"])
+
+
+def _last(words: tuple[str, ...], said: str) -> str:
+    """The last of the words in what was said, "" without any. words: a longer one before one it contains."""
+    found = re.findall(rf"\b({'|'.join(words)})\b", said.lower())
+    return str(found[-1]) if found else ""

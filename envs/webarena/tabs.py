@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 MAX_DIALOGS = 20  # of one step; the tab that opens more is closed
 PAGE_S = 15.0  # for a page to answer one question
+INPUT_S, CHECK_S = 10.0, 5.0  # for it to take keys or a click, and to show that it lives if it does not
 BLANK = "about:blank"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d)")
 _ODD = re.compile(r"[\x00-\x20\x7f\\]")
@@ -35,6 +36,10 @@ class Limits:
     quiet_s: float = 0.1  # no request in flight for so long: the page has settled
     settle_s: float = 2.0  # and if it never does
     goto_s: float = 30.0
+
+
+class NoAnswer(BrowserLost):
+    """In time."""
 
 
 class Refusal(ValueError):
@@ -220,12 +225,23 @@ class Tabs:
         try:
             return await asyncio.wait_for(question, timeout_s)
         except TimeoutError:
-            raise BrowserLost(f"the page does not answer within {timeout_s:g} s") from None
+            raise NoAnswer(f"the page does not answer within {timeout_s:g} s") from None
         except Error as error:
             self.check_alive()
             if is_closed(error) and not self.current.page.is_closed():
                 raise BrowserLost("the browser died") from error
             raise
+
+    async def input(self, sent: Awaitable[None]) -> None:
+        """Keys or a click. A page that goes away under them may never say that they arrived: that is no failure of the browser's.
+
+        Errors: as `ask`; Refusal where the page lives.
+        """
+        try:
+            await self.ask(sent, INPUT_S)
+        except NoAnswer:
+            await self.ask(self.current.page.evaluate("0"), CHECK_S)
+            raise Refusal("the page did not take it; it was changing") from None
 
     def check_alive(self) -> None:
         """Errors: BrowserLost."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envs.env import UnknownTask
+
 Json = Any
 SITE_NAMES = ("shopping", "shopping_admin", "reddit", "gitlab", "wikipedia", "map", "homepage")
 EVAL_TYPES = ("string_match", "url_match", "program_html")
@@ -110,6 +112,21 @@ def load(path: Path, sites: Mapping[str, str], *, skip_missing: bool) -> dict[in
     if not tasks:
         raise ValueError(f"{path}: no task is left for the sites {', '.join(sorted(sites))}")
     return tasks
+
+
+def find_task(tasks: Mapping[int, Task], task_id: int) -> Task:
+    """Errors: UnknownTask."""
+    task = tasks.get(task_id)
+    if task is None:
+        known = sorted(tasks)
+        raise UnknownTask(f"there is no task {task_id}; {len(known)} tasks have ids from {known[0]} to {known[-1]}")
+    return task
+
+
+def identity(tasks: Mapping[int, Task], task_id: int) -> str:
+    """What is asked, where it starts and as whom. Errors: UnknownTask."""
+    task = find_task(tasks, task_id)
+    return json.dumps([task.intent, task.start_urls, task.storage_state, dict(task.geolocation or {})])
 
 
 def embedded_gold(sites: Mapping[str, str]) -> dict[int, tuple[str, ...]]:

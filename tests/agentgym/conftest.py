@@ -1,5 +1,6 @@
 """A whole run, small enough for a test: a minute of everything in seconds, with rewards and learning signal in it."""
 
+import importlib.util
 import json
 import secrets
 import shutil
@@ -100,3 +101,20 @@ class RayCluster:
     address: str
     dashboard: str
     token: str
+
+
+@pytest.fixture(scope="session")
+def forger_of():
+    """forger_of(cfg) -> a `tests/agentgym/forger.py` Forger of that run."""
+    spec = importlib.util.spec_from_file_location("forger", Path(__file__).with_name("forger.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Forger
+
+
+@pytest.fixture
+def forger(forger_of, whole_run, tmp_path, tiny_params):
+    from agentgym.config import load_config
+
+    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("half"))
+    return forger_of(load_config(tiny_params(tmp_path, deterministic=True)))

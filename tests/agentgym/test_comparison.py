@@ -7,7 +7,7 @@ import time
 import pytest
 import yaml
 
-from agentgym.comparison import Stopped, cells_of, comparison_key, contrast_rows, load_comparison, run_cell
+from agentgym.comparison import Stopped, cells_of, comparison_key, contrast_rows, file_and_overrides, load_comparison, run_cell
 from agentgym.config import ConfigError, load_config
 from agentgym.steps import finished, open_store, run_step, run_with_parents, with_parents
 from agentgym.store.lease import LeaseHeld
@@ -203,3 +203,10 @@ def test_a_stopped_cell_leaves_no_process(described):
         run_cell(cell, wait_s=1, stop=stop)
     running = [line for line in os.popen("ps -eo args").read().splitlines() if cell.slug in line]
     assert running == []
+
+
+def test_both_command_lines_tell_the_file_from_the_overrides():
+    assert file_and_overrides([]) == ("comparisons/default.yaml", ())
+    assert file_and_overrides(["a=1", "mine.yaml", "b=2"]) == ("mine.yaml", ("a=1", "b=2"))
+    with pytest.raises(ConfigError, match="expected one comparison file, got a, b"):
+        file_and_overrides(["a", "b"])

@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from agentgym.config import ConfigError, RunConfig, config_digest, load_config
+from agentgym.algorithms.recipe import RECIPES
+from agentgym.config import AlgorithmConfig, ConfigError, RunConfig, config_digest, load_config
 
 
 @pytest.fixture
@@ -52,6 +53,16 @@ def refusal(path, *overrides):
             "algorithm: {truncated: bootstrap}",
             "bootstrap needs a critic, and recipe grpo has none; use zero or mask, or ppo",
         ),
+        (
+            "algorithm: {recipe: grpo, kl_coef: 0.01, kl_place: reward}",
+            "algorithm.kl_place reward with recipe grpo, which divides by the deviation of each group",
+        ),
+        ("algorithm: {recipe: dapo, kl_coef: 0.01, kl_place: reward, kl_estimator: k1}", "use kl_place loss, or a recipe that does not"),
+        (
+            "algorithm: {recipe: grpo, kl_coef: 0.01, kl_estimator: k1}",
+            "algorithm.kl_estimator k1 with kl_place loss (recipe grpo) has no expected gradient and holds the policy to nothing",
+        ),
+        ("algorithm: {recipe: ppo, kl_coef: 0.01, kl_place: loss}", "use kl_estimator k2 or k3, or kl_place reward"),
         ("algorithm: {recipe: dapo, truncated: mask}", "algorithm.truncated mask empties the groups that dapo compares; use zero"),
         ("{deterministic: true, rollout: {max_staleness: 1}}", "rollout.max_staleness 1 overlaps rollouts with the update"),
         ("horizon: {kind: adaptive, max_turns: [4, 4], stage_steps: [9]}", "an adaptive horizon must grow from value to value"),
@@ -100,6 +111,65 @@ def test_a_missing_file_is_named(tmp_path):
     assert f"parameter file {tmp_path / 'none.yaml'} does not exist; run from the project's root" in refusal(tmp_path / "none.yaml")
 
 
+def test_a_key_file_is_not_read_as_parameters(write, tmp_path):
+    secret = write("token: [abc", "credentials")
+    assert refusal(secret) == f"parameter file {secret} must end in .yaml or .yml"
+    assert refusal(write(f"extends: {secret}")) == f"parameter file {secret} must end in .yaml or .yml"
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "is not valid YAML" in refusal(tmp_path / "binary.yaml")
+
+
+def bomb(depth=9, width=9):
+    lines = [f"a0: &a0 [{', '.join('x' * width)}]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, depth)]
+    return "\n".join([*lines, f"env: {{options: {{levels: *a{depth - 1}}}}}"])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", [bomb(), "env: {options: &loop {levels: [*loop]}}"])
+def test_aliases_without_end_are_refused_at_once(write, text):
+    assert "unfolds to more than 100000 values; write fewer, or without aliases" in refusal(write(text))
+
+
+def test_aliases_of_a_person_are_understood(write):
+    config = load_config(write("{env: &env {options: {levels: &levels [A]}}, mix: [{name: other, options: {levels: *levels}}]}"))
+    assert config.mix[0].options == config.env.options
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("compute=ray", "ray.address=203.0.113.5:6379"),
+        ("compute=ray", "ray.address='[2001:db8::5]:6379'"),
+        ("compute=ray", "ray.address=cluster.example:6379"),
+        ("compute=ray-job", "ray.address=http://cluster.example:8265/"),
+    ],
+)
+def test_a_cluster_elsewhere_must_be_named_by_the_machine_too(write, monkeypatch, overrides):
+    path, address = write("seed: 1"), overrides[1].partition("=")[2].strip("'/")
+    assert f"ray.address {address} is on another machine" in refusal(path, *overrides)
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+    assert f"if you trust it, export RAY_ADDRESS={address}" in refusal(path, *overrides)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    load_config(path, overrides)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:6379", "localhost:6379", "auto", "'[::1]:6379'", "''"])
+def test_a_cluster_of_this_machine_is_not_asked_for_twice(write, address):
+    load_config(write("compute: ray"), [f"ray.address={address}"])
+
+
+def test_credentials_go_to_no_mlflow_server_of_a_files_choice(write, monkeypatch):
+    path = write("tracking: {uri: 'https://mlflow.example'}")
+    load_config(path)
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t")
+    assert "tracking.uri https://mlflow.example is on another machine and would get the credentials" in refusal(path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example/")
+    load_config(path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    load_config(path, ["tracking.uri=http://127.0.0.1:5000"])
+
+
 def test_overrides_win_over_the_file_and_understand_exponents(write):
     config = load_config(write("{seed: 1, optimiser: {lr: 1}}"), ["optimiser.lr=3e-4", "horizon.max_turns=[2,3,4]", "env.endpoints=[a, b]"])
     assert (config.seed, config.optimiser.lr, config.horizon.max_turns, config.env.endpoints) == (1, 3e-4, (2, 3, 4), ("a", "b"))
@@ -139,7 +209,6 @@ def test_what_changes_only_where_or_how_fast_stays_out_of_the_keys(write):
     for override in (
         "store.path=/elsewhere",
         "rollout.concurrency=3",
-        "rollout.max_attempts=1",
         "env.endpoints=[x]",
         "tracking.uri=x",
         "data.path=x",
@@ -153,6 +222,10 @@ def test_what_changes_only_where_or_how_fast_stays_out_of_the_keys(write):
         "rollout.group_size=3",
         "deterministic=true",
         "horizon.max_turns=[1,2,3]",
+        "rollout.episode_timeout_s=5",
+        "rollout.max_attempts=1",
+        "rollout.max_env_error_frac=0.5",
+        "evaluation.min_coverage=0.5",
     ):
         assert config_digest(load_config(path, [override]).semantic()) != reference, override
     semantic = load_config(path).semantic()
@@ -163,3 +236,20 @@ def test_what_changes_only_where_or_how_fast_stays_out_of_the_keys(write):
 def test_a_loaded_configuration_cannot_change(write):
     with pytest.raises(ValidationError, match="frozen"):
         load_config(write("seed: 1")).seed = 2
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_the_settings_a_recipe_brings_are_not_refused(recipe):
+    assert AlgorithmConfig(recipe=recipe).recipe == recipe
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"recipe": "rloo", "kl_coef": 0.01},
+        {"recipe": "dr_grpo", "kl_coef": 0.01, "kl_place": "reward", "kl_estimator": "k1"},
+        {"recipe": "ppo", "kl_coef": 0.01, "kl_place": "loss", "kl_estimator": "k3"},
+    ],
+)
+def test_kl_where_it_belongs_is_not_refused(setting):
+    assert AlgorithmConfig(**setting).kl_coef == 0.01

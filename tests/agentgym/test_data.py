@@ -10,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentgym.config import ConfigError
-from agentgym.data import DataError, ItemStream, Splits, interleave, load_splits, mix_splits, parse_item_id, splits_from_json
+from agentgym.data import (
+    DataError,
+    ItemStream,
+    Splits,
+    data_digest,
+    interleave,
+    load_splits,
+    mix_splits,
+    parse_item_id,
+    repeated_tasks,
+    splits_from_json,
+)
 from agentgym.types import Item
 
 
@@ -97,6 +108,15 @@ def test_an_environment_without_lists_is_told_which_there_are(tmp_path: Path) ->
     assert "maze_train.json does not exist" in message
 
 
+def test_an_environment_without_a_list_in_a_pulled_set_is_not_called_unpulled(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/babyai_train.json").write_text("[]")
+    with pytest.raises(DataError, match=r"chess_train\.json does not exist; .* has lists for: babyai"):
+        data_digest(tmp_path, "chess")
+    with pytest.raises(DataError, match="dataset not pulled"):
+        data_digest(tmp_path / "elsewhere", "chess")
+
+
 def test_broken_json_names_the_file(tmp_path: Path) -> None:
     message = refusal(write(tmp_path, "[{", numbered(2)))
     assert "toy_train.json is not valid JSON" in message
@@ -144,6 +164,29 @@ def test_items_in_both_lists_are_a_leak_and_five_are_named(tmp_path: Path) -> No
     message = refusal(write(tmp_path, numbered(*range(20)), numbered(*range(3, 11))))
     assert "toy: toy_3, toy_4, toy_5, toy_6, toy_7 and 3 more are in the train and in the eval list; " in message
     assert "the test is not held out" in message
+
+
+def test_tasks_under_several_ids_are_counted_by_split_and_named() -> None:
+    items = [
+        Item("toy", task, split) for split, tasks in (("train", (1, 2, 3)), ("validation", (4,)), ("test", (5, 6, 7))) for task in tasks
+    ]
+    assert repeated_tasks(items, ["a", "b", "a", "c", "b", "c", "d"]) == (
+        "toy: 1 of 3 train items are the same task as another train item: toy_3 = toy_1",
+        "toy: 1 of 3 test items are the same task as a train item: toy_5 = toy_2; test is not held out",
+        "toy: 1 of 3 test items are the same task as a validation item: toy_6 = toy_4; test is not held out",
+    )
+    assert repeated_tasks(items, list("abcdefg")) == ()
+    many = [Item("toy", task, "test") for task in range(8)]
+    (warning,) = repeated_tasks(many, ["a"] * 8)
+    assert warning.endswith("toy_1 = toy_0, toy_2 = toy_0, toy_3 = toy_0, toy_4 = toy_0, toy_5 = toy_0 and 2 more")
+
+
+def test_items_that_name_no_task_are_refused_and_named() -> None:
+    items = [Item("toy", task) for task in range(3)]
+    with pytest.raises(
+        DataError, match=r"^toy: toy_0, toy_2 name no task of the environment as it is set; correct the lists or its options$"
+    ):
+        repeated_tasks(items, [None, "a", None])
 
 
 def test_an_empty_list_is_refused(tmp_path: Path) -> None:
@@ -277,3 +320,17 @@ def test_the_first_part_of_a_mixed_split_has_the_environments_shares(tmp_path: P
     assert splits_from_json(mixed.to_json()) == mixed
     assert mix_splits({"babyai": 1.0}, parts[:1]) == parts[0]
     assert interleave([], {"babyai": 1.0}) == []
+
+
+@pytest.mark.parametrize("weights", [{"a": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 3.0, "b": 1.0}, {"a": 5.0, "b": 2.0, "c": 1.0}])
+def test_the_most_a_stream_hands_out_without_an_item_twice_holds_wherever_it_stands(weights):
+    items = [Item(env, task) for env, count in (("a", 40), ("b", 31), ("c", 23)) if env in weights for task in range(count)]
+    most = ItemStream(items, seed=0, weights=weights).most_distinct()
+    assert most >= 8
+    for seed in range(5):
+        stream = ItemStream(items, seed=seed, weights=weights)
+        for size in [most, 1, most, 3] * 20:
+            assert len(set(stream.next(size))) == size
+    if len(weights) == 1:
+        draws = [ItemStream(items, seed=seed, position=40 - 14).next(2 * most + 2) for seed in range(9)]
+        assert any(len(set(draw)) < len(draw) for draw in draws)  # negative control: twice as many hold one twice

@@ -12,12 +12,12 @@ import pytest
 
 from agentgym.audit import audit
 from agentgym.config import EnvConfig, load_config
-from agentgym.context import METRICS
+from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.deploy.local import local_env
 from agentgym.rollouts.client import EnvPool
 from agentgym.steps import finished, open_store, run_step
 from agentgym.tracking import decode_points
-from agentgym.types import Item
+from agentgym.types import Item, Status
 
 ROOT = Path(__file__).parents[2]
 BEFORE = ("prepare", "initialise", "warm-start")
@@ -57,13 +57,14 @@ def params(tiny_params, tmp_path):
 
 
 def train(cfg):
-    """All up to the second stage and its evaluation. Result: metrics of the three optimiser steps."""
-    for name in (*BEFORE, "stage-1", "stage-2", "evaluate-warm-start", "evaluate-stage-2"):
+    """From the data to the registered model, and the audit. Result: metrics of the three optimiser steps."""
+    for name in (*BEFORE, "stage-1", "stage-2", "evaluate-warm-start", "evaluate-stage-2", "register"):
         run_step(name, cfg)
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
     store = open_store(cfg)
     done = finished(cfg, store)
+    assert done["register"].results["version"] == "1"
     commits = [commit for name in ("stage-1", "stage-2") for commit in store.history(name, done[name].key)]
     return [point.metrics for commit in commits for point in decode_points(store.read(commit, METRICS))], done
 
@@ -81,6 +82,32 @@ def test_three_updates_on_each_environment_pass_the_audit(params, env, max_new_t
     assert done["initialise"].results["expert_success"] > 0.7  # one short document does not always hold the answer
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)  # the weights moved
+
+
+def test_an_episode_the_simulator_cuts_is_learned_from_as_cut_and_audited_as_such(params):
+    """TextCraft gives up after two steps, long before the horizon: the critic values the state it stopped in."""
+    textcraft = {**TEXTCRAFT, "options": {**TEXTCRAFT["options"], "max_steps": 2, "goals": ["paper", "melon seeds"]}}
+    cfg = params(
+        textcraft,
+        rollout={**ROLLOUT, "items_per_step": 2, "max_new_tokens": 24, "observation_tokens": 64},
+        algorithm={"recipe": "ppo", "truncated": "bootstrap"},
+        warm_start={**SMALL["warm_start"], "num_demos": 16, "steps": 10},
+        horizon={"kind": "fixed", "max_turns": [6], "stage_steps": [1]},
+        validation={"every": 0, "max_turns": 6},
+    )
+    for name in (*BEFORE, "stage-1"):
+        run_step(name, cfg)
+    store = open_store(cfg)
+    (commit,) = store.history("stage-1", finished(cfg, store)["stage-1"].key)
+    episodes = decode_trajectories(store.read(commit, TRAJECTORIES))
+    cut = [episode for episode in episodes if episode.status is Status.ENV_LIMIT]
+    assert cut
+    assert {len(episode.turns) for episode in cut} == {2}
+    assert all(len(episode.input_ids) > episode.turns[-1].end for episode in cut)  # the state it stopped in was read
+    (point,) = decode_points(store.read(commit, METRICS))
+    assert point.metrics["rollout/env_limit_frac"] == len(cut) / len(episodes)
+    report = audit(cfg, num_episodes=len(episodes))
+    assert report.ok, [check.failures for check in report.checks if not check.ok]
 
 
 @pytest.mark.slow

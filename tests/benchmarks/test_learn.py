@@ -1,15 +1,16 @@
 """Verdicts and claims are read off the figures: the same code says the opposite of other figures."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from agentgym.comparison import Cell
+from agentgym.comparison import Cell, Comparison
 from agentgym.config import RunConfig
-from agentgym.evaluation.compare import CellResult, Checkpoint, Row
+from agentgym.evaluation.compare import CellResult, Checkpoint, Row, table
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -56,6 +57,37 @@ def test_a_recipe_is_judged_by_its_end_and_by_its_own_best(learn, success, curve
     assert verdict(learn, rows, "grpo ends at").ok is ends
     assert verdict(learn, rows, "grpo ends near").ok is near
     assert f"{100 * (max(curve) - curve[-1]):.1f} points below" in verdict(learn, rows, "grpo ends near").figures
+
+
+def test_a_verdict_names_its_worst_seed_and_every_seed_must_pass(learn):
+    good = row("grpo ScalingInter", 0.95)
+    worse = CellResult(
+        good.cells[1].cell, row("", 0.7).cells[1].after, *[getattr(good.cells[1], f) for f in ("start", "curve", "cost")], (), ()
+    )
+    found = verdict(learn, [Row(good.name, (good.cells[0], worse, good.cells[2]))], "grpo ends at")
+    assert found.ok is False  # the mean is 86.7 %
+    assert "worst: seed 1 with 70.0 %" in found.figures
+
+
+def test_a_claim_says_where_both_rows_are_at_a_ceiling(learn):
+    rows = [row("ppo ScalingInter", 0.97, recipe="ppo"), row("ppo long", 0.96, recipe="ppo", horizon="long")]
+    assert learn.published(rows)[0].endswith("Both rows are at the ceiling: little could show.")
+
+
+def test_a_result_is_computed_again_from_what_it_left(learn, tmp_path, monkeypatch):
+    monkeypatch.setattr(Cell, "run_key", "0" * 64)  # of data that is not pulled here
+    rows = [row("grpo ScalingInter", 0.9), row("T 0.4", 0.7, start=None, horizon="", group="temperature")]
+    cells = [cell.cell for each in rows for cell in each.cells]
+    comparison = Comparison(name="learn", recipes={}, horizons={})
+    for each in rows:
+        for cell in each.cells:
+            if cell.start is not None:
+                cell.cost.update(dict.fromkeys(("step", "turns", "tokens"), 1.0))
+    before = table(comparison, cells, rows, [])
+    learn.save_items(rows, tmp_path)
+    (tmp_path / "learn.json").write_text(json.dumps({"tables": [before]}))
+    again, missing = learn.saved_rows(cells, tmp_path)
+    assert table(comparison, cells, again, missing) == before
 
 
 def test_the_horizon_is_chosen_by_validation_not_by_the_test(learn):

@@ -67,7 +67,7 @@ def test_errors_have_the_style_its_servers_have():
             assert "data_idx must be at least 0" in (await post(client, "/reset", id=number, data_idx=-1))["error"]
             detail = (await post(client, "/step", status=422, id="x"))["detail"]
             assert [(row["loc"], row["type"]) for row in detail] == [(["body", "id"], "int_parsing"), (["body", "action"], "missing")]
-            assert (await client.post("/reset", content=b"{")).status_code == 422
+            assert (await client.post("/reset", content=b"{", headers={"Content-Type": "application/json"})).status_code == 422
 
     asyncio.run(main())
 

@@ -19,6 +19,7 @@ STEPS = 6
 def fuzz(endpoint, folder, checks, *chosen, examples):
     """Schemathesis over the operations chosen, which keeps notes in `folder`. Result: its report; raises where a check failed."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{endpoint}/openapi.json", "--phases", "fuzzing", "--checks", checks]
+    command += ["--header", f"Authorization: Bearer {endpoint.token}"]
     command += ["--max-examples", str(examples), "--seed", "1", "--request-timeout", "10", "--no-color", "--continue-on-failure", *chosen]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

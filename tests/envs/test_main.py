@@ -31,6 +31,34 @@ def test_bad_input_is_one_clear_line_and_code_2(arguments, message):
     assert "Traceback" not in ended.stderr
 
 
+def identities(name, ids, **options):
+    command = [sys.executable, "-m", "envs", "identities", name, "--options", json.dumps(options)]
+    return subprocess.run(command, input=ids if isinstance(ids, str) else json.dumps(ids), capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "same", "other"),
+    [
+        ("babyai", {}, (53, 135), 0),  # one world of two seeds
+        ("textcraft", {"max_depth": 1}, (3, 127), 4),  # 124 goals of one level
+        ("searchqa", {}, (0, 1200), 1),  # 1,200 questions for the test
+    ],
+)
+def test_ids_of_one_task_have_one_digest(name, options, same, other):
+    ended = identities(name, [*same, other], **options)
+    assert ended.returncode == 0, ended.stderr
+    first, second, third = json.loads(ended.stdout)
+    assert first == second != third
+    assert len(first) == 32
+
+
+@pytest.mark.parametrize("ids", ["[1, ", "{}", "[true]", "[-1]", '["1"]', ""])
+def test_what_is_no_list_of_task_ids_is_refused_in_one_line(ids):
+    ended = identities("textcraft", ids)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "standard input must be a JSON list of task ids" in ended.stderr.splitlines()[-1]
+
+
 @contextlib.contextmanager
 def started(tmp_path, *arguments, **popen):
     port_file = tmp_path / "port"
@@ -50,9 +78,10 @@ def wait_for(condition, seconds=20):
         time.sleep(0.02)
 
 
-def call(url, body=None):
+def call(url, body=None, token=""):
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=5) as reply:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=5) as reply:
         return json.loads(reply.read())
 
 
@@ -89,7 +118,7 @@ from pathlib import Path
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
 with local_env(EnvConfig(), expert=False, log_path=Path(sys.argv[1])) as endpoints:
-    print(endpoints[0], flush=True)
+    print(endpoints[0], endpoints[0].token, flush=True)
     time.sleep(60)
 """
 
@@ -97,8 +126,8 @@ with local_env(EnvConfig(), expert=False, log_path=Path(sys.argv[1])) as endpoin
 def test_the_server_ends_within_seconds_of_its_owner_being_killed_and_leaves_its_log_alone(tmp_path):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True)
     try:
-        url = owner.stdout.readline().strip()
-        pid = call(f"{url}/info")["pid"]
+        url, token = owner.stdout.readline().split()
+        pid = call(f"{url}/info", token=token)["pid"]
     finally:
         owner.kill()
         owner.wait()

@@ -371,7 +371,7 @@ def test_an_expert_that_fails_or_hangs_costs_an_error_and_not_the_session():
 def test_every_bad_request_gets_a_typed_error(route, body, status):
     @run
     async def test(client, sessions, simulator):
-        assert refusal(await client.post(route, content=body)) == (status, "bad_request")
+        assert refusal(await client.post(route, content=body, headers={"Content-Type": "application/json"})) == (status, "bad_request")
 
     test()
 

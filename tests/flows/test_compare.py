@@ -19,11 +19,14 @@ SMALL = {
     "horizons": {"long": {"horizon": {"kind": "fixed", "max_turns": [8], "stage_steps": [2]}}, "growing": {}},
     "contrasts": [["growing", "long"]],
 }
-BROKEN = {"name": "broken", "set": {"optimiser": {"lr": 0.0003}, "rollout": {"episode_timeout_s": 1e-6}}}
+BROKEN = {
+    "name": "broken",
+    "set": {"optimiser": {"lr": 0.0003}, "env": {"request_timeout_s": 1e-6}},
+}  # in no key: it shares what the others do
 
 
 def compare(project, *arguments):
-    return project.run("python", "-m", "flows.compare", "--comparison", "comparisons/small.yaml", "--out", "out", *arguments, timeout=800)
+    return project.run("python", "-m", "flows.compare", "comparisons/small.yaml", "--out", "out", *arguments, timeout=800)
 
 
 def steps_in(manifests):

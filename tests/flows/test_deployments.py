@@ -7,10 +7,16 @@ import shutil
 import signal
 import sys
 import time
+import urllib.error
 import urllib.request
+from base64 import b64encode
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -31,11 +37,16 @@ class Deployed:
         said = self.prefect("deployment", "run", deployment, "--param", f"run={json.dumps({'overrides': overrides})}")
         return re.search(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", said.replace("\n", "")).group()
 
+    @property
+    def services(self):
+        return json.loads((self.project.folder / ".agentgym/services.json").read_text())
+
     def api(self, path, body=None, method=None):
         """Prefect's own interface; its client would take seconds to import for every look."""
-        services = json.loads((self.project.folder / ".agentgym/services.json").read_text())
+        services = self.services
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{services['prefect']}/api/{path}", data, {"Content-Type": "application/json"}, method=method)
+        headers = {"Content-Type": "application/json", "Authorization": f"Basic {b64encode(services['login'].encode()).decode()}"}
+        request = urllib.request.Request(f"{services['prefect']}/api/{path}", data, headers, method=method)
         with urllib.request.urlopen(request, timeout=60) as reply:
             return json.loads(reply.read() or "null")
 
@@ -149,6 +160,179 @@ def test_every_flow_is_deployed_on_a_process_pool_and_a_kubernetes_pool(deployed
     assert str(deployed.project.folder) not in known
 
 
+def status_of(url, body=None, **headers):
+    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+NEW_WORK = [("POST", "flows/", {"name": "theirs"}), ("POST", "deployments/filter", {}), ("POST", "work_queues/", {"name": "theirs"})]
+
+
+@pytest.mark.parametrize(("path", "body"), [(path, body) for _, path, body in NEW_WORK] + [("admin/version", None), ("ready", None)])
+def test_who_does_not_know_the_login_gets_nothing_from_prefect(deployed, path, body):
+    url = f"{deployed.services['prefect']}/api/{path}"
+    wrong = f"Basic {b64encode(b'agentgym:wrong').decode()}"
+    assert status_of(url, body, **{"Content-Type": "application/json"}) == 401
+    assert status_of(url, body, **{"Content-Type": "text/plain"}) == 401
+    assert status_of(url, body, **{"Content-Type": "application/json", "Authorization": wrong}) == 401
+    known = f"Basic {b64encode(deployed.services['login'].encode()).decode()}"
+    assert status_of(url, body, Authorization=known, Host="rebound.example:4200") == 403
+    assert status_of(url, body, Authorization=known, Origin="http://elsewhere.example") == 403
+    assert status_of(url, body, Authorization=known, Origin="http://127.0.0.1:9") == 403
+
+
+@pytest.mark.parametrize("path", ["ajax-api/2.0/mlflow/experiments/search?max_results=5", "", "version", "static-files/index.html"])
+def test_who_does_not_know_the_login_gets_nothing_from_mlflow(deployed, path):
+    url = f"{deployed.services['mlflow']}/{path}"
+    assert status_of(url) == 401
+    known = f"Basic {b64encode(deployed.services['login'].encode()).decode()}"
+    assert status_of(url, Authorization=known, Host="rebound.example") == 403
+    assert status_of(url, Authorization=known, Origin="http://elsewhere.example") == 403
+    assert status_of(f"{deployed.services['mlflow']}/health") == 200
+
+
+@pytest.mark.parametrize("path", ["events/in", "events/out", "logs/out", "task_runs/subscriptions/scheduled"])
+def test_a_websocket_needs_the_login_and_is_not_for_pages(deployed, path):
+    url, login = f"{deployed.services['prefect'].replace('http', 'ws')}/api/{path}", deployed.services["login"]
+
+    def said(token, **more):
+        with connect(url, subprotocols=["prefect"], **more) as socket:
+            socket.send(json.dumps({"type": "auth", "token": token}))
+            try:
+                return json.loads(socket.recv(timeout=20))["type"]
+            except Exception as error:
+                return str(error)
+
+    assert said(login) == "auth_success"
+    assert "Auth required" in said(None)
+    assert "Invalid token" in said("agentgym:wrong")
+    for more in ({"origin": "http://elsewhere.example"}, {"additional_headers": {"Host": "rebound.example"}}):
+        with pytest.raises(InvalidStatus, match="403"):
+            said(login, **more)
+
+
+@pytest.fixture
+def browser(chromium):
+    from playwright.sync_api import sync_playwright
+
+    from envs.webarena.chromium import find_browser
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+def logged_in(services, name):
+    scheme, _, address = services[name].partition("://")
+    return f"{scheme}://{services['login']}@{address}/login"
+
+
+def test_the_printed_links_log_a_browser_in_and_its_pages_show_what_there_is(deployed, browser):
+    services = deployed.services
+    printed = make(deployed.project, "up").stdout
+    for name, page_path, shown in (("prefect", "/deployments", "pipeline"), ("mlflow", "/#/experiments", "agentgym-babyai")):
+        assert f"open     {logged_in(services, name)}\n" in printed
+        for host in ("127.0.0.1", "localhost"):  # the second as through a forwarded port
+            page, failures = browser.new_context().new_page(), []
+            page.on("response", lambda reply, failures=failures: reply.status in (401, 403) and failures.append(reply.url))
+            page.goto(logged_in(services, name).replace("127.0.0.1", host), timeout=60_000)
+            own = services[name].replace("127.0.0.1", host)
+            assert page.url.startswith(f"{own}/")
+            assert "login" not in page.url
+            failures.clear()  # a browser's first request is without the login, and is asked for it
+            page.goto(f"{own}{page_path}", timeout=60_000)
+            page.get_by_text(shown).first.wait_for(timeout=60_000)
+            assert failures == []
+
+
+FOREIGN_PAGE = """<!doctype html><title>theirs</title><script>
+const api = %s, results = [];
+const attempt = (name, made) => made.then(r => r.text().then(t => results.push([name, r.type, r.status, t])),
+                                          e => results.push([name, "refused", 0, String(e)]));
+const socket = new Promise(done => { const s = new WebSocket(api.replace("http", "ws") + "/api/events/in", ["prefect"]);
+  s.onopen = () => done("open"); s.onerror = () => done("refused"); });
+const body = JSON.stringify({name: "theirs"}), headers = {"Content-Type": "application/json"};
+Promise.all([
+  attempt("json", fetch(api + "/api/flows/", {method: "POST", headers, body, credentials: "include"})),
+  attempt("plain", fetch(api + "/api/flows/", {method: "POST", mode: "no-cors", body, credentials: "include"})),
+  attempt("read", fetch(api + "/api/admin/settings", {credentials: "include"})),
+  attempt("blind", fetch(api + "/api/admin/version", {mode: "no-cors", credentials: "include"})),
+]).then(() => socket).then(s => { results.push(["socket", s, 0, ""]); window.results = results; });
+</script>"""
+
+
+def test_a_page_of_another_origin_does_and_reads_nothing_even_in_the_owners_browser(deployed, browser):
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write((FOREIGN_PAGE % json.dumps(deployed.services["prefect"])).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as theirs:
+        Thread(target=theirs.serve_forever, daemon=True).start()
+        context = browser.new_context()
+        context.new_page().goto(logged_in(deployed.services, "prefect"), timeout=60_000)
+        for host in ("127.0.0.1", "localhost"):  # of the same site, and of another
+            page, answered = context.new_page(), {}
+            page.on("response", lambda reply, answered=answered: answered.setdefault(reply.url, set()).add(reply.status))
+            page.goto(f"http://{host}:{theirs.server_port}/")
+            page.wait_for_function("window.results", timeout=60_000)
+            results = page.evaluate("window.results")
+            assert len(results) == 5
+            assert all(kind in ("refused", "opaque") and text in ("", "TypeError: Failed to fetch") for _, kind, _, text in results), (
+                results
+            )
+            assert {status for url, statuses in answered.items() if "/api/" in url for status in statuses} <= {403}
+        theirs.shutdown()
+    assert "theirs" not in [flow["name"] for flow in deployed.api("flows/filter", {})]
+
+
+def test_nobody_else_can_read_the_login(deployed):
+    folder, password = deployed.project.folder, deployed.services["login"].partition(":")[2]
+    assert len(password) >= 32
+    holding = []
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and ".venv" not in path.parts and password.encode() in path.read_bytes():
+            holding.append(str(path.relative_to(folder)))
+            assert path.stat().st_mode & 0o777 == 0o600
+    assert sorted(holding) == [".agentgym/services.json", "prefect.toml"]
+    assert deployed.project.run("git", "check-ignore", *holding).stdout.split() == holding
+    assert (folder / ".agentgym").stat().st_mode & 0o777 == 0o700
+    assert not any(password in command for command in processes(deployed.project).values())
+
+
+def test_the_login_goes_to_no_other_server(deployed, monkeypatch):
+    heard = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self):
+            heard.append(str(self.headers))
+            self.send_error(404)
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    password = deployed.services["login"].partition(":")[2]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setitem(deployed.project.environment, "PREFECT_API_URL", f"http://127.0.0.1:{server.server_port}/api")
+        deployed.project.run("prefect", "--no-prompt", "work-pool", "ls")
+        server.shutdown()
+    assert heard
+    assert not any(password in said or b64encode(deployed.services["login"].encode()).decode() in said for said in heard)
+
+
 def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deployed):
     run = deployed.submit("pipeline/local", "seed=5", "horizon.stage_steps=[6,1,2]")
     deployed.wait_for_commit("stage-1", 3)
@@ -173,8 +357,7 @@ def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deploy
     kind, description, data = artifacts["step-stage-1"]
     assert kind == "table"
     assert "resumed at commit" in description
-    services = json.loads((deployed.project.folder / ".agentgym/services.json").read_text())
-    assert re.search(rf"\[MLflow run \w+\]\({services['mlflow']}/#/experiments/\d+/runs/[0-9a-f]{{32}}\)", description)
+    assert re.search(rf"\[MLflow run \w+\]\({deployed.services['mlflow']}/#/experiments/\d+/runs/[0-9a-f]{{32}}\)", description)
     rows = json.loads(data) if isinstance(data, str) else data
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert {"rollout_max_turns", "rollout_success", "validation_success"} <= rows[0].keys()

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -37,20 +38,28 @@ def test_commands_of_the_readme_work(finished, command):
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(SERVERS)])
-def test_servers_of_the_readme_come_up_and_end(finished, command):
+def test_servers_of_the_readme_come_up_and_end(finished, tmp_path, command):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     if command == "make ui":
         (finished.folder / ".venv").unlink(missing_ok=True)
         (finished.folder / ".venv").symlink_to(sys.prefix)
-        words, path = ["make", "--old-file=.venv/.installed", "ui", f"PORT={port}"], "/"
+        words, path = ["make", "--old-file=.venv/.installed", "ui", f"PORT={port}"], "/health"
     else:
         words, path = [port if word == "36002" else word for word in shlex.split(command)], "/readyz"
-    process = subprocess.Popen(words, cwd=finished.folder, env=finished.environment, start_new_session=True, stdout=subprocess.DEVNULL)
+    with (tmp_path / "said").open("wb") as said:
+        process = subprocess.Popen(words, cwd=finished.folder, env=finished.environment, start_new_session=True, stdout=said)
     try:
         assert answers(f"http://127.0.0.1:{port}{path}", process)
         assert list(finished.home.iterdir()) == []
+        if command == "make ui":
+            login, address = re.search(
+                r"^open +http://(.+)@(127\.0\.0\.1:\d+)/login$", (tmp_path / "said").read_text(), re.MULTILINE
+            ).groups()
+            assert address == f"127.0.0.1:{port}"
+            assert not answers(f"http://{address}/", process, within_s=2)
+            assert answers(f"http://{address}/", process, Authorization=f"Basic {b64encode(login.encode()).decode()}")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
@@ -61,12 +70,12 @@ def test_servers_of_the_readme_come_up_and_end(finished, command):
         time.sleep(0.2)
 
 
-def answers(url, process):
-    deadline = time.monotonic() + 120
+def answers(url, process, within_s=120, **headers):
+    deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         assert process.poll() is None, "the server ended"
         try:
-            with urllib.request.urlopen(url, timeout=5) as reply:
+            with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as reply:
                 return reply.status == 200
         except (urllib.error.URLError, OSError):
             time.sleep(0.3)

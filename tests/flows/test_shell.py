@@ -19,12 +19,13 @@ import pytest
         ("env.name=chess", "env: unknown environment 'chess'"),
         ("env.name=foo.bar", "env.name: string should match pattern"),
         ("registry.model_name=org/model", "registry.model_name: string should match pattern"),
+        ("model.source=hub model.name=/no/model", "model.name '/no/model' is neither a folder with a model"),
         ("evaluation.k=[]", "evaluation.k: tuple should have at least 1 item"),
         ("data.path=nowhere", "data.path nowhere does not exist, and there is no nowhere.dvc to pull it by"),
     ],
 )
 def test_a_wrong_parameter_is_one_line_and_starts_nothing(fresh, override, line):
-    ended = fresh.pipeline(override)
+    ended = fresh.pipeline(*override.split())
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert line in ended.stderr

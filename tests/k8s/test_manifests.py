@@ -7,6 +7,8 @@ import pytest
 import yaml
 
 from envs.__main__ import _parser
+from envs.doors import is_own
+from envs.wire import TOKEN_VARIABLE
 
 BASE = Path(__file__).parents[2] / "k8s/base"
 RESOURCES = yaml.safe_load((BASE / "kustomization.yaml").read_text())["resources"]
@@ -35,6 +37,19 @@ def test_containers_start_our_own_entry_points_with_options_they_know():
     assert container["command"][:3] == ["python", "-m", "envs"]
     arguments = _parser().parse_args([*container["command"][3:], *container["args"]])
     assert arguments.port == container["ports"][0]["containerPort"]
+
+
+def test_servers_ask_for_the_token_of_a_secret_and_know_the_names_of_their_service():
+    (deployment,), (service,) = ([d for d in DOCUMENTS if d["kind"] == kind] for kind in ("Deployment", "Service"))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (token,) = [row for row in container["env"] if row["name"] == TOKEN_VARIABLE]
+    assert token == {"name": TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": {"name": "agentgym-env-token", "key": "token"}}}
+    arguments = _parser().parse_args([*container["command"][3:], *container["args"]])
+    assert not arguments.no_token
+    assert "create secret generic agentgym-env-token" in (BASE.parent / "README.md").read_text()
+    name, namespace = service["metadata"]["name"], yaml.safe_load((BASE / "kustomization.yaml").read_text())["namespace"]
+    for host in (name, f"{name}.{namespace}", f"{name}.{namespace}.svc", f"{name}.{namespace}.svc.cluster.local", "10.1.2.3"):
+        assert is_own(f"{host}:8000", "10.1.2.3", arguments.allow_host), host
 
 
 def test_a_pod_lives_longer_than_its_drain():

@@ -3,11 +3,13 @@
 import os
 import signal
 import time
+import urllib.error
+import urllib.request
 
 import psutil
 import pytest
 from prefect import flow, get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from agentgym.deploy.owned import tail
 from tasks.prefect_server import prefect_api
@@ -26,9 +28,20 @@ def test_a_killed_server_is_brought_back_at_its_address_with_what_it_knew(tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))  # of the server, a process of its own
-    with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_api(tmp_path / "state"), get_client(sync_client=True) as client:
+    with (
+        temporary_settings(restore_defaults={PREFECT_API_URL}),
+        prefect_api(tmp_path / "state") as api,
+        get_client(sync_client=True) as client,
+    ):
         run = client.create_flow_run(watched)
         (server,) = servers()
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(
+                urllib.request.Request(f"{api}/flows/", b'{"name": "theirs"}', {"Content-Type": "application/json"}), timeout=30
+            )
+        login = PREFECT_API_AUTH_STRING.value()
+        assert login not in " ".join(server.cmdline())
+        assert not [path for path in tmp_path.rglob("*") if path.is_file() and login.encode() in path.read_bytes()]
         os.kill(server.pid, signal.SIGKILL)
         found = client.read_flow_run(run.id)  # the client's own patience is enough
         assert found.name == run.name
@@ -39,6 +52,7 @@ def test_a_killed_server_is_brought_back_at_its_address_with_what_it_knew(tmp_pa
         assert time.monotonic() < deadline, "the server outlived its command"
         time.sleep(0.1)
     assert servers() == []
+    assert PREFECT_API_AUTH_STRING.value() is None
     assert "the Prefect server ended with code -9; it is started again" in caplog.text
 
 

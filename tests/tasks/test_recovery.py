@@ -7,7 +7,7 @@ import pytest
 from prefect import flow, get_client
 from prefect.server.events.schemas.automations import Automation as ServerAutomation
 from prefect.server.events.schemas.events import ReceivedEvent
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Running
 
 from tasks.overdue import GOES_ON, MAX_ATTEMPTS, bring_back, given_up
@@ -88,18 +88,18 @@ def crash(client, run):
 
 
 def test_a_crashed_run_that_no_automation_answers_is_brought_back_all_the_same(client, deployment):
-    api = str(client.api_url).rstrip("/")
+    api, login = str(client.api_url).rstrip("/"), PREFECT_API_AUTH_STRING.value()
     run, ours, typed = client.create_flow_run_from_deployment(deployment), [], client.create_flow_run(crashing)
     for number in (1, 2):
         crash(client, run)
         crash(client, typed)
-        assert bring_back(api, max_attempts=2) == []  # the automations have their time first
-        ours.append(bring_back(api, max_attempts=2, overdue_s=0))
+        assert bring_back(api, login, max_attempts=2) == []  # the automations have their time first
+        ours.append(bring_back(api, login, max_attempts=2, overdue_s=0))
         state = client.read_flow_run(run.id).state
         assert (state.name, state.message) == (("AwaitingRetry", GOES_ON) if number == 1 else ("Failed", given_up(2)))
     assert ours == [[str(run.id)]] * 2
     assert client.read_flow_run(typed.id).state.name == "Crashed"  # a person's own
-    assert bring_back(api, overdue_s=0) == []
+    assert bring_back(api, login, overdue_s=0) == []
 
 
 def test_a_real_server_schedules_a_crashed_run_again_and_gives_up_after_the_last_attempt(client, deployment):

@@ -1,13 +1,10 @@
 """The supervisor's bookkeeping; that everything comes up, recovers and ends is in tests/flows/test_deployments.py."""
 
-import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ import pytest
 from agentgym.config import ConfigError
 from agentgym.store.lease import process_start
 from tasks import supervisor
-from tasks.services import TOML, TOML_MARK, _port, down, is_stale, running, status, up
+from tasks.services import TOML, TOML_MARK, _listener, down, is_stale, running, status, up
 from tasks.supervisor import MAX_RESTARTS, Service
 
 
@@ -90,8 +87,9 @@ def test_a_port_that_was_asked_for_and_is_taken_is_an_error_the_usual_one_is_rep
         other.listen()
         taken = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {taken} cannot be used .* make up PREFECT_PORT="):
-            _port(taken, 4200, "PREFECT_PORT")
-        assert _port(None, taken, "PREFECT_PORT") not in (0, taken)
+            _listener(taken, 4200, "PREFECT_PORT")
+        with _listener(None, taken, "PREFECT_PORT") as bound:
+            assert bound.getsockname()[1] not in (0, taken)
 
 
 def test_a_service_that_dies_is_started_again_and_stays_down_when_it_dies_too_often(tmp_path, monkeypatch):
@@ -108,33 +106,3 @@ def test_a_service_that_dies_is_started_again_and_stays_down_when_it_dies_too_of
     assert service.given_up
     assert service.process is None
     assert (tmp_path / "log").read_text() == "why\n" * starts
-
-
-def test_a_command_that_knows_nothing_of_owners_ends_with_its_owner(tmp_path):
-    owner = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys, time\nfrom pathlib import Path\nfrom agentgym.deploy.owned import owned_process\n"
-            "keep = [sys.executable, '-m', 'tasks.supervisor', 'keep', 'sh', '-c', 'sleep 300 & echo $! > pid; wait']\n"
-            "with owned_process(keep, log_path=Path('log'), env={}): time.sleep(300)",
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
-            assert time.monotonic() < deadline, "the command did not start"
-            time.sleep(0.05)
-        grandchild = int((tmp_path / "pid").read_text())
-        assert process_start(grandchild) is not None
-        owner.kill()
-        owner.wait(10)
-        deadline = time.monotonic() + 20
-        while process_start(grandchild) is not None:
-            assert time.monotonic() < deadline, "it outlived its owner"
-            time.sleep(0.05)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            owner.kill()

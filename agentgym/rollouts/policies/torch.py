@@ -11,7 +11,7 @@ import hashlib
 import logging
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,22 @@ from agentgym.training.model import load_weights
 from agentgym.types import Completion, SampleKey, Sampling
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far the same weights may be from themselves in a forward of another shape."""
+
+    mass: float  # probability between a uniform and the interval of the token it drew
+    nats: float  # of log-probabilities, and by which a greedy token may be below the largest
+
+
+# Of this engine, by dtype of its weights; about ten times what tiny models show. Others: none is stated.
+TOLERANCES = {
+    torch.float32: Tolerance(mass=1e-4, nats=1e-3),
+    torch.float16: Tolerance(mass=1e-3, nats=0.05),
+    torch.bfloat16: Tolerance(mass=1e-2, nats=0.3),
+}
 
 
 @dataclass(slots=True)
@@ -46,20 +62,15 @@ class _Request:
 class TorchPolicy:
     """Samples with its own copy of the weights; `publish` is the only way they change."""
 
+    # A SampleKey and the weights determine a token, so an audit can tell a draw from a choice.
+    # Of an engine without this, an audit can say how likely a token was, and no more.
+    repeats_draws: ClassVar[bool] = True
+
     def __init__(self, model: Any, *, stop_id: int, num_slots: int, context_tokens: int) -> None:
         """model: built with RAGGED attention. num_slots: rows decoded together; more requests wait their turn."""
         require_ragged(model)
         self._model = model.eval()
-        config = model.config
-        like = next(model.parameters())
-        self._cache = KeyValueCache(
-            num_layers=config.num_hidden_layers,
-            num_slots=num_slots,
-            context_tokens=context_tokens,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            like=like,
-        )
+        self._cache = KeyValueCache.of(model, num_slots=num_slots, context_tokens=context_tokens)
         self._stop_id, self._context = stop_id, context_tokens
         self._slots = [_Slot() for _ in range(num_slots)]
         self._waiting: list[_Request] = []
@@ -83,7 +94,7 @@ class TorchPolicy:
         request = _Request(
             prompt_ids,
             sampling,
-            _uniforms(sampling.key, sampling.max_new_tokens),
+            uniforms(sampling.key, sampling.max_new_tokens),
             asyncio.get_running_loop().create_future(),
         )
         self._waiting.append(request)
@@ -205,15 +216,34 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor
     logits: [R, V] float32; temperature, uniform: [R]. Result: tokens [R] int64 and their natural-log probabilities [R],
     of the distribution at that temperature (at temperature 1 where greedy).
     """
-    greedy = temperature == 0
-    logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature)[:, None].to(logits.dtype), -1)
-    cumulative = logp.double().exp().cumsum(-1)
+    greedy, logp, cumulative = _distribution(logits, temperature)
     drawn = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
     tokens = torch.where(greedy, logits.argmax(-1), drawn)
     return tokens, logp.gather(1, tokens[:, None])[:, 0]
 
 
-def _uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def draw_distance(logits: Tensor, temperature: Tensor, uniform: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """How far each token is from being the one `sample` draws; 0 where it is.
+
+    Shapes as in `sample`, tokens: [R] int64. Result: ([R] float64 probability between `uniform`
+    and the token's interval, 0 where greedy; [R] nats below the largest, 0 where sampled).
+    """
+    greedy, logp, cumulative = _distribution(logits, temperature)
+    bounds = torch.nn.functional.pad(cumulative / cumulative[:, -1:], (1, 0))
+    low, high = bounds.gather(1, tokens[:, None])[:, 0], bounds.gather(1, tokens[:, None] + 1)[:, 0]
+    outside = torch.maximum(low - uniform, uniform - high).clamp(min=0)
+    below = logp.max(-1).values - logp.gather(1, tokens[:, None])[:, 0]
+    return torch.where(greedy, 0.0, outside), torch.where(greedy, below, 0.0)
+
+
+def _distribution(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """([R] greedy, [R, V] log-probabilities, at temperature 1 where greedy, [R, V] their running sum)."""
+    greedy = temperature == 0
+    logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature)[:, None].to(logits.dtype), -1)
+    return greedy, logp, logp.double().exp().cumsum(-1)
+
+
+def uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """`count` numbers in [0, 1) that depend on the key alone, not on what was drawn before."""
     digest = hashlib.sha256("\x1f".join(map(str, key)).encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little"))).random(count)

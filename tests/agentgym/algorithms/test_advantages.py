@@ -101,6 +101,16 @@ def test_a_group_of_equal_returns_gets_exact_zeros(name, value):
     assert outcomes(name, [value] * 7, [0] * 7) == [0.0] * 7
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"])
+@pytest.mark.parametrize("value", [0.66, 66.0])
+def test_returns_that_differ_by_rounding_are_equal_returns(name, value):
+    # neighbours in float32; of 66 they are 8e-6 apart, which the group's deviation would blow up to advantages of 0.6
+    above = float(torch.nextafter(torch.tensor(value), torch.tensor(100.0)))
+    assert above > value
+    assert outcomes(name, [value, above, value], [0] * 3) == [0.0] * 3
+    assert outcomes(name, [value, 1.01 * value, value], [0] * 3)[1] > 0  # negative control
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo"])
 def test_a_group_left_with_one_member_gets_zero_and_disturbs_no_other(name):
     assert outcomes(name, [5.0, 1.0, 0.0], [0, 1, 1])[0] == 0

@@ -57,9 +57,10 @@ def test_failed_environments_and_rows_without_actions_never_enter():
         trajectory([1, 4], [0, 0], status=Status.MAX_TOKENS),
         trajectory([1, 5], [0, 1], status=Status.MAX_TURNS, reward=0.0),
         trajectory([1, 6], [0, 1], status=Status.MAX_TOKENS, reward=0.0),
+        trajectory([1, 8], [0, 1], status=Status.ENV_LIMIT, reward=0.0),
         trajectory([1, 7], [0, 1]),
     ]
-    assert to_batch(rows, truncated="zero").input_ids.tolist() == [1, 5, 1, 6, 1, 7]
+    assert to_batch(rows, truncated="zero").input_ids.tolist() == [1, 5, 1, 6, 1, 8, 1, 7]
     assert to_batch(rows, truncated="mask").input_ids.tolist() == [1, 7]
 
 
@@ -114,6 +115,17 @@ def test_only_groups_whose_rewards_differ_carry_signal():
     assert [row.item.task_id for row in groups_with_signal(rows)] == [2, 2]
 
 
+# the outcome of SciWorld added up on two ways through one task
+ROUNDED = [0.08 + 0.08 + 0.5, 0.16 + 0.42 + 0.08, 0.66, 0.6600000000000001]
+
+
+def test_rewards_that_differ_by_rounding_carry_no_signal():
+    assert len(set(ROUNDED)) > 1
+    rows = [*group(1, *ROUNDED), *group(2, 66.0, 66.00000000000001), *group(3, 0.66, 0.67), *group(4, 0.0, 1e-5)]
+    assert [row.item.task_id for row in groups_with_signal(rows)] == [3, 3, 4, 4]
+    assert not groups_with_signal(group(1, 99.99999, 100.0))  # of hundreds float32 keeps five decimals
+
+
 @pytest.mark.parametrize(
     ("turns", "tokens", "expected"),
     [
@@ -135,8 +147,9 @@ def test_a_penalty_is_part_of_the_outcome_and_lies_where_it_lies():
 
 
 def test_cut_episodes_are_marked():
-    rows = [trajectory([1, 2], [0, 1], status=status) for status in (Status.TERMINATED, Status.MAX_TURNS, Status.MAX_TOKENS)]
-    assert to_batch(rows).cut.tolist() == [False, True, True]
+    ends = (Status.TERMINATED, Status.MAX_TURNS, Status.MAX_TOKENS, Status.ENV_LIMIT)
+    rows = [trajectory([1, 2], [0, 1], status=status) for status in ends]
+    assert to_batch(rows).cut.tolist() == [False, True, True, True]
 
 
 def test_shuffled_outcomes_are_the_same_ones_on_other_rows_last_actions():

@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from agentgym.algorithms.losses import aggregation_weights, clip_loss, importance_weights, kl_penalty, mismatch, preference_loss, value_loss
+from agentgym.algorithms.losses import (
+    aggregation_weights,
+    clip_fractions,
+    clip_loss,
+    importance_weights,
+    kl_penalty,
+    mismatch,
+    preference_loss,
+    value_loss,
+)
 
 
 def loss_and_gradient(ratio, advantage, **bounds):
@@ -52,6 +61,31 @@ def test_the_two_bounds_are_separate():
 def test_dual_clip_bounds_the_loss_of_a_negative_advantage(ratio, advantage, loss, gradient):
     bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
     assert loss_and_gradient(ratio, advantage, **bounds) == pytest.approx((loss, gradient), abs=1e-5)
+
+
+RATIOS = [0.5, 0.5, 0.5, 0.9, 0.9, 1.5, 1.5, 1.5, 5.0, 5.0]
+ADVANTAGES = [-2.0, 2.0, 0.0, -2.0, 2.0, -2.0, 2.0, 0.0, -2.0, 2.0]
+CLIPPED = {
+    "clip_frac_low": [0],  # 0.5 < 0.8 with A < 0
+    "clip_frac_high": [6, 9],  # 1.5 and 5 > 1.28 with A > 0
+}
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_clip_fractions_count_a_token_where_clipping_takes_its_gradient(dual_clip):
+    logprobs = torch.tensor(RATIOS).log().requires_grad_()
+    bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": dual_clip}
+    binds = clip_fractions(logprobs.detach(), torch.zeros(10), torch.tensor(ADVANTAGES), **bounds)
+    expected = CLIPPED | ({"clip_frac_dual": [8]} if dual_clip else {})
+    expected["clip_frac"] = sorted(index for places in expected.values() for index in places)
+    assert {name: flags.nonzero()[:, 0].tolist() for name, flags in binds.items()} == expected
+    # the loss says the same: no gradient although the advantage is not 0
+    clip_loss(logprobs, torch.zeros(10), torch.tensor(ADVANTAGES), **bounds).sum().backward()
+    flat = (logprobs.grad == 0) & (torch.tensor(ADVANTAGES) != 0)
+    assert flat.tolist() == binds["clip_frac"].tolist()
+    # negative control: with the sign of the advantage ignored, twice as many
+    outside = sum(ratio < 0.8 or ratio > 1.28 for ratio in RATIOS)
+    assert (outside, int(binds["clip_frac"].sum())) == ((8, 4) if dual_clip else (8, 3))
 
 
 @pytest.mark.parametrize(
@@ -129,30 +163,32 @@ def test_importance_weights_are_capped_from_above_alone():
 
 
 def test_mismatch_of_equal_policies_is_nothing():
-    assert mismatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0])) == {
+    assert mismatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0]), cap=2.0) == {
         "kl": 0.0,
         "max_abs": 0.0,
         "ess": 1.0,
         "outside_frac": 0.0,
+        "capped_frac": 0.0,
     }
 
 
 def test_mismatch_against_hand_values():
     # w = 2 and 0.5: kl = ((2 - 1 - ln 2) + (0.5 - 1 + ln 2)) / 2 = 0.25; ess = 2.5^2 / (2 * 4.25) = 0.735294
-    gap = mismatch(torch.tensor([math.log(2.0), -math.log(2.0)]), torch.zeros(2))
+    gap = mismatch(torch.tensor([math.log(2.0), -math.log(2.0)]), torch.zeros(2), cap=1.9)
     assert gap["kl"] == pytest.approx(0.25, abs=1e-6)
     assert gap["max_abs"] == pytest.approx(math.log(2), abs=1e-6)
     assert gap["ess"] == pytest.approx(0.735294, abs=1e-6)
-    assert mismatch(torch.tensor([0.2, 0.05, 0.0, -0.2]), torch.zeros(4))["outside_frac"] == 0.5  # 1.22 and 0.82
+    assert gap["capped_frac"] == 0.5  # the weight of 2, which `importance_weights` makes 1.9
+    assert mismatch(torch.tensor([0.2, 0.05, 0.0, -0.2]), torch.zeros(4), cap=2.0)["outside_frac"] == 0.5  # 1.22 and 0.82
 
 
 def test_mismatch_is_measured_from_the_engine_and_never_negative():
     """E_engine[k3] = KL(engine || learner); with engine (0.8, 0.2) and learner (0.5, 0.5): 0.8 ln 1.6 + 0.2 ln 0.4 = 0.192745."""
     engine, learner = torch.tensor([0.8] * 4 + [0.2]).log(), torch.tensor([0.5] * 5).log()
-    assert mismatch(learner, engine)["kl"] == pytest.approx(0.192745, abs=1e-5)
-    assert mismatch(engine, learner)["kl"] != pytest.approx(0.192745, abs=1e-2)
-    assert mismatch(torch.tensor([-5.0]), torch.tensor([-0.1]))["kl"] > 0
+    assert mismatch(learner, engine, cap=2.0)["kl"] == pytest.approx(0.192745, abs=1e-5)
+    assert mismatch(engine, learner, cap=2.0)["kl"] != pytest.approx(0.192745, abs=1e-2)
+    assert mismatch(torch.tensor([-5.0]), torch.tensor([-0.1]), cap=2.0)["kl"] > 0
 
 
 def test_a_log_probability_that_is_not_a_number_stays_visible():
-    assert math.isnan(mismatch(torch.tensor([float("nan"), -1.0]), torch.tensor([-1.0, -1.0]))["kl"])
+    assert math.isnan(mismatch(torch.tensor([float("nan"), -1.0]), torch.tensor([-1.0, -1.0]), cap=2.0)["kl"])

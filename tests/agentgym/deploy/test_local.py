@@ -1,17 +1,21 @@
 """A local environment server lives exactly as long as its `with` block."""
 
 import json
+import pickle
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import psutil
 import pytest
 
-from agentgym.config import ConfigError, EnvConfig
+from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.deploy import local, owned
 from agentgym.deploy.local import local_env
+from agentgym.rollouts.client import token_of
+from agentgym.steps import local_environment
 
 
 def children():
@@ -22,14 +26,49 @@ def test_a_server_is_ready_when_the_block_begins_and_gone_when_it_ends(tmp_path)
     env = EnvConfig(options={"actions": "high"}, max_sessions=3, session_ttl_s=12.5)
     before = children()
     with local_env(env, expert=True, log_path=tmp_path / "logs" / "env.log") as endpoints:
-        with urllib.request.urlopen(f"{endpoints[0]}/info", timeout=5) as reply:
-            info = json.loads(reply.read())
+        info = ask(endpoints[0])
         assert (info["env"], info["options"]["actions"], info["max_sessions"], info["session_ttl_s"]) == ("babyai", "high", 3, 12.5)
         assert info["offers_expert"]
         with open(f"/proc/{info['pid']}/environ") as environment:
             assert "OMP_NUM_THREADS=1" in environment.read().split("\0")
     assert children() == before
     assert "babyai listens on http://127.0.0.1:" in (tmp_path / "logs" / "env.log").read_text()
+
+
+def ask(endpoint, token=None):
+    headers = {"Authorization": f"Bearer {endpoint.token if token is None else token}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/info", headers=headers), timeout=5) as reply:
+        return json.loads(reply.read())
+
+
+def test_each_server_has_a_token_of_its_own_that_nobody_else_can_read(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "of-configured-servers")
+    caplog.set_level(0)
+    logs = tmp_path / "first", tmp_path / "second"
+    with (
+        local_env(EnvConfig(), expert=False, log_path=logs[0]) as (first,),
+        local_env(EnvConfig(), expert=False, log_path=logs[1]) as (second,),
+    ):
+        pid = ask(first)["pid"]
+        assert ask(second)["env"] == "babyai"
+        for token in ("", "of-configured-servers", second.token):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                ask(first, token)
+        with open(f"/proc/{pid}/cmdline") as command:
+            assert first.token not in command.read()
+    shown = [str(first), repr(first), f"{first}", json.dumps([first]), caplog.text, *(log.read_text() for log in logs)]
+    assert not [text for text in shown if first.token in text]
+    assert len(first.token) >= 43  # 256 random bits
+    assert pickle.loads(pickle.dumps(first)).token == first.token  # it goes with the endpoint to a rollout worker
+
+
+def test_configured_servers_get_the_token_of_the_environment_wherever_they_are_asked_from(monkeypatch):
+    monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "of-configured-servers")
+    cfg = RunConfig.model_validate({"env": {"endpoints": ["http://10.0.0.5:8000"]}})
+    with local_environment(cfg, False) as endpoints:
+        (endpoint,) = pickle.loads(pickle.dumps(endpoints))["babyai"]  # to a machine with another environment
+    monkeypatch.delenv("AGENTGYM_ENV_TOKEN")
+    assert (endpoint, token_of(endpoint)) == ("http://10.0.0.5:8000", "of-configured-servers")
 
 
 def test_no_process_is_left_after_an_exception(tmp_path):

@@ -7,49 +7,8 @@ import pytest
 
 from agentgym.comparison import Cell
 from agentgym.config import RunConfig
-from agentgym.evaluation.compare import CellResult, Row, crossed_bootstrap, training_curve
+from agentgym.evaluation.compare import CellResult, Row, training_curve
 from agentgym.tracking import Point
-
-NAN = float("nan")
-
-
-def interval(values, confidence=0.95, num_bootstrap=4000):
-    return crossed_bootstrap(np.array(values, dtype=float), confidence=confidence, num_bootstrap=num_bootstrap, seed=1)
-
-
-def test_seeds_and_items_are_both_drawn():
-    # two seeds of one item, 0 and 1: the mean of two draws is 0, 1/2, 1 with probability 1/4, 1/2, 1/4
-    wide, narrow = interval([[0], [1]], 0.6), interval([[0], [1]], 0.4)
-    assert (wide.mean, wide.low, wide.high) == (0.5, 0.0, 1.0)
-    assert (narrow.low, narrow.high) == (0.5, 0.5)
-    # one seed of two items: the same by items
-    assert (interval([[0, 1]], 0.6).low, interval([[0, 1]], 0.4).low) == (0.0, 0.5)
-
-
-def test_agreeing_seeds_leave_the_items_and_equal_items_leave_the_seeds():
-    items = np.tile(np.arange(100) % 2, (3, 1))
-    # standard error of 100 coins is 5 points, and three seeds that agree add nothing: 1.96 * 5
-    found = interval(items)
-    assert found.low == pytest.approx(0.402, abs=0.02)
-    assert found.high == pytest.approx(0.598, abs=0.02)
-    # seeds at 0.4 and 0.6, items all alike: only seeds matter, half of the draws take one seed twice
-    found = interval(np.repeat([[0.4], [0.6]], 100, axis=1))
-    assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.4, 0.6))
-
-
-def test_failed_episodes_are_left_out_and_every_seed_counts_alike():
-    # seed 0 has one valid item with 1, seed 1 two with 0: means 1 and 0
-    found = interval([[1, NAN], [0, 0]])
-    assert (found.mean, found.num_items) == (0.5, 2)
-    with pytest.raises(ValueError, match="a seed has no valid episode"):
-        interval([[1, 1], [NAN, NAN]])
-    with pytest.raises(ValueError, match="shape"):
-        interval([1, 2])
-
-
-def test_equal_draws_give_equal_intervals():
-    values = np.random.default_rng(0).random((3, 40))
-    assert interval(values) == interval(values)
 
 
 def point(step, episodes=64.0, failed=0.0, turns=5.0, tokens=50.0, cpu=2.0, **more):
@@ -118,3 +77,15 @@ def test_an_estimate_is_plain_json_with_the_sample_deviation():
     assert (found["mean"], found["per_seed"], found["sd"]) == (0.5, [0.75, 0.25], 0.3536)
     assert json.loads(json.dumps(found)) == found
     assert row("a", [[1, 0]], seeds=(4,)).success("greedy").to_json()["sd"] is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ([[1] * 96 + [0] * 4] * 2, [[1] * 97 + [0] * 3] * 2, "ceiling"),
+        ([[1] * 96 + [0] * 4] * 2, [[1] * 94 + [0] * 6] * 2, ""),
+        ([[0] * 96 + [1] * 4] * 2, [[0] * 97 + [1] * 3] * 2, "floor"),
+    ],
+)
+def test_a_contrast_says_where_it_has_no_room(ours, theirs, said):
+    assert row("a", ours).limit(row("b", theirs), "greedy") == said

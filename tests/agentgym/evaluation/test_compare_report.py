@@ -1,6 +1,7 @@
 """A result table as text and figures."""
 
 import json
+import re
 
 from agentgym.evaluation.compare_report import curves_png, result_files, results_png, table_markdown
 
@@ -88,3 +89,16 @@ def test_figures_depend_on_nothing_but_the_table():
     assert results_png(table(ROWS)) == results_png(table(ROWS))
     assert curves_png(table(ROWS)) == curves_png(table(ROWS))
     assert curves_png(table([row("grpo", "long", 0.9, curves=False)])) is None
+
+
+def test_names_from_a_file_are_no_markup_of_the_table():
+    evil = "<img src=x onerror=alert(1)> | [link](http://evil)\n# head"
+    text = table_markdown(table([row(evil, "long", 0.9, name=evil)], missing=[evil]) | {"title": evil})
+    assert "<img" not in text
+    assert "](" not in text
+    assert [line for line in text.splitlines() if line.startswith("#")] == [text.splitlines()[0]]
+
+    def cells_in(text):
+        return {len(re.findall(r"(?<!\\)\|", line)) for line in text.splitlines() if line.startswith("|")}
+
+    assert cells_in(text) == cells_in(table_markdown(table([row("grpo", "long", 0.9)])))

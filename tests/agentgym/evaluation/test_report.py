@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import base64
+import dataclasses
+import hashlib
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -79,7 +83,7 @@ def test_the_page_is_well_formed_and_fetches_nothing() -> None:
     assert "script" not in tags.names
     assert "link" not in tags.names
     assert [link[:22] for link in tags.links] == ["data:image/png;base64,"]
-    assert "http" not in page()
+    assert "http" not in page().replace("http-equiv", "")
     assert "url(" not in page()
 
 
@@ -104,7 +108,7 @@ def test_a_script_in_any_text_is_escaped(place: str) -> None:
 def test_the_table_shows_intervals_and_paired_gains_in_percent() -> None:
     text = re.sub(r"<[^>]+>", " ", page())
     text = re.sub(r"\s+", " ", text)
-    assert "warm start 100 12 50.0 40.0 – 60.0 80.0 70.0 – 90.0" in text
+    assert "warm start 100 12 100.0 50.0 40.0 – 60.0 80.0 70.0 – 90.0" in text
     assert "75.0 65.0 – 83.0 (98 items) +25.0 +12.5 to +37.5" in text
     assert "−1.0 −5.0 to +3.0" in text
 
@@ -186,3 +190,64 @@ learning_curve_png([], [], [])
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def policy_of(text: str) -> dict[str, str]:
+    found = re.search(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', text)
+    assert found
+    return dict(part.split(" ", 1) for part in found[1].split("; "))
+
+
+def test_the_page_says_that_nothing_but_its_own_style_and_pictures_may_load() -> None:
+    text = page(timings={"stage 1": 0.0})
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert style
+    digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
+    assert policy_of(text) == {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "style-src": f"'sha256-{digest}'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    assert text.index("Content-Security-Policy") < text.index("<style>")
+    assert not re.search(r"\sstyle=|\son\w+=|javascript:", text)
+
+
+def test_under_its_policy_the_page_shows_as_before_and_runs_no_script(tmp_path: Path, chromium: None) -> None:
+    from playwright.sync_api import sync_playwright
+
+    from envs.webarena.chromium import find_browser
+
+    curve = learning_curve_png([Curve("success", [0, 1], [0.1, 0.4])], [StageSpan("stage 1", 0, 2, 5)], [])
+    evil = '<script>document.title = "ran"</script><img src="x" onerror="document.title = 1"><p id="evil" style="color: red">x</p>'
+    (tmp_path / "report.html").write_text(page(figures={"Learning curve": curve}).replace("</main>", f"{evil}</main>"))
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
+        shown = browser.new_page(viewport={"width": 1280, "height": 900})
+        shown.goto((tmp_path / "report.html").as_uri())
+        facts = shown.evaluate(
+            """() => ({
+                width: getComputedStyle(document.querySelector('main')).maxWidth,
+                picture: document.querySelector('figure img').naturalWidth,
+                bars: [...document.querySelectorAll('.bar rect')].map(bar => Math.round(bar.getBoundingClientRect().width)),
+                cell: Math.round(document.querySelector('.bar svg').getBoundingClientRect().width),
+                colour: getComputedStyle(document.querySelector('.bar svg')).fill,
+                evil: getComputedStyle(document.querySelector('#evil')).color,
+                title: document.title,
+            })"""
+        )
+        browser.close()
+    assert facts["width"] == "1040px"
+    assert facts["picture"] > 500
+    assert facts["bars"] == pytest.approx([0.9 * facts["cell"], 0.1 * facts["cell"]], abs=1.5)
+    assert facts["colour"] == "rgb(138, 169, 204)"
+    assert facts["evil"] != "rgb(255, 0, 0)"
+    assert facts["title"] == "BabyAI"
+
+
+def test_where_episodes_failed_the_other_convention_stands_beside_the_number():
+    partial = dataclasses.replace(AFTER, coverage=0.97, failed={"greedy": Interval(0.7312, 0.6, 0.8, 100)})
+    assert "failed as failures 73.1" in page(rows=[BEFORE, partial])
+    assert "<td>97.0</td>" in page(rows=[BEFORE, partial])
+    assert "failed as failures 7" not in page()

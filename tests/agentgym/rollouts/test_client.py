@@ -13,10 +13,10 @@ from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
 from agentgym.rollouts import client
 from agentgym.rollouts.chat import ChatRenderer
-from agentgym.rollouts.client import EnvError, EnvPool, check_endpoints
+from agentgym.rollouts.client import EnvError, EnvPool, EnvPools, check_endpoints
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.types import Completion, Item, Status
+from agentgym.types import Completion, Endpoint, Item, Status
 
 ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
 
@@ -319,7 +319,7 @@ async def server_at(host, port, options=None):
     from envs.babyai import spec
     from envs.server import ServerSettings, make_app
 
-    app = make_app(spec(options or {}), ServerSettings(drain_timeout_s=0.1))
+    app = make_app(spec(options or {}), ServerSettings(drain_timeout_s=0.1, hosts=("envs.test",)))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -372,6 +372,41 @@ def test_a_server_that_comes_later_must_be_like_the_others(monkeypatch):
                     await play(pool, "key")
 
     asyncio.run(main())
+
+
+def test_the_token_of_one_server_is_never_sent_to_another(monkeypatch):
+    """Ours goes to ours, that of the environment to configured servers, each by whatever name or dialect it is asked."""
+    monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "of-configured-servers")
+    resolving(monkeypatch, {"envs.test": ["127.0.0.2", "127.0.0.3"]})
+    sent = {}
+
+    async def listen(host, port=0):
+        async def handle(reader, writer):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            sent.setdefault(host, set()).update(line[15:] for line in head.split("\r\n") if line.startswith("Authorization: "))
+            writer.write(b"HTTP/1.1 500 x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(handle, host, port)
+        return server.sockets[0].getsockname()[1]
+
+    async def main():
+        port = await listen("127.0.0.2")
+        await listen("127.0.0.3", port)
+        own, plain = Endpoint(f"http://127.0.0.4:{await listen('127.0.0.4')}", "own"), f"http://127.0.0.5:{await listen('127.0.0.5')}"
+        envs = [EnvConfig(name="babyai"), EnvConfig(name="textcraft", endpoints=(plain,), dialect="agentgym")]
+        for endpoint in (own, plain, f"http://envs.test:{port}"):
+            async with pool_of(endpoint) as pool:
+                with pytest.raises(EnvError):
+                    await pool.check(EnvConfig(), allow_expert=False)
+        async with EnvPools.of(envs, {"babyai": [own], "textcraft": (plain,)}) as pools:
+            for env in envs:
+                with pytest.raises(EnvError):
+                    await pools.check([env], allow_expert=False)
+
+    asyncio.run(main())
+    configured = {"Bearer of-configured-servers"}
+    assert sent == {"127.0.0.2": configured, "127.0.0.3": configured, "127.0.0.4": {"Bearer own"}, "127.0.0.5": configured}
 
 
 def test_the_token_of_the_environment_is_sent(serving, monkeypatch):

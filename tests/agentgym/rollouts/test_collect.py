@@ -220,6 +220,35 @@ def test_an_episode_that_hangs_times_out_alone(renderer, deterministic):
     assert (trajectories[3].reward, trajectories[3].error) == (None, "no end within 0.15 s")
 
 
+def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_takes_to_close(renderer):
+    """Left out, it would be a failure or a success less in every number, whichever it was."""
+
+    class Lingering(Pool):
+        @asynccontextmanager
+        async def session(self, item, request_key):
+            async with super().session(item, request_key) as session:
+                yield session
+                await asyncio.sleep(3600)
+
+    async def behave(item, attempt, turn):
+        return Reply(1.0, terminated=turn == 2, success=True)
+
+    collection = collect(
+        [Item("babyai", 0)],
+        num_samples=1,
+        pool=Lingering(behave),
+        policy=Scripted(renderer),
+        renderer=renderer,
+        settings=SETTINGS,
+        concurrency=1,
+        episode_timeout_s=0.3,
+        max_attempts=2,
+        max_env_error_frac=0.0,
+    )
+    (ended,) = asyncio.run(asyncio.wait_for(collection, 20))
+    assert (ended.status, ended.reward, ended.success, ended.error, ended.num_attempts) == (Status.TERMINATED, 2.0, True, None, 1)
+
+
 def test_statuses_of_horizon_and_end(renderer):
     async def behave(item, attempt, turn):
         return Reply(0.25, terminated=item.task_id == 1 and turn == 2, success=True)

@@ -174,6 +174,24 @@ def test_a_webarena_task_that_cannot_be_opened_is_an_environment_error_and_rewar
     asyncio.run(main())
 
 
+def test_webarenas_server_alone_tells_its_limit_from_the_end_of_the_task():
+    step = '{"observation": "x", "reward": 0, "terminated": %s, "truncated": %s, "info": {}}'
+    opened = ((200, '{"env_idx": 5}'), (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'))
+    done = (200, '{"observation": "x", "reward": 0.0, "score": 0.0, "done": true}')
+
+    async def ended(env, *answers):
+        async with answering(*answers) as (endpoint, _), pool_of(endpoint, env=env) as pool, pool.session(Item(env, 1), "k") as session:
+            reply = await session.step("stop []")
+            return reply.terminated, reply.truncated
+
+    async def main():
+        assert await ended("webarena", *opened, (200, step % ("false", "true"))) == (False, True)
+        assert await ended("webarena", *opened, (200, step % ("true", "true"))) == (True, False)
+        assert await ended("babyai", *OPENED, done) == (True, False)  # one flag for both
+
+    asyncio.run(main())
+
+
 def test_a_late_reward_ends_the_episode_although_their_server_goes_on():
     async def main():
         late = (200, '{"observation": "completed", "reward": 0.3, "score": 0.3, "done": false}')

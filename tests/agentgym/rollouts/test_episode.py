@@ -117,6 +117,25 @@ def test_a_trajectory_never_exceeds_the_context(renderer):
     assert trajectory.action_mask[-1]
 
 
+@pytest.mark.parametrize("status", [Status.MAX_TURNS, Status.MAX_TOKENS])
+@pytest.mark.parametrize("spare", [0, -1])
+def test_a_critic_is_shown_the_last_observation_of_a_cut_episode_where_it_fits(renderer, status, spare):
+    action, bridge = says(renderer, "a"), renderer.bridge("x", stopped=True)
+    needed = len(renderer.start("task: go")) + len(action.ids) + len(bridge)
+    settings = replace(SETTINGS, read_last=True, max_new_tokens=len(action.ids), context_tokens=needed + spare)
+    if status is Status.MAX_TURNS:
+        settings = replace(settings, max_turns=1)
+    trajectory, _, _ = play(renderer, [action], [Reply("x")], settings)
+    assert trajectory.status == status
+    if spare == 0:
+        assert list(trajectory.input_ids[trajectory.turns[0].end :]) == bridge
+        assert not any(trajectory.action_mask[trajectory.turns[0].end :])
+    else:
+        assert len(trajectory.input_ids) == trajectory.turns[0].end
+    blind, _, _ = play(renderer, [action], [Reply("x")], replace(settings, read_last=False))
+    assert (blind.status, len(blind.input_ids)) == (status, trajectory.turns[0].end)
+
+
 def test_a_first_observation_beyond_the_context_is_an_episode_without_actions(renderer):
     trajectory, policy, _ = play(renderer, [], [], replace(SETTINGS, context_tokens=8))
     assert (trajectory.status, trajectory.turns, policy.asked) == (Status.MAX_TOKENS, (), [])
@@ -128,6 +147,36 @@ def test_an_exact_fit_is_played(renderer):
     for context, status in ((needed, Status.TERMINATED), (needed - 1, Status.MAX_TOKENS)):
         trajectory, _, _ = play(renderer, [says(renderer, "a")], [Reply(terminated=True)], replace(SETTINGS, context_tokens=context))
         assert trajectory.status == status
+
+
+def test_the_simulators_own_limit_is_a_cut_and_no_end_of_the_task(renderer):
+    replies = [Reply("first", 0.25), Reply("last", 0.5, truncated=True, success=True)]
+    completions = [says(renderer, "a"), says(renderer, "b")]
+    shown = (*renderer.start("task: go"), *completions[0].ids, *renderer.bridge("first", stopped=True), *completions[1].ids)
+    for read_last, seen in ((False, ()), (True, tuple(renderer.bridge("last", stopped=True)))):
+        trajectory, _, session = play(renderer, completions, replies, replace(SETTINGS, read_last=read_last))
+        assert (trajectory.status, trajectory.reward, trajectory.success) == (Status.ENV_LIMIT, 0.75, True)
+        assert trajectory.status.is_valid
+        assert session.actions == ["a", "b"]
+        assert trajectory.input_ids == (*shown, *seen)  # a critic values the state the simulator stopped in
+
+
+@pytest.mark.parametrize(
+    ("reply", "status"),
+    [
+        (Reply(truncated=True), Status.ENV_LIMIT),  # of two limits at one turn the environment's
+        (Reply(terminated=True, truncated=True), Status.TERMINATED),  # the task is over: no future to value
+        (Reply(), Status.MAX_TURNS),
+    ],
+)
+def test_on_the_last_turn_the_environment_is_heard_first(renderer, reply, status):
+    trajectory, _, _ = play(renderer, [says(renderer, "a")], [reply], replace(SETTINGS, max_turns=1))
+    assert trajectory.status == status
+
+
+def test_a_trajectory_stored_before_there_was_a_name_for_that_cut_still_loads(renderer):
+    trajectory, _, _ = play(renderer, [says(renderer, "a")], [Reply(terminated=True)])
+    assert Trajectory.from_json({**trajectory.to_json(), "status": "terminated"}).status is Status.TERMINATED
 
 
 def test_the_manual_comes_first_where_there_is_one(renderer):

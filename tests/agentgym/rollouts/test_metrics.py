@@ -1,5 +1,7 @@
 """Figures of a collection, worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
@@ -47,5 +49,21 @@ def test_environments_that_meet_have_figures_of_their_own():
     }
 
 
+def test_groups_of_equal_rewards_are_counted_up_to_rounding():
+    def frac(*groups):
+        rows = [replace(trajectory("sciworld", reward), item=Item("sciworld", i)) for i, rewards in enumerate(groups) for reward in rewards]
+        return rollout_metrics(rows)["rollout/equal_reward_groups_frac"]
+
+    assert frac([0.66, 0.6600000000000001], [0.0, 0.0], [0.66, 0.67], [0.5]) == 0.75
+    assert frac([0.0, 1.0], [66.0, 66.00000000000001]) == 0.5
+
+
 def test_one_environment_has_no_second_set_of_figures():
     assert not [name for name in rollout_metrics([trajectory("babyai", 1.0)]) if "babyai" in name]
+
+
+def test_each_kind_of_cut_is_counted_by_its_name():
+    ends = (Status.MAX_TURNS, Status.MAX_TOKENS, Status.ENV_LIMIT, Status.ENV_LIMIT, Status.TERMINATED, Status.TIMEOUT)
+    metrics = rollout_metrics([trajectory("babyai", 0.0, status=status) for status in ends])
+    shares = {name: metrics[f"rollout/{name}"] for name in ("max_turns_frac", "max_tokens_frac", "env_limit_frac")}
+    assert shares == {"max_turns_frac": 1 / 5, "max_tokens_frac": 1 / 5, "env_limit_frac": 2 / 5}

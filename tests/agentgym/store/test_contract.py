@@ -4,6 +4,7 @@ Leases and kills are tried on real processes; S3 is a real server.
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ import boto3
 import pytest
 
 from agentgym.store.lease import Fenced, Holder, LeaseHeld
-from agentgym.store.manifest import Blob, Manifest, ManifestError
+from agentgym.store.manifest import NOT_IDENTITY, Blob, Manifest, ManifestError, canonical_json, sha256
 from agentgym.store.posix import posix_store
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore, StepWriter
 from agentgym.store.s3 import s3_store
@@ -90,6 +91,12 @@ class Place:
             bucket.put_object(Key=f"{prefix}/{name}", Body=data)
         else:
             Path(self.folder, name).write_bytes(data)
+
+    def read(self, name: str) -> bytes:
+        if self.root.startswith("s3://"):
+            bucket, prefix = self._bucket
+            return bucket.Object(f"{prefix}/{name}").get()["Body"].read()
+        return Path(self.folder, name).read_bytes()
 
     def delete(self, name: str) -> None:
         if self.root.startswith("s3://"):
@@ -253,8 +260,57 @@ def test_a_lost_blob_of_the_head_is_told_from_a_pruned_one(place: Place, store: 
 def test_a_folder_of_another_key_is_refused(store: RunStore) -> None:
     with store.open("stage-1", KEY) as writer:
         commit(writer, 1)
-    with pytest.raises(ManifestError, match="expected stage-1 with"):
+    with pytest.raises(ManifestError, match="expected stage-1-abababab"):
         store.head("stage-1", KEY[:16] + "0" * 48)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("records", "../../../.bashrc"),
+        ("blobs", "../authorized_keys"),
+        ("records", "/etc/cron.d/x"),
+        ("records", ".ssh"),
+        ("records", "a/b"),
+        ("blobs", "a\\b"),
+        ("blobs", "a\nb"),
+        ("blobs", ""),
+        ("records", "x" * 101),
+        ("records", "model"),
+        ("parents", "../x"),
+        ("step", "../../stage-1"),
+    ],
+)
+def test_a_name_that_would_be_a_path_is_refused_at_load(place: Place, store: RunStore, part: str, name: str) -> None:
+    """The digest is put right again, as whoever can write to the store would."""
+    with store.open("stage-1", KEY) as writer:
+        head = commit(writer, 1, done=True)
+    tree = json.loads(head.to_bytes())
+    if part == "step":
+        tree["step"] = name
+    else:
+        tree[part][name] = KEY if part == "parents" else tree["records"]["metrics.jsonl"]
+    tree["digest"] = sha256(canonical_json({key: tree[key] for key in tree.keys() - NOT_IDENTITY - {"digest"}}))
+    manifest = next(each for each in place.names() if each.startswith("manifests/"))
+    place.write(manifest, json.dumps(tree).encode())
+    refused = re.escape(f"{place.folder}/{manifest}: ") + f"(step )?.*{re.escape(repr(name))} is .*; restore it from a copy"
+    for read in (store.head, store.final, store.history):
+        with pytest.raises(ManifestError, match=refused):
+            read("stage-1", KEY)
+    with pytest.raises(ManifestError, match=refused):
+        store.heads()
+
+
+def test_commits_that_were_given_each_others_places_are_refused(place: Place, store: RunStore) -> None:
+    with store.open("stage-1", KEY) as writer:
+        for step in range(3):
+            commit(writer, step)
+    names = sorted(each for each in place.names() if each.startswith("manifests/"))
+    first, second = (place.read(name) for name in names[:2])
+    place.write(names[0], second)
+    place.write(names[1], first)
+    with pytest.raises(ManifestError, match="holds commit 1: commits were given other places"):
+        store.history("stage-1", KEY)
 
 
 def test_a_bad_step_name_or_key_is_refused_before_anything_is_made(store: RunStore) -> None:

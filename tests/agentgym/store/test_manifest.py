@@ -85,3 +85,35 @@ def test_a_number_json_cannot_hold_is_named_with_its_place() -> None:
         manifest(results={"eval": [{"score": 1.0}, {"score": math.nan}]})
     with pytest.raises(TypeError, match=r"value\.ids of type set"):
         canonical_json({"ids": {1, 2}})
+
+
+@pytest.mark.parametrize("change", [{"records": {}}, {"timings": {"rollout_s": 9.0}}, {"epoch": 7}, {"created_at": 2000.0}, {"seq": 9}])
+def test_the_second_digest_is_of_records_times_and_what_went_before(change: dict[str, object]) -> None:
+    first = manifest(follows="")
+    assert manifest(follows="", **change).records_digest != first.records_digest
+    assert manifest(follows=first.records_digest).records_digest != first.records_digest
+    assert manifest(follows=first.records_digest).digest == first.digest
+
+
+def test_records_changed_by_hand_are_refused() -> None:
+    tree = json.loads(manifest(follows="").to_bytes())
+    tree["timings"]["rollout_s"] = 0.1
+    with pytest.raises(ManifestError, match="its records or times were changed"):
+        Manifest.from_bytes(json.dumps(tree).encode())
+    del tree["records_digest"]
+    with pytest.raises(ManifestError, match="says records digest None"):
+        Manifest.from_bytes(json.dumps(tree).encode())
+
+
+def test_a_manifest_from_before_the_second_digest_is_read_and_written_as_it_was() -> None:
+    old = manifest().to_bytes()
+    assert b"records_digest" not in old
+    assert b"follows" not in old
+    assert Manifest.from_bytes(old).to_bytes() == old
+
+
+def test_a_hostile_name_reaches_the_terminal_escaped() -> None:
+    tree = json.loads(manifest().to_bytes()) | {"\x1b[2J": 1}
+    with pytest.raises(ManifestError) as caught:
+        Manifest.from_bytes(json.dumps(tree).encode())
+    assert "\x1b" not in str(caught.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentgym.store.files import StoreFull
+from agentgym.store.files import StoreFull, full_disk_told
 from agentgym.store.lease import Fenced
 from agentgym.store.posix import PosixFolder, posix_store
 from agentgym.store.runstore import RunStore, StepWriter
@@ -86,3 +86,15 @@ def test_commits_are_in_the_order_of_their_numbers_not_of_their_names(folder: Pa
     for name in ("1000000.json", "999999.json", ".tmp-half", "000002.json"):
         (folder / "manifests" / name).touch()
     assert list(PosixFolder(folder).commits()) == [2, 999999, 1000000]
+
+
+def test_a_failure_on_a_full_disk_is_told_as_such_and_any_other_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(KeyError, match="other"), full_disk_told(tmp_path):
+        raise KeyError("other")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreFull, match=r"no space left .* make room") as told, full_disk_told(tmp_path):
+        raise RuntimeError("500 Internal Server Error")
+    assert isinstance(told.value.__cause__, RuntimeError)

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -57,6 +58,45 @@ def test_what_ray_could_not_use_is_bad_input(tmp_path, tiny_params, override, me
 
     with pytest.raises(ConfigError, match=message):
         use()
+
+
+@pytest.fixture
+def temp_root(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "TEMP_ROOT", tmp_path)
+    return tmp_path
+
+
+def test_a_local_clusters_folder_is_its_users_alone_and_nobody_can_foresee_it(temp_root):
+    with cluster._temp_folder() as one, cluster._temp_folder() as other:
+        assert one != other
+        assert [stat.S_IMODE(folder.stat().st_mode) for folder in (one, other)] == [0o700, 0o700]
+        assert str(os.getpid()) not in one.name
+    assert list(temp_root.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["x", "x-y-z", "", "1-2-3"])
+def test_a_bogus_name_beside_it_stops_no_run(temp_root, name):
+    bogus = temp_root / f"{cluster.TEMP_PREFIX}{name}"
+    for make in (bogus.touch, lambda: bogus.symlink_to(temp_root / "elsewhere"), lambda: bogus.symlink_to("/")):
+        make()
+        with cluster._temp_folder() as folder:
+            assert folder.is_dir()
+        assert os.path.lexists(bogus)
+        bogus.unlink()
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_in_use_or_anothers_is_not(temp_root):
+    left, foreign = temp_root / f"{cluster.TEMP_PREFIX}left", temp_root / f"{cluster.TEMP_PREFIX}foreign"
+    for folder in (left, foreign):
+        (folder / "session").mkdir(parents=True)
+    if os.getuid() == 0:
+        os.chown(foreign, 12345, 12345)
+    else:
+        foreign.chmod(0)  # as another user's looks to us
+    with cluster._temp_folder() as used, cluster._temp_folder():
+        assert used.is_dir()
+        assert foreign.is_dir()
+        assert not left.exists()
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +172,7 @@ def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(war
         wait_for(lambda: list(cfg.store.path.glob("steps/stage-1-*/manifests/000000.json")))
         process.kill()
     wait_for(lambda: not local_ray(), 60)
-    assert list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}{process.pid}-*"))  # nobody was there to remove it
+    assert list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}*"))  # nobody was there to remove it
 
     killed = kill_worker_at(monkeypatch, step=2, count=3)
     assert str(run_step("stage-1", cfg)) == "resumed at commit 1"
@@ -224,3 +264,36 @@ def test_a_lost_rank_ends_the_step_and_is_named(tmp_path, tiny_params, joined, m
         os.kill(int(where.split()[1]), number)
         with pytest.raises(RankLost, match=rf"^learner rank 1 \({where}\) {verdict}.*run the step again to go on from its last commit$"):
             learner.blobs()
+
+
+@ray
+@pytest.mark.timeout(600)
+def test_a_cluster_of_a_runs_own_is_out_of_reach_of_other_machines_and_other_users(tmp_path, tiny_params, make_model, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # what is set for other clusters
+    monkeypatch.setenv("RAY_ADDRESS", "203.0.113.5:6379")
+    cfg = load_config(tiny_params(tmp_path), ["compute=ray", "ray.placement_timeout_s=300"])
+    model = make_model()
+    plan = LearnerPlan(model.config.to_json_string(), weights_blob(model), OptimiserConfig(), 10)
+
+    def sockets():
+        tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        return {
+            (process.name(), found.laddr.ip.removeprefix("::ffff:"), found.laddr.port)
+            for process in tree
+            for found in process.net_connections("inet")
+            if found.status == psutil.CONN_LISTEN
+        }
+
+    others = sockets()  # of clusters that other tests keep
+    with open_cluster(cfg, num_ranks=2, num_workers=0) as room, room.learner(plan) as learner:
+        assert learner.blobs()["model.safetensors"] == plan.weights
+        listening = [(name, address) for name, address, _ in sockets() - others]
+        folder = room._folder
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())}
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    assert sum(name.startswith("ray::LearnerRank") for name, _ in listening) >= 4, listening  # their own, and gloo's
+    assert {address for _, address in listening} == {"127.0.0.1"}, listening
+    assert modes[folder.name] == 0o700
+    assert "r" in modes
+    assert any(name.startswith("ranks-") for name in modes)
+    assert not folder.exists()

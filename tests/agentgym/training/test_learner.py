@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from agentgym.algorithms.batch import Batch
+from agentgym.algorithms.losses import clip_fractions
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlgorithmConfig, OptimiserConfig
 from agentgym.training import checkpoint, networks
@@ -157,7 +158,7 @@ def test_a_batch_without_action_tokens_reaches_no_loss(make_whole):
     assert_same(before, weights(learner))
 
 
-def test_the_critic_values_the_state_before_each_action_and_the_end_of_each_row(make_model, plain):
+def test_the_critic_values_the_state_before_each_action_and_where_each_row_was_cut(make_model, plain):
     model = make_model(0)
     critic = networks.ValueNet(model)
     with torch.no_grad():
@@ -169,9 +170,34 @@ def test_the_critic_values_the_state_before_each_action_and_the_end_of_each_row(
         hidden = plain(model).get_decoder()(torch.tensor([ids])).last_hidden_state[0]
         of = (hidden @ critic.head.weight[0] + 0.5).tolist()
         expected += [of[index - 1] for index, action in enumerate(mask) if action]
-        last.append(of[-1])
+        last.append(of[-2] if mask[-1] else of[-1])  # where nothing follows an action, no value was ever trained
     assert values.tolist() == pytest.approx(expected, abs=1e-3)
     assert ends.tolist() == pytest.approx(last, abs=1e-3)
+
+
+def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_critic_knows(make_model, monkeypatch):
+    """Row 4 always won after its observation; now the context ends right after the next action, before anything is paid.
+
+    With gamma 1, lambda 1 and no reward of its own the target of each of its tokens is V(s_end), which should be 1.
+    """
+    critic = networks.ValueNet(make_model(0))
+    learner = Learner(make_model(0), OPTIMISER, total_steps=99, critic=critic, critic_lr=3e-3)
+    config = AlgorithmConfig(recipe="ppo", minibatches=1, critic_warmup_steps=99, truncated="bootstrap")
+    outcomes = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    ended = on_policy(learner, batch_of(rewards=outcomes))
+    for step in range(1, 61):
+        learner.update(ended, config, step=step, seed=0)
+    cut = replace(ended, rewards=batch_of(rewards=[*outcomes[:4], 0.0, 0.0]).rewards, cut=torch.arange(6) == 4)
+    with torch.no_grad():
+        everywhere = critic.head(networks._states(critic.body, cut)[0])[:, 0]
+    given = []
+    gae = learner_module.ADVANTAGES["gae"]
+    monkeypatch.setitem(learner_module.ADVANTAGES, "gae", lambda experience: given.append(gae(experience)) or given[0])
+    learner.update(cut, config, step=61, seed=0)
+    targets = given[0][1][cut.row[cut.action_mask] == 4]
+    assert targets.tolist() == pytest.approx([1.0, 1.0], abs=0.05)
+    # negative control: at the last token, where no action was ever chosen, the critic says 0.18
+    assert float(everywhere[cut.starts[5] - 1]) < 0.5
 
 
 def test_only_cut_rows_are_bootstrapped_and_only_where_asked(make_whole):
@@ -320,6 +346,96 @@ def test_a_saved_optimiser_continues_to_the_bit(make_learner):
     assert not torch.equal(weights(whole)["model.norm.weight"], weights(forgetful)["model.norm.weight"])  # negative control
 
 
+def rounded(model):
+    """The model in float32 with weights that bfloat16 holds exactly."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def masters(learner):
+    return {name: master.detach().clone() for name, master in learner._policy._masters.items()}
+
+
+def distance(first, second):
+    return math.sqrt(sum(float(((tensor.float() - second[name].float()) ** 2).sum()) for name, tensor in first.items()))
+
+
+def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_model):
+    config = OptimiserConfig(lr=1e-6, warmup_steps=0)
+    twin = Learner(rounded(make_model()), config, total_steps=60)
+    narrow = Learner(rounded(make_model()).bfloat16(), config, total_steps=60)
+    plain = Learner(rounded(make_model()).bfloat16(), config, total_steps=60)  # negative control: AdamW on the weights themselves
+    plain._policy._masters = dict(plain.model.named_parameters())
+    before = weights(twin)
+    for step in range(1, 61):
+        for learner in (twin, narrow, plain):
+            learner.supervised(batch_of(), step=step)
+    assert distance(masters(narrow), weights(twin)) < 0.15 * distance(weights(twin), before)
+    assert distance(masters(narrow), before) == pytest.approx(distance(weights(twin), before), rel=0.02)
+    assert distance(weights(plain), before) < 0.15 * distance(weights(twin), before)
+    assert_same(weights(narrow), {name: master.bfloat16() for name, master in masters(narrow).items()})
+
+    def gain(moved):
+        """Of the log-probability of the actions, in float32 whatever the weights are in."""
+        scores = []
+        for given in (before, moved):
+            model = make_model()
+            load_weights(model, given)
+            scores.append(float(Learner(model, config, total_steps=1).score(batch_of()).sum()))
+        return scores[1] - scores[0]
+
+    assert gain(masters(narrow)) == pytest.approx(gain(weights(twin)), rel=0.05)
+    assert gain(weights(plain)) < 0.05 * gain(weights(twin))
+
+
+def test_gradients_of_bfloat16_weights_add_up_in_float32(make_model, monkeypatch):
+    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 1)
+    learner = Learner(make_model().bfloat16(), OPTIMISER, total_steps=10)
+    learner.supervised(batch_of(), step=1)
+    assert all(parameter.grad is None for parameter in learner.model.parameters())
+    assert {master.grad.dtype for master in learner._policy._masters.values()} == {torch.float32}
+    sums = learner._policy._masters["model.norm.weight"].grad
+    assert not torch.equal(sums, sums.bfloat16().float())
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, recipe):
+    def make():
+        critic = networks.ValueNet(make_model(7).bfloat16())
+        return Learner(make_model().bfloat16(), OptimiserConfig(lr=1e-5, warmup_steps=0), total_steps=10, critic=critic)
+
+    config = AlgorithmConfig(recipe=recipe, minibatches=2, critic_warmup_steps=0)
+    whole, resumed, forgetful = make(), make(), make()
+    batch = on_policy(whole, batch_of())
+    whole.update(batch, config, step=1, seed=0)
+    blobs = whole.blobs()
+    assert {tensor.dtype for tensor in load_safetensors(blobs[checkpoint.WEIGHTS]).values()} == {torch.bfloat16}
+    for learner in (resumed, forgetful):
+        load_weights(learner.model, load_safetensors(blobs[checkpoint.WEIGHTS]))
+        load_weights(learner._critic, load_safetensors(blobs[checkpoint.CRITIC]))
+    resumed.load_optimisers(blobs)
+    assert resumed.blobs() == blobs
+    for learner in (whole, resumed):
+        learner.update(replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
+    assert resumed.blobs() == whole.blobs()
+    assert forgetful.blobs()[checkpoint.OPTIMISER] != blobs[checkpoint.OPTIMISER]  # negative control
+    with pytest.raises(ValueError, match=r"master weight .* does not round to its weight; take both from one commit"):
+        forgetful.load_optimisers(whole.blobs())
+
+
+def test_float32_weights_have_no_second_copy(make_learner):
+    learner = make_learner()
+    learner.supervised(batch_of(), step=1)
+    assert all(learner._policy._masters[name] is parameter for name, parameter in learner.model.named_parameters())
+    keys = {name.rpartition(":")[2] for name in load_safetensors(learner.blobs()[checkpoint.OPTIMISER])}
+    assert keys == {"step", "exp_avg", "exp_avg_sq"}
+    narrow = Learner(learner.model.bfloat16(), OPTIMISER, total_steps=10)
+    with pytest.raises(ValueError, match=r"has no master weight of .*; it is of a model in float32"):
+        narrow.load_optimisers(learner.blobs())
+
+
 def test_learning_rates_of_each_schedule():
     def rates(schedule, steps, warmup=2):
         config = OptimiserConfig(lr=1.0, warmup_steps=warmup, schedule=schedule, final_lr_fraction=0.1)
@@ -387,6 +503,29 @@ def test_an_update_raises_the_probability_of_what_won(make_learner):
     assert gain[won].mean() > 0 > gain[~won].mean()
     assert metrics["mismatch/kl"] == pytest.approx(0, abs=1e-8)
     assert metrics["actor/rows_with_signal_frac"] == 1
+
+
+def test_clip_fractions_of_an_update_count_only_where_clipping_binds(make_learner, monkeypatch):
+    learner = make_learner(OptimiserConfig(lr=1e-2, warmup_steps=0))
+    batch = on_policy(learner, batch_of())
+    outside = []
+
+    def count(logprobs, old_logprobs, *rest, clip_low, clip_high, **bounds):
+        ratio = (logprobs - old_logprobs).exp()
+        outside.append(float(((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).float().mean()))
+        return clip_fractions(logprobs, old_logprobs, *rest, clip_low=clip_low, clip_high=clip_high, **bounds)
+
+    monkeypatch.setattr(learner_module, "clip_fractions", count)
+    config = AlgorithmConfig(minibatches=1, epochs=4)
+    metrics = learner.update(replace(batch, logprobs=batch.logprobs - 1e-3), config, step=1, seed=0)
+    assert metrics["actor/clip_frac"] == pytest.approx(metrics["actor/clip_frac_low"] + metrics["actor/clip_frac_high"])
+    assert metrics["actor/clip_frac_low"] > 0
+    assert metrics["actor/clip_frac_high"] > 0
+    # negative control: ratios outside the bounds with the sign of the advantage ignored
+    assert metrics["actor/clip_frac"] < sum(outside) / len(outside)
+    assert metrics["mismatch/capped_frac"] == 0
+    capped = learner.update(on_policy(learner, batch), config.model_copy(update={"importance_cap": 0.5}), step=2, seed=0)
+    assert capped["mismatch/capped_frac"] == 1
 
 
 def test_groups_without_signal_thin_the_gradient_instead_of_vanishing_from_its_mean(make_learner):

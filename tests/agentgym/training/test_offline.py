@@ -82,6 +82,11 @@ def test_a_pair_is_a_higher_reward_before_a_lower_one_of_the_same_item():
     assert names(pairs) == [*won, ((4, 1), (4, 0)), ((4, 1), (4, 2))]
 
 
+def test_rewards_that_differ_by_rounding_make_no_pair():
+    group = [episode(1, sample, reward) for sample, reward in enumerate([0.66, 0.6600000000000001, 0.67])]
+    assert names(preference_pairs(group, per_item=9, seed=0, step=1)) == [((1, 2), (1, 0)), ((1, 2), (1, 1))]
+
+
 def test_pairs_of_an_item_are_bounded_and_drawn_from_seed_and_step_alone():
     group = [episode(1, sample, float(sample % 2)) for sample in range(8)]  # 4 winners, 4 losers: 16 pairs
     drawn = {(seed, step): names(preference_pairs(group, per_item=3, seed=seed, step=step)) for seed in (0, 1) for step in (1, 21)}
@@ -261,13 +266,13 @@ def test_a_forged_reward_of_an_explored_episode_is_found(begin):
     episodes = decode_trajectories(store.read(commit, TRAJECTORIES))
     index, failed = next((index, each) for index, each in enumerate(episodes) if each.status is Status.MAX_TURNS)
     turns = (*failed.turns[:-1], replace(failed.turns[-1], reward=1.0))
-    episodes[index] = replace(failed, turns=turns, reward=1.0, success=True)
+    episodes[index] = replace(failed, turns=turns, reward=1.0, success=True, status=Status.TERMINATED)
     data, folder = encode_trajectories(episodes), next((cfg.store.path / "steps").glob(f"stage-1-{commit.key[:16]}"))
     (folder / "blobs" / Blob.of(data).digest).write_bytes(data)
     forged = Manifest.model_copy(commit, update={"records": {**commit.records, TRAJECTORIES: Blob.of(data)}})
     (folder / "manifests" / "000000.json").write_bytes(forged.to_bytes())
     said = {check.name: " | ".join(check.failures) for check in audit(cfg, num_episodes=999).checks if not check.ok}
-    assert said.keys() == {"replay", "numbers"}
+    assert said.keys() == {"replay", "numbers", "records"}  # later commits name the one that was there
     where = f"stage-1 commit 0 {failed.item.item_id} sample {failed.sample}"
     assert f"{where} turn {len(turns)}: (observation, reward)" in said["replay"]
     assert "stage-1 commit 2 step 1: rollout/success" in said["numbers"]

@@ -3,13 +3,17 @@
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load as load_safetensors
 
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit import audit
 from agentgym.config import ConfigError, load_config
-from agentgym.context import METRICS
+from agentgym.context import METRICS, TRAJECTORIES, StepContext, decode_trajectories
 from agentgym.steps import finished, open_store, run_step
 from agentgym.tracking import decode_points
+from agentgym.training.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint
+from agentgym.types import Status
 
 ALGORITHM = {"critic_warmup_steps": 1}
 BEFORE = ("prepare", "initialise", "evaluate-initialise", "warm-start", "evaluate-warm-start")
@@ -87,6 +91,53 @@ def test_options_of_training_pass_the_audit_too(begin, changes):
     if cfg.rollout.max_staleness:
         # a stage begins with fresh weights, everything after is one update behind
         assert [point.metrics["sync/staleness_max"] for point in points(cfg, "stage-1")] == [0, 1]
+
+
+def test_bootstrapped_episodes_cut_by_the_context_pass_the_audit(tmp_path, tiny_params):
+    small = ["warm_start.num_demos=20", "warm_start.steps=10", "horizon.stage_steps=[2,1]", "validation.every=0"]
+    narrow = ["model.context_tokens=96", "rollout.observation_tokens=7"]  # the observations take more than they say
+    params = tiny_params(tmp_path, algorithm={"recipe": "ppo", "truncated": "bootstrap", **ALGORITHM})
+    cfg = load_config(params, [*small, *narrow])
+    for name in ("prepare", "initialise", "warm-start", "stage-1"):
+        run_step(name, cfg)
+    store = open_store(cfg)
+    final = finished(cfg, store)["stage-1"]
+    episodes = [e for commit in store.history("stage-1", final.key) for e in decode_trajectories(store.read(commit, TRAJECTORIES))]
+    cut = [e for e in episodes if e.status is Status.MAX_TOKENS and e.item.split == "train"]
+    assert {e.action_mask[-1] for e in cut} == {True, False}  # the last observation fits in some, not in others
+    report = audit(cfg, num_episodes=4)
+    assert report.ok, [check.failures for check in report.checks if not check.ok]
+
+
+def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(started, tmp_path, tiny_params, monkeypatch):
+    warm = load_config(tiny_params(started))
+    checkpoint = load_checkpoint(open_store(warm), finished(warm, open_store(warm))["warm-start"])
+    checkpoint.model.bfloat16().save_pretrained(tmp_path / "model")
+    checkpoint.tokenizer.save_pretrained(tmp_path / "model")
+    # two forwards in bfloat16 differ by their shapes: the engine decodes token by token
+    changes = ["deterministic=true", "model.source=hub", f"model.name={tmp_path / 'model'}", "warm_start.enabled=false"]
+    changes += ["optimiser.lr=1e-5", "horizon.stage_steps=[3,1]", "validation.every=0"]
+    finals, commit = [], StepContext.commit
+
+    def fatal(*arguments, **named):
+        commit(*arguments, **named)
+        raise KeyboardInterrupt
+
+    for killed in (False, True):
+        cfg = load_config(tiny_params(tmp_path / str(killed)), changes)
+        for name in ("prepare", "initialise"):
+            run_step(name, cfg)
+        if killed:
+            monkeypatch.setattr(StepContext, "commit", fatal)
+            with pytest.raises(KeyboardInterrupt):
+                run_step("stage-1", cfg)
+            monkeypatch.undo()
+        assert str(run_step("stage-1", cfg)) == ("resumed at commit 1" if killed else "ran")
+        finals.append(finished(cfg, open_store(cfg))["stage-1"])
+    assert finals[0].digest == finals[1].digest
+    state, weights = (load_safetensors(open_store(cfg).read(finals[1], name)) for name in (OPTIMISER, WEIGHTS))
+    assert all(torch.equal(state[f"{name}:master"].bfloat16(), tensor) for name, tensor in weights.items())
+    assert any(not torch.equal(state[f"{name}:master"], tensor.float()) for name, tensor in weights.items())
 
 
 def test_a_stage_that_was_trained_without_the_critic_is_named(begin):

@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +12,20 @@ from safetensors.torch import load as load_safetensors
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import AlgorithmConfig, OptimiserConfig
-from agentgym.training.checkpoint import CRITIC_OPTIMISER, OPTIMISER, WEIGHTS
+from agentgym.training.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS
 from agentgym.training.compute import LearnerPlan
 from agentgym.training.model import weights_blob
 
 LR = 1e-3
 CONFIG = AlgorithmConfig(
-    recipe="ppo", kl_coef=0.1, kl_place="loss", entropy_coef=0.01, minibatches=2, max_mismatch_kl=1.0, critic_warmup_steps=0
+    recipe="ppo",
+    kl_coef=0.1,
+    kl_place="loss",
+    kl_estimator="k2",
+    entropy_coef=0.01,
+    minibatches=2,
+    max_mismatch_kl=1.0,
+    critic_warmup_steps=0,
 )
 RANK = """
 import datetime, pickle, sys
@@ -38,11 +46,18 @@ if rank == 0:
 dist.destroy_process_group()
 """
 LEARN = """
+from dataclasses import replace
+
+def plan_from(plan, blobs):
+    states = {name: blob for name, blob in blobs.items() if "optimizer" in name}
+    return replace(plan, weights=blobs["model.safetensors"], critic=blobs["critic.safetensors"], optimiser_states=states)
+
 def all_of(plans, batches, config, build):
     told = {}
     learner = build(plans["new"])
     told["score"] = learner.score(batches["whole"])
     told["first"] = learner.update(batches["whole"], config, step=1, seed=0)
+    learner.score(batches["whole"])  # as the canary does before each commit
     told["blobs"] = learner.blobs()
     told["second"] = learner.update(batches["whole"], config, step=2, seed=0)
     told["resumed"] = build(plans["resumed"]).update(batches["whole"], config, step=2, seed=0)
@@ -50,6 +65,14 @@ def all_of(plans, batches, config, build):
     told["one row"] = lonely.supervised(batches["one row"], step=1)
     told["pairs"] = lonely.prefer(batches["pairs"], told["score"][: len(batches["pairs"].input_ids)], beta=0.1, label_smoothing=0.0, step=2)
     told["after"] = lonely.weights_blob()
+    narrow = build(plans["narrow"])
+    told["narrow first"] = narrow.update(batches["whole"], config, step=1, seed=0)
+    blobs = narrow.blobs()
+    told["narrow second"] = narrow.update(batches["whole"], config, step=2, seed=0)
+    told["narrow"] = narrow.blobs()
+    again = build(plan_from(plans["narrow"], blobs))
+    again.update(batches["whole"], config, step=2, seed=0)
+    told["narrow again"] = again.blobs()
     return told
 """
 
@@ -80,9 +103,10 @@ def alone_and_together(make_model, tmp_path_factory):
     one = new.build()
     one.update(batches["whole"], CONFIG, step=1, seed=0)
     blobs = one.blobs()
-    plans = {"new": new, "resumed": plan_from(new, blobs)}
     scope = {}
     exec(LEARN, scope)
+    narrow = replace(new, weights=weights_blob(make_model().bfloat16()))
+    plans = {"new": new, "resumed": scope["plan_from"](new, blobs), "narrow": narrow}
     alone = scope["all_of"](plans, batches, CONFIG, lambda plan: plan.build())
     (folder / "asked").write_bytes(pickle.dumps((plans, batches, CONFIG)))
     (folder / "learn").write_bytes(pickle.dumps(LEARN))
@@ -93,20 +117,6 @@ def alone_and_together(make_model, tmp_path_factory):
         for rank in ranks:
             rank.kill()
     return new, batches, alone, pickle.loads((folder / "told").read_bytes())
-
-
-def plan_from(new, blobs):
-    states = {name: blobs[name] for name in (OPTIMISER, CRITIC_OPTIMISER)}
-    return LearnerPlan(
-        new.architecture,
-        blobs[WEIGHTS],
-        new.optimiser,
-        10,
-        critic=blobs["critic.safetensors"],
-        critic_lr=LR,
-        reference=new.reference,
-        optimiser_states=states,
-    )
 
 
 @pytest.mark.parametrize("part", ["first", "second", "resumed", "one row", "pairs"])
@@ -133,12 +143,34 @@ def test_weights_after_an_update_are_those_of_one_process(alone_and_together):
         assert float(apart.norm()) < 1e-3 * float(moved.norm())
 
 
+@pytest.mark.parametrize("name", [OPTIMISER, CRITIC_OPTIMISER])
+def test_a_checkpoint_of_two_ranks_holds_the_optimisers_state_of_every_weight(alone_and_together, name):
+    _, _, alone, together = alone_and_together
+    assert load_safetensors(together["blobs"][name]).keys() == load_safetensors(alone["blobs"][name]).keys()
+
+
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(alone_and_together):
     new, batches, _, together = alone_and_together
-    resumed = plan_from(new, together["blobs"]).build().update(batches["whole"], CONFIG, step=2, seed=0)
+    scope = {}
+    exec(LEARN, scope)
+    resumed = scope["plan_from"](new, together["blobs"]).build().update(batches["whole"], CONFIG, step=2, seed=0)
     assert resumed == pytest.approx(together["second"], rel=2e-4, abs=2e-5)
 
 
 def test_a_checkpoint_of_one_process_goes_on_at_two_ranks(alone_and_together):
     _, _, alone, together = alone_and_together
     assert together["resumed"] == pytest.approx(alone["second"], rel=2e-4, abs=2e-5)
+
+
+def test_weights_in_bfloat16_have_masters_on_every_rank_and_go_on_to_the_bit(alone_and_together):
+    _, _, alone, together = alone_and_together
+    assert together["narrow first"] == pytest.approx(alone["narrow first"], rel=0.05, abs=0.02)
+    assert together["narrow again"] == together["narrow"]
+    for published, own in ((WEIGHTS, OPTIMISER), (CRITIC, CRITIC_OPTIMISER)):
+        weights, state = (load_safetensors(together["narrow"][name]) for name in (published, own))
+        for name, tensor in weights.items():
+            assert tensor.dtype == torch.bfloat16
+            assert torch.equal(state[f"{name}:master"].bfloat16(), tensor), name
+    mine, other = (load_safetensors(told["narrow"][OPTIMISER]) for told in (alone, together))
+    apart = torch.cat([(mine[name] - other[name]).flatten() for name in mine if name.endswith(":master")])
+    assert 0 < float(apart.norm()) / apart.numel() ** 0.5 < 2 * LR  # two steps of Adam; forwards in bfloat16 differ by their shapes

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -48,6 +49,22 @@ def test_a_task_is_told_in_a_few_words():
         True,
         True,
     )
+
+
+def test_ids_of_one_identity_are_one_world_to_whoever_plays_it():
+    own, world = spec({}), world_of()
+    walk = ["turn left", "move forward", "turn right", "move forward", "pickup", "drop"] * 3
+    assert own.identity(53) == own.identity(135)
+    assert play(world, 53, walk) == play(world, 135, walk)
+    assert len({own.identity(task) for task in range(40)}) == 40
+
+
+def test_what_a_box_hides_and_what_is_carried_belong_to_a_world():
+    def of(level):
+        return [json.loads(spec({"levels": [level]}).identity(task)) for task in range(3)]
+
+    assert all(any(cell and cell[:1] == [7] and cell[3][:1] == [5] for cell in cells) for *_, cells in of("KeyInBox"))  # a key in a box
+    assert all(agent[-1] is not None for _, _, _, agent, _ in of("PutNextS7N4Carrying"))
 
 
 def test_what_is_carried_is_told_until_it_is_dropped():

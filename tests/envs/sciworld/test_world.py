@@ -1,4 +1,6 @@
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,6 +62,31 @@ def test_what_the_engine_cannot_read_is_an_observation(world, action):
     result = playing.step(action)
     assert result.observation
     assert (result.reward, result.terminated, result.success) == (0.0, False, False)
+
+
+@pytest.mark.parametrize("reward", ["normalised", "agentgym"])
+def test_an_action_on_which_the_engine_raises_ends_the_episode_worth_nothing(world, reward, caplog):
+    playing = world(reward=reward)
+    playing.reset(FIND_LIVING)
+    paid = playing.step("open door to kitchen").reward
+    assert paid > 0
+    slot, playing._slot = playing._slot, SimpleNamespace(call=lambda *_: slot.call("a", "shutdown"))  # on which the engine raises
+    last = playing.step("look around")
+    playing._slot = slot
+    assert (paid + last.reward, last.terminated, last.success) == (pytest.approx(0), True, False)
+    assert "raised on 'look around'; the episode scores 0\nTraceback" in caplog.text
+    playing.close()
+    assert world().reset(FIND_LIVING)  # the slot is another one
+
+
+@pytest.mark.parametrize("letter", ["İ", "ß", " ", "air "])
+def test_a_long_action_takes_no_longer_than_a_short_one(world, letter):
+    playing = world()
+    playing.reset(FIND_LIVING)
+    began = time.perf_counter()
+    result = playing.step("look at " + letter * 16_000)
+    assert time.perf_counter() - began < 1.5
+    assert result.reward == 0
 
 
 def test_an_ambiguous_request_is_answered_by_a_number(world):

@@ -99,6 +99,31 @@ def test_a_passing_trouble_is_retried(retrieving, monkeypatch, trouble):
         assert len(log) == 3
 
 
+def test_a_refused_query_finds_nothing_and_costs_no_other_its_documents(retrieving):
+    def refuse(handler, asked, number):
+        time.sleep(0.1)
+        if "bad" in asked["queries"]:
+            handler.reply(b"not this one", 422)
+            return True
+        return False
+
+    queries = ["France", "bad", "Japan", "bad", "Chile"]
+    with retrieving(refuse) as (url, _), ThreadPoolExecutor(5) as pool:
+        retriever = SearchR1(url)
+        found = list(pool.map(lambda query: retriever.search(query, 1), queries))
+    assert [[document.title for document in documents] for documents in found] == [["France"], [], ["Japan"], [], ["Chile"]]
+
+
+def test_a_server_that_refuses_every_query_is_an_error(retrieving):
+    def refuse(handler, asked, number):
+        handler.reply(b"no", 422)
+        return True
+
+    with retrieving(refuse) as (url, log):
+        failing(url, "status 422: no")
+        assert len(log) == 2  # the query, and one that every server can answer
+
+
 def test_a_lasting_trouble_is_an_error_after_three_attempts(retrieving, monkeypatch):
     monkeypatch.setattr(search_r1, "BACKOFF_S", 0.01)
 

@@ -66,6 +66,7 @@ def test_every_form_of_the_grammar_is_read(reply, action):
         ("press [Control+]", "no key ''"),
         ("goto []", "cannot be read"),
         ("new_tab [1]", "cannot be read"),
+        (f"press [{'+'.join(['Control'] * 1_000)}]", "At most 5 keys"),
         (f"type [1] [{'a' * (MAX_TEXT + 1)}]", "At most 4000 characters"),
     ],
 )

@@ -23,7 +23,10 @@ def test_a_given_program_comes_first_then_one_without_a_window_of_each_the_syste
     order = [program(tmp_path / path) for path in ("bin/chromium-headless-shell", downloads[0], "bin/chromium", downloads[1])]
     monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert find_browser(str(program(tmp_path / "given"))) == str(tmp_path / "given")
+    assert find_browser("chromium") == str(tmp_path / "bin/chromium")
+    with monkeypatch.context() as machine:
+        machine.setenv("AGENTGYM_BROWSER", str(program(tmp_path / "given")))
+        assert find_browser("chromium") == str(tmp_path / "given")
     for expected in order:
         assert find_browser() == str(expected)
         expected.unlink()
@@ -34,8 +37,14 @@ def test_a_machine_without_a_browser_is_told_how_to_get_one(tmp_path, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="apt-get install chromium"):
         find_browser()
-    with pytest.raises(ValueError, match="'nothing' is no program"):
-        find_browser("nothing")
+    with pytest.raises(ValueError, match="option browser: 'chromium' is no program"):
+        find_browser("chromium")
+    with pytest.raises(ValueError, match="option browser: expected one of"):
+        find_browser(str(program(tmp_path / "given")))
+    monkeypatch.setenv("AGENTGYM_BROWSER", "nothing")
+    with pytest.raises(ValueError, match="AGENTGYM_BROWSER: 'nothing' is no program"):
+        find_browser()
+    monkeypatch.delenv("AGENTGYM_BROWSER")
     assert main() == 1
     assert "python -m playwright install" in capsys.readouterr().err
 

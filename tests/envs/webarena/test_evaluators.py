@@ -1,5 +1,7 @@
 """The evaluators against WebArena's rules, worked out by hand."""
 
+import time
+
 import pytest
 
 from envs.webarena.evaluators import ScriptFailed, clean, evaluate, must_include, tokens, url_match
@@ -228,6 +230,13 @@ def test_a_task_that_cannot_be_done_is_passed_by_saying_so():
         ("It is in stock", "It is not in stock", False),
         ("yes", "yes", True),
         ("1:30 pm", "at 1:30 PM", True),
+        ("12", "²", False),  # signs that Python calls digits and cannot read
+        ("3", "3²", False),
+        ("50 m²", "50 m²", True),
+        ("12", "007 12", False),
+        ("12", "٠١٢", True),
+        ("12", "1" * 5_000, False),  # more digits than `int` reads
+        ("1" * 5_000, "0" * 5_000 + "1" * 5_000 + ".00", True),
         ("Ann", "Ann " + " ".join(f"word{chr(97 + i)}" for i in range(26)), False),  # a whole page is no answer
     ],
 )
@@ -240,3 +249,27 @@ def test_the_rules_want_a_reason_and_a_no():
     assert Rules().same_reason("What is her phone number?", reason, "There is no phone number in the account")
     assert not Rules().same_reason("What is her phone number?", reason, "the phone number of the account is on file")
     assert not Rules().same_reason("What is her phone number?", reason, "No.")
+
+
+@pytest.mark.parametrize("digits", ["9" * 5_000, "0" * 5_000 + "65"])
+def test_a_character_reference_of_thousands_of_digits_is_no_character(digits):
+    page = Browser(scripts={"document.x": f"a &#{digits}; b &amp; c"})
+    assert score(page=page, types=("program_html",), targets=(Target("last", "document.x", None, ("b & c",)),)).score == 1
+
+
+def test_a_helper_that_finds_nothing_leaves_nothing_to_look_at():
+    class Nothing:
+        def call(self, name, arguments, page):
+            return ""
+
+    page = Browser()
+    task = Task(0, (), (), "", Evaluation(("program_html",), targets=(Target("func:shopping_get_latest_order_url()", "", "", ()),)))
+    assert evaluate(task, "", page, Nothing(), Rules()).score == 0
+    assert page.opened == []
+
+
+@pytest.mark.parametrize("text", [" " * 16_000 + "x", "." + " " * 16_000 + "x", "a. " * 5_000 + "x", "." * 16_000, "'" * 16_000])
+def test_no_answer_takes_an_evaluator_long(text):
+    began = time.perf_counter()
+    tokens(text)
+    assert time.perf_counter() - began < 0.1

@@ -90,3 +90,19 @@ def test_a_judge_that_does_not_answer_is_given_up():
         with pytest.raises(JudgeFailed):
             Endpoint(url, "m", timeout_s=0.3).same_answer("q", "r", "a")
         assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("speechless", [400, "I cannot say anything about this."])
+def test_an_answer_that_leaves_the_judge_speechless_is_wrong_where_it_judges_others(speechless):
+    tries = 1 if speechless == 400 else judges.ATTEMPTS
+    with answering(*[speechless] * tries, "correct") as (url, asked):
+        assert Endpoint(url, "m").same_answer("q", "the reference", "say nothing") is False
+    assert [("the reference\n==" in body["messages"][0]["content"]) for _, _, body in asked] == [False] * tries + [True]
+    with answering(speechless) as (url, _), pytest.raises(JudgeFailed):
+        Endpoint(url, "m").same_answer("q", "r", "a")
+
+
+def test_no_control_character_reaches_the_endpoint():
+    with answering("incorrect") as (url, asked):
+        Endpoint(url, "m").same_answer("q", "r", "a\x00b\x1b[31m\ud800\r\x9b é\nd")
+    assert "a\ufffdb\ufffd[31m\ufffd\ufffd\ufffd é\nd" in asked[0][2]["messages"][0]["content"]

@@ -1,5 +1,6 @@
 """What dies and what lives on: a page, the browser, its driver, the server. Nothing is left behind."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +20,7 @@ import pytest
 from envs.webarena import browser as browsers
 from envs.webarena import keeper
 from envs.webarena.browser import BrowserLost
+from envs.webarena.tabs import Refusal
 
 from .conftest import opened, task
 
@@ -82,7 +85,7 @@ def test_a_crashed_page_ends_its_session_and_no_other(make_spec):
 
 
 def test_a_page_that_loops_for_ever_ends_its_session_in_time_and_no_other(make_spec, site, monkeypatch):
-    monkeypatch.setattr("envs.webarena.tabs.PAGE_S", 2.0)
+    monkeypatch.setattr("envs.webarena.tabs.INPUT_S", 2.0)
     monkeypatch.setattr("envs.webarena.tabs.Tabs.ask.__defaults__", (2.0,))
     site.pages["/loop"] = "<title>Loop</title><button onclick='for (;;);'>go</button>"
     spec = make_spec()
@@ -95,6 +98,48 @@ def test_a_page_that_loops_for_ever_ends_its_session_in_time_and_no_other(make_s
             assert time.monotonic() - began < 20
         assert "Second page" in other.click("link", "Second page")
         assert len(other.simulator._sites.chromium._running.browser.contexts) == 1  # the hung one is closed
+
+
+def test_pages_that_never_answer_do_not_hold_up_another_session(make_spec, site, monkeypatch):
+    """One step at a time, and three that wait for a site or a page that hangs."""
+    monkeypatch.setattr("envs.webarena.tabs.INPUT_S", 6.0)
+    monkeypatch.setattr("envs.webarena.tabs.CHECK_S", 1.0)
+    site.pages["/loop"] = "<title>Loop</title><button onclick='for (;;);'>go</button>"
+    spec, ended = make_spec(concurrency=1, goto_s=20.0), []
+
+    async def play():
+        async def hang(one, action):
+            with contextlib.suppress(BrowserLost):
+                await one.simulator.step_async(action)
+            ended.append(action)
+
+        with contextlib.ExitStack() as stack:
+            other, *hung = [stack.enter_context(opened(spec)) for _ in range(4)]
+            actions = ["goto [onestopmarket.com/hang]", "goto [onestopmarket.com/hang]"]
+            hung[2].step("goto [onestopmarket.com/loop]")
+            actions.append(f"click [{hung[2].number('button', 'go')}]")
+            waiting = [asyncio.create_task(hang(one, action)) for one, action in zip(hung, actions, strict=True)]
+            await asyncio.sleep(0.2)
+            await other.simulator.step_async("scroll [down]")
+            assert not ended
+            site.release.set()
+            site.release = threading.Event()
+            await asyncio.gather(*waiting)
+
+    asyncio.run(play())
+
+
+def test_keys_that_never_arrive_are_refused_where_the_page_lives(make_spec, site, monkeypatch):
+    monkeypatch.setattr("envs.webarena.tabs.INPUT_S", 0.5)
+    monkeypatch.setattr("envs.webarena.tabs.CHECK_S", 2.0)
+    site.pages["/loop"] = "<title>Loop</title><button onclick='for (;;);'>go</button>"
+    with opened(make_spec()) as one:
+        tabs = one.simulator._tabs
+        with pytest.raises(Refusal, match="it was changing"):
+            tabs.chromium.run(tabs.input(asyncio.sleep(60)), 10)
+        one.step("goto [onestopmarket.com/loop]")
+        with pytest.raises(BrowserLost, match="does not answer within 2 s"):
+            one.click("button", "go")
 
 
 @pytest.mark.parametrize("victim", ["browser", "driver"])
@@ -137,8 +182,9 @@ def test_a_path_too_long_for_a_socket_is_said(make_spec, monkeypatch):
     simulator.close()
 
 
-def test_a_browser_that_does_not_start_is_said_clearly(make_spec):
-    simulator = make_spec(browser="/bin/false").make()
+def test_a_browser_that_does_not_start_is_said_clearly(make_spec, monkeypatch):
+    monkeypatch.setenv("AGENTGYM_BROWSER", "/bin/false")
+    simulator = make_spec().make()
     with pytest.raises(BrowserLost, match="/bin/false\\) does not start"):
         simulator.reset(0)
     simulator.close()
@@ -168,7 +214,8 @@ def served(tmp_path, site, *, tasks, **popen):
 
 
 def call(url, body):
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=30) as reply:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as reply:
         return json.loads(reply.read())
 
 

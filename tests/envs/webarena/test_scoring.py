@@ -1,5 +1,6 @@
 """Outcomes scored in a real browser, with the login files and helpers that WebArena's own sites need."""
 
+import dataclasses
 import json
 import threading
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ import pytest
 
 from envs.webarena.browser import BrowserLost
 from envs.webarena.helpers import HelperFailed, SiteHelpers
+from envs.webarena.judge import Rules
+from envs.wire import StepReply
 
 from .conftest import task
 
@@ -99,8 +102,33 @@ def test_a_page_of_the_task_file_that_cannot_be_judged_is_a_failure_of_the_envir
     monkeypatch.setattr("envs.webarena.tabs.Tabs.ask.__defaults__", (2.0,))
     with pytest.raises(BrowserLost, match="does not answer within 2 s"):
         end(spec, 8)
-    with pytest.raises(ValueError, match="is not among the sites"):
+    with pytest.raises(BrowserLost, match="is not among the sites"):
         end(spec, 9)
+
+
+@pytest.mark.parametrize("answer", ["²", "9" * 5_000, "\ud800", "\x00", "I do not know"])
+def test_no_answer_escapes_its_score(make_spec, answer):
+    spec = make_spec(task(0, reference_answers={"fuzzy_match": ["12"], "must_include": ["12"]}))
+    simulator = spec.make()
+    try:
+        simulator.reset(0)
+        result = simulator.step(f"stop [{answer}]")
+        StepReply(turn=1, **dataclasses.asdict(result)).model_dump_json()
+        assert (result.reward, result.terminated) == (0, True)
+    finally:
+        simulator.close()
+
+
+def test_a_judge_that_breaks_on_the_text_scores_it_0_and_says_so(make_spec, monkeypatch, caplog):
+    def broken(*_):
+        raise KeyError("no such rule")
+
+    monkeypatch.setattr(Rules, "same_answer", broken)
+    spec = make_spec(task(0, reference_answers={"fuzzy_match": ["12"]}))
+    result = end(spec, 0)
+    assert (result.reward, result.success, result.terminated) == (0, False, True)
+    assert result.info["parts"] == {"failed": "KeyError 'no such rule'"}
+    assert "task 0: judging broke on the answer ''; it scores 0\nTraceback" in caplog.text
 
 
 def test_a_judge_that_fails_is_a_failure_of_the_environment(make_spec):
@@ -144,7 +172,7 @@ def shop_api(reviews):
 
 
 def test_a_real_shops_orders_and_reviews_are_asked_for_over_its_api(monkeypatch):
-    monkeypatch.setenv("WEBARENA_SHOP_PASSWORD", "pw")
+    monkeypatch.setenv("AGENTGYM_SECRET_SHOP_PASSWORD", "pw")
     with shop_api([{"nickname": "Ann", "ratings": [{"percent": 20}]}, {"nickname": "Bob", "ratings": [{"percent": 80}]}]) as url:
         helpers = SiteHelpers({"shopping": url})
         assert helpers.call("shopping_get_latest_order_url", [], None) == f"{url}/sales/order/view/order_id/189/"

@@ -105,6 +105,10 @@ def test_tasks_of_missing_sites_can_be_left_out(tmp_path):
         load(file_of(tmp_path, ROW, ROW), SITES, skip_missing=True)
 
 
+def judge(variable):
+    return {"judge": {"base_url": "http://a/v1", "model": "m", "api_key_env": variable}}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -113,10 +117,15 @@ def test_tasks_of_missing_sites_can_be_left_out(tmp_path):
         ({"sites": {"shoping": "http://a"}}, "unknown site 'shoping'; did you mean 'shopping'?"),
         ({"sites": []}, "option sites: expected"),
         ({"sites": {"shopping": "ftp://a", "reddit": "http://b"}}, "expected http:// or https:// addresses"),
-        ({"browser": "/no/such/browser"}, "option browser: '/no/such/browser' is no program"),
+        ({"browser": "/bin/false"}, "option browser: expected one of chromium-headless-shell, .*, got '/bin/false'; .* AGENTGYM_BROWSER"),
+        ({"browser": "false"}, "option browser: expected one of "),
         ({"viewport": [10, 10]}, "option viewport: expected"),
         ({"judge": {"model": "m"}}, "option judge: expected base_url, model"),
-        ({"judge": {"base_url": "http://a/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"}}, "variable NO_SUCH_KEY .* is not set"),
+        (judge("AGENTGYM_SECRET_NO"), "the variable AGENTGYM_SECRET_NO is not set"),
+        (judge("AWS_SECRET_ACCESS_KEY"), "may only name variables that begin with AGENTGYM_SECRET_.*got 'AWS_SECRET_ACCESS_KEY'"),
+        (judge("AGENTGYM_ENV_TOKEN"), "may only name variables that begin with AGENTGYM_SECRET_"),
+        (judge("AGENTGYM_SECRET_"), "may only name variables that begin with AGENTGYM_SECRET_"),
+        (judge(["HOME"]), "may only name variables that begin with AGENTGYM_SECRET_"),
         ({"storage_state": ""}, "option storage_state: the tasks need logins"),
         ({"concurrency": -1}, "option concurrency: expected a whole number"),
         ({"settle_s": 0}, "option settle_s: expected seconds"),
@@ -124,14 +133,16 @@ def test_tasks_of_missing_sites_can_be_left_out(tmp_path):
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(tmp_path, monkeypatch, options, message):
-    monkeypatch.setenv("WEBARENA_SHOP_PASSWORD", "x")
+    monkeypatch.setenv("AGENTGYM_SECRET_SHOP_PASSWORD", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "x")
     given = {"tasks": str(file_of(tmp_path, ROW)), "sites": SITES, "storage_state": "none", **options}
     with pytest.raises(ValueError, match=message):
         load_spec("webarena", given)
 
 
 def test_a_helper_that_cannot_work_is_refused_at_load(tmp_path, monkeypatch):
-    monkeypatch.delenv("WEBARENA_SHOP_PASSWORD", raising=False)
+    monkeypatch.delenv("AGENTGYM_SECRET_SHOP_PASSWORD", raising=False)
     with pytest.raises(ValueError, match="shopping_get_latest_order_url asks the shop's REST API"):
         load_spec("webarena", {"tasks": str(file_of(tmp_path, ROW)), "sites": SITES, "storage_state": "none"})
     unknown = changed(["eval", "program_html", 1, "url"], "func:rm('x')")

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from agentgym.rollouts.policies.torch import TorchPolicy, sample
+from agentgym.attention import PackedRows
+from agentgym.rollouts.policies.torch import TOLERANCES, TorchPolicy, draw_distance, sample, uniforms
 from agentgym.training.model import weights_of
 from agentgym.types import SampleKey, Sampling
 
@@ -325,3 +326,48 @@ def test_scores_are_log_probabilities_of_each_next_token(make_policy, plain, mod
         with torch.no_grad():
             logp = torch.log_softmax(twin(torch.tensor([row])).logits[0], -1)
         assert scores.tolist() == pytest.approx([float(logp[i, token]) for i, token in enumerate(row[1:])], abs=1e-5)
+
+
+def test_the_distance_to_a_draw_is_what_lies_between_the_uniform_and_the_tokens_interval():
+    logits = torch.log(torch.tensor([[0.2, 0.5, 0.3]] * 6))
+    uniform = torch.tensor([0.1, 0.1, 0.1, 0.9, 0.9, 0.45], dtype=torch.float64)
+    outside, below = draw_distance(logits, torch.ones(6), uniform, torch.tensor([0, 1, 2, 0, 2, 1]))
+    assert outside.tolist() == pytest.approx([0.0, 0.1, 0.6, 0.7, 0.0, 0.0], abs=1e-6)
+    assert below.tolist() == [0.0] * 6
+    drawn, _ = sample(logits, torch.ones(6), uniform)
+    assert draw_distance(logits, torch.ones(6), uniform, drawn)[0].tolist() == [0.0] * 6
+
+
+def test_the_distance_of_a_greedy_token_is_how_far_it_lies_below_the_largest():
+    logits = torch.tensor([[0.0, 3.0, 1.0]] * 3)
+    outside, below = draw_distance(logits, torch.zeros(3), torch.full((3,), 0.5, dtype=torch.float64), torch.tensor([1, 2, 0]))
+    assert outside.tolist() == [0.0] * 3
+    assert below.tolist() == pytest.approx([0.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+def test_what_the_engine_drew_in_a_crowd_is_its_draw_in_any_other_forward(make_model, tokenizer, dtype):
+    """And what another sample drew is not."""
+    model, asked, count = make_model().to(dtype), prompts(40), 12
+    policy = TorchPolicy(model, stop_id=tokenizer.eos_token_id, num_slots=16, context_tokens=64)
+
+    async def crowd():
+        asks = [Sampling(key(index), float(index % 2), count) for index in range(len(asked))]
+        return await asyncio.gather(*(policy.generate(prompt, ask) for prompt, ask in zip(asked, asks, strict=True)))
+
+    foreign = total = 0
+    for index, (prompt, completion) in enumerate(zip(asked, asyncio.run(crowd()), strict=True)):
+        ids, num = torch.tensor([*prompt, *completion.ids]), len(completion.ids)
+        with torch.inference_mode():
+            layout = PackedRows(torch.tensor([0, len(ids)]))
+            logits = model(input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout).logits[0].float()
+        for whose in (index, index + 1):
+            own = torch.tensor(uniforms(key(whose), count)[:num])
+            temperature = torch.full((num,), float(index % 2))
+            outside, below = draw_distance(logits[len(prompt) - 1 : -1], temperature, own, ids[len(prompt) :])
+            off = (outside > TOLERANCES[dtype].mass) | (below > TOLERANCES[dtype].nats)
+            if whose == index:
+                assert not off.any(), (index, outside.max(), below.max())
+            elif index % 2:
+                foreign, total = foreign + int(off.any()), total + 1
+    assert foreign > 0.9 * total

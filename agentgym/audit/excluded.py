@@ -1,0 +1,180 @@
+"""Episodes that were left out of every number because their environment failed: few, and no choice.
+
+A share above `rollout.max_env_error_frac` would have stopped the run. Below it, each one whose
+weights are still there is played again to its real end, with the same random numbers: failures of
+an environment fall on good and bad episodes alike, failures that somebody wrote do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from agentgym.audit.lines import Line, load
+from agentgym.audit.report import Tally
+from agentgym.audit.sampling import weights_of_versions
+from agentgym.config import RunConfig
+from agentgym.rollouts.collect import collect
+from agentgym.steps import local_environment
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import RunStore
+from agentgym.training.engine import ENGINE, episode_settings, open_engine
+from agentgym.types import Status, Trajectory
+
+MAX_CHANCE = 1e-6  # of what failing environments left out; less likely is somebody's choice
+
+
+def check_excluded(cfg: RunConfig, store: RunStore, lines: Sequence[Line], tally: Tally) -> None:
+    """Share of each collection, and what those left out would have come to."""
+    counts: Counter[Status] = Counter()
+    for line in lines:
+        if line.checkpoint is None:
+            continue
+        for commit in line.commits:
+            for what, episodes in _collections(line.episodes.get(commit.seq, ())).items():
+                counts.update(episode.status for episode in episodes)
+                _check_share(cfg, f"{line.at(commit)} {what}", episodes, tally)
+    said = ", ".join(f"{counts[status]} {status}" for status in (Status.ENV_ERROR, Status.TIMEOUT))
+    tally.notes.append(f"{said} of {counts.total()} episodes")
+    for line in lines:
+        if line.checkpoint is not None and _left_out(line):
+            if not ENGINE.repeats_draws:
+                tally.notes.append(f"{line.name}: not played again, {ENGINE.__name__} does not repeat its draws")
+            else:
+                _play_again(cfg, store, line, line.checkpoint, tally)
+
+
+def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    """As they were collected: each of these was held to the limit by itself."""
+    groups: dict[str, list[Trajectory]] = {}
+    for episode in episodes:
+        what = f"{episode.item.split} episodes at temperature {episode.temperature:g}"
+        groups.setdefault(what, []).append(episode)
+    return groups
+
+
+def _check_share(cfg: RunConfig, where: str, episodes: Sequence[Trajectory], tally: Tally) -> None:
+    tally.counted += 1
+    limit, num_left_out = cfg.rollout.max_env_error_frac, sum(not episode.status.is_valid for episode in episodes)
+    if num_left_out > limit * len(episodes):
+        tally.fail(f"{where}: {num_left_out} of {len(episodes)} are left out, rollout.max_env_error_frac is {limit:g}")
+
+
+def _left_out(line: Line) -> list[Trajectory]:
+    return [episode for logged in line.episodes.values() for episode in logged if not episode.status.is_valid]
+
+
+@dataclass
+class _Again:
+    """What became of the episodes of one step that were left out, played again."""
+
+    failed_again: int = 0
+    outcomes: dict[Status, dict[str, list[bool]]] = field(default_factory=dict)  # by status they had and item: success
+
+    def add(self, was: Trajectory, now: Trajectory) -> None:
+        if now.status.is_valid:
+            self.outcomes.setdefault(was.status, {}).setdefault(was.item.item_id, []).append(now.success)
+        else:
+            self.failed_again += 1
+
+
+def _play_again(cfg: RunConfig, store: RunStore, line: Line, checkpoint: Manifest, tally: Tally) -> None:
+    sources, again = weights_of_versions(cfg, line, checkpoint), _Again()
+    by_version: dict[int, list[Trajectory]] = {}
+    for episode in _left_out(line):
+        expected = episode.step - 1 if line.stage(cfg) is not None and episode.item.split == "train" else episode.step
+        version = expected if line.stage(cfg) is not None else int(checkpoint.state["global_step"])
+        versions = {turn.version for turn in episode.turns} | {version}
+        if len(versions) == 1:  # one that lagged behind the update met two weights
+            by_version.setdefault(version, []).append(episode)
+    num_pruned = len(_left_out(line)) - sum(map(len, by_version.values()))
+    for version, episodes in by_version.items():
+        commit = sources.get(version)
+        if commit is None or load(store, commit) is None:
+            num_pruned += len(episodes)
+            continue
+        for was, now in _played(cfg, store, commit, line, version, episodes):
+            again.add(was, now)
+    valid = [episode for logged in line.episodes.values() for episode in logged if episode.status.is_valid]
+    for status, outcomes in again.outcomes.items():
+        _check_chance(line.name, status, outcomes, [e for e in _left_out(line) if e.status is status], valid, tally)
+    results = [success for outcomes in again.outcomes.values() for each in outcomes.values() for success in each]
+    tally.skipped += num_pruned
+    tally.notes.append(
+        f"{line.name}: of {len(_left_out(line))} left out, played again {sum(results)} succeed, {len(results) - sum(results)} do not, "
+        f"{again.failed_again} fail again, {num_pruned} cannot be (weights pruned); {_bounds(valid, _left_out(line))}"
+    )
+
+
+def _played(
+    cfg: RunConfig, store: RunStore, commit: Manifest, line: Line, version: int, episodes: Sequence[Trajectory]
+) -> list[tuple[Trajectory, Trajectory]]:
+    """(as it was logged, as it ends) of each, under the same weights and random numbers."""
+    checkpoint, pairs = load(store, commit), []
+    assert checkpoint is not None
+    with local_environment(cfg, False) as endpoints, open_engine(cfg, checkpoint, endpoints, version=version) as engine:
+        for episode in episodes:
+            settings = episode_settings(
+                cfg,
+                manuals=engine.manuals,
+                seed=cfg.seed if line.stage(cfg) is not None else cfg.evaluation.seed,
+                step=episode.step,
+                max_turns=episode.max_turns,
+                temperature=episode.temperature,
+            )
+            played = collect(
+                [episode.item],
+                num_samples=1,
+                first_sample=episode.sample,
+                pool=engine.pool,
+                policy=engine.policy,
+                renderer=checkpoint.renderer,
+                settings=settings,
+                concurrency=1,
+                episode_timeout_s=cfg.rollout.episode_timeout_s,
+                max_attempts=1,
+                max_env_error_frac=1.0,
+            )
+            pairs.append((episode, engine.loop.run(played)[0]))
+    return pairs
+
+
+def _check_chance(
+    name: str,
+    status: Status,
+    outcomes: Mapping[str, Sequence[bool]],
+    left_out: Sequence[Trajectory],
+    valid: Sequence[Trajectory],
+    tally: Tally,
+) -> None:
+    """Is it likely that environments failed on just these? An item counts once: its samples fail together."""
+    # a request can fail at each turn, a deadline passes in long episodes only
+    shortest = min(len(episode.turns) for episode in left_out) if status is Status.TIMEOUT else 0
+    alike = [episode for episode in valid if len(episode.turns) >= shortest]
+    turns = sum(1 + len(episode.turns) for episode in alike)
+    share = (1 + sum(1 + len(episode.turns) for episode in alike if episode.success)) / (2 + turns)
+    tally.counted += 1
+    for what, num_hits, rate in (
+        ("would have succeeded", sum(any(each) for each in outcomes.values()), share),
+        ("would have failed", sum(not all(each) for each in outcomes.values()), 1 - share),
+    ):
+        chance = at_most(num_hits, len(outcomes), rate)
+        if chance < MAX_CHANCE:
+            tally.fail(
+                f"{name}: {status} on {len(outcomes)} items, of which played again {num_hits} {what}; from the episodes that count "
+                f"{rate * len(outcomes):.1f} are expected, and so few come by chance once in {1 / chance:.0e} runs"
+            )
+
+
+def at_most(num_hits: int, num_tries: int, rate: float) -> float:
+    """The probability of so few hits or fewer."""
+    return math.fsum(math.comb(num_tries, hits) * rate**hits * (1 - rate) ** (num_tries - hits) for hits in range(num_hits + 1))
+
+
+def _bounds(valid: Sequence[Trajectory], left_out: Sequence[Trajectory]) -> str:
+    total, num_successes = len(valid) + len(left_out), sum(episode.success for episode in valid)
+    low, high = num_successes / total, (num_successes + len(left_out)) / total
+    now = num_successes / len(valid) if valid else float("nan")
+    return f"success {now:.1%} of what counts, {low:.1%} to {high:.1%} whatever they were"

@@ -1,0 +1,210 @@
+"""Logged tokens under the weights that sampled them: how likely they were, and whether they are what was drawn.
+
+The engine draws a token by inverting its distribution at a uniform that the sample's `SampleKey`
+determines. So of each sample there is one honest text: an episode chosen among many, copied from
+another sample or played with other random numbers shows at the first token that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentgym.attention import PackedRows
+from agentgym.audit.lines import Line, draw, load, place
+from agentgym.audit.report import Tally
+from agentgym.config import RunConfig
+from agentgym.rollouts.policies.torch import TOLERANCES, Tolerance, draw_distance, sample, uniforms
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import RunStore
+from agentgym.training.checkpoint import WEIGHTS, Checkpoint
+from agentgym.training.engine import ENGINE
+from agentgym.training.networks import head_logits
+from agentgym.types import SampleKey, Trajectory
+
+FORWARD_TOKENS = 16_384  # of one forward
+HEAD_ELEMENTS = 1 << 24  # tokens times vocabulary whose logits exist at one time
+
+
+def check_sampling(cfg: RunConfig, store: RunStore, line: Line, count: int | None, seed: int, rescore: Tally, sampling: Tally) -> None:
+    """Every turn under the weights it names; the episodes check says whether those are the right ones.
+
+    count: of each commit's weights, how many episodes; None: all.
+    """
+    if line.checkpoint is None:
+        return
+    if not ENGINE.repeats_draws:
+        sampling.not_checked = f"{ENGINE.__name__} does not repeat its draws; log-probabilities alone speak for its tokens"
+    sources = weights_of_versions(cfg, line, line.checkpoint)
+    logged = [(place(line.at(commit), e), e) for commit in line.commits for e in line.episodes.get(commit.seq, ())]
+    random_seed = cfg.seed if line.stage(cfg) is not None else cfg.evaluation.seed
+    groups: dict[int, list[tuple[str, Trajectory]]] = {}
+    for where, episode in logged:
+        versions = {turn.version for turn in episode.turns}
+        if not versions <= sources.keys():
+            rescore.skipped += 1  # weights that were pruned
+        for version in sorted(versions & sources.keys()):
+            groups.setdefault(version, []).append((where, episode))
+    for version, episodes in groups.items():
+        checkpoint = load(store, sources[version])
+        if checkpoint is None:
+            rescore.skipped += len(episodes)
+            continue
+        chosen = episodes if count is None else draw(episodes, count, seed, line.name, version)
+        judge = _Judge(checkpoint, random_seed, cfg.rollout.max_new_tokens, logged)
+        if judge.tolerance is None:
+            reason = f"no tolerance is stated for weights of {judge.dtype}"
+            rescore.not_checked, sampling.not_checked = reason, reason
+            continue
+        for where, episode, turns in judge.turns_of(chosen, version, rescore):
+            judge.compare(where, episode, turns, rescore, sampling)
+
+
+def weights_of_versions(cfg: RunConfig, line: Line, checkpoint: Manifest) -> Mapping[int, Manifest]:
+    """Version of the weights -> commit that holds them, of those a step's episodes may name."""
+    sources = {int(checkpoint.state["global_step"]): checkpoint}
+    if line.stage(cfg) is not None:
+        sources |= {int(commit.state["global_step"]): commit for commit in line.commits if WEIGHTS in commit.blobs}
+    return sources
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What the weights say of one action of n tokens."""
+
+    number: int  # from 1
+    start: int
+    logprobs: Tensor  # [n] at the temperature it was sampled at, 1 where greedy
+    drawn: Tensor  # [n] the tokens the sample's random numbers draw
+    outside: Tensor  # [n], see draw_distance
+    below: Tensor  # [n]
+
+
+class _Judge:
+    """One set of weights."""
+
+    def __init__(self, checkpoint: Checkpoint, seed: int, max_new_tokens: int, logged: Sequence[tuple[str, Trajectory]]) -> None:
+        self._model = checkpoint.model.eval()
+        self._stop_id, self._seed, self._max_new_tokens = checkpoint.renderer.stop_id, seed, max_new_tokens
+        self._logged = logged
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
+        self.dtype = next(self._model.parameters()).dtype
+        self.tolerance: Tolerance | None = TOLERANCES.get(self.dtype)
+
+    def turns_of(
+        self, episodes: Sequence[tuple[str, Trajectory]], version: int, rescore: Tally
+    ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
+        """The turns that `version` sampled, several episodes in one forward."""
+        sound: list[tuple[str, Trajectory]] = []
+        for where, episode in episodes:
+            if not all(0 <= token < self._vocabulary for token in episode.input_ids):
+                rescore.fail(f"{where}: token ids outside 0 .. {self._vocabulary - 1}")
+            elif any(not 0 < turn.start < turn.end <= len(episode.input_ids) for turn in episode.turns):
+                rescore.fail(f"{where}: an action of no token, or outside of its episode")
+            elif len(episode.logprobs) != len(episode.input_ids):
+                rescore.fail(f"{where}: {len(episode.logprobs)} log-probabilities of {len(episode.input_ids)} tokens")
+            else:
+                sound.append((where, episode))
+        size = 0
+        chunk: list[tuple[str, Trajectory]] = []
+        for entry in sound:
+            if chunk and size + len(entry[1].input_ids) > FORWARD_TOKENS:
+                yield from self._forward(chunk, version)
+                size, chunk = 0, []
+            size += len(entry[1].input_ids)
+            chunk.append(entry)
+        if chunk:
+            yield from self._forward(chunk, version)
+
+    @torch.inference_mode()
+    def _forward(self, chunk: Sequence[tuple[str, Trajectory]], version: int) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
+        starts = np.cumsum([0, *(len(episode.input_ids) for _, episode in chunk)])
+        ids = torch.tensor([token for _, episode in chunk for token in episode.input_ids])
+        layout = PackedRows(torch.tensor(starts))
+        hidden = self._model.get_decoder()(
+            input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout
+        ).last_hidden_state[0]
+        spans, places, numbers, temperatures = [], [], [], []
+        for row, (_, episode) in enumerate(chunk):
+            for index, turn in enumerate(episode.turns):
+                if turn.version == version:
+                    key = SampleKey(self._seed, episode.step, episode.item.item_id, episode.sample, index)
+                    length = turn.end - turn.start
+                    spans.append((row, index, turn.start, length))
+                    places.append(starts[row] + np.arange(turn.start, turn.end))
+                    numbers.append(uniforms(key, length))
+                    temperatures += [episode.temperature] * length
+        judged = self._head(hidden, ids, torch.tensor(np.concatenate(places)), np.concatenate(numbers), temperatures)
+        by_row: dict[int, list[_Turn]] = {}
+        for (row, index, start, _), *parts in zip(spans, *(torch.split(part, [span[3] for span in spans]) for part in judged), strict=True):
+            by_row.setdefault(row, []).append(_Turn(index + 1, start, *parts))
+        for row, (where, episode) in enumerate(chunk):
+            yield where, episode, by_row[row]
+
+    def _head(self, hidden: Tensor, ids: Tensor, places: Tensor, numbers: np.ndarray, temperatures: Sequence[float]) -> tuple[Tensor, ...]:
+        """(log-probabilities, tokens drawn, outside, below) of the tokens at `places`, [n] each."""
+        size = max(1, HEAD_ELEMENTS // self._vocabulary)
+        parts = []
+        for place_, uniform, temperature in zip(
+            *(torch.split(each, size) for each in (places, torch.tensor(numbers), torch.tensor(temperatures))), strict=True
+        ):
+            logits, tokens = head_logits(self._model, hidden[place_ - 1]).float(), ids[place_]
+            drawn, _ = sample(logits, temperature, uniform)
+            logp = torch.log_softmax(logits / torch.where(temperature == 0, 1.0, temperature)[:, None], -1)
+            parts.append((logp.gather(1, tokens[:, None])[:, 0], drawn, *draw_distance(logits, temperature, uniform, tokens)))
+        return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+
+    def compare(self, where: str, episode: Trajectory, turns: Sequence[_Turn], rescore: Tally, sampling: Tally) -> None:
+        assert self.tolerance is not None
+        honest = True
+        for turn in turns:
+            ids = episode.input_ids[turn.start : turn.start + len(turn.drawn)]
+            gaps = (turn.logprobs - torch.tensor(episode.logprobs[turn.start : turn.start + len(ids)])).abs()
+            worst = int(gaps.argmax())
+            rescore.counted += 1
+            if not gaps[worst] <= self.tolerance.nats:
+                token = turn.start + worst
+                rescore.fail(
+                    f"{where} turn {turn.number} token {token} (id {episode.input_ids[token]}): log-probability: "
+                    f"expected {float(turn.logprobs[worst]):.6f}, got {episode.logprobs[token]:.6f}"
+                )
+            if honest and ENGINE.repeats_draws:  # what follows a forged turn was read under other words
+                sampling.counted += len(ids)
+                honest = self._is_drawn(where, episode, turn, ids, sampling)
+
+    def _is_drawn(self, where: str, episode: Trajectory, turn: _Turn, ids: Sequence[int], sampling: Tally) -> bool:
+        assert self.tolerance is not None
+        at = f"{where} turn {turn.number}"
+        off = (turn.outside > self.tolerance.mass) | (turn.below > self.tolerance.nats)
+        if off.any():
+            first = int(off.nonzero()[0])
+            far = (
+                f"{float(turn.below[first]):.3g} nats"
+                if not episode.temperature
+                else f"{float(turn.outside[first]):.3g} of the probability"
+            )
+            sampling.fail(
+                f"{at} token {turn.start + first} (id {ids[first]}): the random numbers of this sample draw id {int(turn.drawn[first])}, "
+                f"{far} away{self._twins(where, episode)}"
+            )
+        elif self._stop_id in ids[:-1] or len(ids) > self._max_new_tokens:
+            sampling.fail(f"{at}: {len(ids)} tokens that go on after the stop token or rollout.max_new_tokens {self._max_new_tokens}")
+        elif ids[-1] != self._stop_id and len(ids) < self._max_new_tokens:
+            sampling.fail(f"{at}: it ends after {len(ids)} tokens without the stop token; the engine goes on to {self._max_new_tokens}")
+        else:
+            return True
+        return False
+
+    def _twins(self, where: str, episode: Trajectory) -> str:
+        """Whose tokens these are. Equal texts alone are honest where little is left to chance; drawn they cannot be."""
+        own = [turn.version for turn in episode.turns]
+        same = [
+            name
+            for name, other in self._logged
+            if name != where and other.input_ids == episode.input_ids and [turn.version for turn in other.turns] == own
+        ]
+        return f"; its tokens are those of {same[0]}" if same else ""

@@ -1,0 +1,111 @@
+"""Does a model compute here what its own code computes: asked of every model before it is used.
+
+Learner and engine run a model's layers on packed rows with our attention and its head on chosen
+tokens. An architecture that does something else in between would be trained wrongly without a word:
+both sides would agree with each other and not with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentgym.attention import RAGGED, CachedRows, KeyValueCache, PackedRows
+from agentgym.training.architecture import unsupported
+from agentgym.training.networks import head_logits
+
+LENGTHS = (3, 13, 32)  # tokens of the compared rows
+DECODED = 2  # last tokens of each that the engine gets one forward later
+# nats; what attention in another order of summation may differ by
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+
+
+def require_faithful(model: Any) -> None:
+    """Errors: ValueError naming the model and what of it is not supported, or by how much our
+    log-probabilities differ from its own."""
+    name = f"{type(model).__name__} ({model.config.name_or_path or 'no name'})"
+    for reason in unsupported(model.config):
+        raise ValueError(f"model {name}: {reason}; use a model without it")
+    try:
+        found = differences(model)
+    except Exception as error:
+        raise ValueError(f"model {name} cannot run on packed rows: {type(error).__name__}: {error}") from error
+    limit = TOLERANCE.get(next(model.parameters()).dtype, 1e-3)
+    for side, difference in found.items():
+        if not difference <= limit:
+            raise ValueError(
+                f"model {name}: the {side}'s log-probabilities differ from the model's own by "
+                f"{difference:.3g} nats (at most {limit:g}); its architecture is not supported"
+            )
+
+
+@torch.no_grad()
+def differences(model: Any) -> dict[str, float]:
+    """Largest difference to the model's own forward under its own attention, row by row, in nats.
+
+    Result: of the learner's forward and of the engine's.
+    """
+    was_training = model.training
+    model.eval()
+    rows = _rows(model)
+    with _own_attention(model):
+        own = [torch.log_softmax(model(input_ids=row[None]).logits[0].float(), -1) for row in rows]
+    expected = torch.cat(own)
+    result = {
+        "learner": _largest(_learner(model, rows), expected),
+        "engine": _largest(_engine(model, rows), expected),
+    }
+    model.train(was_training)
+    return result
+
+
+def _rows(model: Any) -> list[Tensor]:
+    like = next(model.parameters())
+    draw = torch.Generator().manual_seed(0)
+    size = model.get_input_embeddings().num_embeddings
+    return [torch.randint(size, (n,), generator=draw).to(like.device) for n in LENGTHS]
+
+
+@contextmanager
+def _own_attention(model: Any) -> Iterator[None]:
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(RAGGED)
+
+
+def _learner(model: Any, rows: list[Tensor]) -> Tensor:
+    starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], device=rows[0].device)
+    layout = PackedRows(starts)
+    hidden = model.get_decoder()(
+        input_ids=torch.cat(rows)[None],
+        position_ids=layout.position[None],
+        use_cache=False,
+        layout=layout,
+    ).last_hidden_state[0]
+    return torch.log_softmax(head_logits(model, hidden).float(), -1)
+
+
+def _engine(model: Any, rows: list[Tensor]) -> Tensor:
+    cache = KeyValueCache.of(model, num_slots=len(rows), context_tokens=max(LENGTHS))
+    slots = list(range(len(rows)))
+    parts: list[list[Tensor]] = [[] for _ in rows]
+    cuts = [[0, n - DECODED, *range(n - DECODED + 1, n + 1)] for n in LENGTHS]
+    for wave in zip(*(pairwise(cut) for cut in cuts), strict=True):
+        new = [end - start for start, end in wave]
+        layout = CachedRows(cache, slots, [start for start, _ in wave], new)
+        ids = torch.cat([row[start:end] for row, (start, end) in zip(rows, wave, strict=True)])
+        logits = model(input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout).logits[0]
+        for part, own in zip(parts, logits.split(new), strict=True):
+            part.append(own)
+    return torch.log_softmax(torch.cat([each for part in parts for each in part]).float(), -1)
+
+
+def _largest(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max())

@@ -1,0 +1,195 @@
+"""Runs that nobody forged, of every kind, each audited: `python benchmarks/honest.py`.
+
+Twenty runs at `.ci/run`'s budget (free-running, deterministic, overlapping, on Ray, on S3, killed and
+resumed) and three of the default pipeline, one after the other in a copy of this repository. An audit
+that fails one of them is wrong. Goes on where an earlier call stopped; writes docs/results/honest.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chaos_project import GONE_WITHIN_S, ROOT, Project, last_line
+from pipeline import machine
+
+from agentgym.deploy.owned import owned_process
+
+BUDGET = ("evaluation.num_items=128", "horizon.stage_steps=[10,10,15]")  # that of .ci/run
+KINDS: dict[str, tuple[str, ...]] = {
+    "free-running": (),
+    "deterministic": ("deterministic=true",),
+    "overlapping": ("rollout.max_staleness=1",),
+    "ray": ("compute=ray", "ray.num_workers=2", "ray.placement_timeout_s=300"),
+    "s3": (),
+}
+# (kind, how often it is killed), 20 in all
+PLAN = (
+    ("free-running", 1),
+    ("s3", 1),
+    ("ray", 0),
+    ("free-running", 0),
+    ("overlapping", 1),
+    ("free-running", 2),
+    ("s3", 0),
+    ("deterministic", 1),
+    ("ray", 1),
+    ("free-running", 3),
+) * 2
+COMMAND_TIMEOUT_S = 2400.0
+AUDIT_TIMEOUT_S = 1200.0
+NUM_DEFAULT = 3
+
+
+@dataclass
+class Run:
+    """One honest run and what its audit said."""
+
+    number: int
+    kind: str
+    command: list[str]
+    codes: list[int] = field(default_factory=list)  # of the command, each time it was given
+    killed_at_s: list[float] = field(default_factory=list)
+    wall_s: float = 0.0
+    audit_s: float = 0.0
+    audit_code: int = -1
+    checks: dict[str, Any] = field(default_factory=dict)  # name -> what was compared, or what failed
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.audit_code == 0 and not self.problem
+
+
+def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int) -> None:
+    """Give the command until it ends well, killing it `num_kills` times, then audit."""
+    chance = random.Random(f"honest {run.number}")  # noqa: S311 - no secret
+    project.clear()
+    began = time.monotonic()
+    for attempt in range(num_kills + 2):
+        log = project.scratch / f"{run.number}-{attempt}.log"
+        process = project.start(("-m", "flows.pipeline", *overrides), log)
+        limit_s = chance.uniform(30, 150) if attempt < num_kills else COMMAND_TIMEOUT_S
+        try:
+            run.codes.append(process.wait(limit_s))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            run.codes.append(process.wait())
+            run.killed_at_s.append(round(limit_s, 1))
+            if attempt >= num_kills:
+                run.problem = f"no end within {limit_s:g} s: {last_line(log)}"
+                break
+            wait_gone(project)
+        if run.codes[-1] == 0:
+            break
+    run.wall_s = round(time.monotonic() - began, 1)
+    if run.codes[-1] != 0:
+        run.problem = run.problem or f"the command ended with {run.codes}: {last_line(log)}"
+        return
+    settings = [word for override in overrides for word in ("--set", override)]
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "agentgym", "audit", "--json", *settings],
+        cwd=project.folder,
+        env=project.environment,
+        capture_output=True,
+        text=True,
+        timeout=AUDIT_TIMEOUT_S,
+        check=False,
+    )
+    run.audit_s, run.audit_code = round(time.monotonic() - began, 1), done.returncode
+    try:
+        report = json.loads(done.stdout)
+    except ValueError:
+        run.problem = f"audit ended with {done.returncode}: {done.stderr[-500:]}"
+        return
+    run.checks = {"seed": report["seed"]}
+    for check in report["checks"]:
+        found = {name: check[name] for name in ("counted", "skipped", "note", "not_checked") if check[name]}
+        run.checks[check["name"]] = found if check["ok"] else {**found, "failures": check["failures"]}
+
+
+def wait_gone(project: Project) -> None:
+    """What a killed command leaves ends by itself; a second command at the same moment would be another test."""
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while project.processes() and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def s3_store(project: Project) -> Iterator[tuple[str, ...]]:
+    """An S3 server on loopback and a bucket in it. Result: overrides."""
+    place = project.scratch.parent / f"s3-{secrets.token_hex(4)}"
+    place.mkdir()
+    port = place / "port"
+    command = [sys.executable, str(ROOT / "tests/s3_server.py"), str(port)]
+    with owned_process(command, log_path=place / "log", env={}) as server:
+        deadline = time.monotonic() + 120
+        while not port.exists():
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the S3 server does not come up: {last_line(place / 'log')}")
+            time.sleep(0.1)
+        (place / "aws").touch()
+        project.environment |= {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port.read_text()}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_CONFIG_FILE": str(place / "aws"),
+            "AWS_SHARED_CREDENTIALS_FILE": str(place / "aws"),
+        }
+        project.must("-c", "import boto3; boto3.client('s3').create_bucket(Bucket='honest')")
+        yield ("store.uri=s3://honest/run",)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=len(PLAN) + NUM_DEFAULT, help="stop after so many (default: all)")
+    parser.add_argument("--minutes", type=float, default=240.0, help="begin none after so many (default 240)")
+    parser.add_argument("--anew", action="store_true", help="forget what an earlier call wrote")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/honest.json")
+    arguments = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+    result: dict[str, Any] = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "runs": []}
+    if arguments.out.is_file() and not arguments.anew:
+        result = json.loads(arguments.out.read_text())
+    done, began = {run["number"] for run in result["runs"]}, time.monotonic()
+    plan = [*((kind, kills, BUDGET) for kind, kills in PLAN), *[("free-running", 0, ())] * NUM_DEFAULT]
+    with tempfile.TemporaryDirectory(prefix="honest-") as folder:
+        project = Project(Path(folder), {})
+        try:
+            for number, (kind, kills, budget) in enumerate(plan[: arguments.runs]):
+                if number in done:
+                    continue
+                if time.monotonic() - began > 60 * arguments.minutes:
+                    break
+                overrides = (*budget, *KINDS[kind], f"seed={number}")
+                with s3_store(project) if kind == "s3" else contextlib.nullcontext(()) as place:
+                    run = Run(number, kind if budget else "default", ["python", "-m", "flows.pipeline", *overrides])
+                    play(project, run, (*overrides, *place), kills)
+                result["runs"].append({**asdict(run), "ok": run.ok})
+                result["passed"] = f"{sum(each['ok'] for each in result['runs'])} of {len(result['runs'])}"
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+                print(f"{number} {run.kind} kills {run.killed_at_s} {run.wall_s:.0f} s, audit {run.audit_s:.0f} s: {run.ok} {run.problem}")
+                sys.stdout.flush()
+        finally:
+            project.close()
+    return 0 if all(run["ok"] for run in result["runs"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""What another user of this machine can do to a running project: every port and every file tried, as that user.
+
+    sudo .venv/bin/python benchmarks/second_user.py
+
+Two situations: `make up` with a deployed run under way, and a pipeline typed in a terminal. In each, every port that a
+process of the project listens on is spoken to and every file below the project, its home and its temporary folder is
+opened for reading and for writing, by a process of user `nobody`. What it could do is printed; more than SECURITY.md
+allows ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import socket
+import stat
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+from chaos_project import Project
+
+THEIR_ID = 65534  # nobody
+LOOK_S = 0.5
+SWEEP_AFTER_S = 5.0  # of an unchanged set of ports
+RUN_S = 400.0  # for a run to have its servers up
+CONNECT_S = 3.0
+MAX_SHOWN = 40
+OVERRIDES = ["horizon.stage_steps=[200,1]"]  # long enough to be looked at
+
+# What SECURITY.md allows another user: the readable copy of the program, and to hear that a server is there.
+ALLOWED = (
+    r"read   file   project/(?!\.agentgym|prefect\.toml).*",  # the clone itself has the modes its owner gave it
+    r"list   folder (project(/(?!\.agentgym).*)?|home|tmp)",
+    r"list   folder tmp/runner_storage(/[0-9a-f-]{36})?",  # Prefect's, for flows kept elsewhere; empty here
+    r"use    port   .* GET (/health|/healthz|/readyz|/api/health): 200",
+)
+# one request each; anything but a refusal is something that could be done
+REQUESTS = (
+    ("GET", "/", ""),
+    ("GET", "/health", ""),
+    ("GET", "/healthz", ""),
+    ("GET", "/readyz", ""),
+    ("GET", "/info", ""),
+    ("GET", "/metrics", ""),
+    ("GET", "/api/health", ""),
+    ("GET", "/api/admin/settings", ""),
+    ("GET", "/api/version", ""),
+    ("GET", "/version", ""),
+    ("POST", "/api/flows/", '{"name": "theirs"}'),
+    ("POST", "/api/deployments/filter", "{}"),
+    ("POST", "/create", '{"task_id": 0, "key": "theirs"}'),
+    ("GET", "/ajax-api/2.0/mlflow/experiments/search?max_results=1", ""),
+    ("POST", "/api/2.0/mlflow/experiments/create", '{"name": "theirs"}'),
+    ("GET", "/api/2.0/mlflow-artifacts/artifacts", ""),
+    ("GET", "/api/jobs/", ""),
+)
+FORMS = ("application/json", "text/plain")
+
+
+@dataclass(frozen=True, order=True)
+class Deed:
+    """Something the other user could do."""
+
+    act: str  # read, write, list, use
+    kind: str  # file, folder, port
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.act:<6} {self.kind:<6} {self.what}"
+
+
+def as_them(work: Callable[[], list[Deed]]) -> list[Deed]:
+    """Result of `work` in a child that has given up being root. Errors: RuntimeError where it ended early."""
+    reading, writing = os.pipe()
+    "localhost".encode("idna")  # imports what the sockets need while the interpreter's own files can still be read
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(reading)
+            os.setgroups([])
+            os.setgid(THEIR_ID)
+            os.setuid(THEIR_ID)
+            with os.fdopen(writing, "w") as pipe:
+                json.dump([asdict(deed) for deed in work()], pipe)
+            code = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    if os.waitpid(child, 0)[1]:
+        raise RuntimeError("the other user's process failed")
+    return [Deed(**deed) for deed in json.loads(said)]
+
+
+def try_files(places: dict[str, Path], paths: list[Path]) -> list[Deed]:
+    """Each path opened for reading and, without changing it, for writing; each folder listed and written in."""
+    deeds = []
+    for path in paths:
+        name = next(f"{title}/{path.relative_to(place)}" for title, place in places.items() if path.is_relative_to(place))
+        name = name.removesuffix("/.")
+        kind = "folder" if can(lambda path=path: stat.S_ISDIR(path.lstat().st_mode)) else "file"  # type: ignore[misc]
+        acts = {"folder": (("list", os.listdir), ("write", make_in)), "file": (("read", read_byte), ("write", open_to_write))}[kind]
+        deeds += [Deed(act, kind, name) for act, attempt in acts if can(lambda path=path, attempt=attempt: attempt(path) is not False)]  # type: ignore[misc]
+    return deeds
+
+
+def can(attempt: Callable[[], object]) -> bool:
+    try:
+        return bool(attempt())
+    except OSError:
+        return False
+
+
+def read_byte(path: Path) -> bool:
+    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
+    return True
+
+
+def open_to_write(path: Path) -> bool:
+    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
+    return True
+
+
+def make_in(path: Path) -> bool:
+    made = path / f"theirs-{os.getpid()}"
+    os.close(os.open(made, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    made.unlink()
+    return True
+
+
+def try_port(address: tuple[str, int], owner: str) -> list[Deed]:
+    """Every request in every form, and a protocol that is none; a refusal is 401, 403, 404, 405, 426 or a closed connection."""
+    deeds = []
+    where = f"{owner} {address[0]}"
+    for method, path, body in REQUESTS:
+        for form in FORMS if body else FORMS[:1]:
+            status = ask(address, method, path, body, form)
+            if status is not None and status not in (400, 401, 403, 404, 405, 415, 426):
+                deeds.append(Deed("use", "port", f"{where} {method} {path}: {status}"))
+    if not deeds and (said := greet(address)):
+        deeds.append(Deed("use", "port", f"{where} answers bytes that are no request with {said[:40]!r}"))
+    return deeds
+
+
+def ask(address: tuple[str, int], method: str, path: str, body: str, form: str) -> int | None:
+    """Status of the reply; None where there was none."""
+    head = f"{method} {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nContent-Type: {form}\r\nContent-Length: {len(body)}\r\n"
+    try:
+        with socket.create_connection(address, CONNECT_S) as connection:
+            connection.settimeout(CONNECT_S)
+            connection.sendall(f"{head}Connection: close\r\n\r\n{body}".encode())
+            found = re.match(rb"HTTP/1\.[01] (\d{3})", connection.recv(64))
+            return int(found.group(1)) if found else None
+    except OSError:
+        return None
+
+
+def greet(address: tuple[str, int]) -> bytes:
+    """What a server says to an idle caller, or to bytes without meaning."""
+    try:
+        with socket.create_connection(address, CONNECT_S) as connection:
+            connection.settimeout(CONNECT_S)
+            with contextlib.suppress(TimeoutError):
+                return connection.recv(64)
+            connection.sendall(b"\0\0\0\1theirs\n")
+            said = connection.recv(64)
+            return b"" if said.startswith(b"HTTP/1.1 400") else said
+    except OSError:
+        return b""
+
+
+def listening(project: Project) -> dict[tuple[str, int], str]:
+    """{(address, port): what listens there} of every process of the project."""
+    found = {}
+    for process in project.processes():
+        with contextlib.suppress(psutil.Error):
+            words = [word for word in process.cmdline()[1:] if not word.startswith("-")]
+            for connection in process.net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(connection.laddr.ip, connection.laddr.ip)  # noqa: S104
+                    found[(host, connection.laddr.port)] = " ".join(words[:3])[:60] or process.name()
+    return found
+
+
+def sweep(project: Project, places: dict[str, Path]) -> tuple[list[Deed], int, int]:
+    """(what could be done, ports tried, files tried)."""
+    ports = listening(project)
+    paths = sorted({path for place in places.values() for path in (place, *place.rglob("*")) if ".git" not in path.parts})
+    deeds = as_them(lambda: [deed for address, owner in sorted(ports.items()) for deed in try_port(address, owner)])
+    deeds += as_them(lambda: try_files(places, paths))
+    for process in project.processes():
+        with contextlib.suppress(psutil.Error):
+            pid = process.pid
+            secret = [Path(f"/proc/{pid}/environ"), Path(f"/proc/{pid}/mem")]
+            deeds += as_them(lambda secret=secret: try_files({"/proc": Path("/proc")}, secret))  # type: ignore[misc]
+    return deeds, len(ports), len(paths)
+
+
+@contextlib.contextmanager
+def services(project: Project) -> Iterator[None]:
+    project.must("-m", "tasks.services", "up")
+    try:
+        parameters = json.dumps({"overrides": OVERRIDES})
+        project.must("-m", "prefect", "--no-prompt", "deployment", "run", "pipeline/local", "--param", f"run={parameters}")
+        yield
+    finally:
+        project.must("-m", "tasks.services", "down")
+
+
+@contextlib.contextmanager
+def pipeline(project: Project) -> Iterator[None]:
+    process = project.start(["-m", "flows.pipeline", *OVERRIDES], project.folder.parent / "pipeline.log")
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_for_stage(project: Project) -> None:
+    """Until the first stage trains and the ports stay the same: everything that is started has started."""
+    deadline, since, known = time.monotonic() + RUN_S, time.monotonic(), {}  # type: ignore[var-annotated]
+    while time.monotonic() < deadline:
+        ports = listening(project)
+        if ports != known or not project.phase().startswith("stage-1,"):
+            known, since = ports, time.monotonic()
+        elif time.monotonic() - since > SWEEP_AFTER_S:
+            return
+        time.sleep(LOOK_S)
+    raise RuntimeError(f"no stage began within {RUN_S:g} s; {project.phase()}")
+
+
+def main() -> int:
+    """Exit code: 0 nothing but what is allowed, 1 more than that, 2 this user is not root."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    if os.geteuid() != 0:
+        print("error: only root can act as another user; run it with sudo", file=sys.stderr)
+        return 2
+    too_much = 0
+    for title, situation in (("make up, a deployed run under way", services), ("a pipeline in a terminal", pipeline)):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder).chmod(0o755)  # as a home that others may enter; what they find there is the question
+            project = Project(Path(folder))
+            try:
+                with situation(project):
+                    wait_for_stage(project)
+                    places = {"project": project.folder, "home": project.home, "tmp": project.scratch}
+                    deeds, num_ports, num_files = sweep(project, places)
+            finally:
+                project.close()
+        more = sorted({deed for deed in deeds if not any(re.fullmatch(pattern, str(deed)) for pattern in ALLOWED)})
+        too_much += len(more)
+        print(f"{title}: {num_ports} ports and {num_files} files tried, {len(deeds) - len(more)} deeds allowed, {len(more)} not")
+        for deed in more[:MAX_SHOWN]:
+            print(f"  {deed}")
+        if len(more) > MAX_SHOWN:
+            print(f"  and {len(more) - MAX_SHOWN} more")
+    return 1 if too_much else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""What one connection to an environment server may cost: bytes, header lines, time; and how many there may be."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import httptools
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from envs.compat import MAX_BODY_BYTES
+from envs.wire import ErrorKind, ErrorReply
+
+logger = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 16 * 1024
+MAX_HEADERS = 64
+MAX_FRAME_BYTES = 2 * MAX_HEAD_BYTES  # of a request: its head, and what chunks and trailers add to its body
+MAX_PIPELINED = 8  # requests sent before the answer to the first
+ARRIVAL_S = 20.0  # for a whole request, and for the first one to begin
+KEEP_ALIVE_S = 75  # above the client's, so that the server is never the one to drop a connection in use
+SPARE_CONNECTIONS = 256  # for probes, scrapers and those who ask in vain
+TELL_EVERY_S = 60.0
+
+
+def server_config(app: FastAPI, max_sessions: int) -> uvicorn.Config:
+    """How our servers listen. max_sessions: each may have two connections."""
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=Connection,
+        ws="none",
+        access_log=False,
+        proxy_headers=False,  # nothing here asks who the client is
+        log_config=None,
+        log_level="error",  # its warnings are a line for whatever a stranger sends
+        limit_concurrency=SPARE_CONNECTIONS + 2 * max_sessions,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=5,
+    )
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, which would wait for ever for the end of a request and keep whatever of its head has come."""
+
+    told_at = float("-inf")  # that there are too many
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        # above its limit uvicorn refuses everybody's requests; here the new connection is closed
+        self._max_connections, self.limit_concurrency = self.limit_concurrency, None
+        self._in_head = self._arriving = True
+        self._num_bytes = self._num_body_bytes = 0  # of the request that arrives; those of its body are in the second alone
+        self._refused = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(ARRIVAL_S, self._too_slow)
+        if self._max_connections is not None and len(self.connections) > self._max_connections:
+            if self.loop.time() - Connection.told_at > TELL_EVERY_S:
+                Connection.told_at = self.loop.time()
+                logger.warning("more than %d connections: new ones are closed", self._max_connections)
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._arriving = True
+        self._num_bytes += len(data)
+        super().data_received(data)
+        if self._refused or not self._arriving:
+            return
+        most = MAX_HEAD_BYTES if self._in_head else MAX_FRAME_BYTES
+        if self._num_bytes > most or self._num_body_bytes > 2 * MAX_BODY_BYTES:  # above one of these the server has said so
+            self._too_large()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(ARRIVAL_S, self._too_slow)
+
+    def on_message_begin(self) -> None:
+        self._arriving = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        large = self._num_bytes > MAX_HEAD_BYTES and self._head_bytes() > MAX_HEAD_BYTES  # a body may have come with it
+        if large or len(self.headers) > MAX_HEADERS or len(self.pipeline) >= MAX_PIPELINED:
+            self._too_large()
+            raise httptools.HttpParserError("refused")
+        super().on_headers_complete()
+        self._in_head = False
+
+    def _head_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_bytes -= len(body)
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head, self._arriving = True, False
+        self._num_bytes = self._num_body_bytes = 0
+        self._stop_timer()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What cannot be read as HTTP, and what was refused while it was read."""
+        self._refuse(400, msg)
+
+    def _too_large(self) -> None:
+        self._refuse(431, f"the head of a request may have {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} headers")
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        self._refuse(408, f"a request must arrive within {ARRIVAL_S:g} s")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Close, and before it answer a request whose head is not complete: others have been handed over already."""
+        if self._refused:
+            return
+        self._refused = True
+        self._stop_timer()
+        answered = self.cycle is None or self.cycle.response_complete
+        if self._in_head and self._num_bytes and answered:
+            body = ErrorReply(kind=ErrorKind.BAD_REQUEST, message=message).model_dump_json().encode()
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,96 @@
+"""MLflow's own server behind our gate, confined to one folder of artifacts.
+
+MLflow lets a client say where an experiment's artifacts lie, and then reads and writes there for it: any file of the
+owner's. Here every place but the folder is refused, when an experiment is made and when anything is read or written.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from agentgym.private import STATE
+from tasks.gate import Gate, serve
+
+LOGIN = "AGENTGYM_MLFLOW_LOGIN"  # environment variable: user:password
+PROXIED = "mlflow-artifacts:/"  # the server's own folder, as clients name it
+_SCHEMES = ("runs", "models", "mlflow-artifacts")  # lead to other locations, each of which is looked at again
+
+
+def make_app(state: Path, login: str) -> ASGIApp:
+    """For one process, and before anything imported `mlflow.server`: it reads its settings then."""
+    database, artifacts = f"sqlite:///{(state / 'mlflow.db').resolve()}", (state / "mlflow-artifacts").resolve()
+    artifacts.mkdir(parents=True, exist_ok=True)
+    from mlflow.server.constants import (
+        ARTIFACT_ROOT_ENV_VAR,
+        ARTIFACTS_DESTINATION_ENV_VAR,
+        BACKEND_STORE_URI_ENV_VAR,
+        SERVE_ARTIFACTS_ENV_VAR,
+    )
+
+    os.environ |= {
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes that nobody here uses, and that outlive the server
+        "_MLFLOW_SGI_NAME": "uvicorn",
+        BACKEND_STORE_URI_ENV_VAR: database,
+        ARTIFACT_ROOT_ENV_VAR: PROXIED,
+        ARTIFACTS_DESTINATION_ENV_VAR: str(artifacts),
+        SERVE_ARTIFACTS_ENV_VAR: "true",
+    }
+    from mlflow.server.fastapi_app import app
+    from mlflow.server.handlers import initialize_backend_stores
+
+    confine(artifacts)
+    initialize_backend_stores(database, database, PROXIED)
+    return Gate(app, login, open_paths=("/health",), sockets=False)
+
+
+def confine(root: Path) -> None:
+    """In this process, MLflow reads and writes artifacts below root alone."""
+    from mlflow.store.artifact import artifact_repository_registry
+    from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    @functools.wraps(LocalArtifactRepository)
+    def local(artifact_uri: str, *arguments: Any, **settings: Any) -> Any:
+        check_location(artifact_uri, root)
+        return LocalArtifactRepository(artifact_uri, *arguments, **settings)
+
+    known = artifact_repository_registry.get_registered_artifact_repositories()
+    for scheme in [scheme for scheme in known if scheme not in _SCHEMES]:
+        del known[scheme]
+    known |= {"": local, "file": local}
+    create = SqlAlchemyStore.create_experiment
+
+    @functools.wraps(create)
+    def create_experiment(self: Any, name: str, artifact_location: str | None = None, tags: Any = None) -> Any:
+        if artifact_location:
+            check_location(artifact_location, root)
+        return create(self, name, artifact_location, tags)
+
+    SqlAlchemyStore.create_experiment = create_experiment
+
+
+def check_location(uri: str, root: Path) -> None:
+    """Errors: MlflowException (INVALID_PARAMETER_VALUE) for a place outside root."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.utils.file_utils import local_file_uri_to_path
+    from mlflow.utils.uri import is_local_uri
+
+    if is_local_uri(uri):
+        inside = Path(local_file_uri_to_path(uri)).resolve().is_relative_to(root)
+    else:
+        inside = uri.startswith(PROXIED) and not uri.startswith(f"{PROXIED}/") and "%" not in uri and ".." not in uri.split("/")
+    if not inside:
+        raise MlflowException.invalid_parameter_value(
+            f"artifact location {uri!r} must be below {PROXIED} or {root.as_uri()}; leave it out, and the server chooses"
+        )
+
+
+if __name__ == "__main__":
+    serve(make_app(STATE, os.environ.pop(LOGIN)), socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,125 @@
+"""What an evaluation reports where episodes failed, and when it reports nothing."""
+
+import contextlib
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from agentgym.config import EvaluationConfig, load_config
+from agentgym.context import METRICS
+from agentgym.evaluation.evaluate import evaluation_metrics, require_coverage, score
+from agentgym.evaluation.passk import FAILED
+from agentgym.rollouts.collect import RolloutError
+from agentgym.steps import open_store, run_step, semantic_of, steps_of
+from agentgym.tracking import decode_points
+from agentgym.types import Item, Status, Trajectory, Turn
+from envs.registry import load_spec
+from flows.shell import left_out
+from tasks.artifacts import step_table
+
+NAN = float("nan")
+SETTINGS = EvaluationConfig(num_items=100, num_samples=1, k=(1,))
+
+
+def scored(greedy, envs=None):
+    return score(np.array(greedy), np.array(greedy)[:, None], SETTINGS, envs or ["babyai"] * len(greedy))
+
+
+def test_both_conventions_are_reported_with_the_share_that_counts():
+    """Nine of 100 items run out of time: 50 % of all, 55 % of those that ended."""
+    found = scored([1.0] * 50 + [0.0] * 41 + [NAN] * 9)
+    assert found["summary"]["greedy"]["mean"] == pytest.approx(50 / 91)
+    assert found[FAILED]["greedy"]["mean"] == found[FAILED]["avg_at_1"]["mean"] == 0.5
+    assert found[FAILED]["greedy"]["num_items"] == 100
+    assert found["coverage"] == pytest.approx(0.91)
+    whole = scored([1.0] * 50 + [0.0] * 50)
+    assert (whole["coverage"], whole[FAILED]) == (1.0, whole["summary"])
+
+
+def test_each_environment_has_its_own_coverage():
+    found = scored([1.0, NAN, 1.0, 0.0], ["babyai", "babyai", "textcraft", "textcraft"])
+    assert {env: own["coverage"] for env, own in found["by_env"].items()} == {"babyai": 0.5, "textcraft": 1.0}
+    assert found["by_env"]["babyai"][FAILED]["greedy"]["mean"] == 0.5
+
+
+def test_metrics_tell_both_conventions():
+    turns = (Turn("go", "gone", 0.0, 0, 1, 0),)
+    episode = Trajectory(Item("babyai", 0), 0, 1, 4, Status.TERMINATED, 1.0, True, "", turns, (1, 2), (False, True), (0.0, -0.5), 1.0)
+    metrics = evaluation_metrics(scored([1.0, 0.0, 1.0, NAN]), [episode])
+    assert metrics["eval/greedy"] == pytest.approx(2 / 3)
+    assert metrics[f"eval/{FAILED}/greedy"] == 0.5
+    assert metrics["eval/coverage"] == 0.75
+
+
+def test_below_the_floor_there_is_no_result():
+    require_coverage(5, 100, 0.95)
+    with pytest.raises(RolloutError, match=r"^6 of 100 episodes .* at most 94\.0% count, and evaluation\.min_coverage is 95\.0%"):
+        require_coverage(6, 100, 0.95)
+
+
+class Failing:
+    """BabyAI, but for task 1001."""
+
+    def __init__(self, world):
+        self.world = world
+
+    def __getattr__(self, name):
+        return getattr(self.world, name)
+
+    def reset(self, task_id):
+        if task_id == 1001:
+            raise RuntimeError("the simulator broke")
+        return self.world.reset(task_id)
+
+
+@pytest.mark.parametrize("floor", [0.95, 0.8])
+def test_an_item_whose_environment_fails_counts_in_one_convention_or_ends_the_evaluation(floor, whole_run, tmp_path, tiny_params, serving):
+    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
+    overrides = ["rollout.max_env_error_frac=1", "rollout.max_attempts=1", f"evaluation.min_coverage={floor}"]
+    cfg = load_config(tiny_params(tmp_path, deterministic=True), overrides)
+    spec = load_spec("babyai", dict(cfg.env.options))
+    with serving(replace(spec, make=lambda: Failing(spec.make()))) as (endpoint, _):
+
+        def evaluate():
+            return run_step("evaluate-initialise", cfg, environment=lambda expert: contextlib.nullcontext({"babyai": [endpoint]}))
+
+        if floor == 0.95:
+            with pytest.raises(RolloutError, match=r"^3 of 24 episodes .* at most 87\.5% count, and evaluation\.min_coverage is 95\.0%"):
+                evaluate()
+            return
+        manifest = evaluate().manifest
+    found = manifest.results
+    assert (found["num_env_errors"], found["coverage"]) == (3, 0.875)
+    assert (found["summary"]["greedy"]["num_items"], found[FAILED]["greedy"]["num_items"]) == (7, 8)
+    (point,) = decode_points(open_store(cfg).read(manifest, METRICS))
+    assert point.metrics["eval/coverage"] == 0.875
+
+
+@pytest.mark.parametrize("key", ["rollout.episode_timeout_s=5", "rollout.max_attempts=1", "rollout.max_env_error_frac=0.5"])
+def test_what_decides_which_episodes_count_is_in_the_keys(tmp_path, tiny_params, key):
+    path = tiny_params(tmp_path)
+    plain, other = load_config(path), load_config(path, [key])
+    differ = {name for name, step in steps_of(plain).items() if semantic_of(step, plain) != semantic_of(step, other)}
+    demonstrations = {"initialise", "warm-start"} if "episode_timeout_s" in key else set()
+    assert differ == {name for name in steps_of(plain) if name.startswith(("stage-", "evaluate-"))} | demonstrations
+
+
+def manifest(found):
+    return SimpleNamespace(results={**found, "checkpoint": "stage-2"})
+
+
+def test_the_summary_says_it_in_80_columns_and_only_where_it_matters():
+    assert left_out({"evaluate-stage-2": manifest(scored([1.0, 0.0]))}) == []
+    lines = left_out({"evaluate-stage-2": manifest(scored([1.0] * 50 + [0.0] * 41 + [NAN] * 9))})
+    assert max(map(len, lines)) <= 80
+    text = " ".join(line.strip() for line in lines)
+    assert text == "stage 2: 91.0 % of its episodes count; with the failed ones as failures: greedy 50.0, avg@1 50.0"
+
+
+def test_the_artifact_of_an_evaluation_says_it_too():
+    rows = {row["metric"]: row for row in step_table(None, manifest(scored([1.0, 0.0, 1.0, NAN])))}
+    assert rows["coverage"]["mean"] == 0.75
+    assert rows["greedy, failed as failures"]["mean"] == 0.5

@@ -1,0 +1,51 @@
+"""An environment server that points elsewhere is refused: neither token nor action goes where it points."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from agentgym.rollouts.client import EnvError, EnvPool
+from agentgym.rollouts.dialect import AgentGymPool
+from agentgym.types import Item
+
+
+@asynccontextmanager
+async def server(head):
+    """(URL, requests that came) of a server with one answer for all."""
+    came = []
+
+    async def handle(reader, writer):
+        came.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.write(head.encode() + b"Content-Length: 0\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    listening = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", came
+    finally:
+        listening.close()
+
+
+@pytest.mark.parametrize("status", [302, 307])
+@pytest.mark.parametrize("kind", ["native", "agentgym"])
+def test_a_redirect_is_not_followed(monkeypatch, status, kind):
+    monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "token")
+
+    async def main():
+        async with (
+            server("HTTP/1.1 200 OK\r\n") as (elsewhere, stolen),
+            server(f"HTTP/1.1 {status} Moved\r\nLocation: {elsewhere}/stolen\r\n") as (url, came),
+        ):
+            settings = {"request_timeout_s": 5.0, "max_retries": 0}
+            pool = EnvPool([url], **settings) if kind == "native" else AgentGymPool("babyai", [url], **settings)
+            with pytest.raises(EnvError) as caught:
+                async with pool, pool.session(Item("babyai", 1), "key"):
+                    pass
+            assert caught.value.kind == "protocol"
+            assert f"status {status}" in str(caught.value)
+            assert came
+            assert stolen == []
+
+    asyncio.run(main())

@@ -1,0 +1,58 @@
+"""A chat template that came with a model is a program: it meets a limit, and says so, where it would not end."""
+
+import copy
+import os
+import time
+
+import pytest
+
+from agentgym.rollouts import template
+from agentgym.rollouts.chat import ChatRenderer
+from agentgym.rollouts.template import CHAT_TEMPLATE
+
+HONEST = CHAT_TEMPLATE + "{# from elsewhere #}"
+
+
+def with_template(tokenizer, text):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = text
+    return other
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    "evil",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set x = 'a'.center(99999999999) %}",
+        "{{ 'a'.center(2000000) }}",
+    ],
+    ids=["without end", "memory", "output"],
+)
+def test_a_template_without_end_is_refused_within_its_limits(tokenizer, monkeypatch, evil):
+    monkeypatch.setattr(template, "DEADLINE_S", 100.0)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"chat template (met a limit|refuses a conversation)"):
+        ChatRenderer(with_template(tokenizer, HONEST + evil))
+    assert time.monotonic() - began < 100
+
+
+def test_a_template_from_elsewhere_is_run_once_and_never_in_this_process(tokenizer, monkeypatch):
+    other = with_template(tokenizer, HONEST)
+    monkeypatch.setattr(other, "apply_chat_template", None)
+    began = template._in_a_process.cache_info().misses
+    ours, theirs = ChatRenderer(tokenizer), ChatRenderer(other)
+    ChatRenderer(other)
+    assert template._in_a_process.cache_info().misses - began <= 1
+    assert theirs.start("a", "manual") == ours.start("a", "manual")
+    assert theirs.bridge("b", stopped=False) == ours.bridge("b", stopped=False)
+
+
+def test_its_process_has_no_secret(tokenizer, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    seen = {}
+    run = template.subprocess.run
+    monkeypatch.setattr(template.subprocess, "run", lambda *a, **named: seen.update(named) or run(*a, **named))
+    ChatRenderer(with_template(tokenizer, HONEST + "{# once more #}"))
+    assert seen["env"].keys() <= set(template._KEPT)
+    assert "AWS_SECRET_ACCESS_KEY" in os.environ
