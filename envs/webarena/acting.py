@@ -60,13 +60,12 @@ async def _at(tabs: Tabs, action: Action, element: Element) -> None:
     if action.kind == "hover":
         await tabs.input(tab.page.mouse.move(x, y))
         return
-    await tabs.input(tab.page.mouse.click(x, y))
+    taken = await tabs.input(tab.page.mouse.click(x, y))
     if action.kind == "type":
         keyboard = tab.page.keyboard
-        if len(action.text) <= TYPED_BY_KEY:
-            await tabs.input(keyboard.type(action.text))
-        else:
-            await tabs.input(keyboard.insert_text(action.text))
+        by_key = len(action.text) <= TYPED_BY_KEY
+        if not (taken and await tabs.input(keyboard.type(action.text) if by_key else keyboard.insert_text(action.text))):
+            raise Refusal("the page was left before it took the text")
         if action.enter:
             await tabs.input(keyboard.press("Enter"))
 
