@@ -135,7 +135,7 @@ def s3_store(project: Project) -> Iterator[tuple[str, ...]]:
     place = project.scratch.parent / f"s3-{secrets.token_hex(4)}"
     place.mkdir()
     port = place / "port"
-    command = [sys.executable, str(ROOT / "tests/s3_server.py"), str(port)]
+    command = [sys.executable, "-P", str(ROOT / "tests/s3_server.py"), str(port)]
     with owned_process(command, log_path=place / "log", env={}) as server:
         deadline = time.monotonic() + 120
         while not port.exists():
