@@ -41,7 +41,7 @@ ALLOWED = (
     r"read   file   project/(?!\.agentgym|prefect\.toml).*",  # the clone itself has the modes its owner gave it
     r"list   folder (project(/(?!\.agentgym).*)?|home|tmp)",
     r"list   folder tmp/runner_storage(/[0-9a-f-]{36})?",  # Prefect's, for flows kept elsewhere; empty here
-    r"use    port   .* GET (/health|/healthz|/readyz|/api/health): 200",
+    r"use    port   .* GET (/health|/healthz|/readyz|/metrics|/api/health): 200",
 )
 # one request each; anything but a refusal is something that could be done
 REQUESTS = (
