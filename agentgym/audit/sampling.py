@@ -18,7 +18,7 @@ from agentgym.attention import PackedRows
 from agentgym.audit.lines import Line, draw, load, place
 from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
-from agentgym.rollouts.policies.torch import TOLERANCES, Tolerance, draw_distance, sample, uniforms
+from agentgym.rollouts.policies.torch import TOLERANCES, Distribution, Tolerance, uniforms
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.training.checkpoint import WEIGHTS, Checkpoint
@@ -80,7 +80,7 @@ class _Turn:
     start: int
     logprobs: Tensor  # [n] at the temperature it was sampled at, 1 where greedy
     drawn: Tensor  # [n] the tokens the sample's random numbers draw
-    outside: Tensor  # [n], see draw_distance
+    outside: Tensor  # [n], see Distribution.distance
     below: Tensor  # [n]
 
 
@@ -153,9 +153,8 @@ class _Judge:
             *(torch.split(each, size) for each in (places, torch.tensor(numbers), torch.tensor(temperatures))), strict=True
         ):
             logits, tokens = head_logits(self._model, hidden[place_ - 1]).float(), ids[place_]
-            drawn, _ = sample(logits, temperature, uniform)
-            logp = torch.log_softmax(logits / torch.where(temperature == 0, 1.0, temperature)[:, None], -1)
-            parts.append((logp.gather(1, tokens[:, None])[:, 0], drawn, *draw_distance(logits, temperature, uniform, tokens)))
+            distribution = Distribution(logits, temperature)
+            parts.append((distribution.logprobs(tokens), distribution.draw(uniform), *distribution.distance(uniform, tokens)))
         return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
     def compare(self, where: str, episode: Trajectory, turns: Sequence[_Turn], rescore: Tally, sampling: Tally) -> None:

@@ -216,31 +216,43 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor
     logits: [R, V] float32; temperature, uniform: [R]. Result: tokens [R] int64 and their natural-log probabilities [R],
     of the distribution at that temperature (at temperature 1 where greedy).
     """
-    greedy, logp, cumulative = _distribution(logits, temperature)
-    drawn = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
-    tokens = torch.where(greedy, logits.argmax(-1), drawn)
-    return tokens, logp.gather(1, tokens[:, None])[:, 0]
+    distribution = Distribution(logits, temperature)
+    tokens = distribution.draw(uniform)
+    return tokens, distribution.logprobs(tokens)
 
 
-def draw_distance(logits: Tensor, temperature: Tensor, uniform: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """How far each token is from being the one `sample` draws; 0 where it is.
+class Distribution:
+    """What R rows of logits say of their next token. Shapes as in `sample`; tokens: [R] int64."""
 
-    Shapes as in `sample`, tokens: [R] int64. Result: ([R] float64 probability between `uniform`
-    and the token's interval, 0 where greedy; [R] nats below the largest, 0 where sampled).
-    """
-    greedy, logp, cumulative = _distribution(logits, temperature)
-    bounds = torch.nn.functional.pad(cumulative / cumulative[:, -1:], (1, 0))
-    low, high = bounds.gather(1, tokens[:, None])[:, 0], bounds.gather(1, tokens[:, None] + 1)[:, 0]
-    outside = torch.maximum(low - uniform, uniform - high).clamp(min=0)
-    below = logp.max(-1).values - logp.gather(1, tokens[:, None])[:, 0]
-    return torch.where(greedy, 0.0, outside), torch.where(greedy, below, 0.0)
+    def __init__(self, logits: Tensor, temperature: Tensor) -> None:
+        """temperature: [R], 0 where greedy."""
+        self._greedy = temperature == 0
+        self._logp = torch.log_softmax(logits / torch.where(self._greedy, 1.0, temperature)[:, None].to(logits.dtype), -1)
+        self._cumulative = self._logp.double().exp().cumsum(-1)
+        self._largest = logits.argmax(-1)
 
+    def logprobs(self, tokens: Tensor) -> Tensor:
+        """[R] natural-log probabilities at the temperature, at 1 where greedy."""
+        return self._logp.gather(1, tokens[:, None])[:, 0]
 
-def _distribution(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """([R] greedy, [R, V] log-probabilities, at temperature 1 where greedy, [R, V] their running sum)."""
-    greedy = temperature == 0
-    logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature)[:, None].to(logits.dtype), -1)
-    return greedy, logp, logp.double().exp().cumsum(-1)
+    def draw(self, uniform: Tensor) -> Tensor:
+        """[R] int64 tokens whose intervals hold `uniform`; the largest logit where greedy."""
+        drawn = (self._cumulative < uniform[:, None] * self._cumulative[:, -1:]).sum(-1).clamp(max=self._logp.shape[-1] - 1)
+        return torch.where(self._greedy, self._largest, drawn)
+
+    def distance(self, uniform: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """How far each token is from being the drawn one; 0 where it is.
+
+        Result: ([R] float64 probability between `uniform` and the token's interval, 0 where greedy;
+        [R] nats below the largest, 0 where sampled).
+        """
+        before = (tokens - 1).clamp(min=0)[:, None]
+        total = self._cumulative[:, -1]
+        low = torch.where(tokens == 0, 0.0, self._cumulative.gather(1, before)[:, 0] / total)
+        high = self._cumulative.gather(1, tokens[:, None])[:, 0] / total
+        outside = torch.maximum(low - uniform, uniform - high).clamp(min=0)
+        below = self._logp.max(-1).values - self.logprobs(tokens)
+        return torch.where(self._greedy, 0.0, outside), torch.where(self._greedy, below, 0.0)
 
 
 def uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from agentgym.attention import PackedRows
-from agentgym.rollouts.policies.torch import TOLERANCES, TorchPolicy, draw_distance, sample, uniforms
+from agentgym.rollouts.policies.torch import TOLERANCES, Distribution, TorchPolicy, sample, uniforms
 from agentgym.training.model import weights_of
 from agentgym.types import SampleKey, Sampling
 
@@ -331,16 +331,16 @@ def test_scores_are_log_probabilities_of_each_next_token(make_policy, plain, mod
 def test_the_distance_to_a_draw_is_what_lies_between_the_uniform_and_the_tokens_interval():
     logits = torch.log(torch.tensor([[0.2, 0.5, 0.3]] * 6))
     uniform = torch.tensor([0.1, 0.1, 0.1, 0.9, 0.9, 0.45], dtype=torch.float64)
-    outside, below = draw_distance(logits, torch.ones(6), uniform, torch.tensor([0, 1, 2, 0, 2, 1]))
+    outside, below = Distribution(logits, torch.ones(6)).distance(uniform, torch.tensor([0, 1, 2, 0, 2, 1]))
     assert outside.tolist() == pytest.approx([0.0, 0.1, 0.6, 0.7, 0.0, 0.0], abs=1e-6)
     assert below.tolist() == [0.0] * 6
     drawn, _ = sample(logits, torch.ones(6), uniform)
-    assert draw_distance(logits, torch.ones(6), uniform, drawn)[0].tolist() == [0.0] * 6
+    assert Distribution(logits, torch.ones(6)).distance(uniform, drawn)[0].tolist() == [0.0] * 6
 
 
 def test_the_distance_of_a_greedy_token_is_how_far_it_lies_below_the_largest():
     logits = torch.tensor([[0.0, 3.0, 1.0]] * 3)
-    outside, below = draw_distance(logits, torch.zeros(3), torch.full((3,), 0.5, dtype=torch.float64), torch.tensor([1, 2, 0]))
+    outside, below = Distribution(logits, torch.zeros(3)).distance(torch.full((3,), 0.5, dtype=torch.float64), torch.tensor([1, 2, 0]))
     assert outside.tolist() == [0.0] * 3
     assert below.tolist() == pytest.approx([0.0, 2.0, 3.0])
 
@@ -364,7 +364,7 @@ def test_what_the_engine_drew_in_a_crowd_is_its_draw_in_any_other_forward(make_m
         for whose in (index, index + 1):
             own = torch.tensor(uniforms(key(whose), count)[:num])
             temperature = torch.full((num,), float(index % 2))
-            outside, below = draw_distance(logits[len(prompt) - 1 : -1], temperature, own, ids[len(prompt) :])
+            outside, below = Distribution(logits[len(prompt) - 1 : -1], temperature).distance(own, ids[len(prompt) :])
             off = (outside > TOLERANCES[dtype].mass) | (below > TOLERANCES[dtype].nats)
             if whose == index:
                 assert not off.any(), (index, outside.max(), below.max())
