@@ -11,6 +11,7 @@ import argparse
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for every cell")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the comparison under way ends with this process
     os.chdir(ROOT)
     files = ["comparisons/learn.yaml"]
     if set(SUPERVISED) <= RECIPES.keys():
