@@ -173,36 +173,66 @@ class CachedRows:
         """For each row: its slot, how many tokens the slot holds already, how many come now."""
         device = cache.keys.device
         self.cache = cache
-        self.rows = torch.tensor(slots, device=device)
         lengths = torch.tensor(new, device=device)
-        self.row = torch.repeat_interleave(torch.arange(len(slots), device=device), lengths)
+        row = torch.repeat_interleave(torch.arange(len(slots), device=device), lengths)
         ends = torch.cumsum(lengths, 0)
-        self.column = torch.arange(int(ends[-1]), device=device) - (ends - lengths)[self.row]
-        self.position = torch.tensor(cached, device=device)[self.row] + self.column
-        self.slot = self.rows[self.row]
+        column = torch.arange(int(ends[-1]), device=device) - (ends - lengths)[row]
+        self.position = torch.tensor(cached, device=device)[row] + column
+        self.slot = torch.tensor(slots, device=device)[row]
         self.last = ends - 1  # [R] packed index of each row's last token
-        self.num_new, self.length = max(new), max(c + n for c, n in zip(cached, new, strict=True))
-        self._query_position = torch.tensor(cached, device=device)[:, None] + torch.arange(self.num_new, device=device)
-        self.mask = (torch.arange(self.length, device=device) <= self._query_position[:, :, None]).unsqueeze(1)  # [R, 1, T, L]
-        self._masks: dict[int | None, Tensor] = {None: self.mask}
+        # one new token beside many would be padded to as many
+        single = [index for index, count in enumerate(new) if count == 1]
+        several = [index for index, count in enumerate(new) if count > 1]
+        self._groups = [_SlotGroup.of(cache, group, slots, cached, new, ends - lengths) for group in (single, several) if group]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.slot, self.position] = key
         values[self.slot, self.position] = value
-        padded = query.new_zeros(len(self.rows), self.num_new, *query.shape[1:])
-        padded[self.row, self.column] = query
-        attended = _attend(
-            padded.transpose(1, 2),
-            keys[self.rows, : self.length].transpose(1, 2),
-            values[self.rows, : self.length].transpose(1, 2),
-            self._mask(variant.window),
-            variant,
-        )
-        return attended.transpose(1, 2)[self.row, self.column]
+        attended = torch.empty_like(query)
+        for group in self._groups:
+            attended[group.token] = group.attend(keys, values, query, variant)
+        return attended
+
+
+class _SlotGroup:
+    """Rows of about as many new tokens, padded to the longest and attended to at once."""
+
+    @staticmethod
+    def of(cache: KeyValueCache, rows: list[int], slots: list[int], cached: list[int], new: list[int], starts: Tensor) -> _SlotGroup:
+        """rows: which of those that slots, cached and new tell of; starts: where each begins in the packed tokens."""
+        return _SlotGroup(cache, [slots[r] for r in rows], [cached[r] for r in rows], [new[r] for r in rows], starts[rows])
+
+    def __init__(self, cache: KeyValueCache, slots: list[int], cached: list[int], new: list[int], starts: Tensor) -> None:
+        device, num_slots = cache.keys.device, cache.keys.shape[1]
+        # where most slots take part all do, the idle ones for nothing: their keys and values need not be copied then
+        self._slots = None if max(new) == 1 and 2 * len(slots) > num_slots else torch.tensor(slots, device=device)
+        batch = torch.tensor(slots if self._slots is None else range(len(slots)), device=device)
+        lengths = torch.tensor(new, device=device)
+        row = torch.repeat_interleave(torch.arange(len(slots), device=device), lengths)
+        self._column = torch.arange(len(row), device=device) - (torch.cumsum(lengths, 0) - lengths)[row]
+        self._row = batch[row]
+        self.token = starts[row] + self._column  # packed index of each
+        self._num_rows, self._num_new = num_slots if self._slots is None else len(slots), max(new)
+        self._length = max(c + n for c, n in zip(cached, new, strict=True))
+        first = torch.zeros(self._num_rows, dtype=torch.int64, device=device)
+        first[batch] = torch.tensor(cached, device=device)
+        self._query_position = first[:, None, None] + torch.arange(self._num_new, device=device)
+        mask = torch.arange(self._length, device=device) <= self._query_position[..., None]  # [R, 1, T, L]
+        self._masks: dict[int | None, Tensor] = {None: mask}
+
+    def attend(self, keys: Tensor, values: Tensor, query: Tensor, variant: Variant) -> Tensor:
+        """keys, values [S, C, KV, D]; query [N, H, D], of which these are the rows `token`. Result: theirs."""
+        padded = query.new_zeros(self._num_rows, self._num_new, *query.shape[1:])
+        padded[self._row, self._column] = query[self.token]
+        held = [
+            (each[:, : self._length] if self._slots is None else each[self._slots, : self._length]).transpose(1, 2)
+            for each in (keys, values)
+        ]
+        attended = _attend(padded.transpose(1, 2), held[0], held[1], self._mask(variant.window), variant)
+        return attended.transpose(1, 2)[self._row, self._column]
 
     def _mask(self, window: int | None) -> Tensor:
         if window not in self._masks:
-            within = _within(self.mask, self._query_position[:, None], window)
-            self._masks[window] = within
+            self._masks[window] = _within(self._masks[None], self._query_position, window)
         return self._masks[window]
