@@ -78,7 +78,7 @@ def test_cells_share_what_is_equal_and_run_no_step_their_table_does_not_need(com
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_same_command_runs_what_is_left_and_then_nothing(compared):
-    mended = compare(compared, "rollout.episode_timeout_s=120")
+    mended = compare(compared, "env.request_timeout_s=60")
     assert mended.returncode == 0, mended.stdout + mended.stderr
     assert "compare: 4 of 5 cells are done" in mended.stdout
     manifests = compared.manifests()
@@ -87,7 +87,7 @@ def test_the_same_command_runs_what_is_left_and_then_nothing(compared):
     client = MlflowClient(f"sqlite:///{compared.folder / '.agentgym/mlflow.db'}")
     before = ledger(client)
     files = {path.name: path.read_bytes() for path in (compared.folder / "out").iterdir()}
-    again = compare(compared, "rollout.episode_timeout_s=120")
+    again = compare(compared, "env.request_timeout_s=60")
     assert again.returncode == 0
     assert "compare: 5 of 5 cells are done" in again.stdout
     assert compared.manifests() == manifests
