@@ -153,6 +153,7 @@ class Bot:
         self._bot: Any = None
         self._asked_at = -1  # world.num_moves at the last answer
         self._answer = ""
+        self._took_shortcut = False
 
     def next_action(self) -> str:
         if self._asked_at != self._world.num_moves:
@@ -174,9 +175,9 @@ class Bot:
             raise ExpertFailed(f"BabyAIBot has no plan for {self._world.env.mission!r}: {type(error).__name__} {error}") from error
 
     def _shortcut(self) -> str:
-        """In the high grammar a goal in view is one command away."""
+        """In the high grammar a goal in view is one command away, if the plan holds: where it does not, the bot takes over."""
         instruction = self._world.env.instrs
-        if self._world.options.actions != "high" or not isinstance(instruction, GoToInstr | PickupInstr):
+        if self._took_shortcut or self._world.options.actions != "high" or not isinstance(instruction, GoToInstr | PickupInstr):
             return ""
         verb = "go to" if isinstance(instruction, GoToInstr) else "pickup"
         if verb == "pickup" and self._world.view.carrying:
@@ -187,6 +188,7 @@ class Bot:
                 continue
             ahead, left = command.target
             if (views.VIEW_SIZE // 2 - left, views.VIEW_SIZE - 1 - ahead) in wanted:
+                self._took_shortcut = True
                 return text
         return ""
 

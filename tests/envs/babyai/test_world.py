@@ -92,11 +92,24 @@ def test_the_simulators_own_limit_truncates():
     assert results[-1].reward == 0.0
 
 
-def test_a_late_success_ends_the_episode_and_is_paid_once():
-    world = world_of(reward="minigrid")
+def test_the_limit_ends_a_high_episode_too_and_within_a_plan():
+    world = world_of(levels=["OpenRedDoor"], view="agentgym", actions="high")
     world.reset(0)
-    for _ in range(50):
-        assert not world.step("toggle").terminated
+    for _ in range(world.env.max_steps - 1):
+        assert not world.step("turn left").truncated
+    world.step("check available actions")
+    plan = next(text for text, command in world.offered.items() if len(command.moves) > 1)
+    result = world.step(plan)
+    assert (result.truncated, result.terminated, result.reward) == (True, False, 0.0)
+    assert world.num_moves == world.env.max_steps
+
+
+@pytest.mark.parametrize("actions", ["low", "high"])
+def test_a_late_success_ends_the_episode_and_is_paid_once(actions):
+    world = world_of(reward="minigrid", actions=actions)
+    world.reset(0)
+    for _ in range(48):
+        assert not world.step("turn left").terminated
     world.step("move forward")
     world.step("move forward")
     result = world.step("turn right")
@@ -154,6 +167,17 @@ def test_going_to_what_one_faces_moves_nothing_and_proves_nothing():
     again = world.step("go to grey ball 1")
     assert again.observation == "You are there already.\n" + first.observation.rpartition("\n")[2]
     assert (world.step("go to red ball 1").success, world.num_moves) == (True, 10)
+
+
+def test_the_expert_takes_over_where_a_command_across_unseen_cells_fails():
+    world = world_of(levels=["UnlockPickupDist"], view="agentgym", actions="high")
+    for task_id in range(3):
+        world.reset(task_id)
+        expert = world.expert()
+        result = world.step(expert.next_action())
+        while not (result.terminated or result.truncated):
+            result = world.step(expert.next_action())
+        assert result.success
 
 
 def test_what_begins_in_the_hands_is_first_told_where_it_was_taken_from_in_agentgyms_view_only():
