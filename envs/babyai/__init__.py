@@ -55,7 +55,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             raise ValueError(f"babyai option {key}: unknown value {chosen[key]!r}; did you mean {near!r}? known: {', '.join(known)}")
     parsed = Options(_levels(chosen["levels"]), chosen["view"], chosen["actions"], chosen["reward"])
     served = _served(chosen, parsed)
-    theirs = Options(AGENTGYM_LEVELS, "agentgym", "high", "minigrid")
+    theirs = Options(AGENTGYM_LEVELS, "agentgym", "high", "minigrid", limited=False)
     return replace(served, agentgym=_served({**DEFAULTS, "levels": "agentgym"}, theirs))
 
 

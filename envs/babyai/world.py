@@ -29,6 +29,7 @@ class Options:
     view: Literal["compact", "agentgym"]
     actions: Literal["low", "high"]
     reward: Literal["binary", "minigrid"]
+    limited: bool = True  # minigrid's own limit ends an episode
 
 
 class World:
@@ -98,12 +99,13 @@ class World:
         """A plan is given up at the first move that does not change the picture. What counts is how its last move left the mission.
 
         As in AgentGym, a success in the middle of a plan that walks on is lost, and a failed mission may still be repaired:
-        in the high grammar only success and minigrid's limit end an episode.
+        in the high grammar only success and minigrid's limit end an episode. Long after that limit a success costs, there and here.
         """
         terminated = truncated = False
         reward = 0.0
         for move in plan:
-            observation, reward, terminated, truncated, _ = self.env.step(move)
+            observation, reward, terminated, over_limit, _ = self.env.step(move)
+            truncated = over_limit and self.options.limited
             self.num_moves += 1
             self.last_move = move
             unchanged = np.array_equal(observation["image"], self._image)
@@ -111,7 +113,7 @@ class World:
             if truncated or unchanged:
                 break
         self.view, self._offered = decode(self._image), None
-        success = terminated and reward > 0
+        success = terminated and reward != 0
         terminated = success if self.options.actions == "high" else terminated
         self._ended = terminated or truncated
         paid = (1.0 if self.options.reward == "binary" else float(reward)) if success else 0.0

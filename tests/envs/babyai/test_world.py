@@ -104,6 +104,16 @@ def test_the_limit_ends_a_high_episode_too_and_within_a_plan():
     assert world.num_moves == world.env.max_steps
 
 
+def test_minigrids_limit_does_not_end_an_episode_of_agentgyms():
+    world = spec({}).agentgym.make()
+    world.reset(3)  # GoToObjS6-v0: 16 moves
+    results = [world.step("turn left") for _ in range(16)]
+    assert [result.truncated for result in results] == [False] * 16
+    result = world.step("go to blue key 1")
+    assert (result.terminated, result.success) == (True, True)
+    assert result.reward == pytest.approx(1 - 0.9 * 18 / 16)  # below 0, as there
+
+
 @pytest.mark.parametrize("actions", ["low", "high"])
 def test_a_late_success_ends_the_episode_and_is_paid_once(actions):
     world = world_of(reward="minigrid", actions=actions)
