@@ -24,12 +24,12 @@ _HIGH_MANUAL = """\
 Each turn, answer with one of these actions. Objects of the same name are numbered from 1, the nearest first.
 turn left, turn right - turn a quarter on the spot
 move forward - one cell, if nothing is in the way
-go to <colour> <object> <number> - walk up to something you see, for example: go to red ball 1
-pickup <colour> <object> <number> - walk up to a ball, box or key and take it; you can carry one thing
+go to <color> <object> <number> - walk up to something you see, for example: go to red ball 1
+pickup <color> <object> <number> - walk up to a ball, box or key and take it; you can carry one thing
 drop - put what you carry on the free cell in front of you
 toggle - open or close the door in front of you, or open a box
-go through <colour> open door <number> - walk through an open door
-toggle and go through <colour> closed door <number> - open it and walk through; for a locked one say locked and carry the key of its colour
+go through <color> open door <number> - walk into an open doorway
+toggle and go through <color> closed door <number> - open it and walk into the doorway; if locked, say locked and carry the key of its color
 check available actions - list what is possible now"""
 
 _COMPACT_MANUAL = """\
@@ -37,8 +37,8 @@ The first observation names your goal. After that you are told what you see, nea
 'carry' is what you hold. 'invalid action' means your last answer was not understood or cannot be done, and nothing happened."""
 
 _AGENTGYM_MANUAL = """\
-The first observation names your goal. After that you are told what you see, what you face, what you carry
-and which actions are available."""
+The first observation names your goal. After that you are told what you see, how far the wall or box
+ahead of you is, what you carry and which actions are available. If an action cannot be done, you are told why and what is available."""
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
@@ -55,7 +55,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             raise ValueError(f"babyai option {key}: unknown value {chosen[key]!r}; did you mean {near!r}? known: {', '.join(known)}")
     parsed = Options(_levels(chosen["levels"]), chosen["view"], chosen["actions"], chosen["reward"])
     served = _served(chosen, parsed)
-    theirs = Options(AGENTGYM_LEVELS, "agentgym", "high", "minigrid")
+    theirs = Options(AGENTGYM_LEVELS, "agentgym", "high", "minigrid", limited=False)
     return replace(served, agentgym=_served({**DEFAULTS, "levels": "agentgym"}, theirs))
 
 

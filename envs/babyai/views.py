@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ class Seen:
     """One object in view."""
 
     kind: str
-    colour: str
+    color: str
     state: str  # open, closed or locked for doors, else empty
     ahead: int
     left: int  # negative: to the right
@@ -33,12 +33,12 @@ class Seen:
     @property
     def name(self) -> str:
         """`red ball`, `closed red door`."""
-        return f"{self.state} {self.colour} {self.kind}" if self.state else f"{self.colour} {self.kind}"
+        return f"{self.state} {self.color} {self.kind}" if self.state else f"{self.color} {self.kind}"
 
     @property
     def agentgym_name(self) -> str:
         """`red ball`, `red closed door`."""
-        return f"{self.colour} {self.state} {self.kind}" if self.state else f"{self.colour} {self.kind}"
+        return f"{self.color} {self.state} {self.kind}" if self.state else f"{self.color} {self.kind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,6 @@ class View:
     """Everything in view, nearest first."""
 
     objects: tuple[Seen, ...]
-    free: frozenset[Cell]  # cells seen that can be walked on, open doors included
     walls: frozenset[Cell]
     carrying: str  # `red key`, or empty
 
@@ -59,37 +58,47 @@ class View:
         """Steps to the nearest wall straight ahead that is in view."""
         return min((ahead for ahead, left in self.walls if left == 0), default=None)
 
-    def numbered(self) -> list[tuple[Seen, int]]:
-        """Objects of one name are numbered from 1, nearest first."""
-        counts: dict[str, int] = {}
-        result = []
-        for seen in self.objects:
-            counts[seen.agentgym_name] = counts.get(seen.agentgym_name, 0) + 1
-            result.append((seen, counts[seen.agentgym_name]))
-        return result
+    @property
+    def barrier(self) -> tuple[str, int] | None:
+        """What AgentGym says the agent faces: the nearest wall or box straight ahead, past balls, keys and doors."""
+        ahead = [("box", seen.ahead) for seen in self.objects if seen.kind == "box" and seen.left == 0]
+        if self.wall_ahead is not None:
+            ahead.append(("wall", self.wall_ahead))
+        return min(ahead, key=lambda barrier: barrier[1], default=None)
+
+    @property
+    def blocked(self) -> frozenset[Cell]:
+        """Cells known to hold what nobody walks through; a closed door may open."""
+        return self.walls.union(seen.cell for seen in self.objects if seen.kind != "door")
+
+
+def number(objects: Iterable[Seen]) -> list[tuple[Seen, int]]:
+    """Objects of one name are numbered from 1, in the order given."""
+    counts: dict[str, int] = {}
+    result = []
+    for seen in objects:
+        counts[seen.agentgym_name] = counts.get(seen.agentgym_name, 0) + 1
+        result.append((seen, counts[seen.agentgym_name]))
+    return result
 
 
 def decode(image: Any) -> View:
-    """image: [7, 7, 3] of (object, colour, state), the agent at column 3 of the last row, looking up."""
-    objects, free, walls = [], [], []
+    """image: [7, 7, 3] of (object, color, state), the agent at column 3 of the last row, looking up."""
+    objects, walls = [], []
     rows = image.tolist()
     carried = rows[VIEW_SIZE // 2][VIEW_SIZE - 1]
     for column, cells in enumerate(rows):
-        for row, (kind, colour, state) in enumerate(cells):
+        for row, (kind, color, state) in enumerate(cells):
             ahead, left = VIEW_SIZE - 1 - row, VIEW_SIZE // 2 - column
             if kind == _UNSEEN or (ahead == 0 and left == 0):
                 continue
             if kind == _WALL:
                 walls.append((ahead, left))
-            elif kind in (_EMPTY, _FLOOR):
-                free.append((ahead, left))
-            else:
-                objects.append(Seen(IDX_TO_OBJECT[kind], IDX_TO_COLOR[colour], _DOOR_STATES[state] if kind == _DOOR else "", ahead, left))
-                if kind == _DOOR and state == 0:
-                    free.append((ahead, left))
+            elif kind not in (_EMPTY, _FLOOR):
+                objects.append(Seen(IDX_TO_OBJECT[kind], IDX_TO_COLOR[color], _DOOR_STATES[state] if kind == _DOOR else "", ahead, left))
     objects.sort(key=lambda seen: (seen.ahead + abs(seen.left), abs(seen.left), -seen.left))
     carrying = f"{IDX_TO_COLOR[carried[1]]} {IDX_TO_OBJECT[carried[0]]}" if carried[0] > _DOOR else ""
-    return View(tuple(objects), frozenset(free), frozenset(walls), carrying)
+    return View(tuple(objects), frozenset(walls), carrying)
 
 
 def compact(view: View, *, goal: str = "", note: str = "", actions: Sequence[str] = ()) -> str:
@@ -109,24 +118,25 @@ def compact(view: View, *, goal: str = "", note: str = "", actions: Sequence[str
     return "\n".join(lines)
 
 
-def agentgym(view: View, *, goal: str = "", note: str = "", actions: Sequence[str] = ()) -> str:
-    """AgentGym's wording: whole sentences, then the list of actions that are possible now."""
-    sentences = [f"There is a {seen.agentgym_name} {number} {_where_in_words(seen)}." for seen, number in view.numbered()]
+def agentgym(view: View, *, goal: str = "", closing: str = "", actions: Sequence[str] = ()) -> str:
+    """AgentGym's structure: the goal, what there is in whole sentences, the list of actions that are possible now."""
+    sentences = [f"There is a {seen.agentgym_name} {count} {_where_in_words(seen)}." for seen, count in number(view.objects)]
     if sentences:
         sentences.insert(0, "In front of you in this room, you can see several objects:")
     if view.walls:
         sentences.append("The room has walls around you.")
-    front = next(((seen, number) for seen, number in view.numbered() if seen.left == 0), None)
-    wall = view.wall_ahead
-    if front is not None and (wall is None or front[0].ahead < wall):
-        sentences.append(f"You are facing a {front[0].agentgym_name} {front[1]} {front[0].ahead} steps away.")
-    elif wall is not None:
-        sentences.append(f"You are facing a wall {wall} steps away.")
+    if view.barrier is not None:
+        sentences.append("You are facing a {} {} steps away.".format(*view.barrier))
     sentences.append(f"You are carrying a {view.carrying}." if view.carrying else "You are not carrying anything.")
     lines = [f"Your goal: {goal}"] if goal else []
-    lines += [note] if note else []
-    lines += [" ".join(sentences), f"Available actions: {json.dumps(list(actions))}"]
-    return "\n".join(lines)
+    lines.append(" ".join(sentences))
+    lines += [closing] if closing else []
+    return agentgym_reply("\n".join(lines), actions)
+
+
+def agentgym_reply(text: str, actions: Sequence[str]) -> str:
+    """Any answer of AgentGym's ends with what is possible now."""
+    return f"{text}\nAvailable actions: {json.dumps(list(actions))}"
 
 
 def _where(seen: Seen) -> str:
@@ -139,8 +149,7 @@ def _where(seen: Seen) -> str:
 def _where_in_words(seen: Seen) -> str:
     if seen.left == 0:
         return f"right in front of you {seen.ahead} steps away"
-    side = f"{abs(seen.left)} steps to your {_side(seen)}"
-    return f"{seen.ahead} steps in front of you and {side}" if seen.ahead else side
+    return f"{seen.ahead} steps in front of you and {abs(seen.left)} steps to your {_side(seen)}"
 
 
 def _side(seen: Seen) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 from minigrid.envs.babyai.core.verifier import GoToInstr, PickupInstr
 from minigrid.utils.baby_ai_bot import BabyAIBot
 from PIL import Image
 
 from envs.babyai import views
-from envs.babyai.actions import CHECK, LOW, PORTABLE, Move, Refusal, available_high, find_path, normalise, plan_high, plan_low
+from envs.babyai.actions import CHECK, LOW, Command, Move, Refusal, normalise, offer, plan_high, plan_low
 from envs.babyai.levels import make_level, pick_level
-from envs.babyai.views import Seen, View, decode
+from envs.babyai.views import View, decode
 from envs.env import Expert, ExpertFailed, StepResult
 
 _TEXT_OF = {move: text for text, move in LOW.items()}
@@ -28,6 +29,7 @@ class Options:
     view: Literal["compact", "agentgym"]
     actions: Literal["low", "high"]
     reward: Literal["binary", "minigrid"]
+    limited: bool = True  # minigrid's own limit ends an episode
 
 
 class World:
@@ -36,29 +38,38 @@ class World:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.env: Any = None
-        self.view = View((), frozenset(), frozenset(), "")
+        self.view = View((), frozenset(), "")
         self.num_moves = 0  # of this episode
         self.last_move: Move | None = None
+        self._image: Any = None  # minigrid's observation after the last move
+        self._offered: dict[str, Command] | None = None  # worked out when first asked for
         self._ended = False
+
+    @property
+    def offered(self) -> dict[str, Command]:
+        """The high grammar's commands that are possible now."""
+        if self._offered is None:
+            self._offered = offer(self.view, int(self.env.agent_dir))
+        return self._offered
 
     def reset(self, task_id: int) -> str:
         level, seed = pick_level(self.options.levels, task_id)
         self.close()
         self.env = make_level(level)
-        self.env.reset(seed=seed)
-        self.view = decode(self.env.gen_obs()["image"])  # reset's own observation misses what some levels put into the agent's hands
-        self.num_moves, self.last_move, self._ended = 0, None, False
-        return self._text(goal=self.env.mission)
+        self._image = self.env.reset(seed=seed)[0]["image"]
+        self.view = self._first_view()
+        self.num_moves, self.last_move, self._offered, self._ended = 0, None, None, False
+        return self._told(goal=self.env.mission)
 
     def step(self, action: str) -> StepResult:
         assert not self._ended, "the episode is over"
         text = normalise(action)
         if self.options.actions == "high" and "check" in text:
-            return StepResult(self._text(actions=available_high(self.view)), reward=0.0, terminated=False)
-        plan = plan_high(text, self.view) if self.options.actions == "high" else plan_low(text)
+            return self._stay(self._checked())
+        plan = plan_low(text) if self.options.actions == "low" else plan_high(text, self.view, self.offered)
         if isinstance(plan, Refusal):
-            return StepResult(self._text(note=self._refusal(plan)), reward=0.0, terminated=False)
-        return self._carry_out(plan)
+            return self._stay(self._refused(plan))
+        return self._carry_out(plan) if plan else self._stay(self._unmoved())
 
     def render(self) -> tuple[str, bytes]:
         png = io.BytesIO()
@@ -73,38 +84,64 @@ class World:
             self.env.close()
             self.env = None
 
+    def _first_view(self) -> View:
+        """Reset's own picture misses what some levels put into the agent's hands: it still lies where it was taken from.
+
+        AgentGym tells that picture, so its view does.
+        """
+        view = decode(self.env.gen_obs()["image"])
+        return view if self.options.view == "compact" else replace(decode(self._image), carrying=view.carrying)
+
+    def _stay(self, observation: str) -> StepResult:
+        return StepResult(observation, reward=0.0, terminated=False)
+
     def _carry_out(self, plan: Sequence[Move]) -> StepResult:
-        """A plan is given up at the first move that changes nothing: the way is not what it looked like."""
-        terminated = truncated = changed = False
+        """A plan is given up at the first move that does not change the picture. What counts is how its last move left the mission.
+
+        As in AgentGym, a success in the middle of a plan that walks on is lost, and a failed mission may still be repaired:
+        in the high grammar only success and minigrid's limit end an episode. Long after that limit a success costs, there and here.
+        """
+        terminated = truncated = False
         reward = 0.0
         for move in plan:
-            before = (self.env.agent_pos, self.env.agent_dir, self.view)
-            observation, reward, terminated, truncated, _ = self.env.step(move)
+            observation, reward, terminated, over_limit, _ = self.env.step(move)
+            truncated = over_limit and self.options.limited
             self.num_moves += 1
             self.last_move = move
-            self.view = decode(observation["image"])
-            moved = before != (self.env.agent_pos, self.env.agent_dir, self.view)
-            changed |= moved
-            if terminated or truncated or not moved:
+            unchanged = np.array_equal(observation["image"], self._image)
+            self._image = observation["image"]
+            if truncated or unchanged:
                 break
+        self.view, self._offered = decode(self._image), None
+        success = terminated and reward != 0
+        terminated = success if self.options.actions == "high" else terminated
         self._ended = terminated or truncated
-        success = terminated and reward > 0
         paid = (1.0 if self.options.reward == "binary" else float(reward)) if success else 0.0
-        note = ""
-        if self.options.view == "agentgym":
-            note = "The task is completed." if success else "" if changed or terminated else "No change in state."
-        return StepResult(self._text(note=note), paid, terminated, truncated and not terminated, success)
+        return StepResult(
+            self._told(closing="The task is completed." if success else ""), paid, terminated, truncated and not terminated, success
+        )
 
-    def _text(self, *, goal: str = "", note: str = "", actions: Sequence[str] = ()) -> str:
+    def _told(self, *, goal: str = "", closing: str = "") -> str:
         if self.options.view == "compact":
-            return views.compact(self.view, goal=goal, note=note, actions=actions)
-        possible = actions or (available_high(self.view) if self.options.actions == "high" else list(LOW))
-        return views.agentgym(self.view, goal=goal, note=note, actions=possible)
+            return views.compact(self.view, goal=goal)
+        return views.agentgym(self.view, goal=goal, closing=closing, actions=self._possible())
 
-    def _refusal(self, refusal: Refusal) -> str:
+    def _checked(self) -> str:
+        if self.options.view == "compact":
+            return views.compact(self.view, actions=self._possible())
+        return views.agentgym_reply("This is what you can do now.", self._possible())
+
+    def _unmoved(self) -> str:
+        return self._told() if self.options.view == "compact" else views.agentgym_reply("You are there already.", self._possible())
+
+    def _refused(self, refusal: Refusal) -> str:
         if self.options.view == "agentgym":
-            return refusal.reason
-        return "invalid action" if self.options.actions == "low" or not refusal.readable else "invalid action: not possible here"
+            return views.agentgym_reply(refusal.reason, self._possible())
+        note = "invalid action" if self.options.actions == "low" or not refusal.readable else "invalid action: not possible here"
+        return views.compact(self.view, note=note)
+
+    def _possible(self) -> list[str]:
+        return list(self.offered if self.options.actions == "high" else LOW)
 
 
 class Bot:
@@ -118,6 +155,7 @@ class Bot:
         self._bot: Any = None
         self._asked_at = -1  # world.num_moves at the last answer
         self._answer = ""
+        self._took_shortcut = False
 
     def next_action(self) -> str:
         if self._asked_at != self._world.num_moves:
@@ -139,28 +177,30 @@ class Bot:
             raise ExpertFailed(f"BabyAIBot has no plan for {self._world.env.mission!r}: {type(error).__name__} {error}") from error
 
     def _shortcut(self) -> str:
-        """In the high grammar a goal in view is one command away."""
+        """In the high grammar a goal in view is one command away, if the plan holds: where it does not, the bot takes over."""
         instruction = self._world.env.instrs
-        if self._world.options.actions != "high" or not isinstance(instruction, GoToInstr | PickupInstr):
+        if self._took_shortcut or self._world.options.actions != "high" or not isinstance(instruction, GoToInstr | PickupInstr):
             return ""
         verb = "go to" if isinstance(instruction, GoToInstr) else "pickup"
         if verb == "pickup" and self._world.view.carrying:
             return ""
         wanted = {self._world.env.relative_coords(*obj.cur_pos) for obj in instruction.desc.obj_set if obj.cur_pos is not None}
-        for seen, number in self._world.view.numbered():
-            column_row = (views.VIEW_SIZE // 2 - seen.left, views.VIEW_SIZE - 1 - seen.ahead)
-            if column_row in wanted and find_path(self._world.view, seen.cell) is not None:
-                return f"{verb} {seen.agentgym_name} {number}"
+        for text, command in self._world.offered.items():
+            if command.target is None or not command.moves or not text.startswith(verb):
+                continue
+            ahead, left = command.target
+            if (views.VIEW_SIZE // 2 - left, views.VIEW_SIZE - 1 - ahead) in wanted:
+                self._took_shortcut = True
+                return text
         return ""
 
     def _in_words(self, move: Move) -> str:
-        """`done` has no word: a pickup or drop that cannot happen looks around just as well."""
+        """`done` has no word. Low: a pickup or drop that cannot happen looks around just as well. High: turn away, and back."""
+        high = self._world.options.actions == "high"
         if move is Move.DONE:
+            if high:
+                return "turn left"
             move = Move.PICKUP if self._world.view.carrying else Move.DROP
-        front: Seen | None = self._world.view.in_front
-        if self._world.options.actions == "high" and move is Move.PICKUP:
-            if front is None or front.kind not in PORTABLE:
-                return CHECK
-            number = next(number for seen, number in self._world.view.numbered() if seen is front)
-            return f"pickup {front.agentgym_name} {number}"
+        if high and move is Move.PICKUP:
+            return next((text for text, command in self._world.offered.items() if command.moves == (Move.PICKUP,)), CHECK)
         return _TEXT_OF[move]

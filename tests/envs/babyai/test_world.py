@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from envs.babyai import spec
 from envs.babyai.actions import Move
 from envs.babyai.levels import AGENTGYM_LEVELS, make_level, pick_level
-from envs.babyai.views import decode
 from envs.bounded import run_bounded
 from envs.env import ExpertFailed
 
@@ -93,11 +92,34 @@ def test_the_simulators_own_limit_truncates():
     assert results[-1].reward == 0.0
 
 
-def test_a_late_success_ends_the_episode_and_is_paid_once():
-    world = world_of(reward="minigrid")
+def test_the_limit_ends_a_high_episode_too_and_within_a_plan():
+    world = world_of(levels=["OpenRedDoor"], view="agentgym", actions="high")
     world.reset(0)
-    for _ in range(50):
-        assert not world.step("toggle").terminated
+    for _ in range(world.env.max_steps - 1):
+        assert not world.step("turn left").truncated
+    world.step("check available actions")
+    plan = next(text for text, command in world.offered.items() if len(command.moves) > 1)
+    result = world.step(plan)
+    assert (result.truncated, result.terminated, result.reward) == (True, False, 0.0)
+    assert world.num_moves == world.env.max_steps
+
+
+def test_minigrids_limit_does_not_end_an_episode_of_agentgyms():
+    world = spec({}).agentgym.make()
+    world.reset(3)  # GoToObjS6-v0: 16 moves
+    results = [world.step("turn left") for _ in range(16)]
+    assert [result.truncated for result in results] == [False] * 16
+    result = world.step("go to blue key 1")
+    assert (result.terminated, result.success) == (True, True)
+    assert result.reward == pytest.approx(1 - 0.9 * 18 / 16)  # below 0, as there
+
+
+@pytest.mark.parametrize("actions", ["low", "high"])
+def test_a_late_success_ends_the_episode_and_is_paid_once(actions):
+    world = world_of(reward="minigrid", actions=actions)
+    world.reset(0)
+    for _ in range(48):
+        assert not world.step("turn left").terminated
     world.step("move forward")
     world.step("move forward")
     result = world.step("turn right")
@@ -107,16 +129,73 @@ def test_a_late_success_ends_the_episode_and_is_paid_once():
         world.step("turn right")
 
 
-def test_a_walk_goes_on_where_every_cell_looks_alike():
+def test_a_plan_is_given_up_where_the_picture_stays_the_same():
     world = world_of(levels=["OneRoomS20"], actions="high")
     world.reset(0)
     for x in range(1, 19):
         for y in range(1, 19):
             world.env.grid.set(x, y, None)
     world.env.agent_pos, world.env.agent_dir = (4, 10), 0
-    world.view = decode(world.env.gen_obs()["image"])
+    world._carry_out([Move.TOGGLE])  # looks around
     assert world._carry_out([Move.FORWARD] * 3).observation == "see: nothing"
-    assert world.env.agent_pos == (7, 10)
+    assert world.env.agent_pos == (5, 10)
+
+
+def test_going_through_a_door_stops_in_the_doorway():
+    world = world_of(levels=["OpenRedDoor"], view="agentgym", actions="high")
+    world.reset(0)
+    result = world.step("toggle and go through red closed door 1")
+    assert world.env.grid.get(*world.env.agent_pos).type == "door"
+    # the door was opened on the way: only the last move is asked whether the mission is done, so nothing is paid and play goes on
+    assert (result.reward, result.terminated, result.success) == (0.0, False, False)
+
+
+def test_a_failed_mission_ends_a_low_episode_and_may_be_repaired_in_a_high_one():
+    low, high = (world_of(levels=["PickupDistDebug"], actions=actions) for actions in ("low", "high"))
+    assert low.reset(0).startswith("goal: pick up the green key")
+    low.step("turn left")
+    wrong = low.step("pickup")
+    assert (wrong.terminated, wrong.success) == (True, False)
+    high.reset(0)
+    results = [high.step(action) for action in ("pickup purple box 1", "drop", "turn right", "pickup green key 1")]
+    assert [(result.terminated, result.success) for result in results] == [(False, False)] * 3 + [(True, True)]
+
+
+def test_invalid_actions_and_checks_are_answered_without_the_view():
+    world = world_of(levels="agentgym", view="agentgym", actions="high")
+    actions = world.reset(0).rpartition("\n")[2]
+    assert actions.startswith('Available actions: ["turn left", "turn right", "move forward", "pickup grey key 1", ')
+    assert world.step("fly").observation == f"The action is not recognized. Please check valid actions.\n{actions}"
+    assert world.step("check available actions").observation == f"This is what you can do now.\n{actions}"
+    assert world.num_moves == 0
+
+
+def test_going_to_what_one_faces_moves_nothing_and_proves_nothing():
+    world = world_of(levels="agentgym", view="agentgym", actions="high")
+    world.reset(0)
+    first = world.step("go to grey ball 1")
+    again = world.step("go to grey ball 1")
+    assert again.observation == "You are there already.\n" + first.observation.rpartition("\n")[2]
+    assert (world.step("go to red ball 1").success, world.num_moves) == (True, 10)
+
+
+def test_the_expert_takes_over_where_a_command_across_unseen_cells_fails():
+    world = world_of(levels=["UnlockPickupDist"], view="agentgym", actions="high")
+    for task_id in range(3):
+        world.reset(task_id)
+        expert = world.expert()
+        result = world.step(expert.next_action())
+        while not (result.terminated or result.truncated):
+            result = world.step(expert.next_action())
+        assert result.success
+
+
+def test_what_begins_in_the_hands_is_first_told_where_it_was_taken_from_in_agentgyms_view_only():
+    told = {view: world_of(levels=["PutNextS7N4Carrying"], view=view, actions="high").reset(0) for view in ("agentgym", "compact")}
+    assert "There is a yellow box 1 2 steps in front of you and 1 steps to your left." in told["agentgym"]
+    assert "You are carrying a yellow box." in told["agentgym"]
+    assert "\ncarry: yellow box" in told["compact"]
+    assert "yellow box" not in told["compact"].split("\n")[1]
 
 
 def test_the_40_levels_of_agentgym_exist_and_reset_and_take_junk():
