@@ -56,7 +56,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         close=pool.close,
         identity=lambda task_id: str(find_task(parsed.tasks, task_id)),
     )
-    theirs = Options(PUBLISHED, DEFAULTS["max_moves"], "agentgym")
+    theirs = Options(PUBLISHED, DEFAULTS["max_moves"], "agentgym", paid_at_reset=True)
     return replace(served, agentgym=replace(served, make=lambda: World(pool, theirs)))
 
 
