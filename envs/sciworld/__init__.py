@@ -53,6 +53,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             "env_jvm_restarts": ("Java processes that were lost or replaced", lambda: pool.restarts),
             "env_engine_cpu_seconds": ("CPU seconds of the engine itself", lambda: pool.engine_s),
         },
+        warm=pool.warm,
         close=pool.close,
         identity=lambda task_id: str(find_task(parsed.tasks, task_id)),
     )
