@@ -160,7 +160,7 @@ def test_the_content_of_the_files_is_in_the_keys_only_where_it_is_read(tmp_path,
 
 
 def test_trajectories_need_a_warm_start():
-    with pytest.raises(ConfigError, match="warm_start.source trajectories with warm_start.enabled false reads none"):
+    with pytest.raises(ConfigError, match=r"warm_start\.source trajectories with warm_start\.enabled false reads none"):
         load_config(ROOT / "params.yaml", ["warm_start.source=trajectories", "warm_start.enabled=false"])
 
 
