@@ -250,13 +250,13 @@ def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _import_trajectories(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.dataset import track_folder
-    from agentgym.trajectories import read_files, write
+    from agentgym.trajectories import FILE, read_files, write
 
     out = arguments.out or cfg.data.trajectories
     rows, left_out = read_files(arguments.files, cfg, drop_refused=arguments.drop_refused)
     for refusal in left_out:
         say(f"left out: {refusal}")
-    pointer, counts = track_folder(out, lambda folder: write(folder, rows))
+    pointer, counts = track_folder(out, lambda folder: write(folder, rows), pattern=FILE.format(env="*"))
     for env, count in counts.items():
         say(f"{env}: {count} trajectories")
     say(f"keep in git: {pointer}; to learn from them: --set warm_start.source=trajectories --set data.trajectories={out}")

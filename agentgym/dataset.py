@@ -112,18 +112,22 @@ def import_dataset(url: str, rev: str, out: Path) -> Imported:
     return Imported(out, pointer, url, sha, licence, pinned is None)
 
 
-def track_folder(out: Path, write: Callable[[Path], T]) -> tuple[Path, T]:
+def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tuple[Path, T]:
     """Have `write` fill the folder `out`, and pin it with `dvc add`. Result: the `.dvc` file, and what `write` returned.
 
-    What DVC tracks there already is replaced; DVC keeps the earlier content. One that was killed starts over.
-    Errors: ConfigError where the folder is somebody's own or was imported; DvcError.
+    What DVC tracks there already is replaced where it is of the same kind, DVC keeps the earlier content. One that was killed starts over.
+    pattern: of the names of files of that kind.
+    Errors: ConfigError where the folder is somebody's own or holds other files; DvcError.
     """
     _check_project(out)
     pointer, begun = out.with_name(f"{out.name}.dvc"), out.with_name(f".{out.name}.importing")
-    if pointer.is_file() and "deps" in _read_pointer(pointer):
-        raise ConfigError(f"{pointer} tracks a dataset that was imported from elsewhere; name another folder with --out")
-    if out.exists() and not pointer.is_file() and not begun.is_file():
-        raise ConfigError(f"{out} exists and is not tracked by DVC; move it away, or name another folder with --out")
+    others = sorted(path.name for path in out.rglob("*") if not path.match(pattern)) if out.is_dir() else []
+    if others:
+        raise ConfigError(f"{out} holds {others[0]}, which is none of {pattern}; name another folder with --out")
+    if not begun.is_file() and out.exists() != pointer.is_file():
+        if out.exists():
+            raise ConfigError(f"{out} exists and is not tracked by DVC; move it away, or name another folder with --out")
+        raise ConfigError(f"{pointer} tracks a folder that is not here; run `dvc pull {pointer}` first, or name another with --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     begun.touch()
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".") as folder:

@@ -80,12 +80,15 @@ def read_files(paths: Sequence[Path], cfg: RunConfig, *, drop_refused: bool) -> 
     kept: list[dict[str, Any]] = []
     refusals: list[Refusal] = []
     splits: dict[str, Splits] = {}
+    first: dict[Recorded, Recorded] = {}
     for path in paths:
         rows, recorded, refused = read_file(path)
         for env in sorted({each.item.env for each in recorded} - splits.keys()):
             if not cfg.data.path.is_dir() or has_lists(cfg.data.path, env):  # else its rows are refused one by one
                 splits[env] = load_splits(cfg.data.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
         refused += outside(recorded, splits)
+        earlier = [(each, first.setdefault(each, each)) for each in recorded]
+        refused += [Refusal(each.file, each.row, f"says the same as {one.where}") for each, one in earlier if one is not each]
         left_out = {refusal.row for refusal in refused}
         kept += [row for index, row in enumerate(rows) if index not in left_out]
         refusals += sorted(refused, key=lambda refusal: refusal.row)

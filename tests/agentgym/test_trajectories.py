@@ -1,6 +1,7 @@
 """Trajectories of others: what is read of AgentGym's layout, what is refused and why, and how they come under DVC."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,19 @@ def test_imported_trajectories_are_pinned_by_dvc_and_what_is_refused_is_told(dvc
     code, said = cli("validate", "--set", "warm_start.source=trajectories", "--set", "evaluation.num_items=5")
     assert code == 2
     assert "digest mismatch: data/trajectories/imported is not what data/trajectories/imported.dvc pins" in said.err
+    (out / "README.md").write_text("mine")
+    code, said = cli("import-trajectories", file, "--drop-refused")
+    assert code == 2
+    assert "data/trajectories/imported holds README.md, which is none of *_trajectories.json" in said.err
+    shutil.rmtree(out)
+    code, said = cli("import-trajectories", file, "--drop-refused")
+    assert code == 2
+    assert "run `dvc pull data/trajectories/imported.dvc` first" in said.err
+    code, said = cli(
+        "import-trajectories", str(write([row("babyai_3", "left")], "a.json")), str(write([row("babyai_3", "left")], "b.json"))
+    )
+    assert code == 2
+    assert "b.json row 0: says the same as a.json row 0" in said.err
     Path("mine").mkdir()
     code, said = cli("import-trajectories", file, "--drop-refused", "--out", "mine")
     assert code == 2
