@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ from unittest.mock import patch
 
 import httpx
 import psutil
+from env_servers import cpu_seconds
 from pipeline import machine
 
 from agentgym.config import EnvConfig
@@ -59,12 +61,18 @@ def cold_start() -> dict[str, Any]:
         began, load = time.perf_counter(), os.getloadavg()[0]
         with local_env(EnvConfig(name="sciworld"), expert=False, log_path=Path(folder) / "log") as (endpoint,):
             ready_s = time.perf_counter() - began
-            resident = [child.memory_info().rss for child in psutil.Process().children(recursive=True) if child.name() == "java"]
-            opened_s = [asyncio.run(open_at_once(endpoint, endpoint.token, number)) for number in range(3)]
+            processes = psutil.Process().children(recursive=True)
+            resident = [process.memory_info().rss for process in processes if process.name() == "java"]
+            opened_s, cpu_s = [], [cpu_seconds(processes)]
+            for number in range(3):
+                opened_s.append(asyncio.run(open_at_once(endpoint, endpoint.token, number)))
+                cpu_s.append(cpu_seconds(processes))
     return {
         "ready_s": round(ready_s, 2),
         "java_mib_when_ready": round(sum(resident) / 2**20),
-        "eight_sessions_s": [round(each, 2) for each in opened_s],
+        "cpu_s_until_ready": round(cpu_s[0], 2),
+        "eight_sessions_s": [round(each, 2) for each in opened_s],  # at once, closed, at once again
+        "eight_sessions_cpu_s": [round(after - before, 2) for before, after in itertools.pairwise(cpu_s)],
         "load_average": round(load, 1),
     }
 

@@ -69,10 +69,10 @@ def check_numbers(
         num_solved = sum(episode.success for episode in episodes)
         tally.expect(line.at(line.commits[0]), "num_demos", num_solved, results["num_demos"])
         if cfg.warm_start.source == "trajectories":
+            asked = len(episodes)
             _check_recorded(cfg, store, line, tally)
-        else:
-            solved = num_solved / asked if cfg.warm_start.enabled else 0.0
-            tally.expect(line.at(line.commits[0]), "expert_success", solved, results["expert_success"])
+        solved = num_solved / asked if cfg.warm_start.enabled else 0.0
+        tally.expect(line.at(line.commits[0]), "expert_success", solved, results["expert_success"])
     elif line.name == "warm-start":
         _check_warm_start(cfg, line, tally)
     elif line.stage(cfg) is not None and RECIPES[cfg.algorithm.recipe].loop != "rl":

@@ -57,24 +57,25 @@ def initialise(ctx: StepContext) -> Manifest:
         model = new_model(cfg.model, vocab_size=len(tokenizer), eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id, seed=cfg.seed)
     checkpoint = new_checkpoint(model, tokenizer)
     demos = [episode.tokenise(checkpoint.renderer, _settings(ctx, manuals)) for episode in texts]
-    success = sum(demo.success for demo in demos) / len(demos) if demos else 0.0
-    for env in cfg.envs if demos else ():
+    if not is_expert:
+        demos = [demo for demo in demos if len(demo.input_ids) <= cfg.model.context_tokens]
+    for env in cfg.envs if texts else ():
         own = [demo for demo in demos if demo.item.env == env.name]
         if not any(demo.success for demo in own):
-            who = f"the expert of {env.name} solved" if is_expert else f"played again, the trajectories of {env.name} solve"
+            who = f"the expert of {env.name} solved" if is_expert else f"of trajectories that fit model.context_tokens, {env.name}'s solve"
             raise ValueError(f"{who} none of {len(own)} tasks; nothing to start from. Check its options")
-    fitting = [demo for demo in demos if is_expert or len(demo.input_ids) <= cfg.model.context_tokens]
-    kept = [demo for demo in fitting if demo.success or not is_expert]
+    num_solved = sum(demo.success for demo in demos)
+    kept = [demo for demo in demos if demo.success or not is_expert]  # dpo compares with what failed, too
     return ctx.commit(
         done=True,
         state={"global_step": 0},
         blobs={**checkpoint.blobs(), DEMOS: encode_trajectories(kept)},
         results={
-            "num_demos": sum(demo.success for demo in kept),
-            "expert_success": success,
+            "num_demos": num_solved,
+            "expert_success": num_solved / len(demos) if demos else 0.0,
             "vocab_size": len(tokenizer),
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-            **({} if is_expert else _told(texts, len(fitting))),
+            **({} if is_expert else {"num_played": len(texts), "num_too_long": len(texts) - len(demos)}),
         },
     )
 
@@ -94,15 +95,6 @@ def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]
 def demonstrations(ctx: StepContext) -> list[Trajectory]:
     """The successful ones, to imitate."""
     return [demo for demo in decode_trajectories(ctx.read(ctx.parents["initialise"], DEMOS)) if demo.success]
-
-
-def _told(texts: Sequence[_TextEpisode], num_fitting: int) -> dict[str, int]:
-    """Of trajectories played again: how many, those longer than the context, and those that were cut where the task ended."""
-    return {
-        "num_played": len(texts),
-        "num_too_long": len(texts) - num_fitting,
-        "num_ended_early": sum(episode.num_unplayed > 0 for episode in texts),
-    }
 
 
 def warm_start(ctx: StepContext) -> Manifest:
@@ -171,7 +163,6 @@ class _TextEpisode:
         self.item, self.first_observation, self.sample = item, observation, sample
         self.steps: list[Step] = []
         self.status, self.success = Status.TERMINATED, False
-        self.num_unplayed = 0  # recorded actions that came after the end
 
     def texts(self) -> list[str]:
         return [self.first_observation, *(text for step in self.steps for text in (step.reply or step.action, step.observation))]
@@ -201,16 +192,11 @@ class _Player(Protocol):
         """(reply, action); an empty reply says no more than the action, None gives up. Errors: EnvError."""
         ...
 
-    @property
-    def num_left(self) -> int:
-        """Actions it would still have taken, where that is known."""
-        ...
-
 
 class _Expert:
     """The environment's own."""
 
-    sample = num_left = 0
+    sample = 0
 
     def __init__(self, item: Item) -> None:
         self.item = item
@@ -230,10 +216,8 @@ class _Replay:
     def __init__(self, recorded: Recorded, sample: int, action_format: Literal["plain", "react"]) -> None:
         self.item, self.sample = recorded.item, sample
         self._replies = iter(replies_of(recorded, action_format))
-        self.num_left = len(recorded.replies)
 
     async def next_reply(self, session: Any) -> tuple[str, str] | None:
-        self.num_left -= 1
         return next(self._replies, None)
 
 
@@ -280,7 +264,7 @@ async def _demonstrate(
                 episode.steps.append(Step(said[1], answer.observation, answer.reward, said[0]))
                 ended = ending(answer)
                 if ended is not None:
-                    episode.status, episode.success, episode.num_unplayed = ended, answer.success, player.num_left
+                    episode.status, episode.success = ended, answer.success
                     break
             progress(1)
             return episode

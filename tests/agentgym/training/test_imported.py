@@ -158,6 +158,17 @@ def test_a_run_trains_from_them_and_passes_its_audit(begun, recipe, tmp_path):
     assert report.ok, [check.failures for check in report.checks if not check.ok]
 
 
+def test_a_run_whose_trajectories_solve_nothing_of_an_environment_says_so(begun, tmp_path):
+    """Recorded on other options: the same ids are other tasks here."""
+    other = [*OPTIONS["babyai"].items(), ("levels", ["OpenRedDoor"])]
+    tree = {"extends": str(begun / "params.yaml"), "env": {"options": dict(other)}, "store": {"path": str(tmp_path / "store")}}
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(tree))
+    cfg = load_config(tmp_path / "params.yaml", ["warm_start.num_demos=8"])
+    run_step("prepare", cfg)
+    with pytest.raises(ValueError, match=r"^of trajectories that fit model\.context_tokens, babyai's solve none of \d tasks"):
+        run_step("initialise", cfg)
+
+
 def test_the_audit_finds_an_action_that_was_not_imported(begun, tmp_path):
     cfg = of_recipe(begun, "sft", tmp_path)
     store = open_store(cfg)
