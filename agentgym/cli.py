@@ -284,7 +284,7 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
     splits = load_data(cfg)
     num_recorded = len(load_recorded(cfg))
-    for folder in cfg.data_folders:
+    for folder in cfg.data_folders.values():
         check_pin(folder)
     repeated, unknown = compare_tasks(cfg.envs, splits)
     _describe(cfg.env_names, replace(splits, warnings=(*splits.warnings, *repeated, *unknown)))

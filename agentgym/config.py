@@ -390,9 +390,10 @@ class RunConfig(Section):
                 raise ValueError(f"{key} {given} means nothing to recipe {name}; leave it out, or use a recipe of reinforcement learning")
 
     @property
-    def data_folders(self) -> tuple[Path, ...]:
-        """The folders of data this run reads."""
-        return (self.data.path, self.data.trajectories) if self.warm_start.source == "trajectories" else (self.data.path,)
+    def data_folders(self) -> dict[str, Path]:
+        """The folders of data this run reads, by the setting that names them."""
+        recorded = {"data.trajectories": self.data.trajectories} if self.warm_start.source == "trajectories" else {}
+        return {"data.path": self.data.path, **recorded}
 
     @property
     def envs(self) -> tuple[EnvConfig, ...]:

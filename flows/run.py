@@ -75,7 +75,7 @@ def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
     begin_attempt()
     with Bars(PlainConsole()) as bars:
         bars.start("dataset", 1)
-        for folder in cfg.data_folders:
+        for folder in cfg.data_folders.values():
             pull_data(folder)
         bars.advance()
         check_parents(cfg, wanted, finished(cfg, open_store(cfg)))

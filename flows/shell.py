@@ -90,9 +90,9 @@ def _quieten_console() -> None:
 def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
     """Wanted steps the store holds already. What is left to do is checked before anything starts, but for data that is yet to be
     pulled."""
-    for folder in cfg.data_folders:
-        dataset_pointer(folder)
-    is_pulled = all(folder.is_dir() for folder in cfg.data_folders)
+    for setting, folder in cfg.data_folders.items():
+        dataset_pointer(folder, setting)
+    is_pulled = all(folder.is_dir() for folder in cfg.data_folders.values())
     finished_steps = finished(cfg, open_store(cfg)) if is_pulled else {}
     done = {name: manifest for name, manifest in finished_steps.items() if wanted(name)}
     if any(wanted(name) and name not in done for name in steps_of(cfg)):
