@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -139,7 +138,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/sciworld_engine.json")
     arguments = parser.parse_args()
     result = json.loads(arguments.out.read_text()) if arguments.only and arguments.out.exists() else {}
-    result |= {"machine": machine(), "command": " ".join(["python", "benchmarks/sciworld.py", *sys.argv[1:]])}
+    result |= {"machine": machine(), "command": "python benchmarks/sciworld.py"}
     if arguments.only != "order":
         result["cold_starts"] = [cold_start() for _ in range(arguments.starts)]
         print(*result["cold_starts"], sep="\n")
