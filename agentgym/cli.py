@@ -116,6 +116,13 @@ def _parser() -> argparse.ArgumentParser:
     importing.add_argument("--url", help="git repository (default: AgentGym-RL-Data-ID on the Hugging Face Hub)")
     importing.add_argument("--out", type=Path, default=Path("data/hub/AgentGym-RL-Data-ID"), help="folder (default: %(default)s)")
     importing.set_defaults(run=_import)
+    others = data.add_parser(
+        "import-trajectories", parents=[common], help="bring trajectories of others, in AgentGym's published layout, under DVC"
+    )
+    others.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a JSON list of {item_id, conversations}")
+    others.add_argument("--out", type=Path, help="folder, replaced where it exists (default: data.trajectories)")
+    others.add_argument("--drop-refused", action="store_true", help="leave out rows that cannot be learned from, and say which")
+    others.set_defaults(run=_import_trajectories)
     validate = data.add_parser("validate", parents=[common], help="check files, schema, splits and leakage")
     validate.set_defaults(run=_validate)
     return parser
@@ -241,6 +248,21 @@ def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _import_trajectories(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.dataset import track_folder
+    from agentgym.trajectories import FILE, read_files, write
+
+    out = arguments.out or cfg.data.trajectories
+    rows, left_out = read_files(arguments.files, cfg, drop_refused=arguments.drop_refused)
+    for refusal in left_out:
+        say(f"left out: {refusal}")
+    pointer, counts = track_folder(out, lambda folder: write(folder, rows), pattern=FILE.format(env="*"))
+    for env, count in counts.items():
+        say(f"{env}: {count} trajectories")
+    say(f"keep in git: {pointer}; to learn from them: --set warm_start.source=trajectories --set data.trajectories={out}")
+    return 0
+
+
 def _compare(_: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.comparison import cells_of, file_and_overrides, load_comparison
     from agentgym.evaluation.compare import read_rows, table
@@ -258,12 +280,16 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     """The run's own items must be in order; of the other lists beside them it is told what is not."""
     from agentgym.data import PUBLISHED_COUNTS, load_splits
     from agentgym.dataset import check_pin
-    from agentgym.steps import compare_tasks, load_data
+    from agentgym.steps import compare_tasks, load_data, load_recorded
 
     splits = load_data(cfg)
-    check_pin(cfg.data.path)
+    num_recorded = len(load_recorded(cfg))
+    for folder in cfg.data_folders.values():
+        check_pin(folder)
     repeated, unknown = compare_tasks(cfg.envs, splits)
     _describe(cfg.env_names, replace(splits, warnings=(*splits.warnings, *repeated, *unknown)))
+    if num_recorded:
+        say(f"{cfg.env_names}: {num_recorded} trajectories of train items in {cfg.data.trajectories}")
     for name in PUBLISHED_COUNTS:
         if name in cfg.weights or not (cfg.data.path / "train" / f"{name}_train.json").exists():
             continue

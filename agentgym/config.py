@@ -58,6 +58,7 @@ class Section(BaseModel):
 
 class DataConfig(Section):
     path: Path = _operational(Path("data/AgentGym-RL-Data-ID"))  # the dataset's digest is in the keys, not its place
+    trajectories: Path = _operational(Path("data/trajectories/imported"))  # of others; read where warm_start.source says so
     validation_fraction: float = Field(default=0.1, gt=0, lt=0.5)  # share of train items kept for validation
 
 
@@ -110,7 +111,9 @@ class OptimiserConfig(Section):
 
 class WarmStartConfig(Section):
     enabled: bool = True  # off: training starts from the model as it comes (real pretrained models)
-    num_demos: PositiveInt = 300  # expert episodes
+    # trajectories: those of others in data.trajectories, played again; dpo prefers among them, too
+    source: Literal["expert", "trajectories"] = "expert"
+    num_demos: PositiveInt = 300  # expert episodes, or trajectories
     steps: PositiveInt = 80  # optimiser steps
     batch_size: PositiveInt = 32  # demos per step
     optimiser: OptimiserConfig = OptimiserConfig(lr=2e-3, warmup_steps=20, schedule="cosine", betas=(0.9, 0.98), weight_decay=0.01)
@@ -325,6 +328,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.truncated bootstrap needs a critic, and recipe {self.algorithm.recipe} has none; use zero or mask, or ppo"
             )
+        if self.warm_start.source == "trajectories" and not self.warm_start.enabled:
+            raise ValueError("warm_start.source trajectories with warm_start.enabled false reads none; enable it, or use source expert")
         if recipe.loop != "rl":
             self._check_offline(recipe.loop)
         if self.deterministic and self.rollout.max_staleness:
@@ -383,6 +388,12 @@ class RunConfig(Section):
         ):
             if given:
                 raise ValueError(f"{key} {given} means nothing to recipe {name}; leave it out, or use a recipe of reinforcement learning")
+
+    @property
+    def data_folders(self) -> dict[str, Path]:
+        """The folders of data this run reads, by the setting that names them."""
+        recorded = {"data.trajectories": self.data.trajectories} if self.warm_start.source == "trajectories" else {}
+        return {"data.path": self.data.path, **recorded}
 
     @property
     def envs(self) -> tuple[EnvConfig, ...]:

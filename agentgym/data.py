@@ -76,6 +76,11 @@ def _not_there(path: Path, file: Path) -> DataError:
     return DataError(f"{file} does not exist; {path} has lists for: {', '.join(found) or 'no environment'}")
 
 
+def has_lists(path: Path, env: str) -> bool:
+    """Whether the dataset knows the environment."""
+    return (path / _FILES["train"].format(env=env)).is_file()
+
+
 def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
     """The splits of several environments as one, `interleave`d, so that any first part of a split has their shares."""
     items = {name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights)) for name in SPLITS}

@@ -12,9 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -28,6 +29,7 @@ IMPORT_TIMEOUT_S = 1800.0
 GIT_TIMEOUT_S = 120.0
 # by the repository's name, so that a mirror counts
 LICENCES = {"AgentGym/AgentGym-RL-Data-ID": "CC-BY-NC-4.0"}
+T = TypeVar("T")
 _SHA = re.compile(r"[0-9a-f]{40}")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # what DVC runs in: it ends when this process does
@@ -108,6 +110,36 @@ def import_dataset(url: str, rev: str, out: Path) -> Imported:
         _note_licence(pointer, licence)
     discard(begun)
     return Imported(out, pointer, url, sha, licence, pinned is None)
+
+
+def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tuple[Path, T]:
+    """Have `write` fill the folder `out`, and pin it with `dvc add`. Result: the `.dvc` file, and what `write` returned.
+
+    What DVC tracks there already is replaced where it is of the same kind, DVC keeps the earlier content. One that was killed starts over.
+    pattern: of the names of files of that kind.
+    Errors: ConfigError where the folder is somebody's own or holds other files; DvcError.
+    """
+    _check_project(out)
+    pointer, begun = out.with_name(f"{out.name}.dvc"), out.with_name(f".{out.name}.importing")
+    others = sorted(path.name for path in out.rglob("*") if not path.match(pattern)) if out.is_dir() else []
+    if others:
+        raise ConfigError(f"{out} holds {others[0]}, which is none of {pattern}; name another folder with --out")
+    if not begun.is_file() and out.exists() != pointer.is_file():
+        if out.exists():
+            raise ConfigError(f"{out} exists and is not tracked by DVC; move it away, or name another folder with --out")
+        raise ConfigError(f"{pointer} tracks a folder that is not here; run `dvc pull {pointer}` first, or name another with --out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    begun.touch()
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".") as folder:
+        made = Path(folder, out.name)
+        made.mkdir()
+        result = write(made)
+        if out.exists():
+            out.rename(Path(folder, "before"))
+        made.rename(out)
+    run_dvc("add", "--", str(out), timeout_s=IMPORT_TIMEOUT_S)
+    discard(begun)
+    return pointer, result
 
 
 def check_pin(path: Path) -> None:

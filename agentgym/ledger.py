@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 from agentgym.config import RunConfig
-from agentgym.data import data_digest
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking import (
@@ -26,6 +25,7 @@ from agentgym.tracking import (
     deliver_committed,
     reaching,
 )
+from agentgym.trajectories import input_digest
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def parent_run(cfg: RunConfig, run_key: str) -> str:
         "environment": cfg.env_names,
         "horizon": ",".join(map(str, cfg.horizon.max_turns)),
         "seed": str(cfg.seed),
-        "data.sha256": data_digest(cfg.data.path, *cfg.weights),
+        "data.sha256": input_digest(cfg),
     }
     title = f"{cfg.algorithm.recipe} {'>'.join(map(str, cfg.horizon.max_turns))} seed {cfg.seed}"
     return tracker_of(cfg).parent_run(run_key, params=cfg.semantic(), tags=tags, title=title)

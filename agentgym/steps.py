@@ -19,7 +19,7 @@ from typing import Any, Literal
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import ConfigError, EnvConfig, RunConfig, config_digest
 from agentgym.context import METRICS, NoProgress, Progress, StepContext
-from agentgym.data import SPLITS, Splits, data_digest, load_splits, mix_splits, repeated_tasks, train_stream
+from agentgym.data import SPLITS, Splits, load_splits, mix_splits, repeated_tasks, train_stream
 from agentgym.ledger import Paced, curve, deliver_step, ledger_identity
 from agentgym.rollouts.client import Endpoints, token_of
 from agentgym.rollouts.horizon import stages
@@ -29,6 +29,7 @@ from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.posix import posix_store
 from agentgym.store.runstore import RunStore
 from agentgym.tracking import reaching
+from agentgym.trajectories import RECORDED, Recorded, encode, input_digest, load_trajectories
 from agentgym.types import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,8 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
         name = f"evaluate-{checkpoint}"
         return add(name, title, parents, evaluation, ("agentgym.evaluation.evaluate", *env_modules), run, headline)
 
-    add("prepare", "prepare data", (), ("seed", "data", "env", "mix"), ("agentgym.data", *env_modules), _prepare)
+    data = ("seed", "data", "env", "mix", "warm_start.source")
+    add("prepare", "prepare data", (), data, ("agentgym.data", "agentgym.trajectories", *env_modules), _prepare)
     current = add(
         "initialise",
         "demonstrations and initial model",
@@ -123,7 +125,8 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
         turns = " > ".join(map(str, cfg.horizon.max_turns)) if cfg.horizon.kind == "adaptive" else stage.max_turns
         title = f"stage {stage.index}/{len(spans)} · max_turns {turns}"
         reference = (base,) if (cfg.algorithm.kl_coef or loop == "evolve") and base != current else ()
-        demos = ("initialise",) if loop in ("sft", "evolve") else ()
+        prefers_demos = loop == "dpo" and cfg.warm_start.source == "trajectories"
+        demos = ("initialise",) if loop in ("sft", "evolve") or prefers_demos else ()
         current = add(stage.name, title, ("prepare", current, *reference, *demos), training, (trainer, *env_modules), train, True)
         add_evaluation(current, f"evaluate stage {stage.index}/{len(spans)}", baseline)
     evaluations = tuple(name for name in table if name.startswith("evaluate-"))
@@ -155,15 +158,12 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
 def run_key(cfg: RunConfig) -> str:
     """Names a run: everything that changes any of its results, as 64 hex digits."""
     sources = {name: source_digest(step.modules) for name, step in steps_of(cfg).items()}
-    return config_digest({"config": cfg.semantic(), "data": data_digest(cfg.data.path, *cfg.weights), "sources": sources})
+    return config_digest({"config": cfg.semantic(), "data": input_digest(cfg), "sources": sources})
 
 
 def load_data(cfg: RunConfig) -> Splits:
     """The configured items, checked, also against what the run asks of them. Errors: ConfigError."""
-    splits = mix_splits(
-        cfg.weights,
-        [load_splits(cfg.data.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed) for env in cfg.weights],
-    )
+    splits = mix_splits(cfg.weights, list(splits_by_env(cfg).values()))
     if RECIPES[cfg.algorithm.recipe].loop in ("dpo", "evolve") and cfg.offline.num_items > len(splits.train) // 3:
         raise ConfigError(
             f"offline.num_items {cfg.offline.num_items} is more than a third of the {len(splits.train)} train items of {cfg.env_names}, so "
@@ -177,6 +177,19 @@ def load_data(cfg: RunConfig) -> Splits:
             raise ConfigError(f"{key} {asked} is more than the {len(items)} {name} items of {cfg.env_names}; lower it")
     _check_draws(cfg, splits)
     return splits
+
+
+def splits_by_env(cfg: RunConfig) -> dict[str, Splits]:
+    """The items of each environment of the run. Errors: DataError."""
+    fraction = cfg.data.validation_fraction
+    return {env: load_splits(cfg.data.path, env, validation_fraction=fraction, seed=cfg.seed) for env in cfg.weights}
+
+
+def load_recorded(cfg: RunConfig) -> list[Recorded]:
+    """The trajectories of others that the run learns from; none where it does not. Errors: DataError."""
+    if cfg.warm_start.source != "trajectories":
+        return []
+    return load_trajectories(cfg.data.trajectories, splits_by_env(cfg))
 
 
 def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -224,7 +237,7 @@ def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
     """The step's identity, given the final manifests of its parents."""
     inputs = {name: parents[name].digest for name in step.parents}
     if not step.parents:
-        inputs["data"] = data_digest(cfg.data.path, *cfg.weights)
+        inputs["data"] = input_digest(cfg)
     return step_key(step.name, config=semantic_of(step, cfg), inputs=inputs, source=source_digest(step.modules))
 
 
@@ -410,11 +423,17 @@ def _prepare(ctx: StepContext) -> Manifest:
     for warning in splits.warnings:
         logger.warning("%s", warning)
     sizes = {name: len(getattr(splits, name)) for name in ("train", "validation", "test")}
+    recorded = load_recorded(ctx.cfg)
     return ctx.commit(
         done=True,
         state={},
-        blobs={"splits.json": splits.to_json()},
-        results={**sizes, "digest": splits.digest, "warnings": list(splits.warnings)},
+        blobs={"splits.json": splits.to_json(), **({RECORDED: encode(recorded)} if recorded else {})},
+        results={
+            **sizes,
+            "digest": splits.digest,
+            "warnings": list(splits.warnings),
+            **({"trajectories": len(recorded)} if recorded else {}),
+        },
     )
 
 

@@ -103,7 +103,7 @@ class Dialect:
     looked: Callable[[Place], Any] | None = None  # to GET /observation, where that is not `shown`
     counts: bool = False  # create begins an episode, of an index the server counts itself
     polite: bool = True  # errors have status 200
-    opened: Callable[[Any], Json] | None = None  # simulator -> what else `shown` tells, and maybe another first observation
+    opened: Callable[[Any], Json] | None = None  # simulator -> what else `shown` tells; maybe another first observation, and a score
     views: Mapping[str, Callable[[Any, Place], Any]] = field(default_factory=dict)  # GET route -> what it shows while an episode runs
     visual: Callable[[Any, Json], Json] | None = None  # POST /step_visual: simulator, answer to a step -> answer
     closed: Callable[[bool], Any] = bool
@@ -206,7 +206,7 @@ DIALECTS = {
         },
         opened=lambda simulator: {
             "task_name": simulator.task.name, "var_num": simulator.task.variation,
-            "task_description": simulator.description, "observation": simulator.room,
+            "task_description": simulator.description, "observation": simulator.room, "score": float(simulator.score),
         },
         views={
             "detail": lambda _, place: _sciworld_detail(place),
@@ -395,6 +395,7 @@ class AgentGymRoutes:
         if self._dialect.opened is not None:
             place.opening = await self._sessions.inspect(place.session, self._dialect.opened)
             place.observation = place.opening.pop("observation", place.observation)
+            place.reward = place.score = place.opening.pop("score", 0.0)
 
     async def _end(self, place: Place) -> None:
         if place.session:

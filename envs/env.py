@@ -87,6 +87,8 @@ class EnvSpec:
     probe_task: int = 0  # the task of that episode, where there is no 0
     agentgym: EnvSpec | None = None  # the environment as AgentGym's own server shows it, where that differs from this
     gauges: Mapping[str, tuple[str, Callable[[], float]]] = field(default_factory=dict)  # Prometheus name: (help, present value)
+    # done off the event loop before that episode: what the first sessions would wait for. It gets the most that may be open
+    warm: Callable[[int], None] | None = None
     close: Callable[[], None] | None = None  # end what the simulators share, once the last session is closed
     # what the task of an id is, whatever its number: equal texts, the same task. None where the environment cannot say.
     # Errors: UnknownTask

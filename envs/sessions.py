@@ -424,7 +424,7 @@ class Sessions:
                         logger.info("closed a session idle for more than %g s (task %d, turn %d)", ttl_s, session.task_id, session.turn)
 
     async def _probe(self) -> None:
-        """Play the scripted episode; only then is the server ready."""
+        """Warm up and play the scripted episode; only then is the server ready."""
         simulator: Simulator | None = None
 
         def prepare() -> None:
@@ -433,6 +433,9 @@ class Sessions:
             simulator.reset(self.spec.probe_task)
 
         try:
+            if self.spec.warm is not None:
+                warm, most = self.spec.warm, self.settings.max_sessions
+                await self._in_pool(lambda: warm(most))
             await self._call(prepare)
             assert simulator is not None
             for action in self.spec.probe_actions:

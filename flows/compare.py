@@ -59,7 +59,7 @@ def compare(comparison: str = DEFAULT, overrides: tuple[str, ...] = (), parallel
     described = load_comparison(comparison)
     cells = cells_of(described, overrides)
     begin_attempt()
-    for path in {cell.cfg.data.path for cell in cells}:
+    for path in sorted({folder for cell in cells for folder in cell.cfg.data_folders.values()}):
         pull_data(path)
     waiting = [cell for cell in cells if not cell.is_done()]
     for cfg in {cell.cfg.tracking_uri: cell.cfg for cell in waiting}.values():
@@ -154,14 +154,15 @@ def _waiting(cells: Sequence[Cell]) -> list[Cell]:
     """Cells that are not done. They are checked before anything starts, but for data that is yet to be pulled."""
     waiting = []
     for cell in cells:
-        dataset_pointer(cell.cfg.data.path)
-        if not cell.cfg.data.path.is_dir() or not cell.is_done():
+        for setting, folder in cell.cfg.data_folders.items():
+            dataset_pointer(folder, setting)
+        if not all(folder.is_dir() for folder in cell.cfg.data_folders.values()) or not cell.is_done():
             waiting.append(cell)
     for env in {env.model_dump_json(): env for cell in waiting for env in cell.cfg.envs}.values():
         check_local_env(env)
     for model in {cell.cfg.model.model_dump_json(): cell.cfg.model for cell in waiting}.values():
         check_model(model)
-    pulled = [cell.cfg for cell in waiting if cell.cfg.data.path.is_dir()]
+    pulled = [cell.cfg for cell in waiting if all(folder.is_dir() for folder in cell.cfg.data_folders.values())]
     for cfg in {str((c.seed, c.data, c.env_names, c.evaluation, c.rollout.items_per_step)): c for c in pulled}.values():
         load_data(cfg)
     return waiting

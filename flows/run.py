@@ -75,7 +75,8 @@ def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
     begin_attempt()
     with Bars(PlainConsole()) as bars:
         bars.start("dataset", 1)
-        pull_data(cfg.data.path)
+        for folder in cfg.data_folders.values():
+            pull_data(folder)
         bars.advance()
         check_parents(cfg, wanted, finished(cfg, open_store(cfg)))
         bars.start("environment", 1)

@@ -22,7 +22,7 @@ from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.report import label
 from agentgym.private import STATE, private_state
 from agentgym.rollouts.client import check_env_servers
-from agentgym.steps import confirm, finished, load_data, open_store, run_key, steps_of
+from agentgym.steps import confirm, finished, load_data, load_recorded, open_store, run_key, steps_of
 from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
 from agentgym.terminal import PlainConsole
@@ -90,8 +90,9 @@ def _quieten_console() -> None:
 def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
     """Wanted steps the store holds already. What is left to do is checked before anything starts, but for data that is yet to be
     pulled."""
-    dataset_pointer(cfg.data.path)
-    is_pulled = cfg.data.path.is_dir()
+    for setting, folder in cfg.data_folders.items():
+        dataset_pointer(folder, setting)
+    is_pulled = all(folder.is_dir() for folder in cfg.data_folders.values())
     finished_steps = finished(cfg, open_store(cfg)) if is_pulled else {}
     done = {name: manifest for name, manifest in finished_steps.items() if wanted(name)}
     if any(wanted(name) and name not in done for name in steps_of(cfg)):
@@ -103,6 +104,7 @@ def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
         check_model(cfg.model)
         if is_pulled:
             load_data(cfg)
+            load_recorded(cfg)
     return done
 
 

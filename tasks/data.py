@@ -16,13 +16,13 @@ from tasks.retries import may_help
 PULL_TIMEOUT_S = 1700.0
 
 
-def dataset_pointer(path: Path) -> Path | None:
+def dataset_pointer(path: Path, setting: str = "data.path") -> Path | None:
     """The `.dvc` file beside the dataset; None for a folder of one's own. Errors: ConfigError where there is neither."""
     pointer = path.with_name(f"{path.name}.dvc")
     if pointer.is_file():
         return pointer
     if not path.is_dir():
-        raise ConfigError(f"data.path {path} does not exist, and there is no {pointer} to pull it by")
+        raise ConfigError(f"{setting} {path} does not exist, and there is no {pointer} to pull it by")
     return None
 
 

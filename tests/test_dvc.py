@@ -26,7 +26,7 @@ def test_every_step_is_a_dvc_stage_with_its_parents_and_parameters():
     for name, step in steps.items():
         stage = stages[name]
         assert stage["cmd"] == f"python -m agentgym step {name} --out outputs/{name}.json"
-        inputs = [f"outputs/{parent}.json" for parent in step.parents] or ["${data.path}"]
+        inputs = [f"outputs/{parent}.json" for parent in step.parents] or ["${data.path}", "data/trajectories"]
         assert stage["deps"] == [*inputs, "agentgym", "envs"]
         assert stage["params"] == list(dict.fromkeys([*step.sections, *others[name].sections]))
         assert stage.get("outs", stage.get("metrics")) == [{f"outputs/{name}.json": {"cache": False}}]

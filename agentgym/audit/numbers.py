@@ -13,16 +13,19 @@ from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit.lines import Line
 from agentgym.audit.report import Tally
 from agentgym.config import RunConfig
-from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES
+from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES, decode_trajectories
 from agentgym.data import Splits, splits_from_json
 from agentgym.evaluation.evaluate import Array, evaluation_metrics, outcomes, paired, score
 from agentgym.evaluation.passk import FAILED
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
-from agentgym.steps import load_data, run_key, steps_of
+from agentgym.steps import load_data, load_recorded, run_key, steps_of
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.training.offline import exploration_metrics, first_rate_step, material_of, optimiser_of, rate_steps
 from agentgym.training.optimise import learning_rate
+from agentgym.training.sft import DEMOS, recorded_for, replies_of
+from agentgym.trajectories import RECORDED, decode
+from agentgym.types import Status
 
 PICTURE = re.compile(rb"data:image/png;base64,[A-Za-z0-9+/=]*")
 TIMES = re.compile(rb"<section><h2>Time</h2>.*?</section>", re.DOTALL)
@@ -43,6 +46,10 @@ def read_splits(cfg: RunConfig, store: RunStore, lines: Sequence[Line], tally: T
     for name in ("train", "validation", "test"):
         tally.expect("prepare commit 0", f"{name} items", getattr(loaded, name), getattr(recorded, name))
         tally.expect("prepare commit 0", f"number of {name} items", len(getattr(loaded, name)), prepare.results.get(name))
+    if cfg.warm_start.source == "trajectories":
+        theirs = decode(store.read(prepare, RECORDED))
+        tally.expect("prepare commit 0", "trajectories of others", load_recorded(cfg), theirs)
+        tally.expect("prepare commit 0", "number of trajectories", len(theirs), prepare.results.get("trajectories"))
     return recorded
 
 
@@ -59,13 +66,17 @@ def check_numbers(
     if line.name == "initialise":
         episodes = line.episodes.get(0, [])
         results, asked = line.commits[0].results, min(cfg.warm_start.num_demos, len(splits.train))
-        tally.expect(line.at(line.commits[0]), "num_demos", len(episodes), results["num_demos"])
-        solved = len(episodes) / asked if cfg.warm_start.enabled else 0.0
+        num_solved = sum(episode.success for episode in episodes)
+        tally.expect(line.at(line.commits[0]), "num_demos", num_solved, results["num_demos"])
+        if cfg.warm_start.source == "trajectories":
+            asked = len(episodes)
+            _check_recorded(cfg, store, line, tally)
+        solved = num_solved / asked if cfg.warm_start.enabled else 0.0
         tally.expect(line.at(line.commits[0]), "expert_success", solved, results["expert_success"])
     elif line.name == "warm-start":
         _check_warm_start(cfg, line, tally)
     elif line.stage(cfg) is not None and RECIPES[cfg.algorithm.recipe].loop != "rl":
-        _check_offline_stage(cfg, line, tally)
+        _check_offline_stage(cfg, store, line, tally)
     elif line.stage(cfg) is not None:
         for commit in line.commits:
             _check_training(cfg, line, commit, tally)
@@ -101,6 +112,23 @@ def _check_report(cfg: RunConfig, store: RunStore, line: Line, final: Manifest, 
         tally.expect(where, f"{name}, made again", True, made[name] == kept[name])
 
 
+def _check_recorded(cfg: RunConfig, store: RunStore, line: Line, tally: Tally) -> None:
+    """Each episode is one of the trajectories that were imported, as far as the task went on; none is missing but those told."""
+    commit, episodes = line.commits[0], line.episodes.get(0, [])
+    recorded = recorded_for(cfg, decode(store.read(line.parents["prepare"], RECORDED)))
+    samples = [episode.sample for episode in episodes]
+    tally.expect(line.at(commit), "order of the trajectories", sorted(set(samples)), samples)
+    tally.expect(line.at(commit), "num_played", len(recorded), commit.results["num_played"])
+    tally.expect(line.at(commit), "num_too_long", len(recorded) - len(episodes), commit.results["num_too_long"])
+    for episode in episodes:
+        each = recorded[episode.sample]
+        actions = [action for _, action in replies_of(each, cfg.rollout.action_format)]
+        where = f"{line.at(commit)} {episode.item.item_id} sample {episode.sample}"
+        tally.expect(where, "item as imported", each.item, episode.item)
+        played = [turn.action for turn in episode.turns]
+        tally.expect(where, "actions as imported", actions[: len(played)] if episode.status is Status.TERMINATED else actions, played)
+
+
 def _check_warm_start(cfg: RunConfig, line: Line, tally: Tally) -> None:
     settings, step = cfg.warm_start, 0
     for commit in line.commits:
@@ -132,9 +160,11 @@ def _check_training(cfg: RunConfig, line: Line, commit: Manifest, tally: Tally) 
         tally.expect(where, name, expected.get(name), logged.get(name))
 
 
-def _check_offline_stage(cfg: RunConfig, line: Line, tally: Tally) -> None:
+def _check_offline_stage(cfg: RunConfig, store: RunStore, line: Line, tally: Tally) -> None:
     stage = line.stage(cfg)
     assert stage is not None
+    demos = line.parents.get("initialise") if cfg.warm_start.source == "trajectories" else None
+    recorded = decode_trajectories(store.read(demos, DEMOS)) if demos else []
     logs = [episode for commit in line.commits for episode in line.episodes.get(commit.seq, ())]
     explored = [episode for episode in logs if episode.item.split == "train"]
     step, rate = stage.first_step - 1, "dpo/lr" if RECIPES[cfg.algorithm.recipe].loop == "dpo" else "sft/lr"
@@ -145,7 +175,7 @@ def _check_offline_stage(cfg: RunConfig, line: Line, tally: Tally) -> None:
             tally.expect(where, "step of a point", step, point.step)
             expected = {rate: learning_rate(optimiser_of(cfg), step - first_rate_step(cfg, stage), rate_steps(cfg, stage))}
             if explored and step == stage.first_step:
-                expected |= exploration_metrics(explored, material_of(cfg, stage, explored))
+                expected |= exploration_metrics(explored, material_of(cfg, stage, explored, recorded))
             if cfg.validation.every and step % cfg.validation.every == 0:
                 validation = [episode for episode in line.episodes.get(commit.seq, ()) if episode.item.split == "validation"]
                 expected |= validation_metrics(validation)

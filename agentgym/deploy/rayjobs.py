@@ -84,7 +84,7 @@ def job_config(cfg: RunConfig) -> RunConfig:
         update={
             "compute": "inline" if cfg.deterministic else "ray",
             "ray": cfg.ray.model_copy(update={"address": "auto"}),
-            "data": cfg.data.model_copy(update={"path": cfg.data.path.resolve()}),
+            "data": cfg.data.model_copy(update={name: getattr(cfg.data, name).resolve() for name in ("path", "trajectories")}),
             "store": cfg.store.model_copy(update={"path": cfg.store.path.resolve()}),
         }
     )

@@ -28,7 +28,7 @@ from agentgym.training.checkpoint import OPTIMISER, WEIGHTS, Checkpoint, load_ch
 from agentgym.training.compute import AnyEngine, AnyLearner, LearnerPlan, open_compute, play_validation
 from agentgym.training.learner import Learner
 from agentgym.training.model import set_threads
-from agentgym.training.sft import DEMOS, demo_rows
+from agentgym.training.sft import DEMOS, demo_rows, demonstrations
 from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     plan = _plan_learner(ctx, stage, start, trained, checkpoint)
     with ctx.environment(False) as endpoints, open_compute(cfg, plan, checkpoint, endpoints, version=step) as (learner, engine):
         episodes = _explore(ctx, stage, engine, items, position - len(items))
-        material = material_of(cfg, stage, episodes)
+        material = material_of(cfg, stage, episodes, _recorded(ctx))
         learn = _lesson(ctx, stage, start, learner, material, episodes)
         ctx.progress.start(f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1)
         ctx.progress.advance(step + 1 - stage.first_step)
@@ -132,18 +132,31 @@ def successes(trajectories: Sequence[Trajectory], *, per_item: int) -> list[Traj
     return [trajectory for group in _by_item(trajectories) for trajectory in [each for each in group if each.success][:per_item]]
 
 
-def material_of(cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory]) -> list[tuple[Trajectory, ...]]:
-    """What the stage learns from its own episodes: pairs (dpo), successes as tuples of one (agent_evol), nothing (sft)."""
+def material_of(
+    cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory], recorded: Sequence[Trajectory] = ()
+) -> list[tuple[Trajectory, ...]]:
+    """What the stage learns from its own episodes: pairs (dpo), successes as tuples of one (agent_evol), nothing (sft).
+
+    recorded: trajectories of others, which dpo compares with each other and with its own episodes of the same item.
+    """
     recipe, per_item = RECIPES[cfg.algorithm.recipe], cfg.offline.per_item
     usable = learnable(episodes, truncated=cfg.algorithm.truncated or recipe.truncated)
     if recipe.loop == "dpo":
-        return list(preference_pairs(usable, per_item=per_item, seed=cfg.seed, step=stage.first_step))
+        theirs = learnable(recorded, truncated=cfg.algorithm.truncated or recipe.truncated)
+        alike = [replace(each, temperature=cfg.rollout.temperature) for each in theirs]  # one batch, one temperature
+        return list(preference_pairs([*usable, *alike], per_item=per_item, seed=cfg.seed, step=stage.first_step))
     return [(trajectory,) for trajectory in successes(usable, per_item=per_item)]
 
 
 def exploration_metrics(episodes: Sequence[Trajectory], material: Sequence[tuple[Trajectory, ...]]) -> dict[str, float]:
     """Of a stage's own episodes and what is learned from them; logged at the stage's first optimiser step."""
     return rollout_metrics(episodes) | {"rollout/num_kept": float(len(material))}
+
+
+def _recorded(ctx: StepContext) -> list[Trajectory]:
+    """What others did, for dpo; agent_evol and sft imitate it as demonstrations."""
+    is_dpo = RECIPES[ctx.cfg.algorithm.recipe].loop == "dpo" and ctx.cfg.warm_start.source == "trajectories"
+    return decode_trajectories(ctx.read(ctx.parents["initialise"], DEMOS)) if is_dpo else []
 
 
 def _explore(ctx: StepContext, stage: Stage, engine: AnyEngine, items: Sequence[Item], position: int) -> list[Trajectory]:
@@ -233,7 +246,7 @@ def _lesson(
 
         return prefer
 
-    demos = decode_trajectories(ctx.read(ctx.parents["initialise"], DEMOS))
+    demos = demonstrations(ctx)
     # likelihood is that of the policy itself, as in the warm start, whatever temperature its episodes were sampled at
     pool = to_batch([replace(trajectory, temperature=1.0) for trajectory in [*demos, *(row for rows in material for row in rows)]])
     size = cfg.rollout.items_per_step * cfg.rollout.group_size  # as many episodes as a step of reinforcement learning

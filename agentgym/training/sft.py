@@ -6,21 +6,24 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from agentgym.algorithms.batch import to_batch
+from agentgym.config import RunConfig
 from agentgym.context import StepContext, decode_trajectories, encode_trajectories, now_ms
-from agentgym.data import interleave, splits_from_json
+from agentgym.data import Splits, interleave, splits_from_json
 from agentgym.rollouts.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError, EnvPools
-from agentgym.rollouts.episode import Episode, EpisodeSettings, ending, reply_naming
+from agentgym.rollouts.episode import Episode, EpisodeSettings, ending, extract_action, reply_naming
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
 from agentgym.training.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint, new_checkpoint
 from agentgym.training.compute import LearnerPlan, open_learner
 from agentgym.training.engine import open_pool
 from agentgym.training.model import load_hub, new_model, set_threads, train_tokenizer
+from agentgym.trajectories import RECORDED, Recorded, chosen, decode
 from agentgym.types import Completion, Item, Status, Trajectory, Turn
 
 DEMOS = "demos.jsonl.gz"
@@ -28,18 +31,22 @@ COMMIT_EVERY = 20  # optimiser steps
 
 
 def initialise(ctx: StepContext) -> Manifest:
-    """Expert demonstrations of train items, and the model before any training."""
+    """Demonstrations of train items, an expert's or others', and the model before any training."""
     set_threads()
     cfg = ctx.cfg
     splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
     texts: list[_TextEpisode] = []
     manuals: dict[str, str] = {}
+    is_expert = cfg.warm_start.source == "expert"
     if cfg.warm_start.enabled:
-        order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len(splits.train))
-        items = interleave([splits.train[index] for index in order], cfg.weights)[: cfg.warm_start.num_demos]
-        ctx.progress.start("expert demonstrations", len(items))
-        with ctx.environment(True) as endpoints, open_pool(cfg, endpoints, allow_expert=True) as (pool, loop, manuals):
-            texts = loop.run(_demonstrate(pool, items, cfg.rollout.concurrency, cfg.rollout.episode_timeout_s, ctx.progress.advance))
+        if is_expert:
+            players: list[_Player] = [_Expert(item) for item in expert_items(cfg, splits)]
+        else:
+            recorded = recorded_for(cfg, decode(ctx.read(ctx.parents["prepare"], RECORDED)))
+            players = [_Replay(each, index, cfg.rollout.action_format) for index, each in enumerate(recorded)]
+        ctx.progress.start("expert demonstrations" if is_expert else "trajectories played again", len(players))
+        with ctx.environment(is_expert) as endpoints, open_pool(cfg, endpoints, allow_expert=is_expert) as (pool, loop, manuals):
+            texts = loop.run(_demonstrate(pool, players, cfg.rollout.concurrency, cfg.rollout.episode_timeout_s, ctx.progress.advance))
     if cfg.model.source == "hub":
         model, tokenizer = load_hub(cfg.model)
     else:
@@ -50,22 +57,44 @@ def initialise(ctx: StepContext) -> Manifest:
         model = new_model(cfg.model, vocab_size=len(tokenizer), eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id, seed=cfg.seed)
     checkpoint = new_checkpoint(model, tokenizer)
     demos = [episode.tokenise(checkpoint.renderer, _settings(ctx, manuals)) for episode in texts]
-    success = sum(demo.success for demo in demos) / len(demos) if demos else 0.0
-    for env in cfg.envs if demos else ():
+    if not is_expert:
+        demos = [demo for demo in demos if len(demo.input_ids) <= cfg.model.context_tokens]
+    for env in cfg.envs if texts else ():
         own = [demo for demo in demos if demo.item.env == env.name]
         if not any(demo.success for demo in own):
-            raise ValueError(f"the expert of {env.name} solved none of {len(own)} tasks; nothing to start from. Check its options")
+            who = f"the expert of {env.name} solved" if is_expert else f"of trajectories that fit model.context_tokens, {env.name}'s solve"
+            raise ValueError(f"{who} none of {len(own)} tasks; nothing to start from. Check its options")
+    num_solved = sum(demo.success for demo in demos)
+    kept = [demo for demo in demos if demo.success or not is_expert]  # dpo compares with what failed, too
     return ctx.commit(
         done=True,
         state={"global_step": 0},
-        blobs={**checkpoint.blobs(), DEMOS: encode_trajectories([demo for demo in demos if demo.success])},
+        blobs={**checkpoint.blobs(), DEMOS: encode_trajectories(kept)},
         results={
-            "num_demos": sum(demo.success for demo in demos),
-            "expert_success": success,
+            "num_demos": num_solved,
+            "expert_success": num_solved / len(demos) if demos else 0.0,
             "vocab_size": len(tokenizer),
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+            **({} if is_expert else {"num_played": len(texts), "num_too_long": len(texts) - len(demos)}),
         },
     )
+
+
+def expert_items(cfg: RunConfig, splits: Splits) -> list[Item]:
+    """The train items an expert shows."""
+    order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len(splits.train))
+    return interleave([splits.train[index] for index in order], cfg.weights)[: cfg.warm_start.num_demos]
+
+
+def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]:
+    """Those of them a run plays again, in its order. A trajectory's `sample` is its place among them."""
+    order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len({each.item for each in recorded}))
+    return chosen(recorded, cfg.weights, order.tolist(), cfg.warm_start.num_demos)
+
+
+def demonstrations(ctx: StepContext) -> list[Trajectory]:
+    """The successful ones, to imitate."""
+    return [demo for demo in decode_trajectories(ctx.read(ctx.parents["initialise"], DEMOS)) if demo.success]
 
 
 def warm_start(ctx: StepContext) -> Manifest:
@@ -73,7 +102,7 @@ def warm_start(ctx: StepContext) -> Manifest:
     set_threads()
     settings = ctx.cfg.warm_start
     start = ctx.head or ctx.parents["initialise"]
-    demos = decode_trajectories(ctx.read(ctx.parents["initialise"], DEMOS))
+    demos = demonstrations(ctx)
     checkpoint = load_checkpoint(ctx.store, start)
     step = int(start.state.get("sft_step", 0))
     plan = LearnerPlan(
@@ -118,30 +147,84 @@ def demo_rows(seed: int, step: int, num_demos: int, batch_size: int) -> list[int
     return rows
 
 
+class Step(NamedTuple):
+    """One turn of a demonstration."""
+
+    action: str
+    observation: str
+    reward: float
+    reply: str = ""  # all that was said to take the action; empty: no more than the action format asks for
+
+
 class _TextEpisode:
     """A demonstration before there is a tokenizer."""
 
-    def __init__(self, item: Item, observation: str) -> None:
-        self.item, self.first_observation = item, observation
-        self.steps: list[tuple[str, str, float]] = []  # action, observation, reward
+    def __init__(self, item: Item, observation: str, sample: int = 0) -> None:
+        self.item, self.first_observation, self.sample = item, observation, sample
+        self.steps: list[Step] = []
         self.status, self.success = Status.TERMINATED, False
 
     def texts(self) -> list[str]:
-        return [self.first_observation, *(text for action, observation, _ in self.steps for text in (action, observation))]
+        return [self.first_observation, *(text for step in self.steps for text in (step.reply or step.action, step.observation))]
 
     def tokenise(self, renderer: ChatRenderer, settings: EpisodeSettings) -> Trajectory:
         """The ids a policy would have produced, had it played this."""
         settings = replace(settings, max_turns=max(1, len(self.steps)))
-        episode = Episode(self.item, 0, settings, self.first_observation, success=self.success, timing={})
+        episode = Episode(self.item, self.sample, settings, self.first_observation, success=self.success, timing={})
         episode.read(renderer.start(self.first_observation, settings.manual(self.item)))
-        for index, (action, observation, reward) in enumerate(self.steps):
-            ids = tuple(renderer.action_ids(reply_naming(action, settings.action_format)))
+        for index, step in enumerate(self.steps):
+            ids = tuple(renderer.action_ids(step.reply or reply_naming(step.action, settings.action_format)))
             start = len(episode.input_ids)
             episode.act(Completion(ids, (0.0,) * len(ids), "stop", 0))
-            episode.turns.append(Turn(action, observation, reward, start, len(episode.input_ids), 0))
+            episode.turns.append(Turn(step.action, step.observation, step.reward, start, len(episode.input_ids), 0))
             if index + 1 < len(self.steps):
-                episode.read(renderer.bridge(observation, stopped=True))
+                episode.read(renderer.bridge(step.observation, stopped=True))
         return episode.finish(self.status)
+
+
+class _Player(Protocol):
+    """Plays one demonstration."""
+
+    item: Item
+    sample: int
+
+    async def next_reply(self, session: Any) -> tuple[str, str] | None:
+        """(reply, action); an empty reply says no more than the action, None gives up. Errors: EnvError."""
+        ...
+
+
+class _Expert:
+    """The environment's own."""
+
+    sample = 0
+
+    def __init__(self, item: Item) -> None:
+        self.item = item
+
+    async def next_reply(self, session: Any) -> tuple[str, str] | None:
+        try:
+            return "", await session.expert()
+        except EnvError as error:
+            if error.kind != "expert_failed":
+                raise
+            return None
+
+
+class _Replay:
+    """Somebody's recorded actions."""
+
+    def __init__(self, recorded: Recorded, sample: int, action_format: Literal["plain", "react"]) -> None:
+        self.item, self.sample = recorded.item, sample
+        self._replies = iter(replies_of(recorded, action_format))
+
+    async def next_reply(self, session: Any) -> tuple[str, str] | None:
+        return next(self._replies, None)
+
+
+def replies_of(recorded: Recorded, action_format: Literal["plain", "react"]) -> list[tuple[str, str]]:
+    """(reply, action): with react what was said as it is; else the action alone, of whatever format it came in."""
+    said = [(reply.strip(), extract_action(reply, "react") if "Action:" in reply else reply.strip()) for reply in recorded.replies]
+    return [(reply if action_format == "react" and "Action:" in reply else "", action) for reply, action in said]
 
 
 def _settings(ctx: StepContext, manuals: dict[str, str]) -> EpisodeSettings:
@@ -159,34 +242,33 @@ def _settings(ctx: StepContext, manuals: dict[str, str]) -> EpisodeSettings:
 
 
 async def _demonstrate(
-    pool: EnvPools, items: Sequence[Item], concurrency: int, timeout_s: float, progress: Callable[[int], None]
+    pool: EnvPools, players: Sequence[_Player], concurrency: int, timeout_s: float, progress: Callable[[int], None]
 ) -> list[_TextEpisode]:
-    """One expert episode of each item, in the items' order; where the expert gives up it ends without success.
+    """One episode of each player, in their order; where one gives up before the task ends, its episode has no success.
 
     Errors: EnvError, TimeoutError.
     """
     nonce = uuid.uuid4().hex
     slots = asyncio.Semaphore(concurrency)
 
-    async def one(item: Item) -> _TextEpisode:
-        async with slots, asyncio.timeout(timeout_s), pool.session(item, f"{nonce}-{item.item_id}") as session:
-            episode = _TextEpisode(item, session.observation)
+    async def one(player: _Player) -> _TextEpisode:
+        key = f"{nonce}-{player.item.item_id}-{player.sample}"
+        async with slots, asyncio.timeout(timeout_s), pool.session(player.item, key) as session:
+            episode = _TextEpisode(player.item, session.observation, player.sample)
             while True:
-                try:
-                    action = await session.expert()
-                except EnvError as error:
-                    if error.kind != "expert_failed":
-                        raise
-                    progress(1)  # a task beyond the expert: counted, not learned from
-                    return episode
-                reply = await session.step(action)
-                episode.steps.append((action, reply.observation, reply.reward))
-                ended = ending(reply)
+                said = await player.next_reply(session)
+                if said is None:  # a task beyond the expert: counted, not learned from
+                    episode.status = Status.MAX_TURNS
+                    break
+                answer = await session.step(said[1])
+                episode.steps.append(Step(said[1], answer.observation, answer.reward, said[0]))
+                ended = ending(answer)
                 if ended is not None:
-                    episode.status, episode.success = ended, reply.success
-                    progress(1)
-                    return episode
+                    episode.status, episode.success = ended, answer.success
+                    break
+            progress(1)
+            return episode
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(item)) for item in items]
+        tasks = [group.create_task(one(player)) for player in players]
     return [task.result() for task in tasks]

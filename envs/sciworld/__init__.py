@@ -53,10 +53,11 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             "env_jvm_restarts": ("Java processes that were lost or replaced", lambda: pool.restarts),
             "env_engine_cpu_seconds": ("CPU seconds of the engine itself", lambda: pool.engine_s),
         },
+        warm=pool.warm,
         close=pool.close,
         identity=lambda task_id: str(find_task(parsed.tasks, task_id)),
     )
-    theirs = Options(PUBLISHED, DEFAULTS["max_moves"], "agentgym")
+    theirs = Options(PUBLISHED, DEFAULTS["max_moves"], "agentgym", paid_at_reset=True)
     return replace(served, agentgym=replace(served, make=lambda: World(pool, theirs)))
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ SLOTS_PER_JVM = 8
 CALL_TIMEOUT_S = 60.0  # of one call: what takes longer is stuck; also for loading a new slot's classes on a busy machine
 HEAP_MIB = (96, 24)  # of one process: to begin with, and for each slot
 IDLE_S = 60.0  # a process nobody needed for so long ends, but the first
+WARM_TASKS = ("boil", "test-conductivity")  # loading these two leaves little of what other tasks load for the first time
 GROWN = 2.5  # a process that holds more than this times its heap is replaced: half of that is its classes and compiled code
 
 
@@ -46,6 +48,10 @@ class Pool(Protocol):
     @property
     def engine_s(self) -> float:
         """CPU seconds of all games so far."""
+        ...
+
+    def warm(self, num_games: int) -> None:
+        """Have places for so many games ready, as far as that is worth its memory. Errors: GameFailed, JvmLost."""
         ...
 
     def acquire(self) -> Place: ...
@@ -127,18 +133,28 @@ class SlotPool:
 
     def acquire(self) -> Slot:
         """A free slot, of the first process that has one, else of a new one. Errors: GameFailed, JvmLost."""
-        with self._gate:
-            self._bury()
-            process = next((process for process in self._processes if process.free and not process.retired), None) or self._start()
-            slot = process.free.pop()
-        if not slot.open:
-            try:
-                slot.call("o")
-            except (GameFailed, JvmLost):
-                self.release(slot)
-                raise
-            slot.open = True
+        slot = self._take()
+        try:
+            self._open(slot)
+        except (GameFailed, JvmLost):
+            self.release(slot)
+            raise
         return slot
+
+    def warm(self, num_games: int) -> None:
+        """Open up to one process's slots and load each twice: a slot's classes are its own, and so is their compiled code.
+
+        Errors: GameFailed, JvmLost.
+        """
+        slots = [self._take() for _ in range(min(num_games, self._slots_per_jvm))]
+        try:
+            with ThreadPoolExecutor(len(slots)) as threads:
+                list(threads.map(self._open, slots))
+                for task in WARM_TASKS:
+                    list(threads.map(lambda slot, task=task: slot.call("l", task, "0"), slots))
+        finally:
+            for slot in slots:
+                self.release(slot)
 
     def release(self, slot: Slot) -> None:
         process = slot.process
@@ -162,6 +178,18 @@ class SlotPool:
             self._ended_engine_s += sum(process.jvm.engine_s for process in processes)
         for process in processes:
             process.jvm.close()
+
+    def _take(self) -> Slot:
+        with self._gate:
+            self._bury()
+            process = next((process for process in self._processes if process.free and not process.retired), None) or self._start()
+            return process.free.pop()
+
+    def _open(self, slot: Slot) -> None:
+        """Load the slot's classes, once. Errors: GameFailed, JvmLost."""
+        if not slot.open:
+            slot.call("o")
+            slot.open = True
 
     def _start(self) -> Process:
         process = Process(Jvm(self._heap_mib, self._slots_per_jvm), self._slots_per_jvm)

@@ -43,6 +43,9 @@ class StockPool:
         with self._gate:
             return [slot.process.pid for slot in self._slots]
 
+    def warm(self, num_games: int) -> None:
+        """Nothing: a process ends with its game."""
+
     def acquire(self) -> StockSlot:
         slot = start()
         with self._gate:

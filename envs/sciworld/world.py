@@ -29,6 +29,7 @@ class Options:
     tasks: tuple[str, ...]
     max_moves: int
     reward: Reward
+    paid_at_reset: bool = False  # the first observation's score was told with it; else the first turn pays it
 
 
 class World:
@@ -42,15 +43,17 @@ class World:
         self.task = Task("", 0)
         self.description = ""
         self.room = ""  # the first look around
-        self.score = 0  # 0..100; below 0 where the task was failed for good
+        self.score = 0  # 0..100, some at the first look already; below 0 where the task was failed for good
         self.moves = 0
+        self._paid = 0.0  # sum of the rewards so far
 
     def reset(self, task_id: int) -> str:
         """Errors: UnknownTask for an index beyond the last."""
         self.task = find_task(self._options.tasks, task_id)
         self._slot = self._slot or self._pool.acquire()
-        self.description, self.room, *_ = self._slot.call("l", self.task.name, str(self.task.variation)).texts
-        self._played, self.score, self.moves = [], 0, 0
+        self.description, self.room, score, *_ = self._slot.call("l", self.task.name, str(self.task.variation)).texts
+        self._played, self.score, self.moves = [], _points(score), 0
+        self._paid = self._value() if self._options.paid_at_reset else 0.0
         return f"{self.description}\n{self.room}"
 
     def step(self, action: str) -> StepResult:
@@ -73,18 +76,18 @@ class World:
             "task %s %d: the engine raised on %.200r; the episode scores 0", self.task.name, self.task.variation, action, exc_info=error
         )
         info = {"score": 0, "moves": self.moves, "task": self.task.name, "variation": self.task.variation, "failed": str(error)[:200]}
-        return StepResult(BROKEN, -self._value(), terminated=True, info=info)
+        return StepResult(BROKEN, -self._paid, terminated=True, info=info)
 
     def _stepped(self, action: str, answer: Answer) -> StepResult:
         observation, score, completed, moves = answer.texts
-        before = self._value()
         self._played.append(action)
-        self.score, self.moves = round(100 * float(score)), int(moves)
+        self.score, self.moves = _points(score), int(moves)
+        before, self._paid = self._paid, self._value()
         failed, solved = self.score < 0, self.score >= SOLVED
         over = failed or completed == "true"
         return StepResult(
             observation,
-            self._value() - before,
+            self._paid - before,
             terminated=over,
             truncated=not over and self.moves > self._options.max_moves,
             success=solved,
@@ -134,6 +137,11 @@ class World:
     def _ours(self) -> Place:
         assert self._slot is not None, "reset first"
         return self._slot
+
+
+def _points(score: str) -> int:
+    """The engine's 0..1 as it is told everywhere: 0..100, -100 for a failure."""
+    return round(100 * float(score))
 
 
 def _agent(room: dict[str, Any]) -> Any:

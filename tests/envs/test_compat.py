@@ -195,6 +195,11 @@ def test_a_sciworld_client_plays_by_score_and_asks_the_further_routes():
             over = {"error": f"The task with environment {number} has finished."}
             assert await post(client, "/step", id=number, action="look around") == over
             assert (await client.get(f"/detail?id={number}")).json() == over
+            scored = await post(client, "/reset", id=number, data_idx=2936 + 150)  # the first look is worth 8 points there
+            assert (scored["reward"], scored["score"], scored["done"]) == (8, 8, False)
+            assert (await client.get(f"/detail?id={number}")).json() == scored
+            lost = await post(client, "/step", id=number, action="focus on agent")
+            assert (lost["reward"], lost["score"], lost["done"]) == (-108, -100, True)
             assert await post(client, "/close", id=number) is True
             assert sessions.info().active_sessions == 0
 

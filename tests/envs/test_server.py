@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 import time
 from contextlib import asynccontextmanager
 
@@ -65,10 +66,10 @@ class Counter:
 
 
 @asynccontextmanager
-async def serving(*, blocking=False, awaited=False, probe=("a",), make=None, **settings):
+async def serving(*, blocking=False, awaited=False, probe=("a",), make=None, warm=None, **settings):
     """(client, sessions, simulator class) of a running app."""
     simulator = make or type("Fresh", (Counter,), {"made": 0, "closed": 0, "acted": 0})
-    spec = EnvSpec("counter", "count", simulator, {"x": 1}, probe, blocking, awaited)
+    spec = EnvSpec("counter", "count", simulator, {"x": 1}, probe, blocking, awaited, warm=warm)
     app = make_app(spec, ServerSettings(**{"drain_timeout_s": 0.2, "expert_timeout_s": 0.2, **settings}))
     async with (
         app.router.lifespan_context(app),
@@ -318,6 +319,40 @@ def test_a_scripted_episode_that_fails_is_reported_and_never_ready():
         assert "disk on fire" in reply.json()["message"]
 
     test(probe=("crash",))
+
+
+def test_a_server_is_ready_once_it_is_warm():
+    warmed = []
+    cooking = threading.Event()
+
+    def warm(most):
+        cooking.wait(10)
+        warmed.append(most)
+
+    async def main():
+        async with serving(warm=warm, max_sessions=7) as (client, sessions, _):  # waits for readiness for a second
+            assert refusal(await client.get("/readyz")) == (503, "not_ready")
+            cooking.set()
+            async with asyncio.timeout(10):
+                while not sessions.ready:
+                    await asyncio.sleep(0.01)
+        assert warmed == [7]
+
+    asyncio.run(main())
+
+
+def test_a_server_that_cannot_be_warmed_is_never_ready():
+    @run
+    async def test(client, sessions, simulator):
+        reply = await client.get("/readyz")
+        assert refusal(reply) == (503, "env_crashed")
+        assert "no memory left" in reply.json()["message"]
+        assert simulator.made == 0
+
+    def warm(most):
+        raise MemoryError(f"no memory left for {most}")
+
+    test(warm=warm)
 
 
 def test_the_expert_exists_only_where_it_was_asked_for():

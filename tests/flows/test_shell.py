@@ -22,6 +22,10 @@ import pytest
         ("model.source=hub model.name=/no/model", "model.name '/no/model' is neither a folder with a model"),
         ("evaluation.k=[]", "evaluation.k: tuple should have at least 1 item"),
         ("data.path=nowhere", "data.path nowhere does not exist, and there is no nowhere.dvc to pull it by"),
+        (
+            "warm_start.source=trajectories",
+            "data.trajectories data/trajectories/imported does not exist, and there is no data/trajectories/",
+        ),
     ],
 )
 def test_a_wrong_parameter_is_one_line_and_starts_nothing(fresh, override, line):

@@ -6,7 +6,8 @@ import pytest
 
 from agentgym.rollouts.chat import ChatRenderer
 from agentgym.rollouts.episode import EpisodeSettings, extract_action
-from agentgym.training.sft import _TextEpisode, demo_rows
+from agentgym.training.sft import Step, _TextEpisode, demo_rows, replies_of
+from agentgym.trajectories import Recorded
 from agentgym.types import Item
 
 SETTINGS = EpisodeSettings(seed=0, step=0, max_turns=1, temperature=1.0, max_new_tokens=6, context_tokens=256)
@@ -16,7 +17,7 @@ SETTINGS = EpisodeSettings(seed=0, step=0, max_turns=1, temperature=1.0, max_new
 def test_a_demonstration_is_rendered_as_a_rollout_reads_it(tokenizer, action_format):
     renderer = ChatRenderer(tokenizer)
     episode = _TextEpisode(Item("babyai", 4), "task: go")
-    episode.steps = [("turn left", "you see", 0.0), ("move forward", "done", 1.0)]
+    episode.steps = [Step("turn left", "you see", 0.0), Step("move forward", "done", 1.0)]
     episode.success = True
     demo = episode.tokenise(renderer, replace(SETTINGS, action_format=action_format, manuals={"babyai": "rules"}))
     spans = [demo.input_ids[turn.start : turn.end] for turn in demo.turns]
@@ -27,6 +28,25 @@ def test_a_demonstration_is_rendered_as_a_rollout_reads_it(tokenizer, action_for
     between = demo.input_ids[demo.turns[0].end : demo.turns[1].start]
     assert list(between) == renderer.bridge("you see", stopped=True)
     assert (demo.reward, demo.success) == (1.0, True)
+
+
+THOUGHT = "Thought:\nThe ball is to my left.\n\nAction:\nturn left"
+
+
+def test_a_recorded_thought_is_learned_with_its_action_where_replies_have_thoughts(tokenizer):
+    renderer = ChatRenderer(tokenizer)
+    recorded = Recorded(Item("babyai", 4), (THOUGHT, "Action: move forward", "drop "))
+    assert replies_of(recorded, "react") == [(THOUGHT, "turn left"), ("Action: move forward", "move forward"), ("", "drop")]
+    assert replies_of(recorded, "plain") == [("", "turn left"), ("", "move forward"), ("", "drop")]
+    episode = _TextEpisode(Item("babyai", 4), "task: go", 3)
+    episode.steps = [Step(action, "you see", 0.0, reply) for reply, action in replies_of(recorded, "react")]
+    demo = episode.tokenise(renderer, replace(SETTINGS, action_format="react"))
+    spans = [demo.input_ids[turn.start : turn.end] for turn in demo.turns]
+    assert [renderer.text(span) for span in spans] == [THOUGHT, "Action: move forward", "Action: drop"]
+    assert [extract_action(renderer.text(span), "react") for span in spans] == ["turn left", "move forward", "drop"]
+    assert sum(demo.action_mask) == sum(map(len, spans))
+    assert demo.sample == 3
+    assert THOUGHT in episode.texts()
 
 
 def test_every_epoch_shows_every_demonstration_once_in_another_order():

@@ -107,6 +107,31 @@ def test_a_slot_is_used_again_and_the_last_one_first(pool):
     assert len(pool.pids) == 1
 
 
+def test_a_warm_pool_opens_eight_games_for_a_fraction_of_what_a_cold_one_takes():
+    def open_eight(pool):
+        before = pool.engine_s
+        with ThreadPoolExecutor(8) as threads:
+            held = list(threads.map(lambda _: pool.acquire(), range(8)))
+            list(threads.map(lambda slot, task: slot.call("l", task.name, str(task.variation)), held, GAMES[1::6]))
+        return pool.engine_s - before
+
+    cold, warm = SlotPool(), SlotPool()
+    try:
+        warm.warm(256)
+        (pid,) = warm.pids
+        assert open_eight(warm) < open_eight(cold) / 3
+        assert warm.pids == [pid]
+    finally:
+        cold.close()
+        warm.close()
+
+
+def test_no_more_games_are_warmed_than_may_be_open(small):
+    small.warm(1)
+    (process,) = small._processes
+    assert [slot.open for slot in process.free] == [False, True]  # the next game gets the last one
+
+
 def test_loading_twice_is_loading_once(pool):
     """The engine's own client loads each task twice."""
     slot = pool.acquire()

@@ -8,10 +8,30 @@ import pytest
 
 from envs.registry import load_spec
 from envs.sciworld import stock
+from envs.sciworld.gold import solution
 from envs.sciworld.jvm import JvmLost
 from envs.sciworld.stock import StockPool
+from envs.sciworld.tasks import Task
 
 TASK = 2936 + 3
+
+
+# their object lists and readings differ where identity hashes do
+SENSITIVE = [Task("power-component", 10), Task("use-thermometer", 270), Task("identify-life-stages-2", 0)]
+
+
+def test_under_equal_identity_hashes_the_stock_engine_says_what_ours_does(pool):
+    ours, theirs = pool.acquire(), stock.start()
+    try:
+        for task in SENSITIVE:
+            told = [
+                [place.call("l", task.name, str(task.variation)).texts] + [place.call("s", action).texts for action in solution(task)]
+                for place in (ours, theirs)
+            ]
+            assert told[0] == told[1], task
+    finally:
+        theirs.end()
+        pool.release(ours)
 
 
 def transcript(world):

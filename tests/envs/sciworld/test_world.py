@@ -45,6 +45,22 @@ def test_a_failed_task_is_over_and_worth_nothing(world):
         assert first.reward + last.reward == pytest.approx(total)
 
 
+SCORED = 2936 + 150  # its first look is worth 8 points
+
+
+@pytest.mark.parametrize("reward", ["normalised", "agentgym"])
+def test_what_the_first_look_is_worth_is_paid_with_the_first_turn_or_told_at_reset(world, reward):
+    eight = 8.0 if reward == "agentgym" else 0.08
+    for paid_at_reset, first in ((False, eight), (True, 0.0)):
+        playing = world(reward=reward, paid_at_reset=paid_at_reset)
+        playing.reset(SCORED)
+        assert playing.score == 8
+        assert playing.step("look around").reward == pytest.approx(first)
+        assert playing.step("inventory").reward == 0
+        failed = {"agentgym": -100.0, "normalised": 0.0}[reward]
+        assert playing.step("focus on agent").reward == pytest.approx(failed - eight)
+
+
 def test_too_many_moves_cut_the_episode(world):
     playing = world(max_moves=12)
     playing.reset(0)
