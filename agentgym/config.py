@@ -67,7 +67,8 @@ class EnvConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)  # handed to the environment as they are
     weight: PositiveFloat = 1.0  # its share of the items, against the other environments of the run
     endpoints: tuple[str, ...] = _operational(())  # running servers; a host name stands for all its addresses; empty: one local process
-    dialect: Literal["native", "agentgym"] = "native"  # agentgym: the endpoints are AgentGym's own servers
+    # what the endpoints speak: agentgym, AgentGym's own servers; openenv, OpenEnv's contract
+    dialect: Literal["native", "agentgym", "openenv"] = "native"
     max_sessions: PositiveInt = _operational(256)  # per server
     session_ttl_s: PositiveFloat = _operational(300.0)  # an idle session is closed after this
     request_timeout_s: PositiveFloat = _operational(30.0)
@@ -343,10 +344,12 @@ class RunConfig(Section):
                 "raise it or shorten the horizon"
             )
         for env in self.envs:
-            if env.dialect == "agentgym" and not env.endpoints:
-                raise ValueError(f"env.dialect agentgym of {env.name} needs env.endpoints: AgentGym's servers are not started here")
-            if env.dialect == "agentgym" and self.rollout.system_prompt:
-                raise ValueError(f"rollout.system_prompt begins with a server's manual, and AgentGym's server of {env.name} has none")
+            if env.dialect != "native" and not env.endpoints:
+                raise ValueError(f"env.dialect {env.dialect} of {env.name} needs env.endpoints: such servers are not started here")
+            if env.dialect != "native" and self.rollout.system_prompt:
+                raise ValueError(
+                    f"rollout.system_prompt begins with a server's manual, and one of dialect {env.dialect} ({env.name}) has none"
+                )
         names = [env.name for env in self.envs]
         if len(set(names)) < len(names):
             raise ValueError(f"mix: the environments of a run must have different names, got {', '.join(names)}; remove one")

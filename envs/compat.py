@@ -101,6 +101,7 @@ class Dialect:
     shown: Callable[[Place], Any]  # after reset, and to GET /observation
     stepped: Callable[[Place], Json]
     looked: Callable[[Place], Any] | None = None  # to GET /observation, where that is not `shown`
+    detailed: Callable[[Place], Json] | None = None  # to GET /detail, where that needs no simulator
     counts: bool = False  # create begins an episode, of an index the server counts itself
     polite: bool = True  # errors have status 200
     opened: Callable[[Any], Json] | None = None  # simulator -> what else `shown` tells; maybe another first observation, and a score
@@ -173,6 +174,9 @@ DIALECTS = {
         shown=lambda place: {"id": place.id, "observation": place.observation, "done": place.done, "reward": _whole(place.reward)},
         stepped=lambda place: {"observation": place.observation, "reward": _whole(place.reward), "done": place.done},
         looked=lambda place: place.observation,
+        detailed=lambda place: {
+            "observation": place.observation, "done": place.done, "reward": _whole(place.reward), "deleted": False,
+        },
         counts=True,
     ),
     "babyai": Dialect(
@@ -257,7 +261,9 @@ class AgentGymRoutes:
         yield "POST", f"{prefix}/step", Step, self._answering(Step, self._step)
         yield "POST", f"{prefix}/close", Named, self._answering(Named, self._close)
         yield "POST", f"{prefix}/render", Named, self._answering(Named, self._render)
-        yield "GET", f"{prefix}/observation", Named, self._observation
+        yield "GET", f"{prefix}/observation", Named, self._showing(dialect.looked or dialect.shown)
+        if dialect.detailed is not None:
+            yield "GET", f"{prefix}/detail", Named, self._showing(dialect.detailed)
         if dialect.visual is not None:
             yield "POST", f"{prefix}/step_visual", Step, self._answering(Step, self._step_visual)
         for name, view in dialect.views.items():
@@ -324,18 +330,20 @@ class AgentGymRoutes:
         data = base64.b64encode(reply.data.encode()).decode() if reply.media_type in TEXTS else reply.data
         return f"data:{reply.media_type};base64,{data}"
 
-    async def _observation(self, request: Request) -> Response:
-        async def answer() -> Any:
-            place = self._begun(Named.model_validate(dict(request.query_params)).id)
-            return (self._dialect.looked or self._dialect.shown)(place)
-
-        return await self._reply(answer)
-
     async def _step_visual(self, body: Any) -> Any:
         answer = await self._step(body)
         place, visual = self._find(body.id), self._dialect.visual
         assert visual is not None
         return await self._sessions.inspect(place.session, lambda simulator: visual(simulator, answer))
+
+    def _showing(self, show: Callable[[Place], Any]) -> Callable[[Request], Awaitable[Response]]:
+        async def handler(request: Request) -> Response:
+            async def answer() -> Any:
+                return show(self._begun(Named.model_validate(dict(request.query_params)).id))
+
+            return await self._reply(answer)
+
+        return handler
 
     def _viewing(self, view: Callable[[Any, Place], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:

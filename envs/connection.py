@@ -10,6 +10,8 @@ import httptools
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
 from envs.compat import MAX_BODY_BYTES
 from envs.wire import ErrorKind, ErrorReply
@@ -24,6 +26,10 @@ ARRIVAL_S = 20.0  # for a whole request, and for the first one to begin
 KEEP_ALIVE_S = 75  # above the client's, so that the server is never the one to drop a connection in use
 SPARE_CONNECTIONS = 256  # for probes, scrapers and those who ask in vain
 TELL_EVERY_S = 60.0
+PING_S = 20.0  # how often a WebSocket's client is asked whether it is there
+PONG_S = 60.0  # for its answer: it may be busy with a model
+MAX_FRAGMENTS = 64  # of one message
+MAX_UNREAD_BYTES = 4 * 1024 * 1024  # sent to a client and not read by it
 
 
 def server_config(app: FastAPI, max_sessions: int) -> uvicorn.Config:
@@ -32,7 +38,11 @@ def server_config(app: FastAPI, max_sessions: int) -> uvicorn.Config:
         app,
         loop="uvloop",
         http=Connection,
-        ws="none",
+        ws=Socket,
+        ws_max_size=MAX_BODY_BYTES,
+        ws_ping_interval=PING_S,
+        ws_ping_timeout=PONG_S,
+        ws_per_message_deflate=False,  # a small message could unfold to a large one
         access_log=False,
         proxy_headers=False,  # nothing here asks who the client is
         log_config=None,
@@ -111,6 +121,16 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         super().on_message_complete()
 
+    def handle_websocket_upgrade(self) -> None:
+        """Close what uvicorn would keep for ever: a request that is no handshake, and one amid others."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()
+            return
+        super().handle_websocket_upgrade()
+        socket = self.transport.get_protocol()
+        if isinstance(socket, Socket) and not socket.handshake_initiated:
+            self.transport.close()
+
     def send_400_response(self, msg: str) -> None:
         """What cannot be read as HTTP, and what was refused while it was read."""
         self._refuse(400, msg)
@@ -139,3 +159,41 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class Socket(WebSocketsSansIOProtocol):
+    """uvicorn's, which would keep all fragments, all messages that came at once and all answers to pings that nobody reads."""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.transport.abort()
+
+    def handle_cont(self, event: Frame) -> None:
+        if len(self.frames) < MAX_FRAGMENTS:
+            super().handle_cont(event)
+        else:
+            self._abort()
+
+    def send_receive_event_to_app(self) -> None:
+        if self.queue.qsize() < MAX_PIPELINED:
+            super().send_receive_event_to_app()
+        else:
+            self._abort()
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if self.close_sent:  # also by a refusal, which uvicorn would log as a handshake left out
+            self.handshake_complete = True
+
+    def keepalive_timeout(self) -> None:
+        super().keepalive_timeout()
+        self.transport.abort()  # closing would wait for what the other side does not read
+
+    def on_task_complete(self, task: asyncio.Task[None]) -> None:
+        super().on_task_complete(task)
+        self.loop.call_later(ARRIVAL_S, self.transport.abort)
+
+    def _abort(self) -> None:
+        self.frames = []
+        self.transport.abort()

@@ -15,16 +15,16 @@ from envs.sessions import Refused
 from envs.wire import TOKEN_VARIABLE, ErrorKind
 
 # asked by probes and scrapers, which bear no token; nothing of an episode is in them
-OPEN_PATHS = ("/healthz", "/readyz", "/metrics")
+OPEN_PATHS = ("/healthz", "/readyz", "/metrics", "/health")
 HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d*)?", re.ASCII)
 
 
 class Doors:
-    """Refuses a request before its body is read.
+    """Refuses a request before its body is read, and a WebSocket before it is opened.
 
     A browser sends what any page asks it to, but the page chooses neither Host nor Origin, and without a preflight,
     which nobody answers here, it cannot send JSON. A page whose name was made to mean this server's address is told by
-    its Host.
+    its Host. A page may open a WebSocket anywhere: there its Origin, which a browser always sends, is all that tells.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Collection[str], refuse: Callable[[Refused], Response]) -> None:
@@ -40,7 +40,7 @@ class Doors:
         self._is_served = is_served
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] != "lifespan":
             try:
                 self._check(scope)
             except Refused as error:

@@ -18,6 +18,7 @@ from envs.compat import DIALECTS, AgentGymRoutes, read_body
 from envs.doors import Doors
 from envs.env import EnvSpec
 from envs.openapi import Route, document
+from envs.openenv import PATH, OpenEnv
 from envs.sessions import Refused, ServerSettings, Sessions
 from envs.wire import (
     CloseReply,
@@ -116,6 +117,10 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
     if spec.name in DIALECTS:
         for method, path, body, handler in AgentGymRoutes(sessions).table():
             table.append((Route(method, path, body, errors=None, summary="as AgentGym's server"), handler))
+    openenv = OpenEnv(sessions)
+    for path, handler, summary in openenv.table():
+        table.append((Route("GET", path, errors=None, summary=summary), handler))
+    app.router.add_websocket_route(PATH, openenv.connected)
     for route, handler in table:
         app.add_route(route.path, handler, methods=[route.method])
 

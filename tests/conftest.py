@@ -1,6 +1,8 @@
 """A tiny tokenizer and tiny models, real ones; an S3 server, a stand-in for the Hub, a DVC project, environment servers."""
 
+import contextlib
 import copy
+import hashlib
 import importlib.util
 import os
 import secrets
@@ -138,6 +140,49 @@ def s3_uri(s3_endpoint, monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     boto3.client("s3").create_bucket(Bucket="tests")
     return f"s3://tests/{secrets.token_hex(8)}"
+
+
+@pytest.fixture(scope="session")
+def openenv(request):
+    """openenv(*arguments) -> command and environment of `openenv_peer.py`, in a process whose path has OpenEnv's package.
+
+    It is installed once, where everything must run; elsewhere its tests are skipped.
+    """
+    needed = Path(__file__).with_name("openenv.txt")
+    folder = Path(request.config.cache.mkdir("openenv")) / hashlib.sha256(needed.read_bytes()).hexdigest()[:16]
+    if not folder.exists():
+        if not os.environ.get("AGENTGYM_TEST_ALL"):
+            pytest.skip("OpenEnv's package is installed where AGENTGYM_TEST_ALL is set")
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial), "--requirement", str(needed)]
+        subprocess.run(install, check=True, timeout=240)
+        with contextlib.suppress(OSError):  # another process has been faster
+            partial.rename(folder)
+    root = Path(__file__).parents[1]
+
+    def command(*arguments):
+        peer = [sys.executable, "-P", str(Path(__file__).with_name("openenv_peer.py")), *arguments]
+        return peer, {"PYTHONPATH": os.pathsep.join((str(folder), str(root)))}
+
+    return command
+
+
+@pytest.fixture(scope="session")
+def gold():
+    """gold(env, task, options) -> (what is shown at reset, [(action, result), ...]) of an episode an expert plays alone."""
+    from envs.registry import load_spec
+
+    def play(name, task_id, options=None):
+        simulator = load_spec(name, options or {}).make()
+        first, expert, turns = simulator.reset(task_id), simulator.expert(), []
+        while not turns or not turns[-1][1].terminated:
+            action = expert.next_action()
+            turns.append((action, simulator.step(action)))
+            assert len(turns) < 200
+        assert turns[-1][1].success
+        return first, turns
+
+    return play
 
 
 @pytest.fixture

@@ -70,8 +70,8 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
 
     Errors: ConfigError where a local server would refuse the environment's name or options; IdentitiesUnknown.
     """
-    if env.dialect == "agentgym":
-        raise IdentitiesUnknown("AgentGym's servers do not say which tasks are equal")
+    if env.dialect != "native":
+        raise IdentitiesUnknown(f"servers of dialect {env.dialect} do not say which tasks are equal")
     try:
         told = subprocess.run(
             _envs("identities", env),

@@ -366,10 +366,16 @@ class EnvPools:
 
 def _pool(env: EnvConfig, endpoints: Sequence[str], **settings: Any) -> AnyPool:
     settings = {"request_timeout_s": env.request_timeout_s, **settings}
-    if env.dialect == "agentgym" and set(endpoints) == set(env.endpoints):
+    if set(endpoints) != set(env.endpoints):  # servers of ours
+        return EnvPool(endpoints, **settings)
+    if env.dialect == "agentgym":
         from agentgym.rollouts.dialect import AgentGymPool
 
         return AgentGymPool(env.name, endpoints, **settings)
+    if env.dialect == "openenv":
+        from agentgym.rollouts.openenv import OpenEnvPool
+
+        return OpenEnvPool(endpoints, **settings)
     return EnvPool(endpoints, **settings)
 
 

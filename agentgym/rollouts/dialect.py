@@ -28,13 +28,15 @@ from envs.wire import MAX_ACTION_CHARS, StepReply
 logger = logging.getLogger(__name__)
 
 BACKOFF_S = 0.1
+OK = "ok"  # greeting of the servers that do not say what they are
+BROWSER_CLOSE_S = 40.0  # WebArena's server gives a browser 30 s to end
 
 
 @dataclass(frozen=True)
 class Shape:
     """What differs between AgentGym's servers."""
 
-    greeting: str  # what `GET /` answers, at least in part
+    greeting: str  # what `GET /` answers; a name: at least in part
     create: Callable[[int], Any]  # task -> body
     reset: Callable[[int, int], dict[str, Any]]  # id, task -> body
     names_id: str = "id"  # of the environment's id in step and close
@@ -42,6 +44,8 @@ class Shape:
     is_total: bool = False  # that figure is the sum so far
     full: float = 0.0  # where there is part credit: the total of a solved task; a negative total is a failure
     describes: bool = False  # the reset tells the task beside the observation
+    observes: bool = False  # what a policy is shown first is not in the answer to the reset: it is asked for
+    close_timeout_s: float = CLOSE_TIMEOUT_S
     names_created: str = "id"  # of the environment's id in the answer to create
     ends: tuple[str, ...] = ("done",)  # of a step's answer: the task is over, and the simulator's limit is reached, where told
     pays_at_end: bool = False  # a reward counts only then
@@ -59,15 +63,17 @@ SHAPES = {
         full=100.0,
         describes=True,
     ),
-    "searchqa": Shape("ok", lambda task: {"id": task}, lambda number, task: {"env_idx": number, "id": task}, names_id="env_idx"),
+    "searchqa": Shape(OK, lambda task: {"id": task}, lambda number, task: {"env_idx": number, "id": task}, names_id="env_idx"),
     "webarena": Shape(
-        "ok",
+        OK,
         lambda _: None,
         lambda number, task: {"env_idx": number, "seed": 0, "idx": task},
         names_id="env_idx",
         names_created="env_idx",
         ends=("terminated", "truncated"),
         pays_at_end=True,
+        observes=True,
+        close_timeout_s=BROWSER_CLOSE_S,
     ),
 }
 
@@ -120,10 +126,10 @@ class AgentGymSession:
 
     async def close(self) -> None:
         """Best effort, tried once."""
+        shape = self._pool.shape
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._pool.ask(self.endpoint, "/close", {self._pool.shape.names_id: self.number})
-        except (EnvError, TimeoutError) as error:
+            await self._pool.ask(self.endpoint, "/close", {shape.names_id: self.number}, texts=True, timeout_s=shape.close_timeout_s)
+        except EnvError as error:
             logger.warning("a session stays open on a server that has no reaper: %s", error)
 
 
@@ -156,8 +162,9 @@ class AgentGymPool:
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
         """Refuse servers of another environment. Result: "", they have no manual. Errors: EnvError; ValueError naming the endpoint."""
         for endpoint in self.endpoints:
-            greeting = str(await self._repeated(endpoint, "/", None))
-            if self.shape.greeting not in greeting:
+            greeting = str(await self._repeated(endpoint, "/", None, texts=True))
+            expected = self.shape.greeting
+            if greeting.strip() != expected and (expected == OK or expected not in greeting):
                 raise ValueError(f"{endpoint} says {greeting[:80]!r}, which no AgentGym server of {env.name} does; correct env.endpoints")
         return ""
 
@@ -176,19 +183,34 @@ class AgentGymPool:
             observation = shown.get("observation") if isinstance(shown, dict) else shown
             if not isinstance(observation, str) or (isinstance(shown, dict) and shown.get("sites") == "Error"):
                 raise EnvError(endpoint, "/reset", "", "protocol", f"unexpected answer {json.dumps(shown)[:200]}")
+            if self.shape.observes:
+                observation = await self._observe(endpoint, number)
             session.observation = f"{shown['task_description']}\n{observation}" if self.shape.describes else observation
             yield session
         finally:
             self._open[endpoint] -= 1
             await session.close()
 
-    async def ask(self, endpoint: str, route: str, body: Any, *, post: bool = True) -> Any:
-        """One request, sent once. Errors: EnvError; kind `unreachable` where it may or may not have been carried out."""
+    async def _observe(self, endpoint: str, number: int) -> str:
+        shown = await self._repeated(endpoint, f"/observation?{self.shape.names_id}={number}", None, texts=True)
+        if not isinstance(shown, str):
+            raise EnvError(endpoint, "/observation", "", "protocol", f"unexpected answer {json.dumps(shown)[:200]}")
+        return shown
+
+    async def ask(
+        self, endpoint: str, route: str, body: Any, *, post: bool = True, texts: bool = False, timeout_s: float | None = None
+    ) -> Any:
+        """One request, sent once. texts: an answer that is not JSON is a text; timeout_s: where that is not the pool's.
+
+        Errors: EnvError; kind `unreachable` where it may or may not have been carried out.
+        """
         assert self._http is not None, "use the pool as `async with AgentGymPool(...)`"
         method = "POST" if post else "GET"
         try:
             data, headers = None if body is None else json.dumps(body), self._headers[endpoint]
-            async with self._http.request(method, endpoint + route, data=data, headers=headers, allow_redirects=False) as response:
+            timeout = self._timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
+            request = self._http.request(method, endpoint + route, data=data, headers=headers, allow_redirects=False, timeout=timeout)
+            async with request as response:
                 content, status = await response.read(), response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EnvError(endpoint, route, "", "unreachable", f"{type(error).__name__} {error}".strip()) from error
@@ -197,17 +219,20 @@ class AgentGymPool:
         try:
             answer = json.loads(content)
         except ValueError as error:
-            raise EnvError(endpoint, route, "", "protocol", f"status {status}, {content[:200].decode(errors='replace')!r}") from error
+            text = content.decode(errors="replace")
+            if not texts or status != 200:
+                raise EnvError(endpoint, route, "", "protocol", f"status {status}, {text[:200]!r}") from error
+            return text
         if status != 200 or (isinstance(answer, dict) and "error" in answer):
             raise EnvError(endpoint, route, "", "env_crashed", f"status {status}: {json.dumps(answer)[:300]}")
         return answer
 
-    async def _repeated(self, endpoint: str, route: str, body: Any, *, post: bool = False) -> Any:
+    async def _repeated(self, endpoint: str, route: str, body: Any, *, post: bool = False, texts: bool = False) -> Any:
         """A request that may be sent again: it opens, resets or asks. A session opened twice is left behind, never acted in."""
         attempt = 0
         while True:
             try:
-                return await self.ask(endpoint, route, body, post=post or body is not None)
+                return await self.ask(endpoint, route, body, post=post or body is not None, texts=texts)
             except EnvError as error:
                 if error.kind not in ("unreachable", "full") or attempt >= self._max_retries:
                     raise

@@ -19,13 +19,14 @@ from envs.searchqa.search_r1 import SearchR1
 
 DEFAULTS: dict[str, Any] = {
     "mode": "strict",
+    "protocol": "own",
     "topk": 3,
     "max_doc_chars": 0,
     "questions": "embedded",
     "retriever": "bm25",
     "retriever_timeout_s": 20.0,
 }
-_MODES = ("strict", "agentgym")
+_CHOICES = {"mode": ("strict", "agentgym"), "protocol": ("own", "agentgym")}
 _MAX_TOPK = 100
 _MAX_TIMEOUT_S = 50.0  # a query may wait as long again for its turn, and the server gives a step 120 s
 
@@ -39,17 +40,34 @@ Only the first of the two that a reply contains counts."""
 _ONE_ANSWER = "You can answer once."
 _MANY_ANSWERS = "You are told whether your answer is right. If not, search further or answer again."
 
+# asks for what the prompt of AgentGym's server asks for, in that order; the sentences are ours
+_AGENTGYM_MANUAL = """\
+Begin every reply with your reasoning, inside <think>...</think>. If you lack knowledge for the answer, write one \
+<search>...</search> and end the reply there: write neither <information> nor <answer> after it, and wait until you are given \
+<information>...</information>. When it has come, reason again inside <think>; once you are confident, write your final answer \
+inside <answer>...</answer>. Write no <answer> before any <information> unless you are entirely confident. If nothing needs to be \
+looked up, answer at once inside <answer> and </answer>, with the answer alone and no explanation. For example: \
+<answer> Lisbon </answer>. Keep to this at every turn.
+"""
+
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Options: mode, topk, max_doc_chars, questions, retriever, retriever_timeout_s; the README says what they mean.
+    """Options: mode, protocol, topk, max_doc_chars, questions, retriever, retriever_timeout_s; the README says what they mean.
 
     Errors: ValueError naming the key or value and the nearest known one, or the file that is missing.
     """
     chosen = choose("searchqa", options, DEFAULTS)
-    mode = chosen["mode"]
-    if mode not in _MODES:
-        raise ValueError(f"searchqa option mode: unknown value {mode!r}; did you mean {nearest(str(mode), list(_MODES))!r}?")
-    parsed = Options(mode, _whole(chosen, "topk", 1, _MAX_TOPK), _whole(chosen, "max_doc_chars", 0, 1_000_000))
+    for key, known in _CHOICES.items():
+        if chosen[key] not in known:
+            raise ValueError(
+                f"searchqa option {key}: unknown value {chosen[key]!r}; did you mean {nearest(str(chosen[key]), list(known))!r}?"
+            )
+    parsed = Options(
+        mode=chosen["mode"],
+        topk=_whole(chosen, "topk", 1, _MAX_TOPK),
+        max_doc_chars=_whole(chosen, "max_doc_chars", 0, 1_000_000),
+        protocol=chosen["protocol"],
+    )
     asked, retriever = _questions(chosen["questions"]), _retriever(chosen)
     if isinstance(asked, FlashRag) and isinstance(retriever, retrievers.Bm25):
         raise ValueError(
@@ -57,10 +75,9 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         )
 
     def served(options: Options) -> EnvSpec:
-        manual = _MANUAL.format(topk=options.topk)
         return EnvSpec(
             name="searchqa",
-            instructions=f"{manual}\n{_ONE_ANSWER if options.mode == 'strict' else _MANY_ANSWERS}",
+            instructions=_manual(options),
             make=partial(Episode, asked, retriever, options),
             options=chosen,
             probe_actions=("<search>town</search>", "<answer>none</answer>"),
@@ -69,6 +86,12 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         )
 
     return replace(served(parsed), agentgym=served(replace(parsed, mode="agentgym")))
+
+
+def _manual(options: Options) -> str:
+    if options.protocol == "agentgym":
+        return _AGENTGYM_MANUAL
+    return f"{_MANUAL.format(topk=options.topk)}\n{_ONE_ANSWER if options.mode == 'strict' else _MANY_ANSWERS}"
 
 
 def _questions(value: Any) -> Questions:

@@ -16,15 +16,43 @@ from envs.searchqa.scoring import exact_match, f1, normalise
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 MAX_QUERY_CHARS = 1_000  # the rest of a longer query is not read
 
-NEITHER = (
-    "Your reply has neither a complete <search> nor a complete <answer>."
-    " To look something up, write <search>your query</search>; to finish, write <answer>your answer</answer>."
-)
 EMPTY_QUERY = "Your query is empty. Write what you look for between <search> and </search>."
-RIGHT = "Your answer is right."
-WRONG = "Your answer is not right."
-TRY_AGAIN = "Your answer is not right. Search further or try again."
 OVER = "The episode is over."
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How a reply is read, and what is said to it."""
+
+    right: str
+    wrong: str
+    try_again: str  # wrong, and the episode goes on
+    neither: str  # no complete tag
+    thoughts_act: bool  # tags inside of <think>..</think>, too
+    searches_nothing: bool  # an empty query goes to the retriever like any other
+
+
+# agentgym: the cases that AgentGym's server has, each told in our words
+PROTOCOLS = {
+    "own": Protocol(
+        right="Your answer is right.",
+        wrong="Your answer is not right.",
+        try_again="Your answer is not right. Search further or try again.",
+        neither="Your reply has neither a complete <search> nor a complete <answer>."
+        " To look something up, write <search>your query</search>; to finish, write <answer>your answer</answer>.",
+        thoughts_act=False,
+        searches_nothing=False,
+    ),
+    "agentgym": Protocol(
+        right="Well done! That is the right answer.",
+        wrong="Unfortunately that is not the right answer.",
+        try_again="Unfortunately that is not the right answer. Have another try.",
+        neither="That was not a valid action. A query belongs between <search> and </search>, a final answer between"
+        " <answer> and </answer>. Have another try.",
+        thoughts_act=True,
+        searches_nothing=True,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +60,7 @@ class Options:
     mode: Literal["strict", "agentgym"]
     topk: int  # documents per search
     max_doc_chars: int  # shown of each; 0 is all
+    protocol: Literal["own", "agentgym"] = "own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +76,7 @@ class Episode:
         self._questions = questions
         self._retriever = retriever
         self.options = options
+        self._protocol = PROTOCOLS[options.protocol]
         self.question = Question("", (), "")
         self.searched: list[Searched] = []
         self.answers: list[tuple[str, bool]] = []  # (answer, whether it was right)
@@ -62,12 +92,13 @@ class Episode:
         """After the end nothing is done and nothing paid. Errors: RetrieverError."""
         if self.ended:
             return self._result(OVER)
-        said = parse(action)
+        thoughts_act = self._protocol.thoughts_act
+        said = parse(action, thoughts_act=thoughts_act)
         if said is None:
-            return self._result(NEITHER)
+            return self._result(self._protocol.neither)
         if said.kind == "search":
             return self._search(_CONTROL.sub(" ", said.text).strip()[:MAX_QUERY_CHARS])
-        return self._answer(said.text if self.options.mode == "strict" else last_answer(action))
+        return self._answer(said.text if self.options.mode == "strict" else last_answer(action, thoughts_act=thoughts_act))
 
     def render(self) -> tuple[str, bytes]:
         lines = [f"Question ({self.question.data_source}): {self.question.text}"]
@@ -84,7 +115,7 @@ class Episode:
         self.searched = []
 
     def _search(self, query: str) -> StepResult:
-        if not query:
+        if not query and not self._protocol.searches_nothing:
             return self._result(EMPTY_QUERY)
         documents = tuple(self._retriever.search(query, self.options.topk))
         self.searched.append(Searched(query, documents))
@@ -96,7 +127,8 @@ class Episode:
         right = exact_match(answer, self.question.answers)
         self.answers.append((answer, right))
         self.ended = right or self.options.mode == "strict"
-        text = RIGHT if right else WRONG if self.ended else TRY_AGAIN
+        says = self._protocol
+        text = says.right if right else says.wrong if self.ended else says.try_again
         return self._result(text, right=right, f1=round(f1(answer, self.question.answers), 4), em=float(right))
 
     def _result(self, text: str, *, right: bool = False, **scores: float) -> StepResult:

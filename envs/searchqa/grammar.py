@@ -23,19 +23,20 @@ class Action:
     text: str
 
 
-def parse(reply: str) -> Action | None:
-    """The first `<search>..</search>` or `<answer>..</answer>` outside of thoughts; None where there is neither.
+def parse(reply: str, *, thoughts_act: bool = False) -> Action | None:
+    """The first `<search>..</search>` or `<answer>..</answer>`, outside of thoughts unless these act; None where there is neither.
 
     A tag that is never closed is text. Time is linear in the length of the reply.
     """
-    said = without_thoughts(reply)
+    said = reply if thoughts_act else without_thoughts(reply)
     first = [(start, Action(kind, text)) for kind in _KINDS for start, text in islice(_pairs(said, kind), 1)]
     return min(first, key=lambda item: item[0])[1] if first else None
 
 
-def last_answer(reply: str) -> str:
+def last_answer(reply: str, *, thoughts_act: bool = False) -> str:
     """The content of the last `<answer>` pair; empty where there is none."""
-    return max(_pairs(without_thoughts(reply), "answer"), default=(0, ""))[1]
+    said = reply if thoughts_act else without_thoughts(reply)
+    return max(_pairs(said, "answer"), default=(0, ""))[1]
 
 
 def without_thoughts(reply: str) -> str:

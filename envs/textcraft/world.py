@@ -16,7 +16,7 @@ ECHO_CHARS = 200  # of an action that could not be read
 EMPTY = "You are not carrying anything."
 
 _ACTION = re.compile(
-    r"get (?P<n>[1-9][0-9]{0,5}) (?P<item>.+)|craft (?:[0-9]{1,6} )?(?P<output>.+?) using (?P<given>.+)|(?P<look>inventory)"
+    r"get (?P<n>[1-9][0-9]{0,5}) (?P<item>.+)|craft (?:[0-9]{1,6} )?(?P<output>.+?) using (?P<given>.+)|(?P<look>inventory.*)"
 )
 _PART = re.compile(r"([1-9][0-9]{0,5}) (.+)")
 

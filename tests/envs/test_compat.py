@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from envs.registry import load_spec
+from envs.searchqa.episode import PROTOCOLS
 from envs.server import ServerSettings, make_app
 
 
@@ -136,6 +137,11 @@ def test_a_textcraft_client_creates_with_a_body_and_plays_the_index_it_resets_to
             }
             won = await post(client, "/step", id=number, action="craft 1 emerald block using 9 emerald")
             assert won == {"observation": "Crafted 1 minecraft:emerald_block", "reward": 1, "done": True}
+            assert (await client.get(f"/detail?id={number}")).json() == {**won, "deleted": False}
+            fresh = await post(client, "/reset", id=number, data_idx=36)
+            del fresh["id"]
+            assert (await client.get(f"/detail?id={number}")).json() == {**fresh, "deleted": False}
+            assert (await client.get("/detail?id=99")).json() == {"error": "The id 99 is not valid."}
 
     asyncio.run(main())
 
@@ -157,6 +163,20 @@ def test_a_searchqa_client_names_its_item_at_creation_and_may_try_again():
             assert (await post(client, "/step", status=404, env_idx=5, action="x")) == {"error": "The id 5 is not valid."}
             assert await post(client, "/close", env_idx=number) is True
             assert sessions.info().active_sessions == 0
+
+    asyncio.run(main())
+
+
+def test_searchqa_speaks_agentgyms_protocol_there_where_it_is_asked_to():
+    async def main():
+        async with serving("searchqa", {"protocol": "agentgym"}) as (client, _):
+            number = await post(client, "/create", id=0)
+            prompt = await post(client, "/reset", env_idx=number, id=3)
+            manual, question = prompt.split("\n\n")
+            assert manual.startswith("Begin every reply with your reasoning, inside <think>...</think>.")
+            assert question.startswith("Question: ")
+            wrong = await post(client, "/step", env_idx=number, action="<answer>nonsense</answer>")
+            assert wrong == {"observation": PROTOCOLS["agentgym"].try_again, "reward": 0.0, "done": False, "info": None}
 
     asyncio.run(main())
 

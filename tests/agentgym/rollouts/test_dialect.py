@@ -156,7 +156,7 @@ def test_opening_and_resetting_are_tried_again():
 
 def test_a_webarena_task_that_cannot_be_opened_is_an_environment_error_and_rewards_count_at_the_end_only():
     failed = (200, '{"observation": "TimeoutError", "sites": "Error", "object": "Error"}')
-    opened = ((200, '{"env_idx": 5}'), (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'))
+    opened = ((200, '{"env_idx": 5}'), (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'), (200, '"a page"'))
     step = '{"observation": "x", "reward": 1.0, "terminated": %s, "truncated": false, "info": {}}'
 
     async def main():
@@ -176,7 +176,7 @@ def test_a_webarena_task_that_cannot_be_opened_is_an_environment_error_and_rewar
 
 def test_webarenas_server_alone_tells_its_limit_from_the_end_of_the_task():
     step = '{"observation": "x", "reward": 0, "terminated": %s, "truncated": %s, "info": {}}'
-    opened = ((200, '{"env_idx": 5}'), (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'))
+    opened = ((200, '{"env_idx": 5}'), (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'), (200, '"a page"'))
     done = (200, '{"observation": "x", "reward": 0.0, "score": 0.0, "done": true}')
 
     async def ended(env, *answers):

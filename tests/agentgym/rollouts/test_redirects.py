@@ -2,11 +2,13 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
 from agentgym.rollouts.client import EnvError, EnvPool
 from agentgym.rollouts.dialect import AgentGymPool
+from agentgym.rollouts.openenv import OpenEnvPool
 from agentgym.types import Item
 
 
@@ -29,7 +31,7 @@ async def server(head):
 
 
 @pytest.mark.parametrize("status", [302, 307])
-@pytest.mark.parametrize("kind", ["native", "agentgym"])
+@pytest.mark.parametrize("kind", ["native", "agentgym", "openenv"])
 def test_a_redirect_is_not_followed(monkeypatch, status, kind):
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "token")
 
@@ -39,7 +41,8 @@ def test_a_redirect_is_not_followed(monkeypatch, status, kind):
             server(f"HTTP/1.1 {status} Moved\r\nLocation: {elsewhere}/stolen\r\n") as (url, came),
         ):
             settings = {"request_timeout_s": 5.0, "max_retries": 0}
-            pool = EnvPool([url], **settings) if kind == "native" else AgentGymPool("babyai", [url], **settings)
+            made = {"native": EnvPool, "agentgym": partial(AgentGymPool, "babyai"), "openenv": OpenEnvPool}
+            pool = made[kind]([url], **settings)
             with pytest.raises(EnvError) as caught:
                 async with pool, pool.session(Item("babyai", 1), "key"):
                     pass

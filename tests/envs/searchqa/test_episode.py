@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from envs.env import ExpertFailed
 from envs.searchqa import questions, spec
-from envs.searchqa.episode import MAX_QUERY_CHARS, OVER, TRY_AGAIN
+from envs.searchqa.episode import MAX_QUERY_CHARS, OVER, PROTOCOLS
 from envs.searchqa.questions import FIRST_TRAIN_ID
 
 TASKS = [*range(150), *range(FIRST_TRAIN_ID, FIRST_TRAIN_ID + 150)]
@@ -127,9 +127,36 @@ def test_agentgym_mode_goes_on_until_the_answer_is_right():
     episode = episode_of(FIRST_TRAIN_ID + 5, mode="agentgym")
     for _ in range(3):
         result = episode.step("<answer>somebody</answer>")
-        assert (result.observation, result.reward, result.terminated, result.info["em"]) == (TRY_AGAIN, 0.0, False, 0.0)
+        assert (result.observation, result.reward, result.terminated, result.info["em"]) == (PROTOCOLS["own"].try_again, 0.0, False, 0.0)
     result = episode.step("<answer>nobody</answer>, no: <answer>Krarith Glildall</answer>")  # there the last answer of a reply counts
     assert (result.reward, result.terminated, result.success) == (1.0, True, True)
+
+
+def test_agentgyms_protocol_asks_in_its_order_and_has_its_four_cases():
+    served = spec({"protocol": "agentgym", "mode": "agentgym"})
+    places = [
+        served.instructions.index(part)
+        for part in ("<think>", "<search>", "<information>", "<answer>...</answer>", "confident", "For example")
+    ]
+    assert served.instructions.endswith("\n")  # a blank line before the question
+    assert places[0] < places[1] < places[2] < places[3]
+    assert places[4] < places[5]
+    episode, says = episode_of(FIRST_TRAIN_ID + 5, protocol="agentgym", mode="agentgym"), PROTOCOLS["agentgym"]
+    found = episode.step(
+        "<think>I could <search>Tevex Mills</search> or</think> <answer>junk</answer>"
+    ).observation  # the raw reply is read
+    assert found.startswith("<information>Doc 1(Title: ")
+    assert episode.step("<answer>somebody</answer>").observation == says.try_again
+    assert episode.step("hm").observation == says.neither
+    assert all(f"<{tag}>" in says.neither and f"</{tag}>" in says.neither for tag in ("search", "answer"))
+    assert episode.step("<search> </search>").observation == "<information>No document matches.</information>"
+    won = episode.step("<think><answer>nobody</answer></think><answer>Krarith Glildall</answer>")
+    assert (won.observation, won.reward, won.terminated) == (says.right, 1.0, True)
+    assert not {says.right, says.wrong, says.try_again, says.neither} & {*vars_of(PROTOCOLS["own"])}
+
+
+def vars_of(protocol):
+    return [getattr(protocol, name) for name in ("right", "wrong", "try_again", "neither")]
 
 
 @pytest.mark.parametrize("mode", ["strict", "agentgym"])
@@ -203,9 +230,10 @@ def test_a_query_is_read_up_to_a_limit():
         max_size=6,
     ),
     st.sampled_from(["strict", "agentgym"]),
+    st.sampled_from(["own", "agentgym"]),
 )
-def test_no_text_raises_or_pays(replies, mode):
-    episode = episode_of(1, mode=mode)
+def test_no_text_raises_or_pays(replies, mode, protocol):
+    episode = episode_of(1, mode=mode, protocol=protocol)
     for reply in replies:
         result = episode.step(reply)
         assert isinstance(result.observation, str)
@@ -255,6 +283,7 @@ def test_equal_task_ids_give_equal_transcripts_in_two_processes_and_between_othe
     [
         ({"top_k": 3}, "did you mean 'topk'"),
         ({"mode": "strickt"}, "did you mean 'strict'"),
+        ({"protocol": "agentgm"}, "protocol: unknown value 'agentgm'; did you mean 'agentgym'"),
         ({"topk": 0}, "topk: expected a whole number from 1 to 100, got 0"),
         ({"topk": True}, "topk"),
         ({"topk": "3"}, "topk"),

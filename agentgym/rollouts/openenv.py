@@ -1,0 +1,264 @@
+"""A client of OpenEnv's servers: one WebSocket for each episode, behind the same sessions as ours.
+
+The task's id is the `seed` of the reset, so items mean what the server makes of a seed. What a policy writes goes into the text field
+of the server's actions, and what it is shown is the text field of its observations; `/schema` says which these are.
+What the contract cannot do is not made up: a step has no number, so a lost reply ends the attempt at the episode; there
+is no load and no manual that one could rely on, and options are not told. Success is what the metadata say, else a positive sum of
+rewards at the end; metadata may also say `truncated`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus, WebSocketException
+
+from agentgym.config import EnvConfig
+from agentgym.rollouts.client import BACKOFF_S, CLOSE_TIMEOUT_S, MAX_BACKOFF_S, EnvError, request_headers, token_of
+from agentgym.types import Item
+from envs.wire import MAX_ACTION_CHARS, StepReply
+
+logger = logging.getLogger(__name__)
+_handshakes = logging.getLogger(f"{__name__}.handshakes")
+_handshakes.setLevel(logging.WARNING)  # below that the library writes headers down, the token among them
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+KINDS = {"CAPACITY_REACHED": "full", "VALIDATION_ERROR": "bad_request"}  # every other code: the environment has failed
+RETRYABLE = ("unreachable", "full")
+COMMON = ("message", "text")  # what text fields are called, where there are several
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The names of a server's text fields."""
+
+    action: str
+    observation: str
+
+
+class _Direct(connect):
+    """Follows no redirect: the token, and what the policy says, are for the servers that were named."""
+
+    def process_redirect(self, exc: Exception) -> Exception:
+        return exc
+
+
+class OpenEnvSession:
+    """One open episode. One coroutine at a time uses it."""
+
+    def __init__(self, endpoint: str, fields: Fields, socket: ClientConnection, timeout_s: float) -> None:
+        self.endpoint = endpoint
+        self.observation = ""  # the latest
+        self.turn = 0
+        self._fields = fields
+        self._socket = socket
+        self._timeout_s = timeout_s
+        self._total = 0.0
+
+    async def reset(self, task_id: int, episode_id: str) -> None:
+        """Errors: EnvError."""
+        data = await self._ask("reset", {"seed": task_id, "episode_id": episode_id})
+        self.observation = self._text(data)
+
+    async def step(self, action: str) -> StepReply:
+        """Act; never sent twice. Errors: EnvError."""
+        text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
+        data = await self._ask("step", {self._fields.action: text})
+        observation = self._text(data)
+        told = data.get("metadata") or data["observation"].get("metadata") or {}
+        try:
+            reward, done = float(data.get("reward") or 0.0), bool(data["done"])
+            if not math.isfinite(reward):
+                raise ValueError(f"reward {reward}")
+            said = {name: told[name] for name in ("success", "truncated") if isinstance(told.get(name), bool)}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._unexpected("step", data) from error
+        self._total += reward
+        self.turn += 1
+        self.observation = observation
+        truncated = done and said.get("truncated", False)
+        return StepReply(
+            turn=self.turn,
+            observation=observation,
+            reward=reward,
+            terminated=done and not truncated,
+            truncated=truncated,
+            success=said.get("success", done and not truncated and self._total > 0),
+        )
+
+    async def close(self) -> None:
+        """Best effort: the server ends the connection once it has given the environment up, and so its place is free."""
+        with contextlib.suppress(WebSocketException, OSError, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._socket.send('{"type": "close"}')
+                await self._socket.wait_closed()
+        self._socket.transport.abort()
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The data of the observation that answers. Errors: EnvError; after one the session is of no use."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                with contextlib.suppress(WebSocketException):  # a server that is full says so and closes: that is read below
+                    await self._socket.send(json.dumps({"type": kind, "data": data}))
+                raw = await self._socket.recv()
+        except (WebSocketException, OSError, TimeoutError) as error:
+            raise EnvError(self.endpoint, f"/ws {kind}", "", "unreachable", f"{type(error).__name__} {error}".strip()) from error
+        try:
+            answer = json.loads(raw)
+            told = answer["data"]
+            if answer["type"] == "error":
+                code = str(told.get("code", ""))[:40]
+                raise EnvError(
+                    self.endpoint, f"/ws {kind}", "", KINDS.get(code, "env_crashed"), f"{code}: {str(told.get('message'))[:300]}"
+                )
+            if answer["type"] != "observation" or not isinstance(told, dict):
+                raise self._unexpected(kind, answer)
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise self._unexpected(kind, raw[:200]) from error
+        return told
+
+    def _text(self, data: Mapping[str, Any]) -> str:
+        observation = data.get("observation")
+        text = observation.get(self._fields.observation) if isinstance(observation, dict) else None
+        if not isinstance(text, str):
+            raise self._unexpected("", data)
+        return text
+
+    def _unexpected(self, kind: str, answer: Any) -> EnvError:
+        return EnvError(self.endpoint, f"/ws {kind}".rstrip(), "", "protocol", f"unexpected answer {str(answer)[:200]!r}")
+
+
+class OpenEnvPool:
+    """OpenEnv's servers of one environment. Use as `async with`."""
+
+    def __init__(self, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4, patience_s: float = 20.0) -> None:
+        """patience_s: servers that are full are asked at least so long."""
+        self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
+        self._headers = {endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints}
+        self._timeout_s = request_timeout_s
+        self._max_retries = max_retries
+        self._patience_s = patience_s
+        self._fields: dict[str, Fields] = {}  # by endpoint
+        self._open = dict.fromkeys(self.endpoints, 0)  # our own sessions
+        self._random = random.SystemRandom()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+    async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
+        """Refuse servers whose actions or observations are not texts, or not the same. Result: "", there is no manual.
+
+        Errors: EnvError; ValueError naming the endpoint.
+        """
+        for endpoint in self.endpoints:
+            found, first = await self._fields_of(endpoint), self._fields[self.endpoints[0]]
+            if found != first:
+                raise ValueError(f"{endpoint} has text fields {found}, {self.endpoints[0]} has {first}; name servers of one environment")
+        return ""
+
+    @asynccontextmanager
+    async def session(self, item: Item, request_key: str) -> AsyncIterator[OpenEnvSession]:
+        """An open session on the item, closed at the end. Errors: EnvError."""
+        session = await self._begin(item.task_id, request_key)
+        self._open[session.endpoint] += 1
+        try:
+            yield session
+        finally:
+            self._open[session.endpoint] -= 1
+            await session.close()
+
+    async def _begin(self, task_id: int, episode_id: str) -> OpenEnvSession:
+        """Connect and reset, again where the server is full or lost. What was begun before is closed, never acted in."""
+        attempt, until = 0, time.monotonic() + self._patience_s
+        while True:
+            endpoint = min(self._random.sample(self.endpoints, min(2, len(self.endpoints))), key=self._open.__getitem__)
+            try:
+                return await self._try(endpoint, task_id, episode_id)
+            except EnvError as error:
+                if error.kind not in RETRYABLE or (attempt >= self._max_retries and time.monotonic() >= until):
+                    raise
+            await asyncio.sleep(min(BACKOFF_S * 2 ** min(attempt, 10) * (1 + self._random.random()), MAX_BACKOFF_S))
+            attempt += 1
+
+    async def _try(self, endpoint: str, task_id: int, episode_id: str) -> OpenEnvSession:
+        fields = self._fields.get(endpoint) or await self._fields_of(endpoint)
+        session = OpenEnvSession(endpoint, fields, await self._connect(endpoint), self._timeout_s)
+        try:
+            await session.reset(task_id, episode_id)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def _connect(self, endpoint: str) -> ClientConnection:
+        scheme, _, rest = endpoint.partition("://")
+        try:
+            return await _Direct(
+                f"{'wss' if scheme == 'https' else 'ws'}://{rest}/ws",
+                additional_headers=self._headers[endpoint],
+                compression=None,
+                proxy=None,
+                open_timeout=self._timeout_s,
+                ping_timeout=None,  # every request has a deadline; a busy loop must not end a session between two
+                close_timeout=CLOSE_TIMEOUT_S,
+                max_size=MAX_MESSAGE_BYTES,
+                logger=_handshakes,
+            )
+        except InvalidStatus as error:
+            status, body = error.response.status_code, (error.response.body or b"")[:200].decode(errors="replace")
+            raise EnvError(endpoint, "/ws", "", "full" if status == 503 else "protocol", f"status {status}: {body}") from error
+        except (WebSocketException, OSError, TimeoutError) as error:
+            raise EnvError(endpoint, "/ws", "", "unreachable", f"{type(error).__name__} {error}".strip()) from error
+
+    async def _fields_of(self, endpoint: str) -> Fields:
+        """Errors: EnvError; ValueError where there is no text field, or it cannot be told which."""
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as http,
+                http.get(f"{endpoint}/schema", headers=self._headers[endpoint], allow_redirects=False) as response,
+            ):
+                content, status = await response.read(), response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EnvError(endpoint, "/schema", "", "unreachable", f"{type(error).__name__} {error}".strip()) from error
+        try:
+            if status != 200:
+                raise ValueError(f"status {status}")
+            schema = json.loads(content)
+            shown = schema.get("reset_observation") or schema["observation"]
+            fields = {"action": _text_fields(schema["action"]), "observation": _text_fields(shown)}
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            start = content[:200].decode(errors="replace")
+            raise EnvError(endpoint, "/schema", "", "protocol", f"no schema of an OpenEnv server: status {status}, {start!r}") from error
+        for name, found in fields.items():
+            if len(found) != 1:
+                which = f"which of {', '.join(found)} is the text" if found else "no text field"
+                raise ValueError(f"{endpoint}: {which} of its {name}s? An agent writes and reads one text: 'message' or 'text'")
+        self._fields[endpoint] = Fields(fields["action"][0], fields["observation"][0])
+        return self._fields[endpoint]
+
+
+def _text_fields(schema: Mapping[str, Any]) -> list[str]:
+    """The text fields that must be there, else all; of several one with a common name."""
+    texts = [name for name, field in schema["properties"].items() if _is_text(field)]
+    found = [name for name in texts if name in schema.get("required", ())] or texts
+    return next(([name] for name in COMMON if name in found), found)
+
+
+def _is_text(field: Mapping[str, Any]) -> bool:
+    return field.get("type") == "string" or any(each.get("type") == "string" for each in field.get("anyOf", ()))

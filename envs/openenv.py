@@ -1,0 +1,280 @@
+"""OpenEnv's contract: one WebSocket is one environment, with the messages reset, step, state and close.
+
+Sessions, limits and the reaper are those of the other routes. A reset's `seed` is the id of the task, an action is
+`{"message": text}`, an observation `{"text": text}`; metadata tells success, truncation and what the simulator adds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from envs.sessions import Refused, Sessions
+from envs.wire import MAX_ACTION_CHARS, CreateReply, CreateRequest, ErrorKind, StepReply, StepRequest
+
+PATH = "/ws"
+SEND_S = 20.0  # for a client to read a reply
+
+Json = dict[str, Any]
+
+
+class ErrorCode(StrEnum):
+    """OpenEnv's."""
+
+    INVALID_JSON = "INVALID_JSON"
+    UNKNOWN_TYPE = "UNKNOWN_TYPE"
+    VALIDATION_ERROR = "VALIDATION_ERROR"
+    EXECUTION_ERROR = "EXECUTION_ERROR"
+    CAPACITY_REACHED = "CAPACITY_REACHED"  # this code and those below end the connection
+    FACTORY_ERROR = "FACTORY_ERROR"
+    SESSION_ERROR = "SESSION_ERROR"
+
+
+ENDING = (ErrorCode.CAPACITY_REACHED, ErrorCode.FACTORY_ERROR, ErrorCode.SESSION_ERROR)
+
+
+class Reset(BaseModel):
+    """Further fields are ignored, as OpenEnv's servers do."""
+
+    seed: int | None = Field(default=None, ge=0, lt=2**53, strict=True)  # the task's id; None: the one the server probes itself with
+    episode_id: str | None = Field(default=None, max_length=255)  # None: the server makes one
+
+
+class Action(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    message: str = Field(max_length=MAX_ACTION_CHARS)
+    metadata: Json = Field(default_factory=dict)  # not looked at
+
+
+class Observation(BaseModel):
+    text: str
+    metadata: Json  # turn, success, truncated, info
+
+
+class State(BaseModel):
+    episode_id: str | None = None
+    step_count: int = 0
+    task_id: int | None = None
+
+
+class _Asked(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ResetAsked(_Asked):
+    type: Literal["reset"]
+    data: Reset = Reset()
+
+
+class StepAsked(_Asked):
+    type: Literal["step"]
+    data: Action
+
+
+class StateAsked(_Asked):
+    type: Literal["state"]
+
+
+class CloseAsked(_Asked):
+    type: Literal["close"]
+
+
+Asked = ResetAsked | StepAsked | StateAsked | CloseAsked
+ASKED: TypeAdapter[Asked] = TypeAdapter(Annotated[Asked, Field(discriminator="type")])
+
+
+class Failed(Exception):
+    """A message that gets an error reply."""
+
+    def __init__(self, code: ErrorCode, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reply = {"type": "error", "data": {"message": message, "code": code.value, **details}}
+
+
+class OpenEnv:
+    """The contract, over the sessions that one server has anyway."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._num_open = 0  # connections, whether or not there was a reset
+
+    def table(self) -> Iterator[tuple[str, Callable[[Request], Awaitable[Response]], str]]:
+        """(path, handler, summary) of what is asked over HTTP."""
+        yield "/health", self._health, "as OpenEnv's servers: may it be used"
+        yield "/metadata", self._metadata, "as OpenEnv's servers: name and task manual"
+        yield "/schema", self._schema, "as OpenEnv's servers: actions, observations and state"
+
+    async def connected(self, websocket: WebSocket) -> None:
+        """One connection, from its acceptance to its end."""
+        seat = Seat(self._sessions)
+        self._num_open += 1
+        try:
+            await websocket.accept()
+            try:
+                self._admit()
+                await _serve(websocket, seat, self._sessions.settings.session_ttl_s)
+            except Failed as error:
+                await _tell(websocket, error.reply)
+            await websocket.close()
+        except (WebSocketDisconnect, TimeoutError):  # gone, or does not read
+            pass
+        finally:
+            self._num_open -= 1
+            await seat.leave()
+
+    def _admit(self) -> None:
+        """As many connections as sessions; a server whose sessions are all taken says so at once. Errors: Failed."""
+        most, taken = self._sessions.settings.max_sessions, self._sessions.info().active_sessions
+        if self._sessions.draining or max(taken, self._num_open - 1) >= most:
+            self._sessions.metrics.rejected.inc()
+            raise _full(self._sessions)
+
+    async def _health(self, _: Request) -> Response:
+        usable = self._sessions.ready and not self._sessions.draining
+        return JSONResponse({"status": "healthy" if usable else "unhealthy"}, 200 if usable else 503)
+
+    async def _metadata(self, _: Request) -> Response:
+        return JSONResponse({"name": self._sessions.spec.name, "description": self._sessions.spec.instructions})
+
+    async def _schema(self, _: Request) -> Response:
+        shown: dict[str, type[BaseModel]] = {"action": Action, "observation": Observation, "state": State}
+        return JSONResponse({name: model.model_json_schema() for name, model in shown.items()})
+
+
+class Seat:
+    """The environment of one connection: no session before its first reset, a new one with each."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._session = ""
+        self._turn = 0
+        self._ended = False
+        self._state = State()
+
+    async def answer(self, asked: ResetAsked | StepAsked | StateAsked) -> Json:
+        """Errors: Failed."""
+        if isinstance(asked, ResetAsked):
+            return await self._reset(asked.data)
+        if isinstance(asked, StepAsked):
+            return await self._step(asked.data.message)
+        return {"type": "state", "data": self._state.model_dump()}
+
+    async def leave(self) -> None:
+        if self._session:
+            await self._sessions.close(self._session)
+            self._session = ""
+
+    async def _reset(self, asked: Reset) -> Json:
+        await self.leave()
+        task_id = self._sessions.spec.probe_task if asked.seed is None else asked.seed
+        try:
+            request = CreateRequest(request_key=f"openenv-{secrets.token_hex(16)}", task_id=task_id)
+            opened = CreateReply.model_validate_json(await self._sessions.create(request))
+        except Refused as error:
+            raise self._failed(error, crashed=ErrorCode.FACTORY_ERROR) from error
+        self._session, self._turn, self._ended = opened.session_id, 0, False
+        self._state = State(episode_id=asked.episode_id or secrets.token_hex(16), task_id=task_id)
+        return _observed(opened.observation, None, False, {"turn": 0, "success": False, "truncated": False, "info": {}})
+
+    async def _step(self, message: str) -> Json:
+        if not self._session:
+            raise Failed(ErrorCode.EXECUTION_ERROR, "there is no episode; reset first")
+        if self._ended:
+            raise Failed(ErrorCode.EXECUTION_ERROR, f"the episode ended at turn {self._turn}; reset for another one")
+        try:
+            raw = await self._sessions.step(StepRequest(session_id=self._session, turn=self._turn + 1, action=message))
+        except Refused as error:
+            self._session = ""  # it crashed, or the reaper has closed it
+            raise self._failed(error, crashed=ErrorCode.EXECUTION_ERROR) from error
+        reply = StepReply.model_validate_json(raw)
+        self._turn, self._ended = reply.turn, reply.terminated or reply.truncated
+        self._state.step_count = reply.turn
+        told = {"turn": reply.turn, "success": reply.success, "truncated": reply.truncated, "info": reply.info}
+        return _observed(reply.observation, reply.reward, self._ended, told)
+
+    def _failed(self, error: Refused, *, crashed: ErrorCode) -> Failed:
+        kind = error.reply.kind
+        self._sessions.metrics.errors.labels(kind.value).inc()
+        if kind in (ErrorKind.FULL, ErrorKind.DRAINING):
+            return _full(self._sessions)
+        if kind is ErrorKind.BAD_REQUEST:  # no such task
+            return Failed(ErrorCode.EXECUTION_ERROR, error.reply.message)
+        code = crashed if kind is ErrorKind.ENV_CRASHED else ErrorCode.SESSION_ERROR
+        return Failed(code, error.reply.message, **({"factory_name": self._sessions.spec.name} if code is ErrorCode.FACTORY_ERROR else {}))
+
+
+async def _serve(websocket: WebSocket, seat: Seat, ttl_s: float) -> None:
+    """Answer until the client closes. After ttl_s without a turn the connection ends, as the reaper ends the session.
+
+    Errors: Failed where the connection must end, WebSocketDisconnect, TimeoutError.
+    """
+    loop = asyncio.get_running_loop()
+    idle_until = loop.time() + ttl_s
+    while True:
+        try:
+            async with asyncio.timeout_at(idle_until):
+                raw = await _receive(websocket)
+        except TimeoutError:
+            raise Failed(ErrorCode.SESSION_ERROR, f"no turn for {ttl_s:g} s") from None
+        try:
+            asked = _parsed(raw)
+            if isinstance(asked, CloseAsked):
+                return
+            reply = await seat.answer(asked)
+            if not isinstance(asked, StateAsked):
+                idle_until = loop.time() + ttl_s
+        except Failed as error:
+            if error.code in ENDING:
+                raise
+            reply = error.reply
+        await _tell(websocket, reply)
+
+
+async def _receive(websocket: WebSocket) -> str | bytes:
+    message = await websocket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message["code"])
+    text: str | None = message.get("text")
+    return text if text is not None else bytes(message["bytes"])
+
+
+async def _tell(websocket: WebSocket, reply: Json) -> None:
+    async with asyncio.timeout(SEND_S):
+        await websocket.send_text(json.dumps(reply))  # ASCII: what no wire carries is escaped
+
+
+def _parsed(raw: str | bytes) -> Asked:
+    """Errors: Failed."""
+    try:
+        return ASKED.validate_json(raw)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+    kind, message = problems[0]["type"], problems[0]["msg"]
+    if kind == "json_invalid":
+        raise Failed(ErrorCode.INVALID_JSON, message)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        raise Failed(ErrorCode.UNKNOWN_TYPE, "type must be reset, step, state or close")
+    raise Failed(ErrorCode.VALIDATION_ERROR, f"{'.'.join(map(str, problems[0]['loc']))}: {message}", errors=problems)
+
+
+def _observed(text: str, reward: float | None, done: bool, metadata: Json) -> Json:
+    """The metadata stand twice, as in OpenEnv: older clients read the inner ones."""
+    observation = {"text": text, "metadata": metadata}
+    return {"type": "observation", "data": {"observation": observation, "reward": reward, "done": done, "metadata": metadata}}
+
+
+def _full(sessions: Sessions) -> Failed:
+    most = sessions.settings.max_sessions
+    message = "the server is shutting down" if sessions.draining else f"all {most} sessions are taken"
+    return Failed(ErrorCode.CAPACITY_REACHED, message, active_sessions=sessions.info().active_sessions, max_sessions=most)
