@@ -146,9 +146,14 @@ def fill_disk(scene: Scene, _: list[psutil.Process]) -> None:
 def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
     """Another process on the same stage is refused with who holds it; then the holder is killed, and the stage is free."""
     other = subprocess.run(
-        scene.process.args, cwd=scene.project.folder, env=scene.project.environment, capture_output=True, text=True,
-        timeout=COMMAND_TIMEOUT_S, check=False,
-    )  # fmt: skip
+        scene.process.args,
+        cwd=scene.project.folder,
+        env=scene.project.environment,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
+    )
     line = other.stderr.strip().splitlines()[-1:] or [""]
     holder = rf"step stage-1 .* is held by process {scene.process.pid} on {re.escape(socket.gethostname())}, since \d{{4}}-.*\(epoch \d+\)"
     if scene.process.poll() is not None:

@@ -198,7 +198,8 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 def engine_seconds(url: str) -> float:
     """What the server's metrics say of its simulator; 0 where they say nothing."""
     with contextlib.suppress(OSError):
-        text = urllib.request.urlopen(f"{url.removesuffix('/agentgym')}/metrics", timeout=10).read().decode()  # noqa: S310
+        address = f"{url.removesuffix('/agentgym')}/metrics"
+        text = urllib.request.urlopen(address, timeout=10).read().decode()  # noqa: S310
         return next((float(line.split()[1]) for line in text.splitlines() if line.startswith("env_engine_cpu_seconds ")), 0.0)
     return 0.0
 

@@ -191,7 +191,8 @@ def listening(project: Project) -> dict[tuple[str, int], str]:
             words = [word for word in process.cmdline()[1:] if not word.startswith("-")]
             for connection in process.net_connections(kind="tcp"):
                 if connection.status == psutil.CONN_LISTEN:
-                    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(connection.laddr.ip, connection.laddr.ip)  # noqa: S104
+                    every = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+                    host = every.get(connection.laddr.ip, connection.laddr.ip)
                     found[(host, connection.laddr.port)] = " ".join(words[:3])[:60] or process.name()
     return found
 

@@ -199,9 +199,14 @@ def main() -> None:
     browser = find_browser()
     with tempfile.TemporaryDirectory() as folder, page_server() as url:
         task = {
-            "sites": ["shopping"], "task_id": 0, "start_url": "__SHOPPING__/", "intent": "Buy item 3.", "storage_state": None,
-            "geolocation": None, "eval": {"eval_types": ["string_match"], "reference_answers": {"exact_match": "x"}},
-        }  # fmt: skip
+            "sites": ["shopping"],
+            "task_id": 0,
+            "start_url": "__SHOPPING__/",
+            "intent": "Buy item 3.",
+            "storage_state": None,
+            "geolocation": None,
+            "eval": {"eval_types": ["string_match"], "reference_answers": {"exact_match": "x"}},
+        }
         tasks = Path(folder) / "tasks.json"
         tasks.write_text(json.dumps([task]))
         log = Path(folder) / "log"

@@ -175,7 +175,10 @@ DIALECTS = {
         stepped=lambda place: {"observation": place.observation, "reward": _whole(place.reward), "done": place.done},
         looked=lambda place: place.observation,
         detailed=lambda place: {
-            "observation": place.observation, "done": place.done, "reward": _whole(place.reward), "deleted": False,
+            "observation": place.observation,
+            "done": place.done,
+            "reward": _whole(place.reward),
+            "deleted": False,
         },
         counts=True,
     ),
@@ -185,7 +188,11 @@ DIALECTS = {
         reset=Reset,
         created=lambda place: {"id": place.id},
         shown=lambda place: {
-            "observation": place.observation, "reward": place.reward, "score": place.score, "deleted": False, "done": place.done,
+            "observation": place.observation,
+            "reward": place.reward,
+            "score": place.score,
+            "deleted": False,
+            "done": place.done,
         },
         stepped=lambda place: {"observation": place.observation, "reward": place.reward, "score": place.score, "done": place.done},
     ),
@@ -206,11 +213,17 @@ DIALECTS = {
         shown=_sciworld_detail,
         looked=lambda place: place.observation,
         stepped=lambda place: {
-            "observation": place.observation, "reward": _whole(place.reward), "score": _whole(place.score), "done": place.done,
+            "observation": place.observation,
+            "reward": _whole(place.reward),
+            "score": _whole(place.score),
+            "done": place.done,
         },
         opened=lambda simulator: {
-            "task_name": simulator.task.name, "var_num": simulator.task.variation,
-            "task_description": simulator.description, "observation": simulator.room, "score": float(simulator.score),
+            "task_name": simulator.task.name,
+            "var_num": simulator.task.variation,
+            "task_description": simulator.description,
+            "observation": simulator.room,
+            "score": float(simulator.score),
         },
         views={
             "detail": lambda _, place: _sciworld_detail(place),
@@ -229,8 +242,11 @@ DIALECTS = {
         created=lambda place: {"env_idx": place.id},
         shown=lambda place: {"observation": place.observation, **place.opening},
         stepped=lambda place: {
-            "observation": place.observation, "reward": place.reward, "terminated": place.done and not place.truncated,
-            "truncated": place.truncated, "info": place.info,
+            "observation": place.observation,
+            "reward": place.reward,
+            "terminated": place.done and not place.truncated,
+            "truncated": place.truncated,
+            "info": place.info,
         },
         polite=False,
         looked=lambda place: place.observation,
@@ -239,7 +255,7 @@ DIALECTS = {
         reset_failed={"observation": "TimeoutError", "sites": "Error", "object": "Error"},
         step_failed=lambda text: {"observation": text, "reward": 0, "terminated": False, "truncated": False, "info": {}},
     ),
-}  # fmt: skip
+}
 
 
 class AgentGymRoutes:

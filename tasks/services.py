@@ -128,7 +128,9 @@ def _describe(services: Services) -> int:
         print(f"{name:<9}{address:<28}{state}")
     command = "prefect deployment run pipeline/local --watch"
     # a prefect.toml of somebody's own holds no login: the address with it is asked for where the command is typed
-    print(f"{'start':<9}{command if toml_is_ours() else f'PREFECT_API_URL=$(python -m tasks.services api) {command}'}")
+    if not toml_is_ours():
+        command = f"PREFECT_API_URL=$(python -m tasks.services api) {command}"
+    print(f"{'start':<9}{command}")
     for address in (services.prefect, services.mlflow):
         print(f"{'open':<9}{with_login(address + LOGIN, services.login)}")
     return 0 if len(services.pids) == 3 else 1

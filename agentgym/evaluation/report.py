@@ -272,9 +272,11 @@ def _timings_table(timings: Mapping[str, float]) -> str:
     if not timings:
         return ""
     total = sum(timings.values())
+    shares = {part: 100 * seconds / total if total else 0.0 for part, seconds in timings.items()}
     body = "".join(
-        f'<tr><th scope="row">{escape(part)}</th><td>{_duration(seconds)}</td><td>{100 * seconds / total if total else 0:.0f} %</td>'
-        f'<td class="bar"><svg><rect width="{100 * seconds / total if total else 0:.1f}%" height="100%" rx="2"/></svg></td></tr>'
+        f'<tr><th scope="row">{escape(part)}</th><td>{_duration(seconds)}</td>'
+        f"<td>{shares[part]:.0f} %</td>"
+        f'<td class="bar"><svg><rect width="{shares[part]:.1f}%" height="100%" rx="2"/></svg></td></tr>'
         for part, seconds in timings.items()
     )
     foot = f'<tr><th scope="row">total</th><td>{_duration(total)}</td><td></td><td></td></tr>'
@@ -287,7 +289,8 @@ def _timings_table(timings: Mapping[str, float]) -> str:
 def _episodes(episodes: Sequence[EpisodeExample]) -> str:
     if not episodes:
         return ""
-    return f"<section><h2>Episodes</h2>{''.join(_episode(episode, number == 0) for number, episode in enumerate(episodes))}</section>"
+    shown = "".join(_episode(episode, number == 0) for number, episode in enumerate(episodes))
+    return f"<section><h2>Episodes</h2>{shown}</section>"
 
 
 def _episode(episode: EpisodeExample, is_open: bool) -> str:

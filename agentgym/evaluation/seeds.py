@@ -3,7 +3,8 @@
 A table `values [seeds, items]` has two sources of luck: which seeds trained, and which items were asked. All seeds answer the
 same items, so with S seeds and I items
 
-    variance of the mean  =  (variance of the seeds' means) / S  +  (covariance of two seeds over items) / I
+    variance of the mean = (variance of the seeds' means) / S
+                           + (covariance of two seeds over items) / I
 
 The first part rests on S - 1 degrees of freedom, the second on about I - 1, and a bootstrap of three seeds knows nothing of the
 first number: it covers 76 to 88 % where seeds matter. Here the mean lies within t standard errors, t halfway between Satterthwaite's

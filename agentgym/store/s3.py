@@ -1,8 +1,9 @@
 """The RunStore on S3: immutable objects, and one small head per step that is replaced only by who holds its ETag.
 
-    <prefix>/steps/<step>-<key[:16]>/head.json                     who may write, the heartbeat, and which manifests count
-                                     blobs/<sha256>                content
-                                     manifests/<seq>-<epoch>.json  created exclusively; counts once the head says so
+    <prefix>/steps/<step>-<key[:16]>/
+        head.json                     who may write, the heartbeat, and which manifests count
+        blobs/<sha256>                content
+        manifests/<seq>-<epoch>.json  created exclusively; counts once the head says so
 
 Taking a lease, every heartbeat and every commit replace the head under `If-Match`. A writer that was taken over has lost the
 ETag, so nothing it still sends can count. Endpoint and credentials are those of every AWS program (AWS_ENDPOINT_URL,

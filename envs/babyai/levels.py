@@ -13,7 +13,8 @@ import gymnasium
 import minigrid  # noqa: F401  (registers the levels)
 
 # rejected layouts are reported with print(): a module attribute hides the builtin there, for all threads alike
-importlib.import_module("minigrid.envs.babyai.core.roomgrid_level").print = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+_generator = importlib.import_module("minigrid.envs.babyai.core.roomgrid_level")
+_generator.print = lambda *args, **kwargs: None  # type: ignore[attr-defined]
 
 # AgentGym's numbering: level = task id mod 40, seed = task id // 40
 AGENTGYM_LEVELS: tuple[str, ...] = (

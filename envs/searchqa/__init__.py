@@ -91,7 +91,8 @@ def spec(options: dict[str, Any]) -> EnvSpec:
 def _manual(options: Options) -> str:
     if options.protocol == "agentgym":
         return _AGENTGYM_MANUAL
-    return f"{_MANUAL.format(topk=options.topk)}\n{_ONE_ANSWER if options.mode == 'strict' else _MANY_ANSWERS}"
+    ending = _ONE_ANSWER if options.mode == "strict" else _MANY_ANSWERS
+    return f"{_MANUAL.format(topk=options.topk)}\n{ending}"
 
 
 def _questions(value: Any) -> Questions:

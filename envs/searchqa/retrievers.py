@@ -19,12 +19,11 @@ logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for every debug lin
 
 PASSAGES = Path(__file__).resolve().parent / "corpus" / "passages.jsonl.gz"
 _K1, _B = 1.2, 0.75
-_STOPWORDS = frozenset(
-    """
+_SMALL_WORDS = """
     a an and are as at be by did do does for from had has have he her his how in into is it its of on or she that the their there they
     this to was were what when where which who whom whose why will with
-    """.split()  # noqa: SIM905  (a list of single words reads worse)
-)
+"""
+_STOPWORDS = frozenset(_SMALL_WORDS.split())
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal[
-    "click", "hover", "type", "press", "scroll", "goto", "new_tab", "tab_focus", "close_tab", "go_back", "go_forward", "stop"
-]  # fmt: skip
+Kind = Literal["click", "hover", "type", "press", "scroll", "goto", "new_tab", "tab_focus", "close_tab", "go_back", "go_forward", "stop"]
 MAX_TEXT = 4_000  # characters typed by one action
 MAX_KEYS = 5  # pressed together: each costs two messages to the browser
 
@@ -22,9 +20,21 @@ _NAMED_KEYS = {
     )
 }
 _ALIASES = {
-    "ctrl": "Control", "cmd": "Control", "command": "Control", "meta": "Control", "esc": "Escape", "del": "Delete", "return": "Enter",
-    "up": "ArrowUp", "down": "ArrowDown", "left": "ArrowLeft", "right": "ArrowRight", "option": "Alt", "pgup": "PageUp", "pgdn": "PageDown",
-}  # fmt: skip
+    "ctrl": "Control",
+    "cmd": "Control",
+    "command": "Control",
+    "meta": "Control",
+    "esc": "Escape",
+    "del": "Delete",
+    "return": "Enter",
+    "up": "ArrowUp",
+    "down": "ArrowDown",
+    "left": "ArrowLeft",
+    "right": "ArrowRight",
+    "option": "Alt",
+    "pgup": "PageUp",
+    "pgdn": "PageDown",
+}
 _FORMS = {
     "click": "click [id]",
     "hover": "hover [id]",

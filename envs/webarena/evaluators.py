@@ -184,7 +184,7 @@ _SPLITS = (
     (re.compile(r"([^.])(\.)([\])}>\"'”’ ]*+)\s*+$"), r"\1 \2\3 "),  # possessive: linear in blanks
     (re.compile(r"--"), " -- "),
     (re.compile(r"([^' ])('s|'m|'d|'ll|'re|'ve|n't|') "), r"\1 \2 "),
-)  # fmt: skip
+)
 
 
 def tokens(text: str) -> list[str]:

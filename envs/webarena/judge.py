@@ -23,12 +23,11 @@ MAX_ANSWER = 4_000  # characters the judge is shown
 _REFUSALS = (400, 413, 422)  # statuses by which an endpoint may refuse a text: a content filter, a limit, a strict parser
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
-_STOPWORDS = frozenset(
-    """
+_SMALL_WORDS = """
     a an and are as at be been by did do does for from had has have he her his i in is it its of on or she so that the their there they this
     to was we were will with you your
-    """.split()  # noqa: SIM905  (a list of single words reads worse)
-)
+"""
+_STOPWORDS = frozenset(_SMALL_WORDS.split())
 _NEGATIONS = frozenset({"cannot", "impossible", "never", "no", "nobody", "none", "not", "nothing", "unable", "without"})  # and all in n't
 _WORD = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:'[a-z]+)?")
 

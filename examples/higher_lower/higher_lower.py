@@ -15,7 +15,8 @@ class Game:
         self._limit = limit
 
     def reset(self, task_id: int) -> str:
-        self._sought, self._low, self._high = random.Random(f"{task_id}").randrange(self._limit), 0, self._limit - 1  # noqa: S311
+        self._sought = random.Random(f"{task_id}").randrange(self._limit)  # noqa: S311 - no secret
+        self._low, self._high = 0, self._limit - 1
         return f"a number from 0 to {self._limit - 1}"
 
     def step(self, action: str) -> StepResult:

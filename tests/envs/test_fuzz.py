@@ -12,7 +12,7 @@ from agentgym.deploy.local import local_env
 from agentgym.rollouts.client import EnvPool
 from agentgym.types import Item
 
-NATIVE_CHECKS = "not_a_server_error,negative_data_rejection,response_schema_conformance,content_type_conformance"
+NATIVE_CHECKS = ",".join(("not_a_server_error", "negative_data_rejection", "response_schema_conformance", "content_type_conformance"))
 STEPS = 6
 
 

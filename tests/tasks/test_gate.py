@@ -51,9 +51,16 @@ def test_what_says_nothing_is_open_and_only_to_read():
 
 @pytest.mark.parametrize(
     "authorization",
-    [(), (("authorization", "Basic "),), (("authorization", KNOWN[1].removeprefix("Basic ")),), (("authorization", f"Bearer {LOGIN}"),),
-     (("authorization", f"{KNOWN[1]}="),), (KNOWN, KNOWN), (("authorization", "Basic é"),)],
-)  # fmt: skip
+    [
+        (),
+        (("authorization", "Basic "),),
+        (("authorization", KNOWN[1].removeprefix("Basic ")),),
+        (("authorization", f"Bearer {LOGIN}"),),
+        (("authorization", f"{KNOWN[1]}="),),
+        (KNOWN, KNOWN),
+        (("authorization", "Basic é"),),
+    ],
+)
 def test_without_the_login_there_is_a_401_that_says_how_to_get_in(authorization):
     status, headers, body = ask(HOST, *authorization)
     assert status == 401

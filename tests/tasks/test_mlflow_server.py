@@ -114,9 +114,9 @@ def escapes(folder):
     }
 
 
-@pytest.mark.parametrize("kind", [
-    "path", "uri", "relative", "dots", "coded", "link", "proxied", "proxied, coded", "another scheme", "another server"
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind", ["path", "uri", "relative", "dots", "coded", "link", "proxied", "proxied, coded", "another scheme", "another server"]
+)
 def test_an_experiment_that_lies_outside_the_folder_is_refused(served, kind):
     location = escapes(served.folder)[kind]
     status, said = served.ask("api/2.0/mlflow/experiments/create", {"name": kind, "artifact_location": location})

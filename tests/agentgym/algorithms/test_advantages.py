@@ -84,7 +84,7 @@ def test_gae_by_hand():
     assert got.tolist() == pytest.approx([(value - mean) / std for value in plain], abs=1e-5)
 
 
-def test_with_gamma_and_lambda_one_the_critics_target_is_the_outcome_wherever_the_critic_was_wrong():
+def test_with_gamma_and_lambda_one_the_critics_target_is_the_outcome_however_wrong_it_was():
     given = experience([[0, 0, 1], [0, 0]], [0, 1], values=torch.randn(5), end_values=torch.zeros(2))
     assert ADVANTAGES["gae"](given)[1].tolist() == pytest.approx([1, 1, 1, 0, 0], abs=1e-6)
 

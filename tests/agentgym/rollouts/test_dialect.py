@@ -154,7 +154,7 @@ def test_opening_and_resetting_are_tried_again():
     asyncio.run(main())
 
 
-def test_a_webarena_task_that_cannot_be_opened_is_an_environment_error_and_rewards_count_at_the_end_only():
+def test_a_webarena_task_that_cannot_be_opened_is_an_env_error_and_rewards_count_at_the_end():
     failed = (200, '{"observation": "TimeoutError", "sites": "Error", "object": "Error"}')
     opened = ((200, '{"env_idx": 5}'), (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'), (200, '"a page"'))
     step = '{"observation": "x", "reward": 1.0, "terminated": %s, "truncated": false, "info": {}}'

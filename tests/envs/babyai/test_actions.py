@@ -173,12 +173,26 @@ def test_an_object_behind_walls_has_no_path():
 
 def test_what_is_offered_comes_in_agentgyms_order():
     assert list(offer(view_of(BALL, LOCKED, CLOSED), UP)) == [
-        "turn left", "turn right", "move forward", "pickup red ball 1", "toggle and go through grey closed door 1", "toggle",
-        "go to red ball 1", "go to blue locked door 1", "go to grey closed door 1", CHECK,
-    ]  # fmt: skip
+        "turn left",
+        "turn right",
+        "move forward",
+        "pickup red ball 1",
+        "toggle and go through grey closed door 1",
+        "toggle",
+        "go to red ball 1",
+        "go to blue locked door 1",
+        "go to grey closed door 1",
+        CHECK,
+    ]
     assert list(offer(view_of(LOCKED, carrying="blue key"), UP)) == [
-        "turn left", "turn right", "move forward", "drop", "toggle and go through blue locked door 1", "go to blue locked door 1", CHECK,
-    ]  # fmt: skip
+        "turn left",
+        "turn right",
+        "move forward",
+        "drop",
+        "toggle and go through blue locked door 1",
+        "go to blue locked door 1",
+        CHECK,
+    ]
 
 
 def test_only_a_wall_or_a_box_right_ahead_bars_the_way():

@@ -52,8 +52,12 @@ def test_agentgym_numbers_equal_objects_by_distance():
 def test_equally_near_objects_come_farthest_ahead_first_and_then_from_the_left():
     view = decode(image_of((0, -3, BALL, RED, 0), (1, 2, BALL, RED, 0), (1, -2, BALL, RED, 0), (3, 0, BALL, RED, 0), (0, 3, BALL, RED, 0)))
     assert [(seen.cell, count) for seen, count in number(view.objects)] == [
-        ((3, 0), 1), ((1, 2), 2), ((1, -2), 3), ((0, 3), 4), ((0, -3), 5)
-    ]  # fmt: skip
+        ((3, 0), 1),
+        ((1, 2), 2),
+        ((1, -2), 3),
+        ((0, 3), 4),
+        ((0, -3), 5),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,30 @@ from envs.sciworld.tasks import PUBLISHED, VARIATIONS, find_task, num_tasks
 
 # first index of each kind of task in the published lists
 FIRST = {
-    "boil": 0, "melt": 30, "freeze": 60, "change-the-state-of-matter-of": 90, "use-thermometer": 120,
-    "measure-melting-point-known-substance": 660, "measure-melting-point-unknown-substance": 1096, "power-component": 1396,
-    "power-component-renewable-vs-nonrenewable-energy": 1416, "test-conductivity": 1436, "test-conductivity-of-unknown-substances": 2336,
-    "find-living-thing": 2936, "find-non-living-thing": 3236, "find-plant": 3536, "find-animal": 3836, "chemistry-mix": 4136,
-    "chemistry-mix-paint-secondary-color": 4168, "chemistry-mix-paint-tertiary-color": 4204, "lifespan-longest-lived": 4240,
-    "lifespan-shortest-lived": 4365, "lifespan-longest-lived-then-shortest-lived": 4490, "identify-life-stages-1": 4615,
+    "boil": 0,
+    "melt": 30,
+    "freeze": 60,
+    "change-the-state-of-matter-of": 90,
+    "use-thermometer": 120,
+    "measure-melting-point-known-substance": 660,
+    "measure-melting-point-unknown-substance": 1096,
+    "power-component": 1396,
+    "power-component-renewable-vs-nonrenewable-energy": 1416,
+    "test-conductivity": 1436,
+    "test-conductivity-of-unknown-substances": 2336,
+    "find-living-thing": 2936,
+    "find-non-living-thing": 3236,
+    "find-plant": 3536,
+    "find-animal": 3836,
+    "chemistry-mix": 4136,
+    "chemistry-mix-paint-secondary-color": 4168,
+    "chemistry-mix-paint-tertiary-color": 4204,
+    "lifespan-longest-lived": 4240,
+    "lifespan-shortest-lived": 4365,
+    "lifespan-longest-lived-then-shortest-lived": 4490,
+    "identify-life-stages-1": 4615,
     "identify-life-stages-2": 4629,
-}  # fmt: skip
+}
 
 
 def test_indices_mean_what_the_published_lists_mean():

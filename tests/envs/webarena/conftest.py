@@ -14,7 +14,8 @@ HOME = """<!doctype html><title>Mug shop</title><body style="margin:8px;font:16p
 <h1>Mugs</h1>
 <a href="/second">Second page</a> <a href="/popup-target" target="_blank">New window</a>
 <form action="/found"><label>Search <input name="q" aria-label="Search"></label>
-<select name="size" aria-label="Size"><option>Small</option><option>Large</option></select><button>Go</button></form>
+<select name="size" aria-label="Size"><option>Small</option><option>Large</option></select>
+<button>Go</button></form>
 <button onclick="fetch('/slow').then(r => r.text()).then(t => document.getElementById('out').textContent = t)">Load</button>
 <p id="out"></p><p style="display:none">hidden words</p>
 <iframe src="/inner" title="Inner" width="300" height="80"></iframe>
@@ -96,9 +97,16 @@ def task(task_id=0, start="__SHOPPING__/", intent="Find the price of the red mug
         **evaluation,
     }
     return {
-        "sites": ["shopping"], "task_id": task_id, "require_login": False, "storage_state": None, "start_url": start, "geolocation": None,
-        "intent": intent, "require_reset": False, "eval": rules,
-    }  # fmt: skip
+        "sites": ["shopping"],
+        "task_id": task_id,
+        "require_login": False,
+        "storage_state": None,
+        "start_url": start,
+        "geolocation": None,
+        "intent": intent,
+        "require_reset": False,
+        "eval": rules,
+    }
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ def program(path):
     return path
 
 
-def test_a_given_program_comes_first_then_one_without_a_window_of_each_the_systems_before_playwrights(tmp_path, monkeypatch):
+def test_a_given_program_comes_first_then_the_systems_then_playwrights_those_without_a_window_first(tmp_path, monkeypatch):
     downloads = (
         "cache/chromium_headless_shell-1255/chrome-headless-shell-linux64/chrome-headless-shell",
         "cache/chromium-1255/chrome-linux/chrome",

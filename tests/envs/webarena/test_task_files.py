@@ -83,8 +83,11 @@ def test_the_special_forms_of_the_format_occur():
     assert any(" |OR| " in text for target in targets for text in target["required_contents"].get("must_include", ()))
     assert {target["locator"][:9] for target in targets} >= {"", "document.", "[...docum", "func:shop", "func:gitl"}
     assert {re.match(r"last|func:\w+|__", target["url"])[0] for target in targets} == {
-        "last", "__", "func:reddit_get_post_url", "func:shopping_get_latest_order_url",
-    }  # fmt: skip
+        "last",
+        "__",
+        "func:reddit_get_post_url",
+        "func:shopping_get_latest_order_url",
+    }
 
 
 def test_evaluations_hold_what_their_types_need():
