@@ -20,8 +20,7 @@ T = TypeVar("T")
 
 MAX_DIALOGS = 20  # of one step; the tab that opens more is closed
 PAGE_S = 15.0  # for a page to answer one question
-INPUT_S, CHECK_S = 10.0, 5.0  # for it to take keys or a click, and to show that it lives if it does not
-LEFT_S = 0.5  # for it to say still that it took them, once another page has come in its place
+TAKEN_S, INPUT_S = 0.3, 10.0  # for it to take a few keys or a click, and to show that it lives if it does not
 BLANK = "about:blank"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d)")
 _ODD = re.compile(r"[\x00-\x20\x7f\\]")
@@ -94,7 +93,6 @@ class Tab:
         self._in_flight: dict[Request, None] = {}
         self._changed = asyncio.Event()
         self._last = 0.0  # when a request began or ended
-        self._left = asyncio.Event()
         page.on("request", self._began)
         page.on("requestfinished", self._ended)
         page.on("requestfailed", self._ended)
@@ -160,12 +158,6 @@ class Tab:
     def _committed(self, event: dict[str, Any]) -> None:
         if "parentId" not in event["frame"]:
             self.document += 1
-            self._left.set()
-
-    async def left(self) -> None:
-        """Wait until another document comes in place of this one."""
-        self._left.clear()
-        await self._left.wait()
 
     def _crash(self, _: Page) -> None:
         self.crashed = True
@@ -240,27 +232,24 @@ class Tabs:
                 raise BrowserLost("the browser died") from error
             raise
 
-    async def input(self, sent: Awaitable[None]) -> bool:
-        """Keys or a click. False where the page went away under them: it may then never say that they arrived.
+    async def input(self, sent: Awaitable[None]) -> None:
+        """A few keys or a click. A page that goes away under them never says that they arrived: that is no failure of the browser's.
 
-        Errors: as `ask`; Refusal where the page stayed, lives, and did not take them.
+        Errors: as `ask`; Refusal where the page lives and did not take them.
         """
-        taken, left = asyncio.ensure_future(sent), asyncio.ensure_future(self.current.left())
+        taken = asyncio.ensure_future(sent)
         try:
-            await asyncio.wait((taken, left), timeout=INPUT_S, return_when=asyncio.FIRST_COMPLETED)
-            if left.done():
-                await asyncio.wait((taken,), timeout=LEFT_S)
-            if taken.done():
-                await self.ask(taken)
-                return True
-            self.check_alive()
-            if left.done():
-                return False
+            await asyncio.wait((taken,), timeout=TAKEN_S)
+            if not taken.done():
+                with contextlib.suppress(Error):  # it has just become another page
+                    await self.ask(self.current.page.evaluate("0"), INPUT_S)  # answered after what came before it
+                await asyncio.wait((taken,), timeout=TAKEN_S)
+            if not taken.done():
+                self.check_alive()
+                raise Refusal("the page was changing and may not have taken it")
+            await self.ask(taken)
         finally:
             taken.cancel()
-            left.cancel()
-        await self.ask(self.current.page.evaluate("0"), CHECK_S)
-        raise Refusal("the page did not take it")
 
     def check_alive(self) -> None:
         """Errors: BrowserLost."""

@@ -103,7 +103,6 @@ def test_a_page_that_loops_for_ever_ends_its_session_in_time_and_no_other(make_s
 def test_pages_that_never_answer_do_not_hold_up_another_session(make_spec, site, monkeypatch):
     """One step at a time, and three that wait for a site or a page that hangs."""
     monkeypatch.setattr("envs.webarena.tabs.INPUT_S", 6.0)
-    monkeypatch.setattr("envs.webarena.tabs.CHECK_S", 1.0)
     site.pages["/loop"] = "<title>Loop</title><button onclick='for (;;);'>go</button>"
     spec, ended = make_spec(concurrency=1, goto_s=20.0), []
 
@@ -130,37 +129,21 @@ def test_pages_that_never_answer_do_not_hold_up_another_session(make_spec, site,
 
 
 def test_keys_that_never_arrive_are_refused_where_the_page_lives(make_spec, site, monkeypatch):
-    monkeypatch.setattr("envs.webarena.tabs.INPUT_S", 0.5)
-    monkeypatch.setattr("envs.webarena.tabs.CHECK_S", 2.0)
+    monkeypatch.setattr("envs.webarena.tabs.INPUT_S", 2.0)
     site.pages["/loop"] = "<title>Loop</title><button onclick='for (;;);'>go</button>"
     with opened(make_spec()) as one:
         tabs = one.simulator._tabs
-        with pytest.raises(Refusal, match="did not take it"):
+        with pytest.raises(Refusal, match="may not have taken it"):
             tabs.chromium.run(tabs.input(asyncio.sleep(60)), 10)
         one.step("goto [onestopmarket.com/loop]")
         with pytest.raises(BrowserLost, match="does not answer within 2 s"):
             one.click("button", "go")
 
 
-def test_keys_sent_to_a_page_that_is_left_do_not_wait_for_it(make_spec, site):
-    with opened(make_spec()) as one:
-        tabs = one.simulator._tabs
-
-        async def leave():
-            sent = asyncio.create_task(tabs.input(asyncio.sleep(60)))
-            await asyncio.sleep(0.1)
-            await tabs.current.page.goto(f"{site.url}/second")
-            return await sent
-
-        began = time.monotonic()
-        assert tabs.chromium.run(leave(), 20) is False
-        assert time.monotonic() - began < 5
-
-
 def test_typing_into_a_link_is_refused_as_soon_as_the_page_is_left(make_spec, site):
     """The click opens the link; keys that follow it into the old page are never acknowledged."""
     with opened(make_spec()) as one:
-        for text in ("x" * 150, "y" * 500) * 10:
+        for text in ("x" * 150, "y" * 500) * 4:
             began = time.monotonic()
             one.step(f"type [{one.number('link', 'Second page')}] [{text}] [1]")
             assert time.monotonic() - began < 5
