@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 PROTOCOL_VERSION = 1
 TOKEN_VARIABLE = "AGENTGYM_ENV_TOKEN"  # noqa: S105 - in the environment of server and client: the bearer token the one asks for
@@ -95,7 +95,7 @@ class StepReply(Message):
 
     turn: int
     observation: str
-    reward: float  # of this turn; the episode's outcome is the sum
+    reward: FiniteFloat  # of this turn; the episode's outcome is the sum
     terminated: bool  # the task is over
     truncated: bool  # the simulator's own step limit was reached
     success: bool

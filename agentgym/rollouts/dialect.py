@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -100,6 +101,8 @@ class AgentGymSession:
         answer = await self._pool.ask(self.endpoint, "/step", {shape.names_id: self.number, "action": text})
         try:
             observation, figure = str(answer["observation"]), float(answer[shape.reward])
+            if not math.isfinite(figure):
+                raise ValueError(f"reward {figure}")
             terminated, *truncated = (bool(answer[name]) for name in shape.ends)
             done = terminated or any(truncated)
         except (KeyError, TypeError, ValueError) as error:
@@ -181,7 +184,8 @@ class AgentGymPool:
         try:
             shown = await self._repeated(endpoint, "/reset", self.shape.reset(number, item.task_id))
             observation = shown.get("observation") if isinstance(shown, dict) else shown
-            if not isinstance(observation, str) or (isinstance(shown, dict) and shown.get("sites") == "Error"):
+            lacking = self.shape.describes and not (isinstance(shown, dict) and "task_description" in shown)
+            if not isinstance(observation, str) or lacking or (isinstance(shown, dict) and shown.get("sites") == "Error"):
                 raise EnvError(endpoint, "/reset", "", "protocol", f"unexpected answer {json.dumps(shown)[:200]}")
             if self.shape.observes:
                 observation = await self._observe(endpoint, number)

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import math
 import threading
 import time
 from contextlib import asynccontextmanager
@@ -42,6 +43,8 @@ class Counter:
             time.sleep(0.2)
         if action == "odd":
             return StepResult("odd", 0.0, False, info={"not json": object()})
+        if action == "not a number":
+            return StepResult("worth nothing that can be added up", math.nan, False)
         done = self.count == 3
         return StepResult(f"{action} {self.count}", 1.0 if done else 0.0, done, truncated=action == "cut", success=done)
 
@@ -232,7 +235,7 @@ def test_a_crash_closes_its_session_and_leaves_the_others_alone(kind):
     @run
     async def test(client, sessions, simulator):
         first, second = await create(client, "a"), await create(client, "b")
-        for action in ("crash", "odd"):
+        for action in ("crash", "odd", "not a number"):
             reply = await step(client, first, 1, action)
             assert refusal(reply) == (500, "env_crashed")
             assert refusal(await step(client, first, 1)) == (410, "session_gone")

@@ -129,6 +129,7 @@ OPENED = ((200, '{"id": 5}'), (200, '{"observation": "a room"}'))
         ((500, '"boom"'), "env_crashed"),
         ((200, "<html>"), "protocol"),
         ((200, '{"observation": "x", "score": 0.0}'), "protocol"),
+        ((200, '{"observation": "x", "score": NaN, "reward": NaN, "done": false}'), "protocol"),
         ((503, "full"), "full"),
     ],
 )
