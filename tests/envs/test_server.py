@@ -1,8 +1,8 @@
 """The rules of the wire, on the real app and a simulator that counts what is done to it."""
 
 import asyncio
-import sys
 import math
+import sys
 import threading
 import time
 from contextlib import asynccontextmanager
