@@ -1,1 +1,3 @@
-"""The library: rollouts, algorithms, training, evaluation, state. It knows nothing of Prefect or DVC."""
+"""The library: rollouts, algorithms, training, evaluation, state.
+It knows nothing of Prefect or DVC.
+"""

@@ -1,4 +1,6 @@
-"""`python -m agentgym`: what `dvc.yaml` runs, independent of where console scripts are installed."""
+"""`python -m agentgym`: what `dvc.yaml` runs, independent of where console scripts are
+installed.
+"""
 
 import sys
 

@@ -1,8 +1,9 @@
-"""Attention over ragged rows, for the learner's packed batches and the engine's key-value cache alike.
+"""Attention over ragged rows, for the learner's packed batches and the engine's key-value cache
+alike.
 
-A Hugging Face model built with `attn_implementation=RAGGED` runs its linear layers on tokens packed end to end and
-hands queries, keys and values to the `layout` its caller passed to `forward`. One model code serves both sides, so
-what the engine samples from is what the learner trains.
+A Hugging Face model built with `attn_implementation=RAGGED` runs its linear layers on tokens packed
+end to end and hands queries, keys and values to the `layout` its caller passed to `forward`.
+One model code serves both sides, so what the engine samples from is what the learner trains.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ RAGGED = "agentgym_ragged"
 class Layout(Protocol):
     """Where the tokens of a packed forward belong."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
+    ) -> Tensor:
         """query [N, H, D]; key, value [N, KV, D]. Result: [N, H, D]."""
         ...
 
@@ -78,10 +81,15 @@ def require_ragged(model: Any) -> None:
     """Errors: ValueError where the model would ignore the layout without a word."""
     kind = model.config._attn_implementation
     if kind != RAGGED:
-        raise ValueError(f"the model attends by {kind!r}, expected {RAGGED!r}; build it with attn_implementation=RAGGED")
+        raise ValueError(
+            f"the model attends by {kind!r}, expected {RAGGED!r}; build it with"
+            " attn_implementation=RAGGED"
+        )
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, variant: Variant) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, variant: Variant
+) -> Tensor:
     """query [R, H, T, D]; key, value [R, KV, L, D]; mask: bool, broadcast to [R, 1, T, L], true
     where a token may look; None: causal. Result: [R, H, T, D]."""
     grouped = query.shape[1] != key.shape[1]
@@ -97,7 +105,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, vari
         )
     assert mask is not None
     if grouped:
-        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+        key, value = (
+            tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value)
+        )
     scaling = query.shape[-1] ** -0.5 if variant.scaling is None else variant.scaling
     scores = variant.softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / variant.softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
@@ -119,11 +129,15 @@ class PackedRows:
         """starts: [B + 1] int; row b is tokens starts[b]:starts[b + 1]."""
         lengths = starts[1:] - starts[:-1]
         self.num_rows, self.longest = len(lengths), int(lengths.max())
-        self.row = torch.repeat_interleave(torch.arange(self.num_rows, device=starts.device), lengths)
+        self.row = torch.repeat_interleave(
+            torch.arange(self.num_rows, device=starts.device), lengths
+        )
         self.position = torch.arange(int(starts[-1]), device=starts.device) - starts[self.row]
         self._masks: dict[int | None, Tensor] = {}  # by window, shared by the layers of a forward
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
+    ) -> Tensor:
         """Pads for the attention alone; right padding never reaches a real query."""
         padded = [self._pad(tensor) for tensor in (query, key, value)]
         attended = _attend(padded[0], padded[1], padded[2], self._mask(variant), variant)
@@ -147,7 +161,16 @@ class PackedRows:
 class KeyValueCache:
     """Keys and values of `num_slots` growing rows."""
 
-    def __init__(self, *, num_layers: int, num_slots: int, context_tokens: int, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        context_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        like: Tensor,
+    ) -> None:
         shape = (num_layers, num_slots, context_tokens, num_kv_heads, head_dim)
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
 
@@ -169,7 +192,9 @@ class KeyValueCache:
 class CachedRows:
     """New tokens of some slots, attending to everything those slots hold."""
 
-    def __init__(self, cache: KeyValueCache, slots: list[int], cached: list[int], new: list[int]) -> None:
+    def __init__(
+        self, cache: KeyValueCache, slots: list[int], cached: list[int], new: list[int]
+    ) -> None:
         """For each row: its slot, how many tokens the slot holds already, how many come now."""
         device = cache.keys.device
         self.cache = cache
@@ -183,9 +208,15 @@ class CachedRows:
         # one new token beside many would be padded to as many
         single = [index for index, count in enumerate(new) if count == 1]
         several = [index for index, count in enumerate(new) if count > 1]
-        self._groups = [_SlotGroup.of(cache, group, slots, cached, new, ends - lengths) for group in (single, several) if group]
+        self._groups = [
+            _SlotGroup.of(cache, group, slots, cached, new, ends - lengths)
+            for group in (single, several)
+            if group
+        ]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
+    ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.slot, self.position] = key
         values[self.slot, self.position] = value
@@ -199,18 +230,47 @@ class _SlotGroup:
     """Rows of about as many new tokens, padded to the longest and attended to at once."""
 
     @staticmethod
-    def of(cache: KeyValueCache, rows: list[int], slots: list[int], cached: list[int], new: list[int], starts: Tensor) -> _SlotGroup:
-        """rows: which of those that slots, cached and new tell of; starts: where each begins in the packed tokens."""
-        return _SlotGroup(cache, [slots[r] for r in rows], [cached[r] for r in rows], [new[r] for r in rows], starts[rows])
+    def of(
+        cache: KeyValueCache,
+        rows: list[int],
+        slots: list[int],
+        cached: list[int],
+        new: list[int],
+        starts: Tensor,
+    ) -> _SlotGroup:
+        """rows: which of those that slots, cached and new tell of; starts: where each begins in
+        the packed tokens.
+        """
+        return _SlotGroup(
+            cache,
+            [slots[r] for r in rows],
+            [cached[r] for r in rows],
+            [new[r] for r in rows],
+            starts[rows],
+        )
 
-    def __init__(self, cache: KeyValueCache, slots: list[int], cached: list[int], new: list[int], starts: Tensor) -> None:
+    def __init__(
+        self,
+        cache: KeyValueCache,
+        slots: list[int],
+        cached: list[int],
+        new: list[int],
+        starts: Tensor,
+    ) -> None:
         device, num_slots = cache.keys.device, cache.keys.shape[1]
-        # where most slots take part all do, the idle ones for nothing: their keys and values need not be copied then
-        self._slots = None if max(new) == 1 and 2 * len(slots) > num_slots else torch.tensor(slots, device=device)
+        # where most slots take part all do, the idle ones for nothing: their keys and values need
+        # not be copied then
+        self._slots = (
+            None
+            if max(new) == 1 and 2 * len(slots) > num_slots
+            else torch.tensor(slots, device=device)
+        )
         batch = torch.tensor(slots if self._slots is None else range(len(slots)), device=device)
         lengths = torch.tensor(new, device=device)
         row = torch.repeat_interleave(torch.arange(len(slots), device=device), lengths)
-        self._column = torch.arange(len(row), device=device) - (torch.cumsum(lengths, 0) - lengths)[row]
+        self._column = (
+            torch.arange(len(row), device=device) - (torch.cumsum(lengths, 0) - lengths)[row]
+        )
         self._row = batch[row]
         self.token = starts[row] + self._column  # packed index of each
         self._num_rows, self._num_new = num_slots if self._slots is None else len(slots), max(new)
@@ -218,18 +278,27 @@ class _SlotGroup:
         first = torch.zeros(self._num_rows, dtype=torch.int64, device=device)
         first[batch] = torch.tensor(cached, device=device)
         self._query_position = first[:, None, None] + torch.arange(self._num_new, device=device)
-        mask = torch.arange(self._length, device=device) <= self._query_position[..., None]  # [R, 1, T, L]
+        # [R, 1, T, L]
+        mask = torch.arange(self._length, device=device) <= self._query_position[..., None]
         self._masks: dict[int | None, Tensor] = {None: mask}
 
     def attend(self, keys: Tensor, values: Tensor, query: Tensor, variant: Variant) -> Tensor:
-        """keys, values [S, C, KV, D]; query [N, H, D], of which these are the rows `token`. Result: theirs."""
+        """keys, values [S, C, KV, D]; query [N, H, D], of which these are the rows `token`.
+        Result: theirs.
+        """
         padded = query.new_zeros(self._num_rows, self._num_new, *query.shape[1:])
         padded[self._row, self._column] = query[self.token]
         held = [
-            (each[:, : self._length] if self._slots is None else each[self._slots, : self._length]).transpose(1, 2)
+            (
+                each[:, : self._length]
+                if self._slots is None
+                else each[self._slots, : self._length]
+            ).transpose(1, 2)
             for each in (keys, values)
         ]
-        attended = _attend(padded.transpose(1, 2), held[0], held[1], self._mask(variant.window), variant)
+        attended = _attend(
+            padded.transpose(1, 2), held[0], held[1], self._mask(variant.window), variant
+        )
         return attended.transpose(1, 2)[self._row, self._column]
 
     def _mask(self, window: int | None) -> Tensor:

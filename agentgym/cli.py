@@ -26,9 +26,14 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is resumable)."""
+    """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is
+    resumable).
+    """
     arguments = _parser().parse_args(argv)
-    log_to_stderr(logging.INFO if arguments.verbose else logging.WARNING, "%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(
+        logging.INFO if arguments.verbose else logging.WARNING,
+        "%(levelname)s %(name)s: %(message)s",
+    )
     run: Callable[[RunConfig, argparse.Namespace], int] = arguments.run
 
     def command() -> int:
@@ -42,7 +47,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
-    """Run a command; its failures become one line and the exit code every command here has: see `main`. SIGTERM is Ctrl-C."""
+    """Run a command; its failures become one line and the exit code every command here has: see
+    `main`.
+    SIGTERM is Ctrl-C.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return command()
@@ -66,35 +74,93 @@ def say(text: object, *, file: TextIO | None = None, end: str = "\n") -> None:
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--params", default="params.yaml", help="parameter file (default: params.yaml)")
-    common.add_argument("--set", action="append", metavar="key.path=value", help="over the parameter file; may be repeated")
+    common.add_argument(
+        "--params", default="params.yaml", help="parameter file (default: params.yaml)"
+    )
+    common.add_argument(
+        "--set",
+        action="append",
+        metavar="key.path=value",
+        help="over the parameter file; may be repeated",
+    )
     common.add_argument("-v", "--verbose", action="store_true")
-    parser = argparse.ArgumentParser(prog="agentgym", description="Multi-turn reinforcement learning as a pipeline you can trust.")
+    parser = argparse.ArgumentParser(
+        prog="agentgym",
+        description="Multi-turn reinforcement learning as a pipeline you can trust.",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    step = commands.add_parser("step", parents=[common], help="one step of the pipeline, as dvc.yaml runs it")
+    step = commands.add_parser(
+        "step", parents=[common], help="one step of the pipeline, as dvc.yaml runs it"
+    )
     step.add_argument("name")
-    step.add_argument("--out", type=Path, help="also write a pointer to the result (URI, digest, numbers) to this file")
-    step.add_argument("--with-parents", action="store_true", help="first bring the steps it needs to their end")
-    step.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for a step another process runs (default: 0)")
-    step.add_argument("--owner-pipe", action="store_true", help="end when standard input closes, so that no owner leaves it behind")
+    step.add_argument(
+        "--out",
+        type=Path,
+        help="also write a pointer to the result (URI, digest, numbers) to this file",
+    )
+    step.add_argument(
+        "--with-parents", action="store_true", help="first bring the steps it needs to their end"
+    )
+    step.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds to wait for a step another process runs (default: 0)",
+    )
+    step.add_argument(
+        "--owner-pipe",
+        action="store_true",
+        help="end when standard input closes, so that no owner leaves it behind",
+    )
     step.set_defaults(run=_step)
 
-    plan = commands.add_parser("plan", parents=[common], help="what would run, resume or be skipped, and why")
+    plan = commands.add_parser(
+        "plan", parents=[common], help="what would run, resume or be skipped, and why"
+    )
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(run=_plan)
 
     audit = commands.add_parser("audit", parents=[common], help="is a run what it says it is")
-    audit.add_argument("run_name", nargs="?", metavar="RUN", help="the run's name, r and 12 hex digits (default: the configured one)")
+    audit.add_argument(
+        "run_name",
+        nargs="?",
+        metavar="RUN",
+        help="the run's name, r and 12 hex digits (default: the configured one)",
+    )
     every = "or all (default: %(default)s)"
-    audit.add_argument("--episodes", type=some, default=32, metavar="N", help=f"logged episodes to replay per step, {every}")
-    audit.add_argument("--rescore", type=some, default="all", metavar="N", help=f"episodes to rescore per set of weights, {every}")
-    audit.add_argument("--seed", type=int, help="of the draws, to repeat an audit (default: a new one, which is printed)")
-    audit.add_argument("--pointers", type=Path, default=Path("outputs"), help="folder of DVC's pointers (default: %(default)s)")
+    audit.add_argument(
+        "--episodes",
+        type=some,
+        default=32,
+        metavar="N",
+        help=f"logged episodes to replay per step, {every}",
+    )
+    audit.add_argument(
+        "--rescore",
+        type=some,
+        default="all",
+        metavar="N",
+        help=f"episodes to rescore per set of weights, {every}",
+    )
+    audit.add_argument(
+        "--seed",
+        type=int,
+        help="of the draws, to repeat an audit (default: a new one, which is printed)",
+    )
+    audit.add_argument(
+        "--pointers",
+        type=Path,
+        default=Path("outputs"),
+        help="folder of DVC's pointers (default: %(default)s)",
+    )
     audit.add_argument("--json", action="store_true")
     audit.set_defaults(run=_audit)
 
-    compare = commands.add_parser("compare", help="the table of a comparison, from what its runs left in the store")
+    compare = commands.add_parser(
+        "compare", help="the table of a comparison, from what its runs left in the store"
+    )
     compare.add_argument(
         "words",
         nargs="*",
@@ -110,20 +176,51 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true")
     doctor.set_defaults(run=_doctor)
 
-    data = commands.add_parser("data", help="the dataset").add_subparsers(required=True, metavar="COMMAND")
-    importing = data.add_parser("import", parents=[common], help="import the published lists at a revision, with `dvc import`")
-    importing.add_argument("--rev", required=True, help="commit id, tag or branch; the commit it means is pinned")
-    importing.add_argument("--url", help="git repository (default: AgentGym-RL-Data-ID on the Hugging Face Hub)")
-    importing.add_argument("--out", type=Path, default=Path("data/hub/AgentGym-RL-Data-ID"), help="folder (default: %(default)s)")
+    data = commands.add_parser("data", help="the dataset").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    importing = data.add_parser(
+        "import",
+        parents=[common],
+        help="import the published lists at a revision, with `dvc import`",
+    )
+    importing.add_argument(
+        "--rev", required=True, help="commit id, tag or branch; the commit it means is pinned"
+    )
+    importing.add_argument(
+        "--url", help="git repository (default: AgentGym-RL-Data-ID on the Hugging Face Hub)"
+    )
+    importing.add_argument(
+        "--out",
+        type=Path,
+        default=Path("data/hub/AgentGym-RL-Data-ID"),
+        help="folder (default: %(default)s)",
+    )
     importing.set_defaults(run=_import)
     others = data.add_parser(
-        "import-trajectories", parents=[common], help="bring trajectories of others, in AgentGym's published layout, under DVC"
+        "import-trajectories",
+        parents=[common],
+        help="bring trajectories of others, in AgentGym's published layout, under DVC",
     )
-    others.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a JSON list of {item_id, conversations}")
-    others.add_argument("--out", type=Path, help="folder, replaced where it exists (default: data.trajectories)")
-    others.add_argument("--drop-refused", action="store_true", help="leave out rows that cannot be learned from, and say which")
+    others.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="a JSON list of {item_id, conversations}",
+    )
+    others.add_argument(
+        "--out", type=Path, help="folder, replaced where it exists (default: data.trajectories)"
+    )
+    others.add_argument(
+        "--drop-refused",
+        action="store_true",
+        help="leave out rows that cannot be learned from, and say which",
+    )
     others.set_defaults(run=_import_trajectories)
-    validate = data.add_parser("validate", parents=[common], help="check files, schema, splits and leakage")
+    validate = data.add_parser(
+        "validate", parents=[common], help="check files, schema, splits and leakage"
+    )
     validate.set_defaults(run=_validate)
     return parser
 
@@ -192,7 +289,12 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
     steps = plan(cfg)
     if arguments.json:
-        say(json.dumps({"run": f"r{run_key(cfg)[:12]}", "steps": [step.to_json() for step in steps]}, indent=1))
+        say(
+            json.dumps(
+                {"run": f"r{run_key(cfg)[:12]}", "steps": [step.to_json() for step in steps]},
+                indent=1,
+            )
+        )
         return 0
     say(f"run r{run_key(cfg)[:12]}")
     for step in steps:
@@ -219,8 +321,15 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         say(json.dumps(report.to_json(), indent=1))
     else:
         for check in report.checks:
-            found = f"not checked: {check.not_checked}" if check.not_checked else f"{check.counted:<8}{check.note}".rstrip()
-            say(f"{'FAILED' if not check.ok else '-     ' if check.not_checked else 'ok    '}  {check.name:<12} {found}")
+            found = (
+                f"not checked: {check.not_checked}"
+                if check.not_checked
+                else f"{check.counted:<8}{check.note}".rstrip()
+            )
+            say(
+                f"{'FAILED' if not check.ok else '-     ' if check.not_checked else 'ok    '} "
+                f" {check.name:<12} {found}"
+            )
             for failure in check.failures:
                 say(f"        {failure}")
         say(f"audit {'passed' if report.ok else 'FAILED'}; to repeat it: --seed {report.seed}")
@@ -237,7 +346,9 @@ def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     say(f"licence: {imported.licence or 'not known here; see its repository'}")
     for env in dict.fromkeys((*cfg.weights, *PUBLISHED_COUNTS)):
         try:
-            splits = load_splits(imported.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+            splits = load_splits(
+                imported.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
+            )
         except DataError as error:
             if env in cfg.weights:
                 raise
@@ -256,10 +367,15 @@ def _import_trajectories(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     rows, left_out = read_files(arguments.files, cfg, drop_refused=arguments.drop_refused)
     for refusal in left_out:
         say(f"left out: {refusal}")
-    pointer, counts = track_folder(out, lambda folder: write(folder, rows), pattern=FILE.format(env="*"))
+    pointer, counts = track_folder(
+        out, lambda folder: write(folder, rows), pattern=FILE.format(env="*")
+    )
     for env, count in counts.items():
         say(f"{env}: {count} trajectories")
-    say(f"keep in git: {pointer}; to learn from them: --set warm_start.source=trajectories --set data.trajectories={out}")
+    say(
+        f"keep in git: {pointer}; to learn from them: --set warm_start.source=trajectories --set"
+        f" data.trajectories={out}"
+    )
     return 0
 
 
@@ -272,12 +388,17 @@ def _compare(_: RunConfig, arguments: argparse.Namespace) -> int:
     comparison = load_comparison(file)
     cells = cells_of(comparison, (*overrides, *(arguments.set or ())))
     result = table(comparison, cells, *read_rows(cells))
-    say(json.dumps(result, indent=1) if arguments.json else table_markdown(result), end="\n" if arguments.json else "")
+    say(
+        json.dumps(result, indent=1) if arguments.json else table_markdown(result),
+        end="\n" if arguments.json else "",
+    )
     return 0
 
 
 def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    """The run's own items must be in order; of the other lists beside them it is told what is not."""
+    """The run's own items must be in order; of the other lists beside them it is told what is
+    not.
+    """
     from agentgym.data import PUBLISHED_COUNTS, load_splits
     from agentgym.dataset import check_pin
     from agentgym.steps import compare_tasks, load_data, load_recorded
@@ -289,13 +410,22 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     repeated, unknown = compare_tasks(cfg.envs, splits)
     _describe(cfg.env_names, replace(splits, warnings=(*splits.warnings, *repeated, *unknown)))
     if num_recorded:
-        say(f"{cfg.env_names}: {num_recorded} trajectories of train items in {cfg.data.trajectories}")
+        say(
+            f"{cfg.env_names}: {num_recorded} trajectories of train items in"
+            f" {cfg.data.trajectories}"
+        )
     for name in PUBLISHED_COUNTS:
         if name in cfg.weights or not (cfg.data.path / "train" / f"{name}_train.json").exists():
             continue
         try:
-            other = load_splits(cfg.data.path, name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
-            found = [warning for part in compare_tasks((EnvConfig(name=name),), other) for warning in part]
+            other = load_splits(
+                cfg.data.path, name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
+            )
+            found = [
+                warning
+                for part in compare_tasks((EnvConfig(name=name),), other)
+                for warning in part
+            ]
             _describe(name, replace(other, warnings=(*other.warnings, *found)))
         except ConfigError as error:
             say(f"warning: {error}")
@@ -305,5 +435,8 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _describe(env: str, splits: Splits) -> None:
     for warning in splits.warnings:
         say(f"warning: {warning}")
-    sizes = f"{len(splits.train)} train, {len(splits.validation)} validation, {len(splits.test)} test items"
+    sizes = (
+        f"{len(splits.train)} train, {len(splits.validation)} validation, {len(splits.test)} test"
+        " items"
+    )
     say(f"{env}: {sizes}, sha256 {splits.digest[:12]}")

@@ -1,7 +1,9 @@
-"""Which runs a comparison is made of: a YAML file of recipes, horizons and seeds becomes a list of ordinary runs.
+"""Which runs a comparison is made of: a YAML file of recipes, horizons and seeds becomes a list of
+ordinary runs.
 
-A cell is a run like any other, under the keys it would have alone: cells share equal steps with each other and with
-`make pipeline`, and one that is done is done for every comparison it belongs to.
+A cell is a run like any other, under the keys it would have alone: cells share equal steps with
+each other and with `make pipeline`, and one that is done is done for every comparison it belongs
+to.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ from typing import Any, Self
 import yaml
 from pydantic import Field, NonNegativeInt, PositiveFloat, ValidationError, model_validator
 
-from agentgym.config import ConfigError, RunConfig, Section, config_digest, first_line, load_config, read_tree
+from agentgym.config import (
+    ConfigError,
+    RunConfig,
+    Section,
+    config_digest,
+    first_line,
+    load_config,
+    read_tree,
+)
 from agentgym.deploy.owned import owned_process, tail
 from agentgym.steps import finished, open_store, run_key, steps_of, with_parents
 from agentgym.store.files import discard, make_folder, write_temp
@@ -76,7 +86,9 @@ class ExtraCell(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not (self.name or self.recipe or self.horizon):
-            raise ValueError("a cell under `cells` has neither name, recipe nor horizon; give it a name")
+            raise ValueError(
+                "a cell under `cells` has neither name, recipe nor horizon; give it a name"
+            )
         return self
 
 
@@ -92,9 +104,13 @@ class Comparison(Section):
     matrix: Matrix = Matrix()
     cells: tuple[ExtraCell, ...] = ()
     seeds: Seeds = Field(default=(0, 1, 2), min_length=1)
-    contrasts: tuple[tuple[str, str], ...] = ()  # [a, b]: a minus b; two rows, two horizons (per recipe) or two recipes (per horizon)
-    until: str = ""  # last step of every cell; default: the evaluation of its last checkpoint. register and report go further
-    wait_s: PositiveFloat = 3600.0  # how long a cell waits for a step it shares with one that is at work on it
+    # [a, b]: a minus b; two rows, two horizons (per recipe) or two recipes (per horizon)
+    contrasts: tuple[tuple[str, str], ...] = ()
+    # last step of every cell; default: the evaluation of its last checkpoint. register and report
+    # go further
+    until: str = ""
+    # how long a cell waits for a step it shares with one that is at work on it
+    wait_s: PositiveFloat = 3600.0
 
 
 @dataclass(frozen=True)
@@ -147,9 +163,11 @@ def load_comparison(path: Path | str) -> Comparison:
 
 
 def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cell, ...]:
-    """Every cell, row by row. Neighbours have different seeds and so share no step: cells side by side seldom wait.
+    """Every cell, row by row.
+    Neighbours have different seeds and so share no step: cells side by side seldom wait.
 
-    overrides: `key.path=value` over everything a cell says. Errors: ConfigError that names the cell.
+    overrides: `key.path=value` over everything a cell says.
+    Errors: ConfigError that names the cell.
     """
     rows = list(_rows(comparison))
     for name in sorted({row.name for row in rows}):
@@ -162,18 +180,29 @@ def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cel
     for cell in cells:
         other = owners.setdefault((config_digest(cell.cfg.semantic()), cell.until), cell)
         if other is not cell:
-            raise ConfigError(f"{other.title} and {cell.title} are the same run; remove one, or change what sets them apart")
+            raise ConfigError(
+                f"{other.title} and {cell.title} are the same run; remove one, or change what sets"
+                " them apart"
+            )
     return cells
 
 
 def comparison_key(comparison: Comparison, cells: Sequence[Cell]) -> str:
     """Names a comparison with all that changes its table, 64 hex digits."""
     contrasts = [list(pair) for pair in comparison.contrasts]
-    return config_digest({"name": comparison.name, "contrasts": contrasts, "cells": [[c.row, c.run_key, c.until] for c in cells]})
+    return config_digest(
+        {
+            "name": comparison.name,
+            "contrasts": contrasts,
+            "cells": [[c.row, c.run_key, c.until] for c in cells],
+        }
+    )
 
 
 def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[str, str]]:
-    """The pairs of rows that `contrasts` asks for. Errors: ConfigError where a name is none, or two rows are not comparable."""
+    """The pairs of rows that `contrasts` asks for.
+    Errors: ConfigError where a name is none, or two rows are not comparable.
+    """
     first = {cell.row: cell for cell in reversed(cells)}
     pairs = []
     for a, b in comparison.contrasts:
@@ -188,18 +217,28 @@ def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[s
             ]
             found = [(x, y) for x, y in found if first[x].group == first[y].group]
         if not found:
-            raise ConfigError(f"contrasts: [{a}, {b}] names no two rows, nor two horizons of one recipe, nor two recipes of one horizon")
+            raise ConfigError(
+                f"contrasts: [{a}, {b}] names no two rows, nor two horizons of one recipe, nor two"
+                " recipes of one horizon"
+            )
         for x, y in found:
             _check_comparable(first[x], first[y])
         pairs += found
     return list(dict.fromkeys(pairs))
 
 
-def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None, timeout_s: float = CELL_TIMEOUT_S) -> None:
-    """Bring a cell to its end in a process of its own: `agentgym step` with the cell's parameters written out.
+def run_cell(
+    cell: Cell,
+    *,
+    wait_s: float,
+    stop: threading.Event | None = None,
+    timeout_s: float = CELL_TIMEOUT_S,
+) -> None:
+    """Bring a cell to its end in a process of its own: `agentgym step` with the cell's parameters
+    written out.
 
-    stop: once set, the process is ended; what it committed stays. Errors: ConfigError, RuntimeError with the end of the log,
-    both naming the cell; Stopped.
+    stop: once set, the process is ended; what it committed stays.
+    Errors: ConfigError, RuntimeError with the end of the log, both naming the cell; Stopped.
     """
     state = cell.cfg.state_dir
     params = state / "cells" / f"{cell.slug}.yaml"
@@ -211,11 +250,15 @@ def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None, 
     with owned_process(command, log_path=log_path, env={}) as process:
         while process.poll() is None:
             if stop is not None and stop.wait(POLL_S):
-                raise Stopped(f"{cell.title} was stopped; the same command goes on from its last commit")
+                raise Stopped(
+                    f"{cell.title} was stopped; the same command goes on from its last commit"
+                )
             if stop is None:
                 time.sleep(POLL_S)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{cell.title} did not end within {timeout_s:g} s\n{tail(log_path)}")
+                raise RuntimeError(
+                    f"{cell.title} did not end within {timeout_s:g} s\n{tail(log_path)}"
+                )
     if process.returncode:
         kind = ConfigError if process.returncode == BAD_INPUT else RuntimeError
         raise kind(f"{cell.title}: {_last_line(log_path)}; its log is {log_path}")
@@ -246,50 +289,87 @@ def _rows(comparison: Comparison) -> Iterator[_Row]:
     matrix = comparison.matrix
     recipes = _known(matrix.recipes, comparison.recipes, "recipe", "matrix.recipes")
     horizons = _known(matrix.horizons, comparison.horizons, "horizon", "matrix.horizons")
-    product = [ExtraCell(recipe=recipe, horizon=horizon) for recipe in recipes for horizon in horizons]
+    product = [
+        ExtraCell(recipe=recipe, horizon=horizon) for recipe in recipes for horizon in horizons
+    ]
     for cell in (*product, *comparison.cells):
         layers = []
-        for name, table, what in ((cell.recipe, comparison.recipes, "recipe"), (cell.horizon, comparison.horizons, "horizon")):
+        for name, table, what in (
+            (cell.recipe, comparison.recipes, "recipe"),
+            (cell.horizon, comparison.horizons, "horizon"),
+        ):
             if name:
                 layers.append(table[_known([name], table, what, f"cell {cell.name or name}")[0]])
         row = cell.name or " ".join(filter(None, (cell.recipe, cell.horizon)))
         until = cell.until or comparison.until
-        yield _Row(row, cell.recipe, cell.horizon, cell.group, until, cell.seeds or comparison.seeds, (*layers, cell.set))
+        yield _Row(
+            row,
+            cell.recipe,
+            cell.horizon,
+            cell.group,
+            until,
+            cell.seeds or comparison.seeds,
+            (*layers, cell.set),
+        )
 
 
-def _known(names: Sequence[str] | None, table: Mapping[str, Layer], what: str, where: str) -> list[str]:
+def _known(
+    names: Sequence[str] | None, table: Mapping[str, Layer], what: str, where: str
+) -> list[str]:
     for name in names or ():
         if name not in table:
-            raise ConfigError(f"{where}: unknown {what} {name!r}; known: {', '.join(table) or 'none'}")
+            raise ConfigError(
+                f"{where}: unknown {what} {name!r}; known: {', '.join(table) or 'none'}"
+            )
     return list(table if names is None else names)
 
 
 def _cell(comparison: Comparison, row: _Row, seed: int, overrides: Sequence[str]) -> Cell:
     title = f"{row.name} seed {seed}"
     try:
-        cfg = load_config(comparison.params, overrides, layers=(comparison.overrides, *row.layers, {"seed": seed}))
+        cfg = load_config(
+            comparison.params, overrides, layers=(comparison.overrides, *row.layers, {"seed": seed})
+        )
         until = row.until or [name for name in steps_of(cfg) if name.startswith("evaluate-")][-1]
         cell = Cell(row.name, row.recipe, row.horizon, row.group, seed, until, cfg)
         if not any(name.startswith("evaluate-") for name in cell.steps):
-            raise ConfigError(f"it ends with {until} and evaluates nothing; let it end with an evaluation")
+            raise ConfigError(
+                f"it ends with {until} and evaluates nothing; let it end with an evaluation"
+            )
     except ConfigError as error:
         raise ConfigError(f"{title}: {error}") from None
     if cfg.seed != seed:
-        raise ConfigError(f"{title}: seed is overridden by {cfg.seed}; name the seeds in the comparison's file")
+        raise ConfigError(
+            f"{title}: seed is overridden by {cfg.seed}; name the seeds in the comparison's file"
+        )
     return cell
 
 
 def _check_comparable(a: Cell, b: Cell) -> None:
-    """Paired differences need the same items played the same way; the sampling temperature may differ."""
+    """Paired differences need the same items played the same way; the sampling temperature may
+    differ.
+    """
     for name in ("env", "evaluation"):
         ours, theirs = (cell.cfg.semantic()[name] for cell in (a, b))
-        differ = sorted(key for key in ours if ours[key] != theirs[key] and (name, key) != ("evaluation", "temperature"))
+        differ = sorted(
+            key
+            for key in ours
+            if ours[key] != theirs[key] and (name, key) != ("evaluation", "temperature")
+        )
         if differ:
-            raise ConfigError(f"contrasts: {a.row} and {b.row} differ in {name}.{differ[0]}; compare rows that are evaluated alike")
+            raise ConfigError(
+                f"contrasts: {a.row} and {b.row} differ in {name}.{differ[0]}; compare rows that"
+                " are evaluated alike"
+            )
     if a.cfg.evaluation.split != "test":
-        raise ConfigError(f"contrasts: {a.row} is evaluated on validation items, which differ from seed to seed; compare test results")
+        raise ConfigError(
+            f"contrasts: {a.row} is evaluated on validation items, which differ from seed to seed;"
+            " compare test results"
+        )
 
 
 def _last_line(log_path: Path) -> str:
     lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].removeprefix("failed: ").removeprefix("error: ") if lines else "it said nothing"
+    return (
+        lines[-1].removeprefix("failed: ").removeprefix("error: ") if lines else "it said nothing"
+    )

@@ -1,4 +1,6 @@
-"""params.yaml as one frozen, validated tree. A number that changes a result is written there and nowhere else."""
+"""params.yaml as one frozen, validated tree.
+A number that changes a result is written there and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,15 @@ MAX_VALUES = 100_000  # of one parameter file
 
 
 class ConfigError(ValueError):
-    """One line that says what was expected, what came and what to do. Exit code 2; nothing was started."""
+    """One line that says what was expected, what came and what to do.
+    Exit code 2; nothing was started.
+    """
 
 
 def _operational(default: Any, **constraints: Any) -> Any:
-    """A field that changes where or how fast work is done, never its result: it stays out of every key."""
+    """A field that changes where or how fast work is done, never its result: it stays out of
+    every key.
+    """
     return Field(default=default, json_schema_extra={"operational": True}, **constraints)
 
 
@@ -52,21 +58,29 @@ class Section(BaseModel):
             if isinstance(value, tuple) and value and isinstance(value[0], Section):
                 result[name] = [each.semantic() for each in value]
             else:
-                result[name] = value.semantic() if isinstance(value, Section) else json.loads(json.dumps(value))
+                result[name] = (
+                    value.semantic()
+                    if isinstance(value, Section)
+                    else json.loads(json.dumps(value))
+                )
         return result
 
 
 class DataConfig(Section):
-    path: Path = _operational(Path("data/AgentGym-RL-Data-ID"))  # the dataset's digest is in the keys, not its place
-    trajectories: Path = _operational(Path("data/trajectories/imported"))  # of others; read where warm_start.source says so
-    validation_fraction: float = Field(default=0.1, gt=0, lt=0.5)  # share of train items kept for validation
+    # the dataset's digest is in the keys, not its place
+    path: Path = _operational(Path("data/AgentGym-RL-Data-ID"))
+    # of others; read where warm_start.source says so
+    trajectories: Path = _operational(Path("data/trajectories/imported"))
+    # share of train items kept for validation
+    validation_fraction: float = Field(default=0.1, gt=0, lt=0.5)
 
 
 class EnvConfig(Section):
     name: str = Field(default="babyai", pattern="^[a-z0-9-]+$")
     options: dict[str, Any] = Field(default_factory=dict)  # handed to the environment as they are
     weight: PositiveFloat = 1.0  # its share of the items, against the other environments of the run
-    endpoints: tuple[str, ...] = _operational(())  # running servers; a host name stands for all its addresses; empty: one local process
+    # running servers; a host name stands for all its addresses; empty: one local process
+    endpoints: tuple[str, ...] = _operational(())
     # what the endpoints speak: agentgym, AgentGym's own servers; openenv, OpenEnv's contract
     dialect: Literal["native", "agentgym", "openenv"] = "native"
     max_sessions: PositiveInt = _operational(256)  # per server
@@ -90,13 +104,20 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.source == "hub" and not self.name:
-            raise ValueError("model.name is empty; with source hub name a repository or folder, e.g. Qwen/Qwen2.5-7B-Instruct")
+            raise ValueError(
+                "model.name is empty; with source hub name a repository or folder, e.g."
+                " Qwen/Qwen2.5-7B-Instruct"
+            )
         if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads < 32:
             raise ValueError(
-                f"model.hidden_size {self.hidden_size} / num_heads {self.num_heads} must be a whole head dimension >= 32 (vLLM)"
+                f"model.hidden_size {self.hidden_size} / num_heads {self.num_heads} must be a whole"
+                " head dimension >= 32 (vLLM)"
             )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"model.num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"model.num_heads {self.num_heads} must be a multiple of num_kv_heads"
+                f" {self.num_kv_heads}"
+            )
         return self
 
 
@@ -104,7 +125,8 @@ class OptimiserConfig(Section):
     lr: PositiveFloat = 5e-4
     warmup_steps: NonNegativeInt = 10
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    final_lr_fraction: float = Field(default=0.1, ge=0, le=1)  # of lr, reached at the last step (cosine, linear)
+    # of lr, reached at the last step (cosine, linear)
+    final_lr_fraction: float = Field(default=0.1, ge=0, le=1)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: PositiveFloat = 1.0  # global norm
@@ -117,7 +139,9 @@ class WarmStartConfig(Section):
     num_demos: PositiveInt = 300  # expert episodes, or trajectories
     steps: PositiveInt = 80  # optimiser steps
     batch_size: PositiveInt = 32  # demos per step
-    optimiser: OptimiserConfig = OptimiserConfig(lr=2e-3, warmup_steps=20, schedule="cosine", betas=(0.9, 0.98), weight_decay=0.01)
+    optimiser: OptimiserConfig = OptimiserConfig(
+        lr=2e-3, warmup_steps=20, schedule="cosine", betas=(0.9, 0.98), weight_decay=0.01
+    )
 
 
 class RolloutConfig(Section):
@@ -125,14 +149,19 @@ class RolloutConfig(Section):
     group_size: PositiveInt = 8  # samples of each item
     temperature: PositiveFloat = 1.0
     max_new_tokens: PositiveInt = 6  # of one action
-    observation_tokens: PositiveInt = 32  # budget of one observation; used to check that the horizon fits the context
+    # budget of one observation; used to check that the horizon fits the context
+    observation_tokens: PositiveInt = 32
     system_prompt: bool = False  # begin with the environment's instructions
-    action_format: Literal["plain", "react"] = "plain"  # plain: the reply is the action; react: the text after "Action:"
+    # plain: the reply is the action; react: the text after "Action:"
+    action_format: Literal["plain", "react"] = "plain"
     concurrency: PositiveInt = _operational(128)  # episodes in flight
-    episode_timeout_s: PositiveFloat = 120.0  # an episode that takes longer counts as failed, like one whose environment failed
+    # an episode that takes longer counts as failed, like one whose environment failed
+    episode_timeout_s: PositiveFloat = 120.0
     max_attempts: PositiveInt = 3  # of an episode whose environment failed
-    max_env_error_frac: float = Field(default=0.1, ge=0, le=1)  # the run stops above this share of failed episodes
-    max_staleness: int = Field(default=0, ge=0, le=1)  # updates the sampling weights may lag; 1: rollouts overlap the update
+    # the run stops above this share of failed episodes
+    max_env_error_frac: float = Field(default=0.1, ge=0, le=1)
+    # updates the sampling weights may lag; 1: rollouts overlap the update
+    max_staleness: int = Field(default=0, ge=0, le=1)
 
 
 class AlgorithmConfig(Section):
@@ -140,73 +169,100 @@ class AlgorithmConfig(Section):
     # what is None is the recipe's own
     truncated: Truncated | None = None  # what a cut episode counts as; bootstrap needs a critic
     aggregation: Aggregation | None = None  # of token losses
-    constant_length: PositiveInt | None = None  # aggregation constant: action tokens; None: of the longest possible episode
+    # aggregation constant: action tokens; None: of the longest possible episode
+    constant_length: PositiveInt | None = None
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.28
-    dual_clip: float = Field(default=3.0, gt=1)  # recipes with a dual clip: largest loss per unit of negative advantage
+    # recipes with a dual clip: largest loss per unit of negative advantage
+    dual_clip: float = Field(default=3.0, gt=1)
     gamma: float = Field(default=1.0, gt=0, le=1)  # discount per action token
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     critic_lr: PositiveFloat = 1e-3
     critic_warmup_steps: NonNegativeInt = 5  # optimiser steps in which the critic alone learns
     value_clip: PositiveFloat = 0.2
-    kl_coef: float = Field(default=0.0, ge=0)  # of the penalty against the model training started from; 0: no reference model
+    # of the penalty against the model training started from; 0: no reference model
+    kl_coef: float = Field(default=0.0, ge=0)
     kl_estimator: KlEstimator | None = None
     kl_place: KlPlace | None = None
     entropy_coef: float = Field(default=0.0, ge=0)  # of the entropy bonus
-    max_refills: NonNegativeInt = 3  # dynamic sampling: rounds of further items in place of groups with equal rewards
-    overlong_buffer: float = Field(default=0.2, gt=0, le=1)  # last share of the budget in which the penalty grows
+    # dynamic sampling: rounds of further items in place of groups with equal rewards
+    max_refills: NonNegativeInt = 3
+    # last share of the budget in which the penalty grows
+    overlong_buffer: float = Field(default=0.2, gt=0, le=1)
     overlong_penalty: PositiveFloat = 1.0  # reward taken at the end of the budget
-    shuffle_rewards: bool = False  # a control: outcomes are dealt to episodes at random, nothing can be learned
+    # a control: outcomes are dealt to episodes at random, nothing can be learned
+    shuffle_rewards: bool = False
     epochs: PositiveInt = 1  # passes over one batch
     minibatches: PositiveInt = 2  # optimiser updates per pass
-    importance_cap: PositiveFloat = 2.0  # of the train/engine importance weight (truncated importance sampling)
-    max_mismatch_kl: PositiveFloat = 0.05  # nats per token between engine and learner; above it the run stops
+    # of the train/engine importance weight (truncated importance sampling)
+    importance_cap: PositiveFloat = 2.0
+    # nats per token between engine and learner; above it the run stops
+    max_mismatch_kl: PositiveFloat = 0.05
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         recipe = RECIPES.get(self.recipe)
         if recipe is None:
             return self  # the whole configuration says so
-        place, estimator = self.kl_place or recipe.kl_place, self.kl_estimator or recipe.kl_estimator
+        place, estimator = (
+            self.kl_place or recipe.kl_place,
+            self.kl_estimator or recipe.kl_estimator,
+        )
         if place == "loss" and estimator == "k1":
             raise ValueError(
-                f"algorithm.kl_estimator k1 with kl_place loss (recipe {self.recipe}) has no expected gradient and holds the policy "
-                "to nothing; use kl_estimator k2 or k3, or kl_place reward"
+                f"algorithm.kl_estimator k1 with kl_place loss (recipe {self.recipe}) has no"
+                " expected gradient and holds the policy to nothing; use kl_estimator k2 or k3, or"
+                " kl_place reward"
             )
         if place == "reward" and recipe.standardises_groups:
             raise ValueError(
-                f"algorithm.kl_place reward with recipe {self.recipe}, which divides by the deviation of each group: in a group of equal "
-                "outcomes the noise of the KL becomes advantages of +-1; use kl_place loss, or a recipe that does not divide (rloo)"
+                f"algorithm.kl_place reward with recipe {self.recipe}, which divides by the"
+                " deviation of each group: in a group of equal outcomes the noise of the KL"
+                " becomes advantages of +-1; use kl_place loss, or a recipe that does not divide"
+                " (rloo)"
             )
         return self
 
 
 class HorizonConfig(Section):
-    # stepwise is ScalingInter: one stage per value of max_turns; adaptive: one stage, the next value when success stops growing
+    # stepwise is ScalingInter: one stage per value of max_turns; adaptive: one stage, the next
+    # value when success stops growing
     kind: Literal["fixed", "stepwise", "adaptive"] = "stepwise"
     max_turns: tuple[PositiveInt, ...] = Field(default=(4, 8, 12), min_length=1)
     stage_steps: tuple[PositiveInt, ...] = (15, 15, 30)  # optimiser steps per stage
-    window: PositiveInt = 5  # adaptive: optimiser steps whose mean success is compared with that of as many before
+    # adaptive: optimiser steps whose mean success is compared with that of as many before
+    window: PositiveInt = 5
     min_gain: float = Field(default=0.02, ge=0)  # adaptive: a smaller gain ends the present horizon
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.kind == "fixed" and len(self.max_turns) != 1:
-            raise ValueError(f"horizon.max_turns {list(self.max_turns)} has {len(self.max_turns)} values; a fixed horizon takes one")
+            raise ValueError(
+                f"horizon.max_turns {list(self.max_turns)} has {len(self.max_turns)} values; a"
+                " fixed horizon takes one"
+            )
         if self.kind == "adaptive":
             if list(self.max_turns) != sorted(set(self.max_turns)):
-                raise ValueError(f"horizon.max_turns {list(self.max_turns)} of an adaptive horizon must grow from value to value")
+                raise ValueError(
+                    f"horizon.max_turns {list(self.max_turns)} of an adaptive horizon must grow"
+                    " from value to value"
+                )
             if len(self.stage_steps) != 1:
                 raise ValueError(
-                    f"horizon.stage_steps {list(self.stage_steps)} has {len(self.stage_steps)} values; an adaptive horizon is one stage"
+                    f"horizon.stage_steps {list(self.stage_steps)} has {len(self.stage_steps)}"
+                    " values; an adaptive horizon is one stage"
                 )
             return self
         if list(self.max_turns) != sorted(self.max_turns):
-            raise ValueError(f"horizon.max_turns {list(self.max_turns)} must not decrease; sort it or use a fixed horizon")
+            raise ValueError(
+                f"horizon.max_turns {list(self.max_turns)} must not decrease; sort it or use a"
+                " fixed horizon"
+            )
         if len(self.stage_steps) != len(self.max_turns):
             raise ValueError(
-                f"horizon.stage_steps {list(self.stage_steps)} has {len(self.stage_steps)} values for {len(self.max_turns)} stages; "
-                "give one number of steps per value of horizon.max_turns"
+                f"horizon.stage_steps {list(self.stage_steps)} has {len(self.stage_steps)} values"
+                f" for {len(self.max_turns)} stages; give one number of steps per value of"
+                " horizon.max_turns"
             )
         return self
 
@@ -214,12 +270,17 @@ class HorizonConfig(Section):
 class OfflineConfig(Section):
     """What the recipes dpo and agent_evol learn from in one stage."""
 
-    num_items: PositiveInt = 128  # train items sampled at the start of a stage, rollout.group_size times each
+    # train items sampled at the start of a stage, rollout.group_size times each
+    num_items: PositiveInt = 128
     per_item: PositiveInt = 4  # most pairs (dpo) or successes (agent_evol) of one item
     pairs_per_step: PositiveInt = 32  # dpo: of one optimiser step
-    dpo_lr: PositiveFloat = 1e-4  # in place of optimiser.lr: at rates of the other recipes both sides of a pair soon lose all likelihood
-    beta: PositiveFloat = 0.5  # dpo: how strongly the policy is held to the one the stage began with
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # dpo: assumed share of pairs that are the wrong way round
+    # in place of optimiser.lr: at rates of the other recipes both sides of a pair soon lose all
+    # likelihood
+    dpo_lr: PositiveFloat = 1e-4
+    # dpo: how strongly the policy is held to the one the stage began with
+    beta: PositiveFloat = 0.5
+    # dpo: assumed share of pairs that are the wrong way round
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     chunk_items: PositiveInt = _operational(64)  # committed at a time
 
 
@@ -233,14 +294,16 @@ class EvaluationConfig(Section):
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     num_bootstrap: PositiveInt = 2000
     seed: NonNegativeInt = 1
-    min_coverage: float = Field(default=0.95, ge=0, le=1)  # share of episodes that must count, not failed; below it there is no result
+    # share of episodes that must count, not failed; below it there is no result
+    min_coverage: float = Field(default=0.95, ge=0, le=1)
     chunk_items: PositiveInt = _operational(256)  # committed at a time
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if max(self.k) > self.num_samples:
             raise ValueError(
-                f"evaluation.k {list(self.k)} needs num_samples >= {max(self.k)}, got {self.num_samples}; pass@k is undefined for n < k"
+                f"evaluation.k {list(self.k)} needs num_samples >= {max(self.k)}, got"
+                f" {self.num_samples}; pass@k is undefined for n < k"
             )
         return self
 
@@ -255,7 +318,8 @@ class ValidationConfig(Section):
 
 
 class RegistryConfig(Section):
-    model_name: str = Field(default="agentgym-babyai", pattern=r"^[\w .-]+$")  # MLflow refuses / and :, at the end of a run
+    # MLflow refuses / and :, at the end of a run
+    model_name: str = Field(default="agentgym-babyai", pattern=r"^[\w .-]+$")
     alias: str = "champion"
 
 
@@ -265,27 +329,36 @@ class TrackingConfig(Section):
 
 
 class StoreConfig(Section):
-    path: Path = _operational(Path(".agentgym/store"))  # logs and other local state lie beside it, wherever the store is
-    uri: str = _operational("", pattern=r"^$|^s3://[a-z0-9][a-z0-9.-]+(/[\w.-]+)*$")  # s3://bucket/prefix; empty: the folder `path`
+    # logs and other local state lie beside it, wherever the store is
+    path: Path = _operational(Path(".agentgym/store"))
+    # s3://bucket/prefix; empty: the folder `path`
+    uri: str = _operational("", pattern=r"^$|^s3://[a-z0-9][a-z0-9.-]+(/[\w.-]+)*$")
     keep_checkpoints: PositiveInt = _operational(2)  # resumable commits kept per unfinished step
-    lease_ttl_s: PositiveFloat = _operational(30.0)  # a silent holder on another host is fenced off after this
+    # a silent holder on another host is fenced off after this
+    lease_ttl_s: PositiveFloat = _operational(30.0)
 
 
 class RayConfig(Section):
-    """Where a run's actors live (compute ray) or its jobs go (compute ray-job). CPUs and GPUs are what Ray sets aside."""
+    """Where a run's actors live (compute ray) or its jobs go (compute ray-job).
+    CPUs and GPUs are what Ray sets aside.
+    """
 
-    # ray: GCS of a cluster this machine is a node of (host:port, auto); empty: a local one that ends with the step.
-    # ray-job: the dashboard of a cluster, http://host:8265
+    # ray: GCS of a cluster this machine is a node of (host:port, auto); empty: a local one that
+    # ends with the step. ray-job: the dashboard of a cluster, http://host:8265
     address: str = _operational("")
     num_workers: PositiveInt = _operational(1)  # processes that play episodes
     num_ranks: PositiveInt = _operational(1)  # processes that hold the trained weights
     worker_cpus: NonNegativeFloat = _operational(1.0)  # of one worker
     worker_gpus: NonNegativeFloat = _operational(0.0)
-    rank_cpus: NonNegativeFloat = _operational(1.0)  # of one rank, and of a job that trains in its own process
+    # of one rank, and of a job that trains in its own process
+    rank_cpus: NonNegativeFloat = _operational(1.0)
     rank_gpus: NonNegativeFloat = _operational(0.0)
-    max_lost_workers: NonNegativeInt = _operational(8)  # replaced within one step of the pipeline; one more ends it
-    placement_timeout_s: PositiveFloat = _operational(120.0)  # until the cluster has room, and then until a process is there
-    rank_timeout_s: PositiveFloat = _operational(1800.0)  # of one call of the ranks, and of each exchange between them
+    # replaced within one step of the pipeline; one more ends it
+    max_lost_workers: NonNegativeInt = _operational(8)
+    # until the cluster has room, and then until a process is there
+    placement_timeout_s: PositiveFloat = _operational(120.0)
+    # of one call of the ranks, and of each exchange between them
+    rank_timeout_s: PositiveFloat = _operational(1800.0)
     job_attempts: PositiveInt = _operational(2)  # of one step, each under a name of its own
     job_timeout_s: PositiveFloat = _operational(24 * 3600.0)  # of one job
 
@@ -295,7 +368,8 @@ class RunConfig(Section):
 
     seed: NonNegativeInt = 0
     deterministic: bool = False  # one thread, fixed slots: a resumed run ends bit-identical
-    compute: Literal["inline", "ray", "ray-job"] = _operational("inline")  # this process, Ray actors, jobs on a Ray cluster
+    # this process, Ray actors, jobs on a Ray cluster
+    compute: Literal["inline", "ray", "ray-job"] = _operational("inline")
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
     mix: tuple[EnvConfig, ...] = ()  # further environments of the same run
@@ -317,72 +391,104 @@ class RunConfig(Section):
     def _check(self) -> Self:
         recipe = RECIPES.get(self.algorithm.recipe)
         if recipe is None:
-            raise ValueError(f"algorithm.recipe {self.algorithm.recipe!r} is unknown; known: {', '.join(sorted(RECIPES))}")
+            raise ValueError(
+                f"algorithm.recipe {self.algorithm.recipe!r} is unknown; known:"
+                f" {', '.join(sorted(RECIPES))}"
+            )
         if recipe.needs_groups and self.rollout.group_size < 2:
             raise ValueError(
-                f"rollout.group_size {self.rollout.group_size} leaves {self.algorithm.recipe} nothing to compare; "
-                "use at least 2, or a recipe without groups"
+                f"rollout.group_size {self.rollout.group_size} leaves {self.algorithm.recipe}"
+                " nothing to compare; use at least 2, or a recipe without groups"
             )
         if recipe.dynamic_sampling and self.algorithm.truncated == "mask":
-            raise ValueError(f"algorithm.truncated mask empties the groups that {self.algorithm.recipe} compares; use zero")
+            raise ValueError(
+                f"algorithm.truncated mask empties the groups that {self.algorithm.recipe}"
+                " compares; use zero"
+            )
         if self.algorithm.truncated == "bootstrap" and not recipe.needs_critic:
             raise ValueError(
-                f"algorithm.truncated bootstrap needs a critic, and recipe {self.algorithm.recipe} has none; use zero or mask, or ppo"
+                f"algorithm.truncated bootstrap needs a critic, and recipe {self.algorithm.recipe}"
+                " has none; use zero or mask, or ppo"
             )
         if self.warm_start.source == "trajectories" and not self.warm_start.enabled:
-            raise ValueError("warm_start.source trajectories with warm_start.enabled false reads none; enable it, or use source expert")
+            raise ValueError(
+                "warm_start.source trajectories with warm_start.enabled false reads none; enable"
+                " it, or use source expert"
+            )
         if recipe.loop != "rl":
             self._check_offline(recipe.loop)
         if self.deterministic and self.rollout.max_staleness:
-            raise ValueError("rollout.max_staleness 1 overlaps rollouts with the update, which no run repeats; use 0 with deterministic")
+            raise ValueError(
+                "rollout.max_staleness 1 overlaps rollouts with the update, which no run repeats;"
+                " use 0 with deterministic"
+            )
         longest = max(*self.horizon.max_turns, self.evaluation.max_turns, self.validation.max_turns)
         needed = longest * (self.rollout.max_new_tokens + self.rollout.observation_tokens)
         if needed > self.model.context_tokens:
             raise ValueError(
-                f"model.context_tokens {self.model.context_tokens} is too small for {longest} turns of rollout.max_new_tokens "
-                f"{self.rollout.max_new_tokens} + observation_tokens {self.rollout.observation_tokens} = {needed}; "
-                "raise it or shorten the horizon"
+                f"model.context_tokens {self.model.context_tokens} is too small for {longest} turns"
+                f" of rollout.max_new_tokens {self.rollout.max_new_tokens} + observation_tokens"
+                f" {self.rollout.observation_tokens} = {needed}; raise it or shorten the horizon"
             )
         for env in self.envs:
             if env.dialect != "native" and not env.endpoints:
-                raise ValueError(f"env.dialect {env.dialect} of {env.name} needs env.endpoints: such servers are not started here")
+                raise ValueError(
+                    f"env.dialect {env.dialect} of {env.name} needs env.endpoints: such servers are"
+                    " not started here"
+                )
             if env.dialect != "native" and self.rollout.system_prompt:
                 raise ValueError(
-                    f"rollout.system_prompt begins with a server's manual, and one of dialect {env.dialect} ({env.name}) has none"
+                    "rollout.system_prompt begins with a server's manual, and one of dialect"
+                    f" {env.dialect} ({env.name}) has none"
                 )
         names = [env.name for env in self.envs]
         if len(set(names)) < len(names):
-            raise ValueError(f"mix: the environments of a run must have different names, got {', '.join(names)}; remove one")
+            raise ValueError(
+                f"mix: the environments of a run must have different names, got {', '.join(names)};"
+                " remove one"
+            )
         for env in self.envs:
             if self.rollout.concurrency > env.max_sessions * max(1, len(env.endpoints)):
                 raise ValueError(
-                    f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions {env.max_sessions} ({env.name}); "
-                    "lower it or raise the other"
+                    f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions"
+                    f" {env.max_sessions} ({env.name}); lower it or raise the other"
                 )
         for name in ("worker", "rank"):
             if not getattr(self.ray, f"{name}_cpus") + getattr(self.ray, f"{name}_gpus"):
-                raise ValueError(f"ray.{name}_cpus and ray.{name}_gpus are both 0; Ray places only what takes room, a fraction is enough")
+                raise ValueError(
+                    f"ray.{name}_cpus and ray.{name}_gpus are both 0; Ray places only what takes"
+                    " room, a fraction is enough"
+                )
         is_http = self.ray.address.startswith(("http://", "https://"))
         if self.compute == "ray" and self.deterministic:
             raise ValueError(
-                "compute ray plays episodes in several processes, which no run repeats to the bit; use inline with deterministic"
+                "compute ray plays episodes in several processes, which no run repeats to the bit;"
+                " use inline with deterministic"
             )
         if self.compute == "ray-job" and not is_http:
             raise ValueError(
-                f"ray.address {self.ray.address!r} must be a cluster's dashboard for compute ray-job, e.g. http://127.0.0.1:8265"
+                f"ray.address {self.ray.address!r} must be a cluster's dashboard for compute"
+                " ray-job, e.g. http://127.0.0.1:8265"
             )
         if self.compute == "ray" and is_http:
             raise ValueError(
-                f"ray.address {self.ray.address} is a dashboard; compute ray joins host:port or auto, compute ray-job takes URLs"
+                f"ray.address {self.ray.address} is a dashboard; compute ray joins host:port or"
+                " auto, compute ray-job takes URLs"
             )
         return self
 
     def _check_offline(self, loop: Loop) -> None:
         name = self.algorithm.recipe
         if loop in ("sft", "evolve") and not self.warm_start.enabled:
-            raise ValueError(f"recipe {name} learns from demonstrations, and warm_start.enabled false makes none; enable it, or use dpo")
+            raise ValueError(
+                f"recipe {name} learns from demonstrations, and warm_start.enabled false makes"
+                " none; enable it, or use dpo"
+            )
         if self.horizon.kind == "adaptive":
-            raise ValueError(f"horizon.kind adaptive follows success step by step, which recipe {name} does not sample; use stepwise")
+            raise ValueError(
+                f"horizon.kind adaptive follows success step by step, which recipe {name} does not"
+                " sample; use stepwise"
+            )
         for key, given in (
             ("algorithm.kl_coef", self.algorithm.kl_coef),
             ("algorithm.entropy_coef", self.algorithm.entropy_coef),
@@ -390,12 +496,19 @@ class RunConfig(Section):
             ("rollout.max_staleness", self.rollout.max_staleness),
         ):
             if given:
-                raise ValueError(f"{key} {given} means nothing to recipe {name}; leave it out, or use a recipe of reinforcement learning")
+                raise ValueError(
+                    f"{key} {given} means nothing to recipe {name}; leave it out, or use a recipe"
+                    " of reinforcement learning"
+                )
 
     @property
     def data_folders(self) -> dict[str, Path]:
         """The folders of data this run reads, by the setting that names them."""
-        recorded = {"data.trajectories": self.data.trajectories} if self.warm_start.source == "trajectories" else {}
+        recorded = (
+            {"data.trajectories": self.data.trajectories}
+            if self.warm_start.source == "trajectories"
+            else {}
+        )
         return {"data.path": self.data.path, **recorded}
 
     @property
@@ -420,14 +533,22 @@ class RunConfig(Section):
 
     @property
     def tracking_uri(self) -> str:
-        """MLflow's store; absolute, because MLflow freezes relative artifact roots where they were first used."""
+        """MLflow's store; absolute, because MLflow freezes relative artifact roots where they
+        were first used.
+        """
         return self.tracking.uri or f"sqlite:///{(self.state_dir / 'mlflow.db').resolve()}"
 
 
-def load_config(path: Path | str = "params.yaml", overrides: Sequence[str] = (), *, layers: Sequence[Mapping[str, Any]] = ()) -> RunConfig:
+def load_config(
+    path: Path | str = "params.yaml",
+    overrides: Sequence[str] = (),
+    *,
+    layers: Sequence[Mapping[str, Any]] = (),
+) -> RunConfig:
     """Read a params file, apply `key.path=value` overrides, validate.
 
-    A file may begin with `extends: OTHER` (a path relative to itself): its values then lie over the other file's.
+    A file may begin with `extends: OTHER` (a path relative to itself): its values then lie over the
+    other file's.
     layers: mappings shaped like the file, each laid over what came before it, under the overrides.
     Errors: ConfigError with one line, also for a missing file or broken YAML.
     """
@@ -437,7 +558,10 @@ def load_config(path: Path | str = "params.yaml", overrides: Sequence[str] = (),
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
-            raise ConfigError(f"override {override!r} must look like key.path=value, for example optimiser.lr=3e-4")
+            raise ConfigError(
+                f"override {override!r} must look like key.path=value, for example"
+                " optimiser.lr=3e-4"
+            )
         _assign(tree, key.split("."), _parse(text), override)
     _check_size(tree, path)
     try:
@@ -452,17 +576,28 @@ def load_config(path: Path | str = "params.yaml", overrides: Sequence[str] = (),
 
 def config_digest(semantic: dict[str, Any]) -> str:
     """sha256 of the canonical JSON of semantic fields."""
-    return hashlib.sha256(json.dumps(semantic, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(semantic, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The mapping a YAML file holds, laid over the file it extends, if any. Errors: ConfigError with one line."""
+    """The mapping a YAML file holds, laid over the file it extends, if any.
+    Errors: ConfigError with one line.
+    """
     if path.resolve() in extended_by:
-        raise ConfigError(f"{path} extends itself, by way of {', '.join(str(other) for other in extended_by)}; remove one `extends`")
-    if path.suffix not in (".yaml", ".yml"):  # so that no `extends` or flow parameter quotes a key file in its error
+        raise ConfigError(
+            f"{path} extends itself, by way of {', '.join(str(other) for other in extended_by)};"
+            " remove one `extends`"
+        )
+    # so that no `extends` or flow parameter quotes a key file in its error
+    if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"parameter file {path} must end in .yaml or .yml")
     if not path.is_file():
-        raise ConfigError(f"parameter file {path} does not exist; run from the project's root or name one with --params FILE")
+        raise ConfigError(
+            f"parameter file {path} does not exist; run from the project's root or name one with"
+            " --params FILE"
+        )
     try:
         tree = yaml.safe_load(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -471,17 +606,25 @@ def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
     base = tree.pop("extends", None)
-    return tree if base is None else _merge(read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
+    return (
+        tree
+        if base is None
+        else _merge(read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
+    )
 
 
 def _check_size(tree: Any, path: Path | str) -> None:
-    """Errors: ConfigError where aliases (`*name`) unfold to more than a person writes, or to a loop: nobody would finish reading it."""
+    """Errors: ConfigError where aliases (`*name`) unfold to more than a person writes, or to a
+    loop: nobody would finish reading it.
+    """
     waiting, num_values = [tree], 0
     while waiting:
         value = waiting.pop()
         num_values += 1
         if num_values > MAX_VALUES:
-            raise ConfigError(f"{path} unfolds to more than {MAX_VALUES} values; write fewer, or without aliases")
+            raise ConfigError(
+                f"{path} unfolds to more than {MAX_VALUES} values; write fewer, or without aliases"
+            )
         if isinstance(value, dict):
             waiting.extend(value.values())
         elif isinstance(value, list):
@@ -515,20 +658,28 @@ def _assign(tree: dict[str, Any], keys: list[str], value: Any, override: str) ->
     for depth, key in enumerate(keys[:-1]):
         node = tree.setdefault(key, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+            raise ConfigError(
+                f"override {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section"
+            )
         tree = node
     tree[keys[-1]] = value
 
 
 def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str:
-    """The first problem as one line, an unknown key with the nearest known one. root: what was validated."""
+    """The first problem as one line, an unknown key with the nearest known one. root: what was
+    validated.
+    """
     problem = error.errors(include_url=False)[0]
     where = [str(part) for part in problem["loc"]]
     path = ".".join(where)
     if problem["type"] == "extra_forbidden":
         known = _known_keys(where[:-1], root)
         near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.6)
-        hint = f"did you mean {'.'.join([*where[:-1], near[0]])}?" if near else f"known: {', '.join(known)}"
+        hint = (
+            f"did you mean {'.'.join([*where[:-1], near[0]])}?"
+            if near
+            else f"known: {', '.join(known)}"
+        )
         return f"unknown key {path}; {hint}"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
@@ -543,7 +694,11 @@ def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
         if key.isdigit():  # of a list: its entries have one model
             continue
         annotation = model.model_fields[key].annotation
-        inner = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        inner = [
+            kind
+            for kind in (annotation, *get_args(annotation))
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
         if not inner:
             return []
         model = inner[0]

@@ -1,4 +1,6 @@
-"""What a running step sees: its parameters, its parents, and the one way to make progress durable."""
+"""What a running step sees: its parameters, its parents, and the one way to make progress
+durable.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class StepContext:
     store: RunStore
     writer: StepWriter
     parents: dict[str, Manifest]
-    environment: Callable[[bool], AbstractContextManager[Endpoints]]  # offer_expert -> endpoints of running servers
+    # offer_expert -> endpoints of running servers
+    environment: Callable[[bool], AbstractContextManager[Endpoints]]
     progress: Progress = field(default_factory=NoProgress)
     on_commit: Callable[[Manifest], None] = lambda _: None
     _opened_at: float = field(default_factory=time.perf_counter)
@@ -75,9 +78,11 @@ class StepContext:
         trajectories: Sequence[Trajectory] = (),
         records: Mapping[str, bytes] | None = None,
     ) -> Manifest:
-        """Weights first, manifest last, MLflow after that: a kill between any two loses nothing and repeats nothing.
+        """Weights first, manifest last, MLflow after that: a kill between any two loses nothing
+        and repeats nothing.
 
-        blobs: content that another run of the same step would make to the bit; records: what tells of clocks.
+        blobs: content that another run of the same step would make to the bit; records: what tells
+        of clocks.
         """
         earlier = self.writer.head.timings.get("wall_s", 0.0) if self.writer.head else 0.0
         now = time.perf_counter()

@@ -1,4 +1,6 @@
-"""The lists of items an environment is trained and tested on: read, checked, split, and handed out in a seeded order."""
+"""The lists of items an environment is trained and tested on: read, checked, split, and handed
+out in a seeded order.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ import numpy as np
 from agentgym.config import ConfigError, RunConfig
 from agentgym.types import Item
 
-# Items in the published AgentGym-RL-Data-ID, (train, eval); None where the count is not known exactly
+# Items in the published AgentGym-RL-Data-ID, (train, eval); None where the count is not known
+# exactly
 PUBLISHED_COUNTS: dict[str, tuple[int | None, int | None]] = {
     "babyai": (810, 90),
     "textcraft": (374, 100),
@@ -42,24 +45,33 @@ class Splits:
     train: tuple[Item, ...]  # in the order of the file, without the validation items
     validation: tuple[Item, ...]  # taken out of the train file
     test: tuple[Item, ...]  # the eval file
-    digest: str  # sha256 of both lists as data: the files' layout does not matter, the order of items does
+    # sha256 of both lists as data: the files' layout does not matter, the order of items does
+    digest: str
     warnings: tuple[str, ...]  # one line each
 
     def to_json(self) -> bytes:
         """Equal splits give equal bytes; `splits_from_json` gives an equal object back."""
-        row: dict[str, Any] = {name: [item.item_id for item in getattr(self, name)] for name in SPLITS}
-        return json.dumps({**row, "digest": self.digest, "warnings": self.warnings}, separators=(",", ":")).encode()
+        row: dict[str, Any] = {
+            name: [item.item_id for item in getattr(self, name)] for name in SPLITS
+        }
+        return json.dumps(
+            {**row, "digest": self.digest, "warnings": self.warnings}, separators=(",", ":")
+        ).encode()
 
 
 def splits_from_json(data: bytes) -> Splits:
     """Errors: ValueError or KeyError where `data` is not what `Splits.to_json` wrote."""
     row = json.loads(data)
-    train, validation, test = (tuple(Item(*parse_item_id(item_id), name) for item_id in row[name]) for name in SPLITS)
+    train, validation, test = (
+        tuple(Item(*parse_item_id(item_id), name) for item_id in row[name]) for name in SPLITS
+    )
     return Splits(train, validation, test, row["digest"], tuple(row["warnings"]))
 
 
 def data_digest(path: Path, *envs: str) -> str:
-    """sha256 over the bytes of the files a run reads, without looking inside. Errors: DataError where they are not there."""
+    """sha256 over the bytes of the files a run reads, without looking inside.
+    Errors: DataError where they are not there.
+    """
     digest = hashlib.sha256()
     for file in (path / pattern.format(env=env) for env in envs for pattern in _FILES.values()):
         if not file.is_file():
@@ -71,9 +83,16 @@ def data_digest(path: Path, *envs: str) -> str:
 def _not_there(path: Path, file: Path) -> DataError:
     """Is the whole dataset missing, or an environment it knows nothing of."""
     if not path.is_dir():
-        return DataError(f"dataset not pulled: {file} does not exist; run `dvc pull {path}.dvc`, or set data.path to its folder")
-    found = sorted(each.name.removesuffix("_train.json") for each in path.glob("train/*_train.json"))
-    return DataError(f"{file} does not exist; {path} has lists for: {', '.join(found) or 'no environment'}")
+        return DataError(
+            f"dataset not pulled: {file} does not exist; run `dvc pull {path}.dvc`, or set"
+            " data.path to its folder"
+        )
+    found = sorted(
+        each.name.removesuffix("_train.json") for each in path.glob("train/*_train.json")
+    )
+    return DataError(
+        f"{file} does not exist; {path} has lists for: {', '.join(found) or 'no environment'}"
+    )
 
 
 def has_lists(path: Path, env: str) -> bool:
@@ -82,14 +101,29 @@ def has_lists(path: Path, env: str) -> bool:
 
 
 def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
-    """The splits of several environments as one, `interleave`d, so that any first part of a split has their shares."""
-    items = {name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights)) for name in SPLITS}
-    digest = hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest() if len(parts) > 1 else parts[0].digest
-    return Splits(**items, digest=digest, warnings=tuple(warning for part in parts for warning in part.warnings))
+    """The splits of several environments as one, `interleave`d, so that any first part of a
+    split has their shares.
+    """
+    items = {
+        name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights))
+        for name in SPLITS
+    }
+    digest = (
+        hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest()
+        if len(parts) > 1
+        else parts[0].digest
+    )
+    return Splits(
+        **items,
+        digest=digest,
+        warnings=tuple(warning for part in parts for warning in part.warnings),
+    )
 
 
 def interleave(items: Sequence[Item], weights: Mapping[str, float]) -> list[Item]:
-    """All of them, environments taking turns by weight while they have any, each one's items in the order they came in."""
+    """All of them, environments taking turns by weight while they have any, each one's items in
+    the order they came in.
+    """
     waiting: dict[str, list[Item]] = {}
     for item in reversed(items):
         waiting.setdefault(item.env, []).append(item)
@@ -104,7 +138,9 @@ def interleave(items: Sequence[Item], weights: Mapping[str, float]) -> list[Item
 
 
 def turns_of(weights: Mapping[str, float]) -> Iterator[str]:
-    """Whose turn it is, for ever: whoever is furthest behind its share, of equals the one named first."""
+    """Whose turn it is, for ever: whoever is furthest behind its share, of equals the one named
+    first.
+    """
     total, counts = sum(weights.values()), dict.fromkeys(weights, 0)
     for number in itertools.count(1):
         env = max(weights, key=lambda name: number * weights[name] / total - counts[name])
@@ -113,10 +149,12 @@ def turns_of(weights: Mapping[str, float]) -> Iterator[str]:
 
 
 def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) -> Splits:
-    """Read `train/<env>_train.json` and `eval/<env>_test.json` under `path`, the layout of the set on the Hub.
+    """Read `train/<env>_train.json` and `eval/<env>_test.json` under `path`, the layout of the set
+    on the Hub.
 
-    An item is for validation where a hash of (seed, item) falls below `validation_fraction`, so adding items never moves
-    old ones between splits. Errors: DataError with one line that names up to five culprits.
+    An item is for validation where a hash of (seed, item) falls below `validation_fraction`, so
+    adding items never moves old ones between splits.
+    Errors: DataError with one line that names up to five culprits.
     """
     if not path.is_dir():
         raise _not_there(path, path)
@@ -137,8 +175,8 @@ def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) 
     for name, items in (("train", train), ("validation", validation)):
         if not items:
             raise DataError(
-                f"{env}: no item is left for {name}: {len(ids['train'])} train items at data.validation_fraction {validation_fraction}; "
-                "add items or change the fraction"
+                f"{env}: no item is left for {name}: {len(ids['train'])} train items at"
+                f" data.validation_fraction {validation_fraction}; add items or change the fraction"
             )
     canonical = json.dumps({"env": env, **ids}, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
@@ -148,22 +186,29 @@ def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) 
 def repeated_tasks(items: Sequence[Item], digests: Sequence[str | None]) -> tuple[str, ...]:
     """Warnings, one line each: tasks that stand in the splits under several ids.
 
-    items: of one environment, splits one after the other; digests: of the task of each (see `task_identities`).
+    items: of one environment, splits one after the other; digests: of the task of each (see
+    `task_identities`).
     Errors: DataError where an item names no task.
     """
     missing = [item.item_id for item, digest in zip(items, digests, strict=True) if digest is None]
     if missing:
-        raise DataError(f"{items[0].env}: {_some(missing)} name no task of the environment as it is set; correct the lists or its options")
+        raise DataError(
+            f"{items[0].env}: {_some(missing)} name no task of the environment as it is set;"
+            " correct the lists or its options"
+        )
     first: dict[str | None, Item] = {}
     found: dict[tuple[str, str], list[str]] = {}
     for item, digest in zip(items, digests, strict=True):
         earlier = first.setdefault(digest, item)
         if earlier is not item:
-            found.setdefault((item.split, earlier.split), []).append(f"{item.item_id} = {earlier.item_id}")
+            found.setdefault((item.split, earlier.split), []).append(
+                f"{item.item_id} = {earlier.item_id}"
+            )
     sizes = Counter(item.split for item in items)
     return tuple(
-        f"{items[0].env}: {len(pairs)} of {sizes[split]} {split} items are the same task as {'another' if split == other else 'a'} "
-        f"{other} item: {_some(pairs)}{'' if split == other else f'; {split} is not held out'}"
+        f"{items[0].env}: {len(pairs)} of {sizes[split]} {split} items are the same task as"
+        f" {'another' if split == other else 'a'} {other} item:"
+        f" {_some(pairs)}{'' if split == other else f'; {split} is not held out'}"
         for (split, other), pairs in found.items()
     )
 
@@ -174,20 +219,34 @@ def _some(names: Sequence[str]) -> str:
 
 
 def parse_item_id(item_id: str) -> tuple[str, int]:
-    """AgentGym's rule: the environment is the text before the first `_`, the index the digits after the last; -1 where there are none."""
+    """AgentGym's rule: the environment is the text before the first `_`, the index the digits
+    after the last; -1 where there are none.
+    """
     digits = item_id.rpartition("_")[2]
     return item_id.partition("_")[0], int(digits) if re.fullmatch("[0-9]{1,18}", digits) else -1
 
 
 class ItemStream:
-    """An endless, seeded order of items. Environments take turns by weight; of each, every epoch is a new shuffle of all its items.
+    """An endless, seeded order of items.
+    Environments take turns by weight; of each, every epoch is a new shuffle of all its items.
 
-    `position` counts the items handed out and is the whole state: a stream built with another one's position goes on where
-    that one stands. Batches cross epochs without a gap, and a batch of at most a third of the items never holds one twice.
+    `position` counts the items handed out and is the whole state: a stream built with another one's
+    position goes on where that one stands.
+    Batches cross epochs without a gap, and a batch of at most a third of the items never holds one
+    twice.
     """
 
-    def __init__(self, items: Sequence[Item], *, seed: int, position: int = 0, weights: Mapping[str, float] | None = None) -> None:
-        """weights: share of each environment; None: equal ones. Errors: ValueError where an environment has no item."""
+    def __init__(
+        self,
+        items: Sequence[Item],
+        *,
+        seed: int,
+        position: int = 0,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """weights: share of each environment; None: equal ones.
+        Errors: ValueError where an environment has no item.
+        """
         if position < 0:
             raise ValueError(f"stream position {position} must be >= 0")
         if weights is None:
@@ -195,19 +254,32 @@ class ItemStream:
         own = {env: [item for item in items if item.env == env] for env in weights}
         if not own or not all(own.values()):
             empty = ", ".join(env for env in own if not own[env])
-            raise ValueError(f"an item stream needs at least one item, got none{f' of {empty}' if empty else ''}")
+            raise ValueError(
+                f"an item stream needs at least one item, got none{f' of {empty}' if empty else ''}"
+            )
         self.position = position
         self._weights = weights
         self._turns = turns_of(weights)
         passed = Counter(itertools.islice(self._turns, position))
-        self._streams = {env: _Epochs(each, seed=seed, position=passed[env]) for env, each in own.items()}
+        self._streams = {
+            env: _Epochs(each, seed=seed, position=passed[env]) for env, each in own.items()
+        }
 
     def most_distinct(self) -> int:
         """The largest `n` of which no `next(n)` holds an item twice, wherever the stream stands."""
-        shares = {env: weight / sum(self._weights.values()) for env, weight in self._weights.items()}
-        # of k environments one is less than a turn ahead of its share, so another less than k - 1 behind: k turns between them
+        shares = {
+            env: weight / sum(self._weights.values()) for env, weight in self._weights.items()
+        }
+        # of k environments one is less than a turn ahead of its share, so another less than k - 1
+        # behind: k turns between them
         slack = len(shares) if len(shares) > 1 else 0
-        return max(0, min(int((stream.num_items // 3 - slack) / shares[env]) for env, stream in self._streams.items()))
+        return max(
+            0,
+            min(
+                int((stream.num_items // 3 - slack) / shares[env])
+                for env, stream in self._streams.items()
+            ),
+        )
 
     def next(self, n: int) -> list[Item]:
         """The next `n` items."""
@@ -217,7 +289,12 @@ class ItemStream:
 
 def train_stream(cfg: RunConfig, splits: Splits, state: Mapping[str, Any]) -> ItemStream:
     """The train items as they come after the commit with this state."""
-    return ItemStream(splits.train, seed=cfg.seed, weights=cfg.weights, position=int(state.get("stream_position", 0)))
+    return ItemStream(
+        splits.train,
+        seed=cfg.seed,
+        weights=cfg.weights,
+        position=int(state.get("stream_position", 0)),
+    )
 
 
 class _Epochs:
@@ -242,17 +319,26 @@ class _Epochs:
         return self._items[self._order[index]]
 
     def _order_of(self, epoch: int) -> list[int]:
-        """The epoch's shuffle, with the items that closed the epoch before moved back to its middle."""
+        """The epoch's shuffle, with the items that closed the epoch before moved back to its
+        middle.
+        """
         order = self._shuffle(epoch)
         if epoch == 0:
             return order
-        # only the first two thirds are rearranged, so the last third of any epoch is known without its predecessors
+        # only the first two thirds are rearranged, so the last third of any epoch is known without
+        # its predecessors
         cut = len(order) - len(order) // 3
         recent = set(self._shuffle(epoch - 1)[cut:])
-        return [i for i in order[:cut] if i not in recent] + [i for i in order[:cut] if i in recent] + order[cut:]
+        return (
+            [i for i in order[:cut] if i not in recent]
+            + [i for i in order[:cut] if i in recent]
+            + order[cut:]
+        )
 
     def _shuffle(self, epoch: int) -> list[int]:
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, epoch))))
+        generator = np.random.Generator(
+            np.random.Philox(np.random.SeedSequence((self._seed, epoch)))
+        )
         return [int(index) for index in generator.permutation(len(self._items))]
 
 
@@ -266,7 +352,9 @@ def _read_ids(root: Path, name: str) -> list[str]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # bad JSON or bad UTF-8
-        raise DataError(f"{path} is not valid JSON ({error}); restore it with `dvc pull --force {root}.dvc`") from None
+        raise DataError(
+            f"{path} is not valid JSON ({error}); restore it with `dvc pull --force {root}.dvc`"
+        ) from None
     expected = f"{path} must hold a list of objects with the text field item_id"
     if not isinstance(rows, list):
         raise DataError(f"{expected}, got {type(rows).__name__}")
@@ -279,7 +367,9 @@ def _read_ids(root: Path, name: str) -> list[str]:
 
 
 def _validate(rows: list[tuple[str, str, int, str]], env: str, path: Path) -> None:
-    """Check the table (item_id, env, task_id, split) of both files. Errors: DataError for the first rule that fails."""
+    """Check the table (item_id, env, task_id, split) of both files.
+    Errors: DataError for the first rule that fails.
+    """
     # pandas and pandera take seconds to import and only this function needs them
     import pandas as pd
     import pandera.pandas as pa
@@ -310,24 +400,45 @@ def _validate(rows: list[tuple[str, str, int, str]], env: str, path: Path) -> No
         failures = error.failure_cases
     else:
         return
-    of_column = failures["schema_context"].eq("Column")  # a check of whole rows reports a row once per column, too
+    # a check of whole rows reports a row once per column, too
+    of_column = failures["schema_context"].eq("Column")
     rules = (
-        (of_column & failures["column"].eq("env"), f"belong to another environment; an item of {env} is `{env}_<index>`"),
-        (of_column & failures["column"].eq("task_id"), f"do not end in an index >= 0; write `{env}_<index>`"),
-        (failures["check"].eq("duplicate"), "are listed more than once in one split; remove the repeated entries"),
-        (failures["check"].eq("leak"), "are in the train and in the eval list; remove them from one, or the test is not held out"),
+        (
+            of_column & failures["column"].eq("env"),
+            f"belong to another environment; an item of {env} is `{env}_<index>`",
+        ),
+        (
+            of_column & failures["column"].eq("task_id"),
+            f"do not end in an index >= 0; write `{env}_<index>`",
+        ),
+        (
+            failures["check"].eq("duplicate"),
+            "are listed more than once in one split; remove the repeated entries",
+        ),
+        (
+            failures["check"].eq("leak"),
+            (
+                "are in the train and in the eval list; remove them from one, or the test is not"
+                " held out"
+            ),
+        ),
     )
     for mask, advice in rules:
-        culprits = list(dict.fromkeys(table.loc[failures.loc[mask, "index"].astype(int), "item_id"]))
+        culprits = list(
+            dict.fromkeys(table.loc[failures.loc[mask, "index"].astype(int), "item_id"])
+        )
         if culprits:
             raise DataError(f"{path}, {env}: {_some(culprits)} {advice}")
-    raise DataError(f"{path}, {env}: the table of items does not fit its schema: {failures.iloc[0].to_dict()}")
+    raise DataError(
+        f"{path}, {env}: the table of items does not fit its schema: {failures.iloc[0].to_dict()}"
+    )
 
 
 def _count_warnings(env: str, ids: dict[str, list[str]]) -> tuple[str, ...]:
     published = zip(_FILES, PUBLISHED_COUNTS.get(env, (None, None)), strict=True)
     return tuple(
-        f"{env}: {len(ids[split])} {split} items, the published list has {count}; do not compare results with published ones"
+        f"{env}: {len(ids[split])} {split} items, the published list has {count}; do not compare"
+        " results with published ones"
         for split, count in published
         if count is not None and count != len(ids[split])
     )

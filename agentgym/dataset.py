@@ -1,4 +1,5 @@
-"""The dataset under DVC: imported at one revision of its git repository, and compared with what its `.dvc` file pins.
+"""The dataset under DVC: imported at one revision of its git repository, and compared with what
+its `.dvc` file pins.
 
 DVC is a program here, run as a child process; nothing of it is imported.
 """
@@ -33,7 +34,10 @@ T = TypeVar("T")
 _SHA = re.compile(r"[0-9a-f]{40}")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # what DVC runs in: it ends when this process does
-_DVC = "import sys; from agentgym.deploy.owned import end_with_owner; end_with_owner(); from dvc.cli import main; sys.exit(main())"
+_DVC = (
+    "import sys; from agentgym.deploy.owned import end_with_owner; end_with_owner(); from dvc.cli"
+    " import main; sys.exit(main())"
+)
 
 
 class DvcError(RuntimeError):
@@ -58,24 +62,36 @@ def run_dvc(*arguments: str, timeout_s: float) -> str:
     environment = {"DVC_NO_ANALYTICS": "1", "GIT_TERMINAL_PROMPT": "0"}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        with owned_process([sys.executable, "-c", _DVC, *arguments], log_path=log, env=environment) as process:
+        with owned_process(
+            [sys.executable, "-c", _DVC, *arguments], log_path=log, env=environment
+        ) as process:
             try:
                 code = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                raise DvcError(f"`{shown}` did not end within {timeout_s:g} s; run it by hand to see where it hangs") from None
+                raise DvcError(
+                    f"`{shown}` did not end within {timeout_s:g} s; run it by hand to see where it"
+                    " hangs"
+                ) from None
         said = log.read_text(errors="replace").strip()
     if code:
-        errors = [line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")]
+        errors = [
+            line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")
+        ]
         raise DvcError(f"`{shown}` failed ({code}): {' | '.join(errors) or said[-500:]}")
     return said
 
 
 def import_dataset(url: str, rev: str, out: Path) -> Imported:
-    """Import the whole git repository at `url` into the folder `out`, at one commit, with `dvc import`.
+    """Import the whole git repository at `url` into the folder `out`, at one commit, with `dvc
+    import`.
 
-    rev: a full commit id, or a branch or tag, which is resolved now: the `.dvc` file pins the commit. What is imported
-    already at that commit stays as it is, or is brought back where its folder is gone. A killed import starts over.
-    Errors: ConfigError for what a person can correct, DataError where the folder is not what it was, DvcError.
+    rev: a full commit id, or a branch or tag, which is resolved now: the `.dvc` file pins the
+    commit.
+    What is imported already at that commit stays as it is, or is brought back where its folder is
+    gone.
+    A killed import starts over.
+    Errors: ConfigError for what a person can correct, DataError where the folder is not what it
+    was, DvcError.
     """
     _check_project(out)
     if Path(url).is_dir():
@@ -85,27 +101,50 @@ def import_dataset(url: str, rev: str, out: Path) -> Imported:
     sha = rev if pinned == (url, rev) else _resolve(url, rev)
     if pinned is None:
         if out.exists() and not begun.is_file():
-            raise ConfigError(f"{out} exists and was not imported; move it away, or name another folder with --out")
+            raise ConfigError(
+                f"{out} exists and was not imported; move it away, or name another folder with"
+                " --out"
+            )
         out.parent.mkdir(parents=True, exist_ok=True)
         begun.touch()
         try:
-            run_dvc("import", "--rev", sha, "--force", "--out", str(out), "--", url, ".", timeout_s=IMPORT_TIMEOUT_S)
+            run_dvc(
+                "import",
+                "--rev",
+                sha,
+                "--force",
+                "--out",
+                str(out),
+                "--",
+                url,
+                ".",
+                timeout_s=IMPORT_TIMEOUT_S,
+            )
             _refuse_lfs_pointers(out, pointer, url)
         except DvcError as error:
             if not out.exists():
                 discard(begun)
             if "revision" in str(error).lower() and sha in str(error):
-                raise ConfigError(f"{url} has no commit {sha}; give one that a branch or tag of it contains") from None
+                raise ConfigError(
+                    f"{url} has no commit {sha}; give one that a branch or tag of it contains"
+                ) from None
             raise
     elif pinned != (url, sha):
         raise ConfigError(
-            f"{pointer} pins {pinned[0]} at {pinned[1]}, not {url} at {sha}; name another folder with --out, "
-            f"or run `dvc remove {pointer}` first"
+            f"{pointer} pins {pinned[0]} at {pinned[1]}, not {url} at {sha}; name another folder"
+            f" with --out, or run `dvc remove {pointer}` first"
         )
     elif not out.is_dir():
         run_dvc("pull", str(pointer), timeout_s=IMPORT_TIMEOUT_S)
     check_pin(out)
-    licence = next((licence for name, licence in LICENCES.items() if url.removesuffix(".git").endswith(f"/{name}")), None)
+    licence = next(
+        (
+            licence
+            for name, licence in LICENCES.items()
+            if url.removesuffix(".git").endswith(f"/{name}")
+        ),
+        None,
+    )
     if licence is not None:
         _note_licence(pointer, licence)
     discard(begun)
@@ -113,21 +152,36 @@ def import_dataset(url: str, rev: str, out: Path) -> Imported:
 
 
 def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tuple[Path, T]:
-    """Have `write` fill the folder `out`, and pin it with `dvc add`. Result: the `.dvc` file, and what `write` returned.
+    """Have `write` fill the folder `out`, and pin it with `dvc add`.
+    Result: the `.dvc` file, and what `write` returned.
 
-    What DVC tracks there already is replaced where it is of the same kind, DVC keeps the earlier content. One that was killed starts over.
+    What DVC tracks there already is replaced where it is of the same kind, DVC keeps the earlier
+    content.
+    One that was killed starts over.
     pattern: of the names of files of that kind.
     Errors: ConfigError where the folder is somebody's own or holds other files; DvcError.
     """
     _check_project(out)
     pointer, begun = out.with_name(f"{out.name}.dvc"), out.with_name(f".{out.name}.importing")
-    others = sorted(path.name for path in out.rglob("*") if not path.match(pattern)) if out.is_dir() else []
+    others = (
+        sorted(path.name for path in out.rglob("*") if not path.match(pattern))
+        if out.is_dir()
+        else []
+    )
     if others:
-        raise ConfigError(f"{out} holds {others[0]}, which is none of {pattern}; name another folder with --out")
+        raise ConfigError(
+            f"{out} holds {others[0]}, which is none of {pattern}; name another folder with --out"
+        )
     if not begun.is_file() and out.exists() != pointer.is_file():
         if out.exists():
-            raise ConfigError(f"{out} exists and is not tracked by DVC; move it away, or name another folder with --out")
-        raise ConfigError(f"{pointer} tracks a folder that is not here; run `dvc pull {pointer}` first, or name another with --out")
+            raise ConfigError(
+                f"{out} exists and is not tracked by DVC; move it away, or name another folder with"
+                " --out"
+            )
+        raise ConfigError(
+            f"{pointer} tracks a folder that is not here; run `dvc pull {pointer}` first, or name"
+            " another with --out"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     begun.touch()
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".") as folder:
@@ -143,9 +197,11 @@ def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tupl
 
 
 def check_pin(path: Path) -> None:
-    """Compare the folder with the `.dvc` file beside it, byte for byte; nothing where there is no such file.
+    """Compare the folder with the `.dvc` file beside it, byte for byte; nothing where there is no
+    such file.
 
-    DVC itself trusts its cache and, unless a remote has `verify`, what a remote hands out. Errors: DataError where they differ.
+    DVC itself trusts its cache and, unless a remote has `verify`, what a remote hands out.
+    Errors: DataError where they differ.
     """
     pointer = path.with_name(f"{path.name}.dvc")
     if not pointer.is_file():
@@ -154,9 +210,11 @@ def check_pin(path: Path) -> None:
     expected, found = str(outs[0].get("md5")), _folder_md5(path)
     if found != expected:
         raise DataError(
-            f"digest mismatch: {path} is not what {pointer} pins: expected md5 {expected}, got {found}; if the files were changed here, "
-            f"`dvc checkout --force {pointer}` brings the pinned ones back and `dvc add {path}` pins the new ones; if `dvc pull` brought "
-            "them, its remote is damaged: delete them and .dvc/cache, mend the remote and set its `verify`"
+            f"digest mismatch: {path} is not what {pointer} pins: expected md5 {expected}, got"
+            f" {found}; if the files were changed here, `dvc checkout --force {pointer}` brings the"
+            f" pinned ones back and `dvc add {path}` pins the new ones; if `dvc pull` brought them,"
+            " its remote is damaged: delete them and .dvc/cache, mend the remote and set its"
+            " `verify`"
         )
 
 
@@ -175,19 +233,31 @@ def _check_project(out: Path) -> None:
     here = Path.cwd()
     root = next((folder for folder in (here, *here.parents) if (folder / ".dvc").is_dir()), None)
     if root is None:
-        raise ConfigError(f"{here} is not inside a DVC project; run this in a clone of this project, or after `git init && dvc init`")
+        raise ConfigError(
+            f"{here} is not inside a DVC project; run this in a clone of this project, or after"
+            " `git init && dvc init`"
+        )
     if not out.resolve().is_relative_to(root):
-        raise ConfigError(f"--out {out} is outside of the DVC project {root}; name a folder inside it")
+        raise ConfigError(
+            f"--out {out} is outside of the DVC project {root}; name a folder inside it"
+        )
 
 
 def _refuse_lfs_pointers(out: Path, pointer: Path, url: str) -> None:
-    """DVC takes the pointer for the file where it does not get the file. Errors: DvcError, with nothing pinned."""
+    """DVC takes the pointer for the file where it does not get the file.
+    Errors: DvcError, with nothing pinned.
+    """
     for file in sorted(out.rglob("*")):
-        if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_LFS_POINTER):
+        if (
+            file.is_file()
+            and file.stat().st_size < 1024
+            and file.read_bytes().startswith(_LFS_POINTER)
+        ):
             discard(pointer)
             raise DvcError(
-                f"{file.relative_to(out)} of {url} is in Git LFS, and its content could not be fetched (LFS works over http and ssh, "
-                "not from a folder or file://); nothing was pinned, try again"
+                f"{file.relative_to(out)} of {url} is in Git LFS, and its content could not be"
+                " fetched (LFS works over http and ssh, not from a folder or file://); nothing was"
+                " pinned, try again"
             )
 
 
@@ -195,27 +265,37 @@ def _read_pointer(pointer: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(pointer.read_text())
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{pointer} is not YAML ({' '.join(str(error).split())}); restore it from git") from None
+        raise ConfigError(
+            f"{pointer} is not YAML ({' '.join(str(error).split())}); restore it from git"
+        ) from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{pointer} must hold a mapping, as DVC writes it; restore it from git")
     return tree
 
 
 def _pinned_source(pointer: Path) -> tuple[str, str] | None:
-    """(url, commit) of an import, None where there is no pointer. Errors: ConfigError where it pins something else."""
+    """(url, commit) of an import, None where there is no pointer.
+    Errors: ConfigError where it pins something else.
+    """
     if not pointer.is_file():
         return None
     try:
         repository = _read_pointer(pointer)["deps"][0]["repo"]
         return str(repository["url"]), str(repository["rev_lock"])
     except (KeyError, IndexError, TypeError):
-        raise ConfigError(f"{pointer} tracks a folder that was not imported; name another folder with --out") from None
+        raise ConfigError(
+            f"{pointer} tracks a folder that was not imported; name another folder with --out"
+        ) from None
 
 
 def _resolve(url: str, rev: str) -> str:
-    """The commit a full id, branch or tag means. Errors: ConfigError where the repository or the name is unknown."""
+    """The commit a full id, branch or tag means.
+    Errors: ConfigError where the repository or the name is unknown.
+    """
     if not re.fullmatch(r"[\w.][\w./+-]*", rev):
-        raise ConfigError(f"revision {rev!r} is no name of a commit; give a full commit id, a tag or a branch")
+        raise ConfigError(
+            f"revision {rev!r} is no name of a commit; give a full commit id, a tag or a branch"
+        )
     try:
         done = subprocess.run(
             ["git", "ls-remote", "--", url],
@@ -228,19 +308,31 @@ def _resolve(url: str, rev: str) -> str:
     except FileNotFoundError:
         raise ConfigError("`git` is not installed; importing a dataset needs it") from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{url} did not answer within {GIT_TIMEOUT_S:g} s; check the network and --url") from None
+        raise ConfigError(
+            f"{url} did not answer within {GIT_TIMEOUT_S:g} s; check the network and --url"
+        ) from None
     if done.returncode:
         said = " ".join(done.stderr.split())[-300:]
-        raise ConfigError(f"{url} cannot be read as a git repository ({said}); check the network and --url")
+        raise ConfigError(
+            f"{url} cannot be read as a git repository ({said}); check the network and --url"
+        )
     if _SHA.fullmatch(rev):
         return rev
     refs = {name: sha for sha, name in (line.split("\t") for line in done.stdout.splitlines())}
-    for name in (f"refs/tags/{rev}^{{}}", f"refs/tags/{rev}", f"refs/heads/{rev}"):  # of an annotated tag, the commit
+    # of an annotated tag, the commit
+    for name in (f"refs/tags/{rev}^{{}}", f"refs/tags/{rev}", f"refs/heads/{rev}"):
         if name in refs:
             return refs[name]
-    known = sorted({name.split("/", 2)[2].removesuffix("^{}") for name in refs if name.startswith(("refs/heads/", "refs/tags/"))})
+    known = sorted(
+        {
+            name.split("/", 2)[2].removesuffix("^{}")
+            for name in refs
+            if name.startswith(("refs/heads/", "refs/tags/"))
+        }
+    )
     raise ConfigError(
-        f"{url} has no branch or tag {rev!r}; it has {', '.join(known[:8]) or 'none'}; a commit id must have all of its 40 digits"
+        f"{url} has no branch or tag {rev!r}; it has {', '.join(known[:8]) or 'none'}; a commit id"
+        " must have all of its 40 digits"
     )
 
 
@@ -248,7 +340,9 @@ def _note_licence(pointer: Path, licence: str) -> None:
     """In the `.dvc` file's `meta`, which DVC keeps."""
     if "meta" in _read_pointer(pointer):
         return
-    temporary = write_temp(pointer.parent, pointer.read_bytes() + f"meta:\n  license: {licence}\n".encode())
+    temporary = write_temp(
+        pointer.parent, pointer.read_bytes() + f"meta:\n  license: {licence}\n".encode()
+    )
     try:
         temporary.replace(pointer)
     finally:

@@ -1,4 +1,6 @@
-"""What every process of ours starts with: no telemetry, one thread, all state inside the project."""
+"""What every process of ours starts with: no telemetry, one thread, all state inside the
+project.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from pathlib import Path
 
 
 def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
-    """Set environment variables that are not set yet. Call before importing torch, mlflow, matplotlib or prefect."""
+    """Set environment variables that are not set yet.
+    Call before importing torch, mlflow, matplotlib or prefect.
+    """
     state = state_dir.resolve()
     for name, value in {
         "DO_NOT_TRACK": "1",
@@ -22,16 +26,19 @@ def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCHINDUCTOR_CACHE_DIR": str(state / "torchinductor"),  # compiled code; its default is a known name in /tmp
+        # compiled code; its default is a known name in /tmp
+        "TORCHINDUCTOR_CACHE_DIR": str(state / "torchinductor"),
         "RAY_USAGE_STATS_ENABLED": "0",
         "PREFECT_HOME": str(state / "prefect"),
-        "PREFECT_PROFILES_PATH": str(state / "prefect" / "profiles.toml"),  # these three ignore PREFECT_HOME
+        # these three ignore PREFECT_HOME
+        "PREFECT_PROFILES_PATH": str(state / "prefect" / "profiles.toml"),
         "PREFECT_LOCAL_STORAGE_PATH": str(state / "prefect" / "storage"),
         "PREFECT_SERVER_MEMO_STORE_PATH": str(state / "prefect" / "memo_store.toml"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
         "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",  # the default of 20 is too short for a busy machine
+        # the default of 20 is too short for a busy machine
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "agentgym",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }.items():

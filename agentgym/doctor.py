@@ -36,16 +36,37 @@ def _torch() -> Finding:
     import torch
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return Finding("torch", True, f"{torch.__version__}, {', '.join(devices) or 'no CUDA device: runs on the CPU'}", needed=True)
+    return Finding(
+        "torch",
+        True,
+        f"{torch.__version__}, {', '.join(devices) or 'no CUDA device: runs on the CPU'}",
+        needed=True,
+    )
 
 
 def _environments(served: set[str]) -> list[Finding]:
     """As the servers themselves say it; `served`: those that this run starts."""
-    done = subprocess.run([sys.executable, "-m", "envs", "list"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "envs", "list"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     if done.returncode != 0:
-        return [Finding("environments", False, done.stderr.strip().rpartition("\n")[2], needed=True)]
+        return [
+            Finding("environments", False, done.stderr.strip().rpartition("\n")[2], needed=True)
+        ]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    return [Finding(row["name"], not row["missing"], row["missing"] or "can be served", row["name"] in served) for row in rows]
+    return [
+        Finding(
+            row["name"],
+            not row["missing"],
+            row["missing"] or "can be served",
+            row["name"] in served,
+        )
+        for row in rows
+    ]
 
 
 def _command(name: str, install: str, why: str) -> Finding:

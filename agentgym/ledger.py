@@ -52,11 +52,14 @@ def _tracker(uri: str, experiment: str, artifact_root: Path) -> Tracker:
 
 def tracker_of(cfg: RunConfig) -> Tracker:
     """The configured ledger; one client per process."""
-    return _tracker(cfg.tracking_uri, cfg.tracking.experiment, (cfg.state_dir / "mlflow-artifacts").resolve())
+    return _tracker(
+        cfg.tracking_uri, cfg.tracking.experiment, (cfg.state_dir / "mlflow-artifacts").resolve()
+    )
 
 
 def ledger_identity(cfg: RunConfig) -> str:
-    """Another text where the ledger is another one, also at the same place, and after a run was deleted or set aside in it.
+    """Another text where the ledger is another one, also at the same place, and after a run was
+    deleted or set aside in it.
 
     Empty where none can be seen. Spares MLflow's import.
     """
@@ -65,7 +68,8 @@ def ledger_identity(cfg: RunConfig) -> str:
         return place
     path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
     query = """
-        select experiment_id, creation_time, (select count(*) from runs where lifecycle_stage = 'deleted'),
+        select experiment_id, creation_time, (select count(*) from runs where lifecycle_stage = \
+'deleted'),
             (select count(*) from tags where key = 'kind' and value = ?)
         from experiments where name = ?"""
     try:
@@ -91,20 +95,34 @@ def parent_run(cfg: RunConfig, run_key: str) -> str:
 
 def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) -> str:
     """The run of one step below it."""
-    return tracker_of(cfg).child_run(parent_id, title, manifest.key, params=manifest.config, tags={"step": manifest.step})
+    return tracker_of(cfg).child_run(
+        parent_id, title, manifest.key, params=manifest.config, tags={"step": manifest.step}
+    )
 
 
 def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tuple[str, str]:
     """(experiment id, run id) of a step in MLflow, for a link to it. Errors: LedgerUnavailable."""
     with reaching(cfg.tracking_uri):
-        return tracker_of(cfg).experiment_id, child_run(cfg, parent_run(cfg, run_key), manifest, title)
+        return tracker_of(cfg).experiment_id, child_run(
+            cfg, parent_run(cfg, run_key), manifest, title
+        )
 
 
 def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
-    """A step's main metrics, a row per point: {"step": 3, "rollout_success": 0.25, ...}; None where a metric was not measured."""
-    commits = [commit for commit in store.history(manifest.step, manifest.key) if SPOOL in commit.records]
+    """A step's main metrics, a row per point: {"step": 3, "rollout_success": 0.25, ...}; None
+    where a metric was not measured.
+    """
+    commits = [
+        commit for commit in store.history(manifest.step, manifest.key) if SPOOL in commit.records
+    ]
     points = [point for commit in commits for point in decode_points(store.read(commit, SPOOL))]
-    return [{"step": point.step, **{key.replace("/", "_"): _short(point.metrics.get(key)) for key in CURVE}} for point in points]
+    return [
+        {
+            "step": point.step,
+            **{key.replace("/", "_"): _short(point.metrics.get(key)) for key in CURVE},
+        }
+        for point in points
+    ]
 
 
 def _short(value: float | None) -> float | None:
@@ -112,10 +130,12 @@ def _short(value: float | None) -> float | None:
 
 
 class Paced:
-    """Delivers a step's commits a few at a time, so that it takes one hundredth of the run and no more.
+    """Delivers a step's commits a few at a time, so that it takes one hundredth of the run and no
+    more.
 
-    The first commit and the last are delivered at once. While MLflow is out of reach the step goes on: its numbers are in
-    the store, and the next delivery takes all of them.
+    The first commit and the last are delivered at once.
+    While MLflow is out of reach the step goes on: its numbers are in the store, and the next
+    delivery takes all of them.
     """
 
     def __init__(self, deliver: Callable[[Manifest], None]) -> None:
@@ -134,8 +154,11 @@ class Paced:
         self._not_before = ended + min((ended - began) / SHARE, MAX_WAIT_S)
 
 
-def deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: str, *, title: str, headline: bool) -> None:
-    """Points up to the last commit, on the step's run and, for headline steps, on the parent; a finished step ends its run.
+def deliver_step(
+    cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: str, *, title: str, headline: bool
+) -> None:
+    """Points up to the last commit, on the step's run and, for headline steps, on the parent; a
+    finished step ends its run.
 
     Errors: LedgerUnavailable.
     """
@@ -143,22 +166,40 @@ def deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: s
         _deliver_step(cfg, store, manifest, run_key, title=title, headline=headline)
 
 
-def _deliver_step(cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: str, *, title: str, headline: bool) -> None:
+def _deliver_step(
+    cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: str, *, title: str, headline: bool
+) -> None:
     tracker = tracker_of(cfg)
     parent_id = parent_run(cfg, run_key)
     child_id = child_run(cfg, parent_id, manifest, title)
     try:
-        deliver_committed(tracker, store, manifest.step, manifest.key, [child_id, *([parent_id] if headline else [])])
+        deliver_committed(
+            tracker,
+            store,
+            manifest.step,
+            manifest.key,
+            [child_id, *([parent_id] if headline else [])],
+        )
     except StaleRun as stale:
-        logger.warning("%s; its pipeline is set aside there (tag kind=%s) and written again as a new run", stale, SUPERSEDED)
-        tracker.supersede(parent_id)  # the other steps follow when they are confirmed: it is another ledger now
+        logger.warning(
+            "%s; its pipeline is set aside there (tag kind=%s) and written again as a new run",
+            stale,
+            SUPERSEDED,
+        )
+        # the other steps follow when they are confirmed: it is another ledger now
+        tracker.supersede(parent_id)
         _deliver_step(cfg, store, manifest, run_key, title=title, headline=headline)
         return
     if manifest.done:
-        tracker.set_tags(child_id, {"manifest": manifest.digest, "records": manifest.records_digest})
+        tracker.set_tags(
+            child_id, {"manifest": manifest.digest, "records": manifest.records_digest}
+        )
         tracker.end_run(child_id)
         if manifest.step == "report":
-            tracker.log_artifacts(parent_id, {name: store.read(manifest, name) for name in (*manifest.blobs, *manifest.records)})
+            tracker.log_artifacts(
+                parent_id,
+                {name: store.read(manifest, name) for name in (*manifest.blobs, *manifest.records)},
+            )
             tracker.end_run(parent_id)
 
 
@@ -173,13 +214,20 @@ class CellPoints:
     points: Sequence[Point]
 
 
-def deliver_comparison(name: str, key: str, cells: Sequence[CellPoints], files: Mapping[str, bytes]) -> None:
-    """One run with the table and figures, a run per cell below it, and a tag on the run each cell stands for.
+def deliver_comparison(
+    name: str, key: str, cells: Sequence[CellPoints], files: Mapping[str, bytes]
+) -> None:
+    """One run with the table and figures, a run per cell below it, and a tag on the run each cell
+    stands for.
 
     Skipped where this ledger has these files already. Doing it again changes nothing.
     """
     cfg = cells[0].cfg
-    content = sha256(b"".join(sha256(f"{path} ".encode() + data).encode() for path, data in sorted(files.items())))
+    content = sha256(
+        b"".join(
+            sha256(f"{path} ".encode() + data).encode() for path, data in sorted(files.items())
+        )
+    )
     mark = cfg.state_dir / "delivered" / f"comparison-{key[:16]}"
     identity = ledger_identity(cfg)
     if identity and mark.is_file() and mark.read_text() == f"{content} {identity}":
@@ -190,9 +238,12 @@ def deliver_comparison(name: str, key: str, cells: Sequence[CellPoints], files: 
         run_id = parent_run(cell.cfg, cell.run_key)
         tracker.set_tags(run_id, {f"comparison.{name}": key[:12]})
         cell_tags = {**cell.tags, "run": f"r{cell.run_key[:12]}", "run_id": run_id}
-        cell_id = tracker.cell_run(comparison_id, cell.title, params=cell.cfg.semantic(), tags=cell_tags)
+        cell_id = tracker.cell_run(
+            comparison_id, cell.title, params=cell.cfg.semantic(), tags=cell_tags
+        )
         tracker.deliver(cell_id, cell.points)
-        for finished_id in (cell_id, run_id):  # a run that is to be reported, too, goes on under its id
+        # a run that is to be reported, too, goes on under its id
+        for finished_id in (cell_id, run_id):
             tracker.end_run(finished_id)
     tracker.log_artifacts(comparison_id, files)
     tracker.end_run(comparison_id)

@@ -25,15 +25,21 @@ class PlannedStep:
 
 
 def plan(cfg: RunConfig) -> list[PlannedStep]:
-    """Every step in order. Reads the store alone. Errors: ConfigError where the dataset is missing."""
+    """Every step in order. Reads the store alone.
+    Errors: ConfigError where the dataset is missing.
+    """
     store = open_store(cfg)
     done = finished(cfg, store)
     return [_plan_step(step, cfg, store, done) for step in steps_of(cfg).values()]
 
 
-def _plan_step(step: Step, cfg: RunConfig, store: RunStore, done: dict[str, Manifest]) -> PlannedStep:
+def _plan_step(
+    step: Step, cfg: RunConfig, store: RunStore, done: dict[str, Manifest]
+) -> PlannedStep:
     if step.name in done:
-        return PlannedStep(step.name, step.title, "skip", f"done, manifest {done[step.name].digest[:12]}")
+        return PlannedStep(
+            step.name, step.title, "skip", f"done, manifest {done[step.name].digest[:12]}"
+        )
     waiting = [parent for parent in step.parents if parent not in done]
     known = store.keys(step.name)
     if waiting:
@@ -44,7 +50,9 @@ def _plan_step(step: Step, cfg: RunConfig, store: RunStore, done: dict[str, Mani
     head = store.head(step.name, key_of(step, cfg, done))
     if head is not None:
         reached = (
-            head.state.get("global_step") if step.name.startswith("stage-") else head.state.get("sft_step", head.state.get("num_items"))
+            head.state.get("global_step")
+            if step.name.startswith("stage-")
+            else head.state.get("sft_step", head.state.get("num_items"))
         )
         return PlannedStep(step.name, step.title, "resume", f"at {reached} (commit {head.seq})")
     return PlannedStep(step.name, step.title, "run", _why_new(step, cfg, known, done))
@@ -68,7 +76,11 @@ def _changed(now: Any, before: Any, path: str = "") -> list[str]:
     """Dotted paths whose values differ, as `path before -> now`."""
     if isinstance(now, dict) and isinstance(before, dict):
         keys = [*now, *(key for key in before if key not in now)]
-        return [line for key in keys for line in _changed(now.get(key), before.get(key), f"{path}.{key}" if path else key)]
+        return [
+            line
+            for key in keys
+            for line in _changed(now.get(key), before.get(key), f"{path}.{key}" if path else key)
+        ]
     return [] if now == before else [f"{path} {before} -> {now}"]
 
 

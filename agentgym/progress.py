@@ -7,7 +7,15 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 PLAIN_EVERY_S = 20.0
 
@@ -34,13 +42,24 @@ class Bars:
             self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._console.is_terminal:
             self._bars.stop()
 
     def start(self, what: str, total: int) -> None:
         """A new bar of `total` units."""
-        self._what, self._note, self._total, self._count, self._said_at = what, "", total, 0, time.monotonic()
+        self._what, self._note, self._total, self._count, self._said_at = (
+            what,
+            "",
+            total,
+            0,
+            time.monotonic(),
+        )
         if self._console.is_terminal:
             self._task = self._bars.add_task(what, total=total, note="")
 
@@ -52,4 +71,6 @@ class Bars:
             self._bars.update(self._task, advance=count, note=self._note)
         elif not self._console.is_terminal and time.monotonic() - self._said_at > PLAIN_EVERY_S:
             self._said_at = time.monotonic()
-            self._console.print(f"  {self._what}: {self._count}/{self._total} {note}", highlight=False)
+            self._console.print(
+                f"  {self._what}: {self._count}/{self._total} {note}", highlight=False
+            )

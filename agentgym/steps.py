@@ -1,7 +1,7 @@
 """The steps of a run, their keys, and `run_step`: the one function every shell calls.
 
-A step finds out itself whether it is done, half done or new. Prefect tasks, `agentgym step` and tests differ in nothing
-but how they show it.
+A step finds out itself whether it is done, half done or new.
+Prefect tasks, `agentgym step` and tests differ in nothing but how they show it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 WAIT_POLL_S = 0.5
 
 Environment = Callable[[bool], AbstractContextManager[Endpoints]]
-STAYS_HERE = ("prepare", "initialise", "register", "report")  # whatever the compute: they need no accelerator
+# whatever the compute: they need no accelerator
+STAYS_HERE = ("prepare", "initialise", "register", "report")
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,29 @@ class Outcome:
 def steps_of(cfg: RunConfig) -> dict[str, Step]:
     """Every step of a run in an order that respects parents."""
     model = ("seed", "deterministic", "env", "mix", "model")
-    failing = tuple(f"rollout.{name}" for name in ("episode_timeout_s", "max_attempts", "max_env_error_frac"))
-    episodes = ("rollout.max_new_tokens", "rollout.system_prompt", "rollout.action_format", *failing)
-    demonstrations = (*model, "warm_start", "rollout.system_prompt", "rollout.action_format", "rollout.episode_timeout_s")
+    failing = tuple(
+        f"rollout.{name}" for name in ("episode_timeout_s", "max_attempts", "max_env_error_frac")
+    )
+    episodes = (
+        "rollout.max_new_tokens",
+        "rollout.system_prompt",
+        "rollout.action_format",
+        *failing,
+    )
+    demonstrations = (
+        *model,
+        "warm_start",
+        "rollout.system_prompt",
+        "rollout.action_format",
+        "rollout.episode_timeout_s",
+    )
     offline = () if RECIPES[cfg.algorithm.recipe].loop == "rl" else ("offline",)
     training = (*model, "rollout", "algorithm", "optimiser", "horizon", "validation", *offline)
     evaluation = ("deterministic", "env", "mix", "model.context_tokens", *episodes, "evaluation")
-    env_modules = ("envs.server", *(source for env in cfg.envs if _is_module(source := f"envs.{env.name}")))
+    env_modules = (
+        "envs.server",
+        *(source for env in cfg.envs if _is_module(source := f"envs.{env.name}")),
+    )
     table: dict[str, Step] = {}
 
     def add(
@@ -90,7 +107,9 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
         table[name] = Step(name, title, parents, sections, modules, run, headline)
         return name
 
-    def add_evaluation(checkpoint: str, title: str, baseline: str | None, headline: bool = True) -> str:
+    def add_evaluation(
+        checkpoint: str, title: str, baseline: str | None, headline: bool = True
+    ) -> str:
         def run(ctx: StepContext) -> Manifest:
             from agentgym.evaluation.evaluate import evaluate
 
@@ -98,10 +117,25 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
 
         parents = ("prepare", checkpoint, *((baseline,) if baseline else ()))
         name = f"evaluate-{checkpoint}"
-        return add(name, title, parents, evaluation, ("agentgym.evaluation.evaluate", *env_modules), run, headline)
+        return add(
+            name,
+            title,
+            parents,
+            evaluation,
+            ("agentgym.evaluation.evaluate", *env_modules),
+            run,
+            headline,
+        )
 
     data = ("seed", "data", "env", "mix", "warm_start.source")
-    add("prepare", "prepare data", (), data, ("agentgym.data", "agentgym.trajectories", *env_modules), _prepare)
+    add(
+        "prepare",
+        "prepare data",
+        (),
+        data,
+        ("agentgym.data", "agentgym.trajectories", *env_modules),
+        _prepare,
+    )
     current = add(
         "initialise",
         "demonstrations and initial model",
@@ -112,8 +146,19 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
     )
     if cfg.warm_start.enabled:
         add_evaluation(current, "evaluate the untrained model", None, headline=False)
-        current = add("warm-start", "warm start (SFT)", ("initialise",), demonstrations, ("agentgym.training.sft",), _warm_start)
-    baseline = add_evaluation(current, "evaluate the warm start" if cfg.warm_start.enabled else "evaluate the initial model", None)
+        current = add(
+            "warm-start",
+            "warm start (SFT)",
+            ("initialise",),
+            demonstrations,
+            ("agentgym.training.sft",),
+            _warm_start,
+        )
+    baseline = add_evaluation(
+        current,
+        "evaluate the warm start" if cfg.warm_start.enabled else "evaluate the initial model",
+        None,
+    )
     base, spans, loop = current, stages(cfg.horizon), RECIPES[cfg.algorithm.recipe].loop
     trainer = "agentgym.training.rl" if loop == "rl" else "agentgym.training.offline"
     for stage in spans:
@@ -122,12 +167,26 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
             manifest: Manifest = importlib.import_module(trainer).train_stage(ctx, stage)
             return manifest
 
-        turns = " > ".join(map(str, cfg.horizon.max_turns)) if cfg.horizon.kind == "adaptive" else stage.max_turns
+        turns = (
+            " > ".join(map(str, cfg.horizon.max_turns))
+            if cfg.horizon.kind == "adaptive"
+            else stage.max_turns
+        )
         title = f"stage {stage.index}/{len(spans)} · max_turns {turns}"
-        reference = (base,) if (cfg.algorithm.kl_coef or loop == "evolve") and base != current else ()
+        reference = (
+            (base,) if (cfg.algorithm.kl_coef or loop == "evolve") and base != current else ()
+        )
         prefers_demos = loop == "dpo" and cfg.warm_start.source == "trajectories"
         demos = ("initialise",) if loop in ("sft", "evolve") or prefers_demos else ()
-        current = add(stage.name, title, ("prepare", current, *reference, *demos), training, (trainer, *env_modules), train, True)
+        current = add(
+            stage.name,
+            title,
+            ("prepare", current, *reference, *demos),
+            training,
+            (trainer, *env_modules),
+            train,
+            True,
+        )
         add_evaluation(current, f"evaluate stage {stage.index}/{len(spans)}", baseline)
     evaluations = tuple(name for name in table if name.startswith("evaluate-"))
 
@@ -136,14 +195,23 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
 
         return register_policy(ctx, current, run_key(cfg))
 
-    add("register", "register the model", (current, f"evaluate-{current}"), ("registry",), ("agentgym.evaluation.publish",), register)
+    add(
+        "register",
+        "register the model",
+        (current, f"evaluate-{current}"),
+        ("registry",),
+        ("agentgym.evaluation.publish",),
+        register,
+    )
 
     def report(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import write_report
 
         return write_report(ctx, run_key(cfg), tuple(table.values()))
 
-    checkpoints = tuple(name for name in table if name in ("initialise", "warm-start") or name.startswith("stage-"))
+    checkpoints = tuple(
+        name for name in table if name in ("initialise", "warm-start") or name.startswith("stage-")
+    )
     add(
         "report",
         "report",
@@ -162,19 +230,33 @@ def run_key(cfg: RunConfig) -> str:
 
 
 def load_data(cfg: RunConfig) -> Splits:
-    """The configured items, checked, also against what the run asks of them. Errors: ConfigError."""
+    """The configured items, checked, also against what the run asks of them.
+    Errors: ConfigError.
+    """
     splits = mix_splits(cfg.weights, list(splits_by_env(cfg).values()))
-    if RECIPES[cfg.algorithm.recipe].loop in ("dpo", "evolve") and cfg.offline.num_items > len(splits.train) // 3:
+    if (
+        RECIPES[cfg.algorithm.recipe].loop in ("dpo", "evolve")
+        and cfg.offline.num_items > len(splits.train) // 3
+    ):
         raise ConfigError(
-            f"offline.num_items {cfg.offline.num_items} is more than a third of the {len(splits.train)} train items of {cfg.env_names}, so "
-            "that one stage could meet an item twice; lower it"
+            f"offline.num_items {cfg.offline.num_items} is more than a third of the"
+            f" {len(splits.train)} train items of {cfg.env_names}, so that one stage could meet an"
+            " item twice; lower it"
         )
     for key, asked, name, items in (
-        ("evaluation.num_items", cfg.evaluation.num_items, cfg.evaluation.split, getattr(splits, cfg.evaluation.split)),
+        (
+            "evaluation.num_items",
+            cfg.evaluation.num_items,
+            cfg.evaluation.split,
+            getattr(splits, cfg.evaluation.split),
+        ),
         ("rollout.items_per_step", cfg.rollout.items_per_step, "train", splits.train),
     ):
         if asked > len(items):
-            raise ConfigError(f"{key} {asked} is more than the {len(items)} {name} items of {cfg.env_names}; lower it")
+            raise ConfigError(
+                f"{key} {asked} is more than the {len(items)} {name} items of {cfg.env_names};"
+                " lower it"
+            )
     _check_draws(cfg, splits)
     return splits
 
@@ -182,20 +264,29 @@ def load_data(cfg: RunConfig) -> Splits:
 def splits_by_env(cfg: RunConfig) -> dict[str, Splits]:
     """The items of each environment of the run. Errors: DataError."""
     fraction = cfg.data.validation_fraction
-    return {env: load_splits(cfg.data.path, env, validation_fraction=fraction, seed=cfg.seed) for env in cfg.weights}
+    return {
+        env: load_splits(cfg.data.path, env, validation_fraction=fraction, seed=cfg.seed)
+        for env in cfg.weights
+    }
 
 
 def load_recorded(cfg: RunConfig) -> list[Recorded]:
-    """The trajectories of others that the run learns from; none where it does not. Errors: DataError."""
+    """The trajectories of others that the run learns from; none where it does not.
+    Errors: DataError.
+    """
     if cfg.warm_start.source != "trajectories":
         return []
     return load_trajectories(cfg.data.trajectories, splits_by_env(cfg))
 
 
-def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(warnings about tasks that stand there under several ids, warnings about environments that cannot say), one line each.
+def compare_tasks(
+    envs: Sequence[EnvConfig], splits: Splits
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(warnings about tasks that stand there under several ids, warnings about environments that
+    cannot say), one line each.
 
-    Errors: ConfigError where an item names no task, or the environment cannot be had here as it is set.
+    Errors: ConfigError where an item names no task, or the environment cannot be had here as it is
+    set.
     """
     from agentgym.deploy.local import IdentitiesUnknown, task_identities
 
@@ -204,23 +295,28 @@ def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> tuple[tuple[str,
     for env in envs:
         items = [item for name in SPLITS for item in getattr(splits, name) if item.env == env.name]
         try:
-            repeated += repeated_tasks(items, task_identities(env, [item.task_id for item in items]))
+            repeated += repeated_tasks(
+                items, task_identities(env, [item.task_id for item in items])
+            )
         except IdentitiesUnknown as reason:
             unknown.append(f"{env.name}: items were compared by their ids alone: {reason}")
     return tuple(repeated), tuple(unknown)
 
 
 def _check_draws(cfg: RunConfig, splits: Splits) -> None:
-    """Errors: ConfigError where one optimiser step could draw an item twice: equal keys give equal samples."""
+    """Errors: ConfigError where one optimiser step could draw an item twice: equal keys give
+    equal samples.
+    """
     recipe, asked = RECIPES[cfg.algorithm.recipe], cfg.rollout.items_per_step
     rounds = 1 + (cfg.algorithm.max_refills if recipe.dynamic_sampling else 0)
     most = train_stream(cfg, splits, {}).most_distinct()
     if recipe.loop == "rl" and asked * rounds > most:
         refills = f" x {rounds} rounds (algorithm.max_refills)" if rounds > 1 else ""
         raise ConfigError(
-            f"rollout.items_per_step {asked}{refills} is more than the {most} items that {len(splits.train)} train items of "
-            f"{cfg.env_names} give without one twice (a third of a pass): the same item twice in a step has the same samples, "
-            f"token for token; lower it to {most // rounds}, or add items"
+            f"rollout.items_per_step {asked}{refills} is more than the {most} items that"
+            f" {len(splits.train)} train items of {cfg.env_names} give without one twice (a third"
+            " of a pass): the same item twice in a step has the same samples, token for token;"
+            f" lower it to {most // rounds}, or add items"
         )
 
 
@@ -238,7 +334,9 @@ def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
     inputs = {name: parents[name].digest for name in step.parents}
     if not step.parents:
         inputs["data"] = input_digest(cfg)
-    return step_key(step.name, config=semantic_of(step, cfg), inputs=inputs, source=source_digest(step.modules))
+    return step_key(
+        step.name, config=semantic_of(step, cfg), inputs=inputs, source=source_digest(step.modules)
+    )
 
 
 def semantic_of(step: Step, cfg: RunConfig) -> dict[str, Any]:
@@ -254,7 +352,9 @@ def semantic_of(step: Step, cfg: RunConfig) -> dict[str, Any]:
 
 
 def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
-    """Final manifests of the steps that are done under this configuration, in order; a step needs its parents."""
+    """Final manifests of the steps that are done under this configuration, in order; a step
+    needs its parents.
+    """
     manifests: dict[str, Manifest] = {}
     for name, step in steps_of(cfg).items():
         if all(parent in manifests for parent in step.parents):
@@ -273,9 +373,10 @@ def run_step(
 ) -> Outcome:
     """Bring one step to its end: find it done, resume it, or run it.
 
-    environment: offer_expert -> endpoints of running servers; without it the step starts and ends its own.
-    Errors: ConfigError where the name is unknown or a parent is not done; LeaseHeld where another process runs the step;
-    DigestMismatch where stored content is not what was committed.
+    environment: offer_expert -> endpoints of running servers; without it the step starts and ends
+    its own.
+    Errors: ConfigError where the name is unknown or a parent is not done; LeaseHeld where another
+    process runs the step; DigestMismatch where stored content is not what was committed.
     """
     table = steps_of(cfg)
     if name not in table:
@@ -284,7 +385,9 @@ def run_step(
     done = finished(cfg, store)
     missing = [parent for parent in step.parents if parent not in done]
     if missing:
-        raise ConfigError(f"step {name} needs {', '.join(missing)} first; run `agentgym step {missing[0]}`")
+        raise ConfigError(
+            f"step {name} needs {', '.join(missing)} first; run `agentgym step {missing[0]}`"
+        )
     if name in done:
         confirm(cfg, store, step, done[name])
         return Outcome(step, done[name], "done")
@@ -315,7 +418,12 @@ def run_step(
             progress=progress or NoProgress(),
             on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
         )
-        logger.info("step %s (%s): %s", name, key[:12], f"resumes after commit {head.seq}" if head else "starts")
+        logger.info(
+            "step %s (%s): %s",
+            name,
+            key[:12],
+            f"resumes after commit {head.seq}" if head else "starts",
+        )
         with reaching(cfg.tracking_uri):  # steps that speak to MLflow themselves
             manifest = step.run(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
@@ -326,15 +434,20 @@ def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
     table = steps_of(cfg)
     needed = set(names)
     if unknown := needed - table.keys():
-        raise ConfigError(f"unknown step {min(unknown)!r}; this configuration has: {', '.join(table)}")
+        raise ConfigError(
+            f"unknown step {min(unknown)!r}; this configuration has: {', '.join(table)}"
+        )
     for name in reversed(table):  # parents come before their children
         if name in needed:
             needed.update(table[name].parents)
     return tuple(name for name in table if name in needed)
 
 
-def run_with_parents(name: str, cfg: RunConfig, *, wait_s: float = 0.0, progress: Progress | None = None) -> list[Outcome]:
-    """Bring a step and all that it needs to their end, with one environment server that starts when it is first needed.
+def run_with_parents(
+    name: str, cfg: RunConfig, *, wait_s: float = 0.0, progress: Progress | None = None
+) -> list[Outcome]:
+    """Bring a step and all that it needs to their end, with one environment server that starts
+    when it is first needed.
 
     wait_s and errors: see `run_when_free`.
     """
@@ -349,13 +462,23 @@ def run_with_parents(name: str, cfg: RunConfig, *, wait_s: float = 0.0, progress
             return contextlib.nullcontext(running[0])
 
         steps = with_parents(cfg, name)
-        return [run_when_free(step, cfg, wait_s=wait_s, environment=environment, progress=progress) for step in steps]
+        return [
+            run_when_free(step, cfg, wait_s=wait_s, environment=environment, progress=progress)
+            for step in steps
+        ]
 
 
 def run_when_free(
-    name: str, cfg: RunConfig, *, wait_s: float, environment: Environment | None = None, progress: Progress | None = None
+    name: str,
+    cfg: RunConfig,
+    *,
+    wait_s: float,
+    environment: Environment | None = None,
+    progress: Progress | None = None,
 ) -> Outcome:
-    """`run_step`, after up to `wait_s` seconds for another process that is at work on the step; then LeaseHeld."""
+    """`run_step`, after up to `wait_s` seconds for another process that is at work on the step;
+    then LeaseHeld.
+    """
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -367,29 +490,37 @@ def run_when_free(
 
 
 def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
-    """A finished step is only as good as its bytes: verify them, and bring MLflow up to date. Errors: DigestMismatch."""
+    """A finished step is only as good as its bytes: verify them, and bring MLflow up to date.
+    Errors: DigestMismatch.
+    """
     store.verify(manifest)
     deliver(cfg, store, step, manifest)
 
 
 @contextlib.contextmanager
 def local_environment(cfg: RunConfig, expert: bool) -> Iterator[Endpoints]:
-    """The configured servers of each environment, or one local process for as long as it is needed."""
+    """The configured servers of each environment, or one local process for as long as it is
+    needed.
+    """
     from agentgym.deploy.local import local_env
 
     with contextlib.ExitStack() as stack:
         endpoints: dict[str, Sequence[str]] = {}
         for env in cfg.envs:
             if env.endpoints and not expert:
-                endpoints[env.name] = [Endpoint(url, token_of(url)) for url in env.endpoints]  # for workers elsewhere
+                # for workers elsewhere
+                endpoints[env.name] = [Endpoint(url, token_of(url)) for url in env.endpoints]
             else:
                 log_path = cfg.state_dir / "logs" / f"{env.name}{'-expert' if expert else ''}.log"
-                endpoints[env.name] = stack.enter_context(local_env(env, expert=expert, log_path=log_path))
+                endpoints[env.name] = stack.enter_context(
+                    local_env(env, expert=expert, log_path=log_path)
+                )
         yield endpoints
 
 
 def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
-    """Bring MLflow up to the last commit. A small mark spares the import when nothing is new; points never repeat.
+    """Bring MLflow up to the last commit.
+    A small mark spares the import when nothing is new; points never repeat.
 
     Errors: LedgerUnavailable.
     """
@@ -427,7 +558,10 @@ def _prepare(ctx: StepContext) -> Manifest:
     return ctx.commit(
         done=True,
         state={},
-        blobs={"splits.json": splits.to_json(), **({RECORDED: encode(recorded)} if recorded else {})},
+        blobs={
+            "splits.json": splits.to_json(),
+            **({RECORDED: encode(recorded)} if recorded else {}),
+        },
         results={
             **sizes,
             "digest": splits.digest,
@@ -450,9 +584,17 @@ def _warm_start(ctx: StepContext) -> Manifest:
 
 
 def pointer(cfg: RunConfig, outcome: Outcome) -> str:
-    """What DVC keeps of a step: where its result lies, its digests, its numbers and their course. Never weights."""
+    """What DVC keeps of a step: where its result lies, its digests, its numbers and their
+    course.
+    Never weights.
+    """
     manifest, store = outcome.manifest, open_store(cfg)
-    identity = {"step": manifest.step, "key": manifest.key, "digest": manifest.digest, "store": store.root}
+    identity = {
+        "step": manifest.step,
+        "key": manifest.key,
+        "digest": manifest.digest,
+        "store": store.root,
+    }
     identity |= {"records_digest": manifest.records_digest, "run": run_key(cfg)}
     # in a list, because `dvc metrics` takes for a metric whatever is not in one
     content = {"manifest": [identity], "results": manifest.results, "curve": curve(store, manifest)}

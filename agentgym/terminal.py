@@ -1,4 +1,6 @@
-"""Rich's console for text that came from elsewhere: its own colours and movements reach the terminal, and nobody else's."""
+"""Rich's console for text that came from elsewhere: its own colours and movements reach the
+terminal, and nobody else's.
+"""
 
 from __future__ import annotations
 

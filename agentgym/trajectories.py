@@ -1,7 +1,10 @@
-"""Trajectories of others, in AgentGym's published layout: read, checked, and written for a run to learn from.
+"""Trajectories of others, in AgentGym's published layout: read, checked, and written for a run to
+learn from.
 
-A file is a JSON list of `{"item_id": ..., "conversations": [{"from": human | gpt, "loss": true | false | null, "value": text}]}`.
-What the environment said in them is only read by people: a run plays the actions again on its own environment.
+A file is a JSON list of `{"item_id": ..., "conversations": [{"from": human | gpt, "loss": true |
+false | null, "value": text}]}`.
+What the environment said in them is only read by people: a run plays the actions again on its own
+environment.
 """
 
 from __future__ import annotations
@@ -16,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.config import RunConfig
-from agentgym.data import DataError, Splits, data_digest, has_lists, interleave, load_splits, parse_item_id
+from agentgym.data import (
+    DataError,
+    Splits,
+    data_digest,
+    has_lists,
+    interleave,
+    load_splits,
+    parse_item_id,
+)
 from agentgym.types import Item
 
 RECORDED = "trajectories.json"  # of a run: what its own copy of them is called
@@ -56,7 +67,9 @@ class Refusal:
 
 
 def read_file(path: Path) -> tuple[list[dict[str, Any]], list[Recorded], list[Refusal]]:
-    """(rows as they are, what they say, those refused). Each row is in one of the last two. Errors: DataError for the file itself."""
+    """(rows as they are, what they say, those refused).
+    Each row is in one of the last two. Errors: DataError for the file itself.
+    """
     rows = _rows(path)
     reasons = _check_messages(rows) | _check_rows(rows)
     recorded: list[Recorded] = []
@@ -72,7 +85,9 @@ def read_file(path: Path) -> tuple[list[dict[str, Any]], list[Recorded], list[Re
     return rows, recorded, [Refusal(path.name, index, reasons[index]) for index in sorted(reasons)]
 
 
-def read_files(paths: Sequence[Path], cfg: RunConfig, *, drop_refused: bool) -> tuple[list[dict[str, Any]], list[Refusal]]:
+def read_files(
+    paths: Sequence[Path], cfg: RunConfig, *, drop_refused: bool
+) -> tuple[list[dict[str, Any]], list[Refusal]]:
     """(rows to learn from, refused ones), held against the item lists of the run.
 
     Errors: DataError where one is refused and not dropped, or where none is left.
@@ -84,11 +99,21 @@ def read_files(paths: Sequence[Path], cfg: RunConfig, *, drop_refused: bool) -> 
     for path in paths:
         rows, recorded, refused = read_file(path)
         for env in sorted({each.item.env for each in recorded} - splits.keys()):
-            if not cfg.data.path.is_dir() or has_lists(cfg.data.path, env):  # else its rows are refused one by one
-                splits[env] = load_splits(cfg.data.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+            # else its rows are refused one by one
+            if not cfg.data.path.is_dir() or has_lists(cfg.data.path, env):
+                splits[env] = load_splits(
+                    cfg.data.path,
+                    env,
+                    validation_fraction=cfg.data.validation_fraction,
+                    seed=cfg.seed,
+                )
         refused += outside(recorded, splits)
         earlier = [(each, first.setdefault(each, each)) for each in recorded]
-        refused += [Refusal(each.file, each.row, f"says the same as {one.where}") for each, one in earlier if one is not each]
+        refused += [
+            Refusal(each.file, each.row, f"says the same as {one.where}")
+            for each, one in earlier
+            if one is not each
+        ]
         left_out = {refusal.row for refusal in refused}
         kept += [row for index, row in enumerate(rows) if index not in left_out]
         refusals += sorted(refused, key=lambda refusal: refusal.row)
@@ -100,17 +125,34 @@ def read_files(paths: Sequence[Path], cfg: RunConfig, *, drop_refused: bool) -> 
 
 
 def outside(recorded: Sequence[Recorded], splits: Mapping[str, Splits]) -> list[Refusal]:
-    """Those whose item is not trained on: held out for the test, or in no list. splits: by environment."""
+    """Those whose item is not trained on: held out for the test, or in no list. splits: by
+    environment.
+    """
     refusals = []
     tests = {item.item_id for part in splits.values() for item in part.test}
     known = {item.item_id for part in splits.values() for item in (*part.train, *part.validation)}
     for each in recorded:
         if each.item.env not in splits:
-            refusals.append(Refusal(each.file, each.row, f"there are no item lists of {each.item.env}"))
+            refusals.append(
+                Refusal(each.file, each.row, f"there are no item lists of {each.item.env}")
+            )
         elif each.item.item_id in tests:
-            refusals.append(Refusal(each.file, each.row, f"{each.item.item_id} is a test item; learning from it, the test is not held out"))
+            refusals.append(
+                Refusal(
+                    each.file,
+                    each.row,
+                    f"{each.item.item_id} is a test item; learning from it, the test is not"
+                    " held out",
+                )
+            )
         elif each.item.item_id not in known:
-            refusals.append(Refusal(each.file, each.row, f"{each.item.item_id} is not in the train list of {each.item.env}"))
+            refusals.append(
+                Refusal(
+                    each.file,
+                    each.row,
+                    f"{each.item.item_id} is not in the train list of {each.item.env}",
+                )
+            )
     return refusals
 
 
@@ -122,7 +164,8 @@ def _refuse(refusals: Sequence[Refusal], advice: str) -> None:
 
 
 def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Recorded]:
-    """Of each environment of `splits`, all that its file in the folder says of train items. Those of validation items are left out.
+    """Of each environment of `splits`, all that its file in the folder says of train items.
+    Those of validation items are left out.
 
     Errors: DataError where a file is missing, or where a row cannot be learned from.
     """
@@ -130,9 +173,16 @@ def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Record
     for env, part in splits.items():
         path = _file_of(folder, env)
         _, recorded, refusals = read_file(path)
-        foreign = [Refusal(each.file, each.row, f"is of {each.item.env}") for each in recorded if each.item.env != env]
+        foreign = [
+            Refusal(each.file, each.row, f"is of {each.item.env}")
+            for each in recorded
+            if each.item.env != env
+        ]
         _refuse([*refusals, *foreign], "import them anew, see `agentgym data import-trajectories`")
-        _refuse(outside(recorded, {env: part}), "import them anew with --drop-refused: the lists have changed since")
+        _refuse(
+            outside(recorded, {env: part}),
+            "import them anew with --drop-refused: the lists have changed since",
+        )
         trained = {item.item_id for item in part.train}
         kept = [each for each in recorded if each.item.item_id in trained]
         if not kept:
@@ -142,7 +192,9 @@ def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Record
 
 
 def trajectories_digest(folder: Path, *envs: str) -> str:
-    """sha256 over the bytes of the files a run reads, without looking inside. Errors: DataError where they are not there."""
+    """sha256 over the bytes of the files a run reads, without looking inside.
+    Errors: DataError where they are not there.
+    """
     digest = hashlib.sha256()
     for env in envs:
         digest.update(hashlib.sha256(_file_of(folder, env).read_bytes()).digest())
@@ -154,15 +206,17 @@ def input_digest(cfg: RunConfig) -> str:
     lists = data_digest(cfg.data.path, *cfg.weights)
     if cfg.warm_start.source != "trajectories":
         return lists
-    return hashlib.sha256(f"{lists}{trajectories_digest(cfg.data.trajectories, *cfg.weights)}".encode()).hexdigest()
+    return hashlib.sha256(
+        f"{lists}{trajectories_digest(cfg.data.trajectories, *cfg.weights)}".encode()
+    ).hexdigest()
 
 
 def _file_of(folder: Path, env: str) -> Path:
     path = folder / FILE.format(env=env)
     if not path.is_file():
         raise DataError(
-            f"{path} does not exist; bring it with `agentgym data import-trajectories` or `dvc pull {folder}.dvc`, "
-            "or set warm_start.source to expert"
+            f"{path} does not exist; bring it with `agentgym data import-trajectories` or `dvc pull"
+            f" {folder}.dvc`, or set warm_start.source to expert"
         )
     return path
 
@@ -174,10 +228,15 @@ def encode(recorded: Sequence[Recorded]) -> bytes:
 
 def decode(data: bytes) -> list[Recorded]:
     """Errors: ValueError or KeyError where `encode` did not write it."""
-    return [Recorded(Item(*parse_item_id(row["item_id"])), tuple(row["replies"])) for row in json.loads(data)]
+    return [
+        Recorded(Item(*parse_item_id(row["item_id"])), tuple(row["replies"]))
+        for row in json.loads(data)
+    ]
 
 
-def chosen(recorded: Sequence[Recorded], weights: Mapping[str, float], order: Sequence[int], most: int) -> list[Recorded]:
+def chosen(
+    recorded: Sequence[Recorded], weights: Mapping[str, float], order: Sequence[int], most: int
+) -> list[Recorded]:
     """The first `most`, environments taking turns by weight, all of an item together.
 
     order: of the items as they are first met, a permutation of as many numbers.
@@ -186,7 +245,11 @@ def chosen(recorded: Sequence[Recorded], weights: Mapping[str, float], order: Se
     for each in recorded:
         groups.setdefault(each.item, []).append(each)
     items = list(groups)
-    return [each for item in interleave([items[index] for index in order], weights) for each in groups[item]][:most]
+    return [
+        each
+        for item in interleave([items[index] for index in order], weights)
+        for each in groups[item]
+    ][:most]
 
 
 def write(folder: Path, rows: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -196,7 +259,11 @@ def write(folder: Path, rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     for row in rows:
         by_env.setdefault(parse_item_id(row["item_id"])[0], []).append(row)
     for env, own in by_env.items():
-        text = json.dumps([{"item_id": row["item_id"], "conversations": row["conversations"]} for row in own], indent=1, ensure_ascii=False)
+        text = json.dumps(
+            [{"item_id": row["item_id"], "conversations": row["conversations"]} for row in own],
+            indent=1,
+            ensure_ascii=False,
+        )
         (folder / FILE.format(env=env)).write_text(text + "\n", encoding="utf-8")
     return dict(Counter(parse_item_id(row["item_id"])[0] for row in rows))
 
@@ -222,12 +289,18 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 def _conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Its messages, without a system text; what is no object is a message that says nothing."""
     said = row.get("conversations")
-    messages = [message if isinstance(message, dict) else {} for message in said] if isinstance(said, list) else []
+    messages = (
+        [message if isinstance(message, dict) else {} for message in said]
+        if isinstance(said, list)
+        else []
+    )
     return messages[1:] if messages and messages[0].get("from") == "system" else messages
 
 
 def _first(row: Mapping[str, Any]) -> int:
-    """Place of the first observation: after an exchange that is not to be learned, the task's manual and a promise to follow it."""
+    """Place of the first observation: after an exchange that is not to be learned, the task's
+    manual and a promise to follow it.
+    """
     said = _conversation(row)
     return 2 if len(said) > 1 and said[1].get("loss") is False else 0
 
@@ -258,11 +331,19 @@ def _check_rows(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         strict=True,
     )
     told: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "item_id": lambda row: f"item_id {json.dumps(row.get('item_id'))[:80]} is not `<env>_<index>`",
-        "conversations": lambda row: f"conversations is {json.dumps(row.get('conversations'))[:40]}, not a list",
+        "item_id": lambda row: (
+            f"item_id {json.dumps(row.get('item_id'))[:80]} is not `<env>_<index>`"
+        ),
+        "conversations": lambda row: (
+            f"conversations is {json.dumps(row.get('conversations'))[:40]}, not a list"
+        ),
         "replies": lambda row: "holds no reply of the agent",
     }
-    return {index: told[check](rows[index]) for check in reversed(told) for index in _failures(schema, table, check)}
+    return {
+        index: told[check](rows[index])
+        for check in reversed(told)
+        for index in _failures(schema, table, check)
+    }
 
 
 def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
@@ -270,13 +351,19 @@ def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     import pandas as pd
     import pandera.pandas as pa
 
-    said = [(index, place, message) for index, row in enumerate(rows) for place, message in enumerate(_conversation(row))]
+    said = [
+        (index, place, message)
+        for index, row in enumerate(rows)
+        for place, message in enumerate(_conversation(row))
+    ]
     table = pd.DataFrame(
         {
             "sender": [str(message.get("from")) for _, _, message in said],
             "expected": ["gpt" if place % 2 else "human" for _, place, _ in said],
             "length": [_length(message.get("value")) for _, _, message in said],
-            "is_action": [bool(place % 2) and place > _first(rows[index]) for index, place, _ in said],
+            "is_action": [
+                bool(place % 2) and place > _first(rows[index]) for index, place, _ in said
+            ],
             "loss": [json.dumps(message.get("loss")) for _, _, message in said],
         }
     ).astype({"sender": str, "expected": str, "length": int, "is_action": bool, "loss": str})
@@ -296,12 +383,24 @@ def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         strict=True,
     )
     told: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "sender": lambda message: f"is from {json.dumps(message.get('from'))[:40]}; expected human or gpt",
-        "turns": lambda message: f"is from {message.get('from')}; human and gpt must take turns, human first",
-        "text": lambda message: f"has the value {json.dumps(message.get('value'))[:40]}, which is no text",
-        "flag": lambda message: f"has the loss {json.dumps(message.get('loss'))[:40]}; expected true, false or null",
-        "long": lambda message: f"has {len(message['value'])} characters; an environment reads {MAX_REPLY_CHARS}",
-        "loss": lambda message: "is an action with loss false; every action of a trajectory is learned from",
+        "sender": lambda message: (
+            f"is from {json.dumps(message.get('from'))[:40]}; expected human or gpt"
+        ),
+        "turns": lambda message: (
+            f"is from {message.get('from')}; human and gpt must take turns, human first"
+        ),
+        "text": lambda message: (
+            f"has the value {json.dumps(message.get('value'))[:40]}, which is no text"
+        ),
+        "flag": lambda message: (
+            f"has the loss {json.dumps(message.get('loss'))[:40]}; expected true, false or null"
+        ),
+        "long": lambda message: (
+            f"has {len(message['value'])} characters; an environment reads {MAX_REPLY_CHARS}"
+        ),
+        "loss": lambda message: (
+            "is an action with loss false; every action of a trajectory is learned from"
+        ),
     }
     found = [(at, check) for check in told for at in _failures(schema, table, check)]
     reasons: dict[int, str] = {}

@@ -1,6 +1,8 @@
-"""What a parameter file may not decide alone, because it would get this machine's secrets or its programs: the machine says it too.
+"""What a parameter file may not decide alone, because it would get this machine's secrets or its
+programs: the machine says it too.
 
-A parameter file is semi-trusted: it may come from somebody else, like a model or a dataset. It chooses among what is there.
+A parameter file is semi-trusted: it may come from somebody else, like a model or a dataset.
+It chooses among what is there.
 """
 
 from __future__ import annotations
@@ -16,27 +18,45 @@ if TYPE_CHECKING:
 
 RAY_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")  # Ray's own; also of the Jobs API
 MLFLOW_VARIABLE = "MLFLOW_TRACKING_URI"  # MLflow's own
-MLFLOW_CREDENTIALS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_AUTH")
+MLFLOW_CREDENTIALS = (
+    "MLFLOW_TRACKING_TOKEN",
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_AUTH",
+)
 
 
 def untrusted_address(cfg: RunConfig, environment: Mapping[str, str]) -> str | None:
     """Why the run's addresses are refused, or None.
 
-    A Ray cluster runs code in whoever joins it, and gets Ray's token: one on another machine must be the one that RAY_ADDRESS names
-    there. MLflow's client sends its credentials, if there are any, to `tracking.uri`: MLFLOW_TRACKING_URI must agree.
+    A Ray cluster runs code in whoever joins it, and gets Ray's token: one on another machine must
+    be the one that RAY_ADDRESS names there.
+    MLflow's client sends its credentials, if there are any, to `tracking.uri`: MLFLOW_TRACKING_URI
+    must agree.
     """
     address = cfg.ray.address.rstrip("/")
-    if cfg.compute != "inline" and not _is_here(address) and address not in _values(environment, RAY_VARIABLES):
+    if (
+        cfg.compute != "inline"
+        and not _is_here(address)
+        and address not in _values(environment, RAY_VARIABLES)
+    ):
         return (
-            f"ray.address {address} is on another machine: its cluster runs code here and gets Ray's token, which a parameter file may "
-            f"not decide alone; if you trust it, export {RAY_VARIABLES[0]}={address}"
+            f"ray.address {address} is on another machine: its cluster runs code here and gets"
+            " Ray's token, which a parameter file may not decide alone; if you trust it, export"
+            f" {RAY_VARIABLES[0]}={address}"
         )
     uri = cfg.tracking.uri.rstrip("/")
     has_credentials = any(environment.get(name) for name in MLFLOW_CREDENTIALS)
-    if uri.startswith("http") and has_credentials and not _is_here(uri) and uri not in _values(environment, (MLFLOW_VARIABLE,)):
+    if (
+        uri.startswith("http")
+        and has_credentials
+        and not _is_here(uri)
+        and uri not in _values(environment, (MLFLOW_VARIABLE,))
+    ):
         return (
-            f"tracking.uri {uri} is on another machine and would get the credentials in this environment, which a parameter file may "
-            f"not decide alone; if they are for it, export {MLFLOW_VARIABLE}={uri}"
+            f"tracking.uri {uri} is on another machine and would get the credentials in this"
+            " environment, which a parameter file may not decide alone; if they are for it, export"
+            f" {MLFLOW_VARIABLE}={uri}"
         )
     return None
 
@@ -46,7 +66,9 @@ def _values(environment: Mapping[str, str], names: tuple[str, ...]) -> list[str]
 
 
 def _is_here(address: str) -> bool:
-    """True for an address of this machine, and for what is none (refused elsewhere, or found on this machine, as `auto` is)."""
+    """True for an address of this machine, and for what is none (refused elsewhere, or found on
+    this machine, as `auto` is).
+    """
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
         host, port = parts.hostname, parts.port
@@ -61,5 +83,8 @@ def _is_here(address: str) -> bool:
         with socket.socket(family) as probe:
             probe.bind((host, 0))  # only an address of our own can be bound
         return True
-    except (OSError, ValueError):  # names are not looked up: whoever answers for them could say anything
+    except (
+        OSError,
+        ValueError,
+    ):  # names are not looked up: whoever answers for them could say anything
         return False

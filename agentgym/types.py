@@ -52,7 +52,9 @@ class Endpoint(str):
 
 
 class SampleKey(NamedTuple):
-    """Names one draw of randomness. Equal keys give equal draws on every machine, in any order of execution."""
+    """Names one draw of randomness.
+    Equal keys give equal draws on every machine, in any order of execution.
+    """
 
     seed: int
     step: int  # optimiser step the sample is for; evaluations use 0
@@ -75,7 +77,8 @@ class Completion:
     """One sampled action, as the engine produced it."""
 
     ids: tuple[int, ...]  # includes the stop token when stop_reason is "stop"
-    logprobs: tuple[float, ...]  # natural log, of the distribution sampled from (temperature applied)
+    # natural log, of the distribution sampled from (temperature applied)
+    logprobs: tuple[float, ...]
     stop_reason: Literal["stop", "length"]
     version: int  # of the weights that sampled it
 
@@ -119,12 +122,20 @@ class Trajectory:
     temperature: float = 1.0
     num_attempts: int = 1
     error: str | None = None
-    timing: dict[str, float] = field(default_factory=dict, compare=False)  # seconds; the only field not reproducible
+    # seconds; the only field not reproducible
+    timing: dict[str, float] = field(default_factory=dict, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types; `from_json` gives an equal object back. By hand: `asdict` copies token by token, 20 times slower."""
+        """Plain JSON types; `from_json` gives an equal object back.
+        By hand: `asdict` copies token by token, 20 times slower.
+        """
         row: dict[str, Any] = {name: getattr(self, name) for name in _TRAJECTORY_FIELDS}
-        return {**row, "item": asdict(self.item), "status": str(self.status), "turns": [asdict(turn) for turn in self.turns]}
+        return {
+            **row,
+            "item": asdict(self.item),
+            "status": str(self.status),
+            "turns": [asdict(turn) for turn in self.turns],
+        }
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Trajectory:

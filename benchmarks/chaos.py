@@ -1,8 +1,12 @@
-"""Kills parts of a run at random times, from outside, and checks what is left: `python benchmarks/chaos.py`.
+"""Kills parts of a run at random times, from outside, and checks what is left: `python
+benchmarks/chaos.py`.
 
-In copies of this repository, two at a time, a tiny run is started; at a random moment one of its parts is killed, the disk is filled, or a
-second learner comes; the same command is then given again until it ends. After each fault the run must be audited, no item
-lost or trained twice, no point or model version doubled, nothing left running. Writes docs/results/faults.md and faults.json.
+In copies of this repository, two at a time, a tiny run is started; at a random moment one of its
+parts is killed, the disk is filled, or a second learner comes; the same command is then given again
+until it ends.
+After each fault the run must be audited, no item lost or trained twice, no point or model version
+doubled, nothing left running.
+Writes docs/results/faults.md and faults.json.
 """
 
 from __future__ import annotations
@@ -66,7 +70,9 @@ class Prepared:
             shutil.copytree(self.copy, self.project.state, dirs_exist_ok=True)
 
 
-def observe(project: Project, prepared: Prepared, setting: Setting, kinds: Sequence[Kind]) -> Reference:
+def observe(
+    project: Project, prepared: Prepared, setting: Setting, kinds: Sequence[Kind]
+) -> Reference:
     """Run the setting's command undisturbed; see when each victim is alive."""
     prepared.set_up(setting)
     with setting.around(project) as overrides:
@@ -83,13 +89,19 @@ def observe(project: Project, prepared: Prepared, setting: Setting, kinds: Seque
             time.sleep(WATCH_S)
         wall_s = time.monotonic() - began
         if process.returncode:
-            raise RuntimeError(f"the undisturbed run ended with {process.returncode}\n{log.read_text()[-2000:]}")
+            raise RuntimeError(
+                f"the undisturbed run ended with {process.returncode}\n{log.read_text()[-2000:]}"
+            )
         spans = {name: (times[0], times[-1]) for name, times in seen.items() if times}
         return Reference(wall_s, spans, *project.lineage(overrides), num_versions(project))
 
 
-def attempt(project: Project, prepared: Prepared, kind: Kind, reference: Reference, seed: int, number: int) -> Trial:
-    """Start the command, do the harm at a random time while its victim is there, give the command until it ends, check."""
+def attempt(
+    project: Project, prepared: Prepared, kind: Kind, reference: Reference, seed: int, number: int
+) -> Trial:
+    """Start the command, do the harm at a random time while its victim is there, give the
+    command until it ends, check.
+    """
     trial = Trial(kind.name, number)
     chance = random.Random(f"{seed} {kind.name} {number}")  # noqa: S311 - no secret
     prepared.set_up(kind.setting)
@@ -100,14 +112,19 @@ def attempt(project: Project, prepared: Prepared, kind: Kind, reference: Referen
         began = time.monotonic()
         scene = Scene(project, kind.setting, process, log, chance, trial)
         first_s, last_s = reference.spans[kind.name]
-        moment = began + chance.uniform(first_s, first_s + 0.9 * (last_s - first_s))  # a faster run than the one observed is hit, too
+        # a faster run than the one observed is hit, too
+        moment = began + chance.uniform(first_s, first_s + 0.9 * (last_s - first_s))
         while time.monotonic() < moment and process.poll() is None:
             time.sleep(min(POLL_S, max(0.0, moment - time.monotonic())))
         project.look_at_ports()
         while not (victims := kind.victims(project, process)) and process.poll() is None:
             time.sleep(POLL_S)  # this run is slower than the one observed
             project.look_at_ports()
-        trial.at_s, trial.phase, trial.hit = time.monotonic() - began, project.phase(), bool(victims) and process.poll() is None
+        trial.at_s, trial.phase, trial.hit = (
+            time.monotonic() - began,
+            project.phase(),
+            bool(victims) and process.poll() is None,
+        )
         if trial.hit:
             kind.strike(scene, victims)
         struck = time.monotonic()
@@ -118,9 +135,13 @@ def attempt(project: Project, prepared: Prepared, kind: Kind, reference: Referen
         if trial.codes[0] == 0 and 0 not in kind.codes and time.monotonic() - struck < TOO_LATE_S:
             trial.hit = False  # it had just ended
         if trial.hit and trial.codes[0] not in kind.codes:
-            trial.failures.setdefault("command", []).append(f"it ended with {trial.codes[0]}, expected {kind.codes}: {last_line(log)}")
+            trial.failures.setdefault("command", []).append(
+                f"it ended with {trial.codes[0]}, expected {kind.codes}: {last_line(log)}"
+            )
         if trial.codes[0] == 1 and kind.setting.command[1] in OURS and not failure(log):
-            trial.failures.setdefault("command", []).append(f"it did not say in a line what failed: {last_line(log)!r}")
+            trial.failures.setdefault("command", []).append(
+                f"it did not say in a line what failed: {last_line(log)!r}"
+            )
         check_gone(project, trial, keep=kind.setting.stays)
         while trial.codes[-1] != 0 and len(trial.codes) < MAX_COMMANDS:
             again = log.with_suffix(f".{len(trial.codes)}.log")
@@ -129,7 +150,11 @@ def attempt(project: Project, prepared: Prepared, kind: Kind, reference: Referen
             if trial.codes[-1]:
                 trial.notes.append(f"{trial.codes[-1]}: {failure(again) or last_line(again)}")
         trial.recovery_s = time.monotonic() - struck
-        trial.failures["ended"] = [] if trial.codes[-1] == 0 else [f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"]
+        trial.failures["ended"] = (
+            []
+            if trial.codes[-1] == 0
+            else [f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"]
+        )
         check_gone(project, trial, keep=kind.setting.stays)
         check_result(project, overrides, reference, trial)
     check_gone(project, trial, keep="")
@@ -148,7 +173,9 @@ def ended(process: subprocess.Popen[bytes], log: Path, trial: Trial) -> int:
     try:
         return process.wait(COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        trial.failures.setdefault("command", []).append(f"it did not end within {COMMAND_TIMEOUT_S:g} s: {last_line(log)}")
+        trial.failures.setdefault("command", []).append(
+            f"it did not end within {COMMAND_TIMEOUT_S:g} s: {last_line(log)}"
+        )
         os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
 
@@ -161,11 +188,17 @@ def to_markdown(result: dict[str, Any]) -> str:
     lines = [
         "# Faults",
         "",
-        f"{len(hits)} faults of {len(struck)} kinds; {sum(trial.ok for trial in hits)} of them left a run that passes every check below. "
-        f"Made by `{result['command']}` on {result['machine']['cores']} cores of {', '.join(result['machine']['cpu'])} "
-        f"({result['wall_s'] / 60:.0f} minutes); every trial is in `faults.json`.",
+        (
+            f"{len(hits)} faults of {len(struck)} kinds; {sum(trial.ok for trial in hits)} of them"
+            f" left a run that passes every check below. Made by `{result['command']}` on"
+            f" {result['machine']['cores']} cores of {', '.join(result['machine']['cpu'])}"
+            f" ({result['wall_s'] / 60:.0f} minutes); every trial is in `faults.json`."
+        ),
         "",
-        "Each fault comes from outside, at a random time at which its victim is alive in an undisturbed run. Then the same command is",
+        (
+            "Each fault comes from outside, at a random time at which its victim is alive in an"
+            " undisturbed run. Then the same command is"
+        ),
         "given again until it ends.",
         "",
         "| fault | hits | where | commands until done, most | recovery s, longest | passed |",
@@ -177,16 +210,33 @@ def to_markdown(result: dict[str, Any]) -> str:
             lines.append(f"| {what} | not run: {result['not_run'][name]} | | | | |")
         elif own:
             places = Counter(trial.phase.partition(",")[0] for trial in own)
-            where = ", ".join(f"{place} {count}" if count > 1 else place for place, count in places.items())
-            most, longest = max(len(trial.codes) for trial in own), max(trial.recovery_s for trial in own)
-            lines.append(f"| {what} | {len(own)} | {where} | {most} | {longest:.0f} | {sum(trial.ok for trial in own)} of {len(own)} |")
+            where = ", ".join(
+                f"{place} {count}" if count > 1 else place for place, count in places.items()
+            )
+            most, longest = (
+                max(len(trial.codes) for trial in own),
+                max(trial.recovery_s for trial in own),
+            )
+            lines.append(
+                f"| {what} | {len(own)} | {where} | {most} | {longest:.0f} |"
+                f" {sum(trial.ok for trial in own)} of {len(own)} |"
+            )
         else:
             lines.append(f"| {what} | 0 | | | | |")
     lines += [
         "",
-        "Checked after each: the command ended as it says (exit code, error line); in the end exit code 0; `agentgym audit` passes;",
-        "every step is done; the items trained on, in order, are those of an undisturbed run; each (metric, step) once per MLflow run;",
-        f"one model version per checkpoint; no process left {GONE_WITHIN_S:g} s later; no port answers; no temporary file left over.",
+        (
+            "Checked after each: the command ended as it says (exit code, error line); in the end"
+            " exit code 0; `agentgym audit` passes;"
+        ),
+        (
+            "every step is done; the items trained on, in order, are those of an undisturbed run;"
+            " each (metric, step) once per MLflow run;"
+        ),
+        (
+            f"one model version per checkpoint; no process left {GONE_WITHIN_S:g} s later; no port"
+            " answers; no temporary file left over."
+        ),
     ]
     refusals = [note for trial in hits if trial.kind == "two-learners" for note in trial.notes[:1]]
     if refusals:
@@ -206,25 +256,55 @@ def to_markdown(result: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="default: all")
-    parser.add_argument("--kills", type=int, default=32, help="faults that hit, over all kinds (default 32)")
+    parser.add_argument(
+        "--kills", type=int, default=32, help="faults that hit, over all kinds (default 32)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random times")
-    parser.add_argument("--short", action="store_true", help=f"one fault each of {', '.join(SHORT)}")
-    parser.add_argument("--again", action="store_true", help="put these kinds' faults in place of those of an earlier report")
-    parser.add_argument("--parallel", type=int, default=2, help="trials at a time, each in a copy of its own (default 2)")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/faults.md", help="report; the figures lie beside it as .json")
+    parser.add_argument(
+        "--short", action="store_true", help=f"one fault each of {', '.join(SHORT)}"
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="put these kinds' faults in place of those of an earlier report",
+    )
+    parser.add_argument(
+        "--parallel",
+        type=int,
+        default=2,
+        help="trials at a time, each in a copy of its own (default 2)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "docs/results/faults.md",
+        help="report; the figures lie beside it as .json",
+    )
     arguments = parser.parse_args()
     names = arguments.kinds or (list(SHORT) if arguments.short else list(KINDS))
-    for number in (signal.SIGTERM, signal.SIGINT):  # SIGINT: a shell's background job ignores it, and so would all it starts
+    # SIGINT: a shell's background job ignores it, and so would all it starts
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
     kills = len(names) if arguments.short else arguments.kills
-    earlier = json.loads(arguments.out.with_suffix(".json").read_text()) if arguments.again else None
+    earlier = (
+        json.loads(arguments.out.with_suffix(".json").read_text()) if arguments.again else None
+    )
     out = arguments.out.with_name(f"{arguments.out.stem}-again.md") if earlier else arguments.out
     result = run([KINDS[name] for name in names], kills, arguments.seed, out, arguments.parallel)
     if earlier:
         result = instead(earlier, result, names)
         arguments.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
         arguments.out.write_text(to_markdown(result))
-        kills = len([trial for trial in earlier["trials"] if trial["hit"] and trial["kind"] not in names]) + kills
+        kills = (
+            len(
+                [
+                    trial
+                    for trial in earlier["trials"]
+                    if trial["hit"] and trial["kind"] not in names
+                ]
+            )
+            + kills
+        )
     print(to_markdown(result))
     if len(result["not_run"]) == len(names):
         return 1
@@ -232,12 +312,20 @@ def main() -> int:
     return 0 if num_hits == kills and all(Trial(**trial).ok for trial in result["trials"]) else 1
 
 
-def instead(earlier: dict[str, Any], result: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def instead(
+    earlier: dict[str, Any], result: dict[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
     """The earlier report with the named kinds tried anew, and with both commands."""
     kept = [trial for trial in earlier["trials"] if trial["kind"] not in names]
     union = {key: {**earlier[key], **result[key]} for key in ("kinds", "not_run", "references")}
     command = f"{earlier['command']}`, then `{result['command']}"
-    return {**earlier, **union, "command": command, "wall_s": earlier["wall_s"] + result["wall_s"], "trials": kept + result["trials"]}
+    return {
+        **earlier,
+        **union,
+        "command": command,
+        "wall_s": earlier["wall_s"] + result["wall_s"],
+        "trials": kept + result["trials"],
+    }
 
 
 @dataclass
@@ -257,7 +345,9 @@ class Campaign:
     stopped: bool = False
 
     def next(self) -> tuple[Kind, int] | None:
-        """(kind, number of the trial), once one may begin; None when all is done. Not every fault hits: up to 4 tries for each."""
+        """(kind, number of the trial), once one may begin; None when all is done.
+        Not every fault hits: up to 4 tries for each.
+        """
         with self.lock:
             while not self.stopped:
                 hits = Counter(trial["kind"] for trial in self.result["trials"] if trial["hit"])
@@ -268,7 +358,11 @@ class Campaign:
                     if hits[kind.name] + under_way[kind.name] < self.wanted[kind.name]
                     and self.tries[kind.name] < TRIES * self.wanted[kind.name]
                 ]
-                free = [kind for kind in left if not any(self.disturb(kind, other) for other in self.at_work)]
+                free = [
+                    kind
+                    for kind in left
+                    if not any(self.disturb(kind, other) for other in self.at_work)
+                ]
                 if free:
                     kind = min(free, key=lambda kind: self.tries[kind.name])
                     self.at_work.append(kind)
@@ -280,8 +374,12 @@ class Campaign:
             return None
 
     def disturb(self, kind: Kind, other: Kind) -> bool:
-        """May the two not run side by side: Ray's clusters share a machine's memory, and a setting is observed once."""
-        return (kind.setting.is_ray and other.setting.is_ray) or (kind.setting == other.setting and kind.setting not in self.references)
+        """May the two not run side by side: Ray's clusters share a machine's memory, and a
+        setting is observed once.
+        """
+        return (kind.setting.is_ray and other.setting.is_ray) or (
+            kind.setting == other.setting and kind.setting not in self.references
+        )
 
     def run(self, lane: Project) -> None:
         """Trials, one after the other, until none is left."""
@@ -292,13 +390,27 @@ class Campaign:
                 if kind.setting not in self.references:
                     same = [other for other in self.kinds if other.setting == kind.setting]
                     self.references[kind.setting] = observe(lane, prepared, kind.setting, same)
-                    self.result["references"][", ".join(other.name for other in same)] = asdict(self.references[kind.setting])
-                trial = attempt(lane, prepared, kind, self.references[kind.setting], self.seed, number)
+                    self.result["references"][", ".join(other.name for other in same)] = asdict(
+                        self.references[kind.setting]
+                    )
+                trial = attempt(
+                    lane, prepared, kind, self.references[kind.setting], self.seed, number
+                )
                 if not trial.hit:
                     self.references[kind.setting] = self.references[kind.setting].faster(trial.at_s)
-            except (RuntimeError, OSError, KeyError, subprocess.SubprocessError, psutil.Error) as error:  # the others still count
+            except (
+                RuntimeError,
+                OSError,
+                KeyError,
+                subprocess.SubprocessError,
+                psutil.Error,
+            ) as error:  # the others still count
                 lane.end()
-                trial = Trial(kind.name, number, failures={"ended": [f"{type(error).__name__}: {error}"[-1000:]]})
+                trial = Trial(
+                    kind.name,
+                    number,
+                    failures={"ended": [f"{type(error).__name__}: {error}"[-1000:]]},
+                )
             with self.lock:
                 self.at_work.remove(kind)
                 if not self.stopped:
@@ -308,7 +420,10 @@ class Campaign:
     def note(self, lane: Project, kind: Kind, trial: Trial) -> None:
         """Into the report; what a failed trial said is kept beside it."""
         now = time.monotonic() - self.began
-        print(f"{now:6.0f} s  {kind.what}: {'ok' if trial.ok else 'FAILED'} {asdict(trial)}", flush=True)
+        print(
+            f"{now:6.0f} s  {kind.what}: {'ok' if trial.ok else 'FAILED'} {asdict(trial)}",
+            flush=True,
+        )
         self.result["trials"].append(asdict(trial))
         self.result["wall_s"] = now
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -335,14 +450,21 @@ def run(kinds: Sequence[Kind], kills: int, seed: int, out: Path, parallel: int) 
         "command": " ".join(["python", *sys.argv]),
         "seed": seed,
         "parallel": parallel,
-        "kinds": {name: kind.what for name, kind in KINDS.items() if kind in kinds or name in not_run},
+        "kinds": {
+            name: kind.what for name, kind in KINDS.items() if kind in kinds or name in not_run
+        },
         "not_run": not_run,
         "references": {},
         "trials": [],
     }
-    wanted = {kind.name: kills // len(kinds) + (index < kills % len(kinds)) for index, kind in enumerate(kinds)}
+    wanted = {
+        kind.name: kills // len(kinds) + (index < kills % len(kinds))
+        for index, kind in enumerate(kinds)
+    }
     campaign = Campaign(kinds, wanted, seed, out, result)
-    with tempfile.TemporaryDirectory(prefix="agentgym-chaos-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="agentgym-chaos-", ignore_cleanup_errors=True
+    ) as folder:
         lanes: list[Project] = []
         with ThreadPoolExecutor(parallel) as pool:
             try:

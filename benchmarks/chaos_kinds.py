@@ -1,4 +1,6 @@
-"""Ways to do harm to a run: what is started, who is struck, how, and what an operator does about it."""
+"""Ways to do harm to a run: what is started, who is struck, how, and what an operator does
+about it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ from typing import Any
 
 import psutil
 import yaml
-from chaos_project import COMMAND_TIMEOUT_S, GONE_WITHIN_S, POLL_S, ROOT, START_TIMEOUT_S, Project, Trial
+from chaos_project import (
+    COMMAND_TIMEOUT_S,
+    GONE_WITHIN_S,
+    POLL_S,
+    ROOT,
+    START_TIMEOUT_S,
+    Project,
+    Trial,
+)
 
 FLOW = ("-m", "flows.pipeline")
 STAGE = ("-m", "agentgym", "step", "stage-1")
@@ -53,16 +63,25 @@ class Setting:
 
     command: tuple[str, ...]
     prepared: bool = False  # begin where the preparation is done; else with nothing
-    around: Callable[[Project], AbstractContextManager[tuple[str, ...]]] = lambda _: contextlib.nullcontext(())  # -> overrides
+    # -> overrides
+    around: Callable[[Project], AbstractContextManager[tuple[str, ...]]] = lambda _: (
+        contextlib.nullcontext(())
+    )
     missing: Callable[[], str] = lambda: ""  # why it cannot be had here; empty: it can
     is_ray: bool = False
-    stays: str = ""  # matches the processes that stand around it, and what goes on by itself when the command has ended
+    # matches the processes that stand around it, and what goes on by itself when the command has
+    # ended
+    stays: str = ""
 
     def words(self, overrides: Sequence[str]) -> tuple[str, ...]:
         """The command with its overrides, as a user types it."""
         if self.command[1] == "agentgym":
-            return (*self.command, *(word for override in overrides for word in ("--set", override)))
-        return (*self.command, *overrides)  # a deployment takes none: its servers are the project's own
+            return (
+                *self.command,
+                *(word for override in overrides for word in ("--set", override)),
+            )
+        # a deployment takes none: its servers are the project's own
+        return (*self.command, *overrides)
 
 
 @dataclass(frozen=True)
@@ -77,7 +96,8 @@ class Kind:
     codes: tuple[int, ...]  # the first command may end so
 
 
-# --- what is killed, and how ---------------------------------------------------------------------------------------------
+# --- what is killed, and how
+# ---------------------------------------------------------------------------------------------
 
 
 def send(number: signal.Signals) -> Callable[[Scene, list[psutil.Process]], None]:
@@ -116,7 +136,9 @@ def kill_one(scene: Scene, victims: list[psutil.Process]) -> None:
     send(signal.SIGKILL)(scene, [scene.chance.choice(victims)])
 
 
-def together(first: str, second: str) -> Callable[[Project, subprocess.Popen[bytes]], list[psutil.Process]]:
+def together(
+    first: str, second: str
+) -> Callable[[Project, subprocess.Popen[bytes]], list[psutil.Process]]:
     """The processes that match either, while there are both."""
 
     def victims(project: Project, _: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -138,13 +160,17 @@ def fill_disk(scene: Scene, _: list[psutil.Process]) -> None:
         filler.unlink()
         said = scene.log.read_text(errors="replace")
         if scene.process.returncode and not re.search(r"(?i)no space left|disk is full", said):
-            scene.trial.failures["command"] = [f"the error does not say that the disk is full: {said[-300:]!r}"]
+            scene.trial.failures["command"] = [
+                f"the error does not say that the disk is full: {said[-300:]!r}"
+            ]
 
     scene.mend = mend
 
 
 def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
-    """Another process on the same stage is refused with who holds it; then the holder is killed, and the stage is free."""
+    """Another process on the same stage is refused with who holds it; then the holder is
+    killed, and the stage is free.
+    """
     other = subprocess.run(
         scene.process.args,
         cwd=scene.project.folder,
@@ -155,13 +181,19 @@ def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
         check=False,
     )
     line = other.stderr.strip().splitlines()[-1:] or [""]
-    holder = rf"step stage-1 .* is held by process {scene.process.pid} on {re.escape(socket.gethostname())}, since \d{{4}}-.*\(epoch \d+\)"
+    holder = (
+        rf"step stage-1 .* is held by process {scene.process.pid} on"
+        rf" {re.escape(socket.gethostname())}, since \d{{4}}-.*\(epoch \d+\)"
+    )
     if scene.process.poll() is not None:
         scene.trial.hit = False  # too late to meet it
         return
     scene.trial.notes += line
     if other.returncode != 1 or not re.search(holder, line[0]):
-        scene.trial.failures["command"] = [f"the second learner was not refused with who holds the stage: {other.returncode}, {line[0]!r}"]
+        scene.trial.failures["command"] = [
+            f"the second learner was not refused with who holds the stage: {other.returncode},"
+            f" {line[0]!r}"
+        ]
     send(signal.SIGKILL)(scene, victims)
 
 
@@ -170,7 +202,8 @@ def holds_stage(project: Project, process: subprocess.Popen[bytes]) -> list[psut
     return the_command(project, process) if project.phase().startswith("stage-1,") else []
 
 
-# --- what stands around a command ----------------------------------------------------------------------------------------
+# --- what stands around a command
+# ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -182,10 +215,23 @@ class MlflowServer:
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        database, artifacts = self.project.state / "mlflow.db", self.project.state / "mlflow-artifacts"
-        command = ["-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{database}", "--artifacts-destination", str(artifacts)]
+        database, artifacts = (
+            self.project.state / "mlflow.db",
+            self.project.state / "mlflow-artifacts",
+        )
+        command = [
+            "-m",
+            "mlflow",
+            "server",
+            "--backend-store-uri",
+            f"sqlite:///{database}",
+            "--artifacts-destination",
+            str(artifacts),
+        ]
         log = self.project.scratch / "mlflow-server.log"
-        self.process = self.project.start([*command, "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"], log)
+        self.process = self.project.start(
+            [*command, "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"], log
+        )
         wait_for(f"http://127.0.0.1:{self.port}/health", self.process, log)
 
     def kill(self) -> None:
@@ -218,7 +264,9 @@ def kill_mlflow(scene: Scene, _: list[psutil.Process]) -> None:
 
 @contextlib.contextmanager
 def small_disk(project: Project) -> Iterator[tuple[str, ...]]:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(project.state)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(project.state)], check=True
+    )
     try:
         yield ()
     finally:
@@ -230,7 +278,8 @@ def small_disk(project: Project) -> Iterator[tuple[str, ...]]:
 @contextlib.contextmanager
 def services(project: Project) -> Iterator[tuple[str, ...]]:
     """`make up`: a Prefect server, a worker and MLflow under a supervisor."""
-    ports = ("--prefect-port", str(free_port()), "--mlflow-port", str(free_port()))  # the usual ones may be somebody's
+    # the usual ones may be somebody's
+    ports = ("--prefect-port", str(free_port()), "--mlflow-port", str(free_port()))
     project.must("-m", "tasks.services", "up", *ports)
     try:
         yield ()
@@ -242,14 +291,18 @@ RAY_CLUSTER = """
 import itertools, json, os, sys
 from ray.cluster_utils import Cluster
 numbers = itertools.count(2)
-address = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": 0, "object_store_memory": 150_000_000, "temp_dir": sys.argv[1]}
+address = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": 0, "object_store_memory": \
+150_000_000, "temp_dir": sys.argv[1]}
 cluster = Cluster(initialize_head=True, head_node_args=address)
 def add():
-    place = os.path.join(sys.argv[1], str(next(numbers)))  # in one folder a node would unpack a job's files over its neighbour's
-    return cluster.add_node(num_cpus=2, object_store_memory=150_000_000, temp_dir=place).all_processes["raylet"][0].process.pid
+    place = os.path.join(sys.argv[1], str(next(numbers)))  # in one folder a node would unpack a \
+job's files over its neighbour's
+    return cluster.add_node(num_cpus=2, object_store_memory=150_000_000, \
+temp_dir=place).all_processes["raylet"][0].process.pid
 def tell(pid):
     with open(sys.argv[2] + ".new", "w") as file:
-        json.dump({"address": cluster.address, "dashboard": "http://" + cluster.webui_url, "raylet": pid}, file)
+        json.dump({"address": cluster.address, "dashboard": "http://" + cluster.webui_url, \
+"raylet": pid}, file)
     os.rename(sys.argv[2] + ".new", sys.argv[2])
 tell(add())
 for line in sys.stdin:
@@ -271,7 +324,10 @@ class RayCluster:
         place, deadline = self.folder / "facts.json", time.monotonic() + START_TIMEOUT_S
         while not place.exists():
             if time.monotonic() > deadline or self.process.poll() is not None:
-                raise RuntimeError(f"the Ray cluster does not come up\n{(self.project.scratch / 'ray.log').read_text()[-2000:]}")
+                raise RuntimeError(
+                    "the Ray cluster does not come"
+                    f" up\n{(self.project.scratch / 'ray.log').read_text()[-2000:]}"
+                )
             time.sleep(POLL_S)
         facts: dict[str, Any] = json.loads(place.read_text())
         return facts
@@ -292,22 +348,51 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
-    """Overrides: the address of a cluster of two nodes of two CPUs each, `fact` says which; an environment server for both."""
+    """Overrides: the address of a cluster of two nodes of two CPUs each, `fact` says which; an
+    environment server for both.
+    """
     folder = Path(tempfile.mkdtemp(prefix="agc-", dir="/tmp"))  # a socket's path has 107 bytes
-    project.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    project.environment |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     command = [sys.executable, "-c", RAY_CLUSTER, str(folder), str(folder / "facts.json")]
     (folder / "ray").mkdir()  # where Ray notes the address
-    place = {"cwd": project.folder, "env": {**project.environment, "TMPDIR": str(folder)}, "start_new_session": True}
+    place = {
+        "cwd": project.folder,
+        "env": {**project.environment, "TMPDIR": str(folder)},
+        "start_new_session": True,
+    }
     with (project.scratch / "ray.log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, **place)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, **place
+        )
     project.server = RayCluster(project, folder, process)
-    options = json.dumps(yaml.safe_load((project.folder / "params.yaml").read_text())["env"]["options"])
-    host, port = "127.0.0.2", free_port()  # the loopback of this machine, under a name that another node is not refused
-    serve = ("-m", "envs", "serve", "babyai", "--options", options, "--host", host, "--port", str(port))
+    options = json.dumps(
+        yaml.safe_load((project.folder / "params.yaml").read_text())["env"]["options"]
+    )
+    # the loopback of this machine, under a name that another node is not refused
+    host, port = "127.0.0.2", free_port()
+    serve = (
+        "-m",
+        "envs",
+        "serve",
+        "babyai",
+        "--options",
+        options,
+        "--host",
+        host,
+        "--port",
+        str(port),
+    )
     environment = project.start(serve, project.scratch / "environment.log")
     try:
         wait_for(f"http://{host}:{port}/readyz", environment, project.scratch / "environment.log")
-        yield (f"ray.address={project.server.facts()[fact]}", f"env.endpoints=['http://{host}:{port}']")
+        yield (
+            f"ray.address={project.server.facts()[fact]}",
+            f"env.endpoints=['http://{host}:{port}']",
+        )
     finally:
         environment.kill()
         environment.wait()
@@ -348,7 +433,11 @@ def lose_node(scene: Scene, victims: list[psutil.Process]) -> None:
 def no_ray() -> str:
     if importlib.util.find_spec("ray") is None:
         return "Ray is not installed"
-    return "" if (ROOT / "agentgym/training/cluster.py").is_file() else "this version has no compute on Ray"
+    return (
+        ""
+        if (ROOT / "agentgym/training/cluster.py").is_file()
+        else "this version has no compute on Ray"
+    )
 
 
 def no_services() -> str:
@@ -358,7 +447,12 @@ def no_services() -> str:
 def no_mount() -> str:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         except FileNotFoundError:
             return "this system has no mount"
         if done.returncode:
@@ -395,12 +489,29 @@ WHOLE = Setting(FLOW)
 STEP = Setting(STAGE, prepared=True)
 LEDGER = Setting(FLOW, around=mlflow_server, stays=r"mlflow.*server")
 DEPLOYED = Setting(
-    ("-m", "prefect", "--no-prompt", "deployment", "run", "pipeline/local", "--watch"), around=services, missing=no_services, stays="."
+    ("-m", "prefect", "--no-prompt", "deployment", "run", "pipeline/local", "--watch"),
+    around=services,
+    missing=no_services,
+    stays=".",
 )
 ON_RAY = ("--set", "ray.num_workers=2", "--set", "ray.placement_timeout_s=300", "--set")
 LOCAL_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, missing=no_ray, is_ray=True)
-JOINED_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, around=gcs, missing=no_ray, is_ray=True, stays=".")
-RAY_JOB = Setting((*STAGE, *ON_RAY, "compute=ray-job"), prepared=True, around=dashboard, missing=no_ray, is_ray=True, stays=".")
+JOINED_RAY = Setting(
+    (*STAGE, *ON_RAY, "compute=ray"),
+    prepared=True,
+    around=gcs,
+    missing=no_ray,
+    is_ray=True,
+    stays=".",
+)
+RAY_JOB = Setting(
+    (*STAGE, *ON_RAY, "compute=ray-job"),
+    prepared=True,
+    around=dashboard,
+    missing=no_ray,
+    is_ray=True,
+    stays=".",
+)
 WORKER, RUN = r"-m tasks\.\w+ worker", r"-m prefect\.engine"
 KILLED, BROKEN = (-signal.SIGKILL,), (0, 1)
 INTERRUPTED = (130, -signal.SIGTERM, -signal.SIGINT)  # in order; before Python had its handlers
@@ -409,14 +520,63 @@ KINDS = {
     for kind in (
         Kind("flow", "flow process, SIGKILL", WHOLE, the_command, send(signal.SIGKILL), KILLED),
         Kind("step", "step process, SIGKILL", STEP, the_command, send(signal.SIGKILL), KILLED),
-        Kind("environment", "environment server, SIGKILL", WHOLE, matching(r"-m envs serve(?!.*--check)"), send(signal.SIGKILL), BROKEN),
-        Kind("prefect", "Prefect server, SIGKILL", WHOLE, matching(r"-m tasks\.prefect_server"), send(signal.SIGKILL), BROKEN),
-        Kind("mlflow", "MLflow server, SIGKILL", LEDGER, matching(r"mlflow.*server"), kill_mlflow, BROKEN),
-        Kind("machine", "flow, environment and Prefect server together, SIGKILL", WHOLE, everything, send(signal.SIGKILL), KILLED),
-        Kind("sigterm", "flow process, SIGTERM", WHOLE, the_command, send(signal.SIGTERM), INTERRUPTED),
+        Kind(
+            "environment",
+            "environment server, SIGKILL",
+            WHOLE,
+            matching(r"-m envs serve(?!.*--check)"),
+            send(signal.SIGKILL),
+            BROKEN,
+        ),
+        Kind(
+            "prefect",
+            "Prefect server, SIGKILL",
+            WHOLE,
+            matching(r"-m tasks\.prefect_server"),
+            send(signal.SIGKILL),
+            BROKEN,
+        ),
+        Kind(
+            "mlflow",
+            "MLflow server, SIGKILL",
+            LEDGER,
+            matching(r"mlflow.*server"),
+            kill_mlflow,
+            BROKEN,
+        ),
+        Kind(
+            "machine",
+            "flow, environment and Prefect server together, SIGKILL",
+            WHOLE,
+            everything,
+            send(signal.SIGKILL),
+            KILLED,
+        ),
+        Kind(
+            "sigterm",
+            "flow process, SIGTERM",
+            WHOLE,
+            the_command,
+            send(signal.SIGTERM),
+            INTERRUPTED,
+        ),
         Kind("sigint", "step process, SIGINT", STEP, the_command, send(signal.SIGINT), INTERRUPTED),
-        Kind("disk", "disk full", Setting(FLOW, around=small_disk, missing=no_mount), the_command, fill_disk, BROKEN),
-        Kind("run", "run of a deployment, SIGKILL", DEPLOYED, matching(RUN), send(signal.SIGKILL), BROKEN),
+        Kind(
+            "disk",
+            "disk full",
+            Setting(FLOW, around=small_disk, missing=no_mount),
+            the_command,
+            fill_disk,
+            BROKEN,
+        ),
+        Kind(
+            "run",
+            "run of a deployment, SIGKILL",
+            DEPLOYED,
+            matching(RUN),
+            send(signal.SIGKILL),
+            BROKEN,
+        ),
         Kind(
             "worker",
             "Prefect worker and the run it started together, SIGKILL",
@@ -425,8 +585,22 @@ KINDS = {
             send(signal.SIGKILL),
             BROKEN,
         ),
-        Kind("ray-worker", "Ray worker, SIGKILL", LOCAL_RAY, matching(r"^ray::RolloutWorker"), kill_one, BROKEN),
-        Kind("ray-node", "node of a two-node Ray cluster, SIGKILL", JOINED_RAY, second_node, lose_node, BROKEN),
+        Kind(
+            "ray-worker",
+            "Ray worker, SIGKILL",
+            LOCAL_RAY,
+            matching(r"^ray::RolloutWorker"),
+            kill_one,
+            BROKEN,
+        ),
+        Kind(
+            "ray-node",
+            "node of a two-node Ray cluster, SIGKILL",
+            JOINED_RAY,
+            second_node,
+            lose_node,
+            BROKEN,
+        ),
         Kind(
             "ray-driver",
             "driver of a Ray job, SIGKILL",
@@ -435,7 +609,21 @@ KINDS = {
             send(signal.SIGKILL),
             BROKEN,
         ),
-        Kind("ray-follower", "process that follows a Ray job, SIGKILL", RAY_JOB, the_command, send(signal.SIGKILL), KILLED),
-        Kind("two-learners", "two learners on one stage, then SIGKILL of the holder", STEP, holds_stage, second_learner, KILLED),
+        Kind(
+            "ray-follower",
+            "process that follows a Ray job, SIGKILL",
+            RAY_JOB,
+            the_command,
+            send(signal.SIGKILL),
+            KILLED,
+        ),
+        Kind(
+            "two-learners",
+            "two learners on one stage, then SIGKILL of the holder",
+            STEP,
+            holds_stage,
+            second_learner,
+            KILLED,
+        ),
     )
 }

@@ -1,4 +1,6 @@
-"""A copy of this repository with a run small enough to be repeated, what can be seen of it from outside, and what must be true of it."""
+"""A copy of this repository with a run small enough to be repeated, what can be seen of it from
+outside, and what must be true of it.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,21 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).parents[1]
-OWNER = "AGENTGYM_CHAOS_OWNER"  # in the environment of every process of a project; how they are found
+# in the environment of every process of a project; how they are found
+OWNER = "AGENTGYM_CHAOS_OWNER"
 TINY = {
     "model": {"hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 64},
     "warm_start": {"num_demos": 40, "steps": 20, "batch_size": 16},
     "rollout": {"items_per_step": 4, "group_size": 4},
     "horizon": {"max_turns": [5, 8], "stage_steps": [3, 3]},
     "validation": {"every": 2, "num_items": 4},
-    "evaluation": {"num_items": 8, "num_samples": 1, "k": [1], "num_bootstrap": 200, "chunk_items": 4},
+    "evaluation": {
+        "num_items": 8,
+        "num_samples": 1,
+        "k": [1],
+        "num_bootstrap": 200,
+        "chunk_items": 4,
+    },
 }
 PREPARATION = "warm-start"  # what stage-1 stands on, with all that it needs
 
@@ -41,7 +50,8 @@ from agentgym.steps import finished, open_store
 cfg = load_config("params.yaml", sys.argv[1:])
 store, done = open_store(cfg), finished(cfg, open_store(cfg))
 stages = [final for name, final in done.items() if name.startswith("stage-")]
-items = [item for final in stages for commit in store.history(final.step, final.key) for item in commit.state["consumed"]]
+items = [item for final in stages for commit in store.history(final.step, final.key) for item in \
+commit.state["consumed"]]
 print(json.dumps([list(done), items]))
 """
 
@@ -53,7 +63,9 @@ MAX_TAIL = 20  # lines of a server's log below an error
 
 
 class Project:
-    """A copy of this repository with a small run, the commands typed in it, and what can be seen of them from outside."""
+    """A copy of this repository with a small run, the commands typed in it, and what can be
+    seen of them from outside.
+    """
 
     def __init__(self, folder: Path, sections: Mapping[str, Mapping[str, Any]] = TINY) -> None:
         """sections: over those of params.yaml."""
@@ -62,9 +74,14 @@ class Project:
         self.server: Any = None  # what stands around the command, for whoever strikes it
         self.ports: set[int] = set()  # every one a process of ours was seen listening on
         self.closed = False
-        self.others = set(psutil.process_iter())  # none of them can be ours; looking at each again takes a good part of a core
+        # none of them can be ours; looking at each again takes a good part of a core
+        self.others = set(psutil.process_iter())
         names = subprocess.run(
-            ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         for name in names.stdout.split():
             if (ROOT / name).is_file():
@@ -85,7 +102,9 @@ class Project:
             "RAY_",
             "PYTHONDONTWRITEBYTECODE",
         )  # the last: a process is started often here
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(foreign)
+        }
         self.environment = {
             **inherited,
             "HOME": str(self.home),
@@ -106,10 +125,20 @@ class Project:
         self.check_open()
         words = [sys.executable, *command] if command[0].startswith("-") else list(command)
         done = subprocess.run(
-            words, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+            words,
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
         )
         if done.returncode:
-            raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"[-3000:])
+            raise RuntimeError(
+                f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"[
+                    -3000:
+                ]
+            )
         return done.stdout
 
     def check_open(self) -> None:
@@ -131,19 +160,25 @@ class Project:
             )
 
     def processes(self, pattern: str = "") -> list[psutil.Process]:
-        """Everything alive that was started here, however long its chain of parents, whose command line matches.
+        """Everything alive that was started here, however long its chain of parents, whose command
+        line matches.
 
-        Ray's workers write over their environment: they are known by their parents and by where they work.
+        Ray's workers write over their environment: they are known by their parents and by where
+        they work.
         """
         ours: dict[int, psutil.Process] = {}
-        for process in sorted(set(psutil.process_iter()) - self.others, key=lambda process: process.pid):
+        for process in sorted(
+            set(psutil.process_iter()) - self.others, key=lambda process: process.pid
+        ):
             with contextlib.suppress(psutil.Error):
                 if process.ppid() in ours or self.is_ours(process):
                     ours[process.pid] = process
         found = []
         for process in ours.values():
             with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and re.search(pattern, " ".join(process.cmdline())):
+                if process.status() != psutil.STATUS_ZOMBIE and re.search(
+                    pattern, " ".join(process.cmdline())
+                ):
                     found.append(process)
         return found
 
@@ -159,11 +194,18 @@ class Project:
     def look_at_ports(self) -> None:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                self.ports |= {c.laddr.port for c in process.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN}
+                self.ports |= {
+                    c.laddr.port
+                    for c in process.net_connections(kind="tcp")
+                    if c.status == psutil.CONN_LISTEN
+                }
 
     def phase(self) -> str:
         """Which step holds its lease, and after which commit it is."""
-        leases = sorted(self.state.glob("store/steps/*/leases/*.json"), key=lambda path: path.stat().st_mtime)  # a copy keeps it
+        # a copy keeps it
+        leases = sorted(
+            self.state.glob("store/steps/*/leases/*.json"), key=lambda path: path.stat().st_mtime
+        )
         if not leases:
             return "before the first step"
         last = leases[-1]
@@ -173,7 +215,9 @@ class Project:
         return f"{step}, {len(list(last.parents[1].glob('manifests/*.json')))} commits made"
 
     def lineage(self, overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(steps that are done, ids of the items trained on in the order of the committed optimiser steps)."""
+        """(steps that are done, ids of the items trained on in the order of the committed
+        optimiser steps).
+        """
         done, items = json.loads(self.must("-c", LINEAGE, *overrides).splitlines()[-1])
         return tuple(done), tuple(items)
 
@@ -199,14 +243,22 @@ class Project:
         self.end()
 
     def answers(self, port: int) -> bool:
-        """Is one of our processes, or one that nobody here started, to be reached there. A neighbour may have been given a port
-        that was ours."""
+        """Is one of our processes, or one that nobody here started, to be reached there.
+        A neighbour may have been given a port that was ours.
+        """
         if not is_open(port):
             return False
         for connection in psutil.net_connections(kind="tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
+            if (
+                connection.status == psutil.CONN_LISTEN
+                and connection.laddr.port == port
+                and connection.pid is not None
+            ):
                 with contextlib.suppress(psutil.Error):
-                    return psutil.Process(connection.pid).environ().get(OWNER) in (None, self.environment[OWNER])
+                    return psutil.Process(connection.pid).environ().get(OWNER) in (
+                        None,
+                        self.environment[OWNER],
+                    )
         return is_open(port)
 
 
@@ -219,7 +271,8 @@ class Trial:
     at_s: float = 0.0  # after the command was started
     phase: str = ""
     hit: bool = False  # a fault without a victim does not count
-    codes: list[int] = field(default_factory=list)  # exit codes of the command, one for each time it was given
+    # exit codes of the command, one for each time it was given
+    codes: list[int] = field(default_factory=list)
     recovery_s: float = 0.0  # from the fault to the end of the last command
     failures: dict[str, list[str]] = field(default_factory=dict)  # check -> what is wrong
     notes: list[str] = field(default_factory=list)
@@ -240,7 +293,9 @@ class Reference:
     versions: int  # registered models
 
     def faster(self, wall_s: float) -> Reference:
-        """The same where a run that nobody met took no longer than this: the machine was busier when it was observed."""
+        """The same where a run that nobody met took no longer than this: the machine was busier
+        when it was observed.
+        """
         scale = min(1.0, wall_s / self.wall_s)
         spans = {name: (first * scale, last * scale) for name, (first, last) in self.spans.items()}
         return replace(self, wall_s=self.wall_s * scale, spans=spans)
@@ -261,7 +316,9 @@ def check_gone(project: Project, trial: Trial, keep: str) -> None:
             commands.append(" ".join(process.cmdline())[:200])
     trial.failures.setdefault("processes", []).extend(commands)
     open_ports = set() if keep else {port for port in project.ports if project.answers(port)}
-    trial.failures.setdefault("ports", []).extend(f"port {port} still answers" for port in sorted(open_ports))
+    trial.failures.setdefault("ports", []).extend(
+        f"port {port} still answers" for port in sorted(open_ports)
+    )
 
 
 def is_open(port: int) -> bool:
@@ -270,17 +327,33 @@ def is_open(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def check_result(project: Project, overrides: Sequence[str], reference: Reference, trial: Trial) -> None:
-    """What the run says of itself, and what its store and its ledger hold, read without its help."""
+def check_result(
+    project: Project, overrides: Sequence[str], reference: Reference, trial: Trial
+) -> None:
+    """What the run says of itself, and what its store and its ledger hold, read without its
+    help.
+    """
     settings = [word for override in overrides for word in ("--set", override)]
     words = [sys.executable, "-m", "agentgym", "audit", "--json", "--episodes", "4", *settings]
     audit = subprocess.run(
-        words, cwd=project.folder, env=project.environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        words,
+        cwd=project.folder,
+        env=project.environment,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
     )
     trial.failures["audit"] = audit_failures(audit)
     done, items = project.lineage(overrides)
-    trial.failures["steps"] = [] if done == reference.steps else [f"done are {done}, undisturbed {reference.steps}"]
-    trial.failures["items"] = [] if items == reference.consumed else [f"trained on {items}, undisturbed {reference.consumed}"]
+    trial.failures["steps"] = (
+        [] if done == reference.steps else [f"done are {done}, undisturbed {reference.steps}"]
+    )
+    trial.failures["items"] = (
+        []
+        if items == reference.consumed
+        else [f"trained on {items}, undisturbed {reference.consumed}"]
+    )
     trial.failures["points"] = repeated_points(project.state / "mlflow.db")
     repeated = repeated_models(project.state / "mlflow.db")
     if num_versions(project) != reference.versions:
@@ -294,20 +367,36 @@ def audit_failures(audit: subprocess.CompletedProcess[str]) -> list[str]:
         report = json.loads(audit.stdout)
     except ValueError:
         return [f"audit ended with {audit.returncode}: {audit.stderr[-500:]}"]
-    bad = [f"{check['name']}: {(check['failures'] or ['failed'])[0]}" for check in report["checks"] if not check["ok"]]
+    bad = [
+        f"{check['name']}: {(check['failures'] or ['failed'])[0]}"
+        for check in report["checks"]
+        if not check["ok"]
+    ]
     return bad or ([] if audit.returncode == 0 else [f"audit ended with {audit.returncode}"])
 
 
 def repeated_points(database: Path) -> list[str]:
     """(metric, step) that one MLflow run holds more than once."""
-    query = "select run_uuid, key, step, count(*) from metrics group by run_uuid, key, step having count(*) > 1"
-    return [f"{key} at step {step} of run {run}: {count} points" for run, key, step, count in rows(database, query)]
+    query = (
+        "select run_uuid, key, step, count(*) from metrics group by run_uuid, key, step having"
+        " count(*) > 1"
+    )
+    return [
+        f"{key} at step {step} of run {run}: {count} points"
+        for run, key, step, count in rows(database, query)
+    ]
 
 
 def repeated_models(database: Path) -> list[str]:
     """Checkpoints registered more than once under one name."""
-    query = "select name, value, count(*) from model_version_tags where key = 'step_key' group by name, value having count(*) > 1"
-    return [f"checkpoint {value[:12]} is {count} versions of {name}" for name, value, count in rows(database, query)]
+    query = (
+        "select name, value, count(*) from model_version_tags where key = 'step_key' group by name,"
+        " value having count(*) > 1"
+    )
+    return [
+        f"checkpoint {value[:12]} is {count} versions of {name}"
+        for name, value, count in rows(database, query)
+    ]
 
 
 def num_versions(project: Project) -> int:
@@ -318,13 +407,21 @@ def num_versions(project: Project) -> int:
 def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
     if not database.is_file():
         return []
-    with contextlib.closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=30)) as connection:
+    with contextlib.closing(
+        sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=30)
+    ) as connection:
         return connection.execute(query).fetchall()
 
 
 def leftovers(state: Path) -> list[str]:
-    """Temporary names in the state directory, but for what the next commit of that step removes (blobs, leases, manifests)."""
-    found = [path for path in state.rglob(".tmp-*") if path.parent.name not in ("blobs", "leases", "manifests")]
+    """Temporary names in the state directory, but for what the next commit of that step removes
+    (blobs, leases, manifests).
+    """
+    found = [
+        path
+        for path in state.rglob(".tmp-*")
+        if path.parent.name not in ("blobs", "leases", "manifests")
+    ]
     found += [path for path in (state / "logs").glob("*") if path.suffix not in (".log", ".lock")]
     return [str(path.relative_to(state)) for path in found]
 
@@ -334,6 +431,8 @@ def last_line(log: Path) -> str:
 
 
 def failure(log: Path) -> str:
-    """The line at its end that says what failed, or nothing; below it may stand the end of a server's log."""
+    """The line at its end that says what failed, or nothing; below it may stand the end of a
+    server's log.
+    """
     lines = log.read_text(errors="replace").splitlines()[-MAX_TAIL:]
     return next((line[:300] for line in reversed(lines) if line.startswith("failed: ")), "")

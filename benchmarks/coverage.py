@@ -1,16 +1,20 @@
-"""How often an interval over seeds and items holds the truth: `python benchmarks/coverage.py` (`make coverage`).
+"""How often an interval over seeds and items holds the truth: `python benchmarks/coverage.py`
+(`make coverage`).
 
-Writes docs/results/coverage.json. Worlds are made here, so their truth is known; the interval is the product's own,
-`agentgym.evaluation.seeds.crossed_intervals`. Of one world:
+Writes docs/results/coverage.json.
+Worlds are made here, so their truth is known; the interval is the product's own,
+`agentgym.evaluation.seeds.crossed_intervals`.
+Of one world:
 
-- a seed's success is normal around `success` with standard deviation `spread`, cut to 0 .. 1 (where a cut moves the mean, the truth
-  is the mean after it);
-- an item is harder or easier by a normal amount on the logit scale, `items_sd`, for all seeds and both rows alike;
-  every seed's mean over items is kept;
+- a seed's success is normal around `success` with standard deviation `spread`, cut to 0 .. 1 (where
+  a cut moves the mean, the truth is the mean after it);
+- an item is harder or easier by a normal amount on the logit scale, `items_sd`, for all seeds and
+  both rows alike; every seed's mean over items is kept;
 - an episode succeeds or not; `samples` episodes per item and seed.
 
-A `share` is one row's success. A `difference` is a row less another of the same items and as many seeds of its own, whose
-success lies half way between the first one's and 50 %.
+A `share` is one row's success.
+A `difference` is a row less another of the same items and as many seeds of its own, whose success
+lies half way between the first one's and 50 %.
 """
 
 from __future__ import annotations
@@ -69,10 +73,14 @@ class Found:
 
 
 def worlds() -> Iterator[World]:
-    inside = itertools.product((0.1, 0.3, 0.5, 0.7, 0.9), SPREADS, SEEDS, (0.0, 1.5), (1, 4), ("share", "difference"))
+    inside = itertools.product(
+        (0.1, 0.3, 0.5, 0.7, 0.9), SPREADS, SEEDS, (0.0, 1.5), (1, 4), ("share", "difference")
+    )
     for success, spread, seeds, items_sd, samples, kind in inside:
         yield World(kind, success, spread, seeds, 50, samples, items_sd, True)
-    for success, spread, kind in itertools.product((0.1, 0.5, 0.9), SPREADS, ("share", "difference")):
+    for success, spread, kind in itertools.product(
+        (0.1, 0.5, 0.9), SPREADS, ("share", "difference")
+    ):
         yield World(kind, success, spread, 3, 512, 4, 1.5, True)
     ends = ((0.02, 50), (0.98, 50), (0.1, 20), (0.5, 20), (0.9, 20))
     for (success, items), spread, seeds, items_sd, kind in itertools.product(
@@ -94,7 +102,9 @@ def simulate(world: World, num: int, generator: np.random.Generator) -> Found:
         ends[1] += int((low > truth + 1e-12).sum())
         width += float((high - low).sum())
     below, above = ends[0] / num, ends[1] / num
-    return Found(world, round(1 - below - above, 4), round(below, 4), round(above, 4), round(width / num, 4))
+    return Found(
+        world, round(1 - below - above, 4), round(below, 4), round(above, 4), round(width / num, 4)
+    )
 
 
 def _other(success: float) -> float:
@@ -119,12 +129,20 @@ def _tables(world: World, num: int, generator: np.random.Generator) -> FloatArra
     """[num, seeds, items]"""
     ease = generator.standard_normal((num, 1, world.items))
     ours = _row(world, world.success, ease, generator)
-    return ours if world.kind == "share" else ours - _row(world, _other(world.success), ease, generator)
+    return (
+        ours
+        if world.kind == "share"
+        else ours - _row(world, _other(world.success), ease, generator)
+    )
 
 
-def _row(world: World, success: float, ease: FloatArray, generator: np.random.Generator) -> FloatArray:
+def _row(
+    world: World, success: float, ease: FloatArray, generator: np.random.Generator
+) -> FloatArray:
     """Success of each seed and item, mean over samples. ease: [num, 1, items], standard normal."""
-    per_seed = np.clip(success + world.spread * generator.standard_normal((len(ease), world.seeds, 1)), 0.0, 1.0)
+    per_seed = np.clip(
+        success + world.spread * generator.standard_normal((len(ease), world.seeds, 1)), 0.0, 1.0
+    )
     if world.items_sd:
         logits, means = _mean_of_logit(world.items_sd)
         chance = 1 / (1 + np.exp(-(np.interp(per_seed, means, logits) + world.items_sd * ease)))
@@ -156,7 +174,9 @@ def main() -> int:
             found.append(each)
             print(f"{len(found)}/{len(cells)} {each.coverage:.3f} {each.world}", file=sys.stderr)
     result = report(found, chosen.simulations)
-    command = "python benchmarks/coverage.py" + (f" --simulations {chosen.simulations}" if chosen.simulations != 10_000 else "")
+    command = "python benchmarks/coverage.py" + (
+        f" --simulations {chosen.simulations}" if chosen.simulations != 10_000 else ""
+    )
     result |= {"machine": machine(), "command": command}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(dump(result))
@@ -172,7 +192,9 @@ def _simulated(world: World, num: int, stream: np.random.SeedSequence) -> Found:
 def report(found: list[Found], simulations: int) -> dict[str, Any]:
     def span(inside: bool) -> dict[str, Any]:
         values = [each.coverage for each in found if each.world.inside is inside]
-        return {"cells": len(values), "lowest": min(values), "highest": max(values)} if values else {}
+        return (
+            {"cells": len(values), "lowest": min(values), "highest": max(values)} if values else {}
+        )
 
     return {
         "confidence": CONFIDENCE,
@@ -186,14 +208,27 @@ def report(found: list[Found], simulations: int) -> dict[str, Any]:
 
 
 def _flat(found: Found) -> dict[str, Any]:
-    return {**asdict(found.world), "coverage": found.coverage, "below": found.below, "above": found.above, "width": found.width}
+    return {
+        **asdict(found.world),
+        "coverage": found.coverage,
+        "below": found.below,
+        "above": found.above,
+        "width": found.width,
+    }
 
 
 def dump(result: dict[str, Any]) -> str:
     """JSON with a line per cell."""
-    lists = {name: [json.dumps(cell) for cell in result[name]] for name in ("outside_band", "cells")}
-    rest = json.dumps({name: value for name, value in result.items() if name not in lists}, indent=1)
-    parts = [f' "{name}": [\n  ' + ",\n  ".join(rows) + "\n ]" if rows else f' "{name}": []' for name, rows in lists.items()]
+    lists = {
+        name: [json.dumps(cell) for cell in result[name]] for name in ("outside_band", "cells")
+    }
+    rest = json.dumps(
+        {name: value for name, value in result.items() if name not in lists}, indent=1
+    )
+    parts = [
+        f' "{name}": [\n  ' + ",\n  ".join(rows) + "\n ]" if rows else f' "{name}": []'
+        for name, rows in lists.items()
+    ]
     return rest[:-2] + ",\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -202,7 +237,10 @@ def text(result: dict[str, Any]) -> str:
     for name in ("inside", "outside"):
         each = result[name]
         if each:
-            lines.append(f"{name} the range: {each['cells']} cells, coverage {each['lowest']:.1%} to {each['highest']:.1%}")
+            lines.append(
+                f"{name} the range: {each['cells']} cells, coverage {each['lowest']:.1%} to"
+                f" {each['highest']:.1%}"
+            )
     lines += [f"out of the band: {cell}" for cell in result["outside_band"]]
     return "\n".join(lines)
 

@@ -1,9 +1,13 @@
-"""How fast an environment server steps, over HTTP on kept connections: `python benchmarks/env_servers.py [ENV ...]`.
+"""How fast an environment server steps, over HTTP on kept connections: `python
+benchmarks/env_servers.py [ENV ...]`.
 
-Each server is one process; the load comes from another. Without `--server` ours are started, one of each environment, and
-asked in both dialects. `--server NAME=DIALECT=URL` measures a server that runs already, ours or AgentGym's, in the same run;
-`NAME` says what actions to send. Closed loop: every session sends its next action when the last one is answered, and begins
-another episode after STEPS actions. Prints steps per second, latency and memory, and writes docs/results/envs.json.
+Each server is one process; the load comes from another.
+Without `--server` ours are started, one of each environment, and asked in both dialects.
+`--server NAME=DIALECT=URL` measures a server that runs already, ours or AgentGym's, in the same
+run; `NAME` says what actions to send.
+Closed loop: every session sends its next action when the last one is answered, and begins another
+episode after STEPS actions.
+Prints steps per second, latency and memory, and writes docs/results/envs.json.
 """
 
 from __future__ import annotations
@@ -33,8 +37,21 @@ from agentgym.deploy.local import local_env
 ROOT = Path(__file__).parents[1]
 STEPS = 20  # of one episode
 ACTIONS = {
-    "babyai": ("turn left", "move forward", "turn right", "move forward", "go to red ball 1", "pickup"),
-    "textcraft": ("get 1 oak log", "inventory", "craft 4 oak planks using 1 oak log", "get 2 string", "get 1 diamond"),
+    "babyai": (
+        "turn left",
+        "move forward",
+        "turn right",
+        "move forward",
+        "go to red ball 1",
+        "pickup",
+    ),
+    "textcraft": (
+        "get 1 oak log",
+        "inventory",
+        "craft 4 oak planks using 1 oak log",
+        "get 2 string",
+        "get 1 diamond",
+    ),
     "sciworld": (
         "open door to kitchen",
         "go to kitchen",
@@ -44,11 +61,18 @@ ACTIONS = {
         "inventory",
         "look at table",
     ),
-    "searchqa": ("<search>Naerholt town river</search>", "<search>a lake in the north</search>", "<search>founded the company</search>"),
+    "searchqa": (
+        "<search>Naerholt town river</search>",
+        "<search>a lake in the north</search>",
+        "<search>founded the company</search>",
+    ),
 }
-# sessions: AgentGym's own servers on 2 cores under load, one process (steps/s, two runs); the same actions were not sent
+# sessions: AgentGym's own servers on 2 cores under load, one process (steps/s, two runs); the same
+# actions were not sent
 PUBLISHED = {32: {"textcraft": (1258, 1898), "babyai": (367, 540)}, 8: {"sciworld": (2.5, 4.7)}}
-OPTIONS = {"babyai": {"levels": "agentgym", "view": "agentgym", "actions": "high", "reward": "minigrid"}}
+OPTIONS = {
+    "babyai": {"levels": "agentgym", "view": "agentgym", "actions": "high", "reward": "minigrid"}
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +94,8 @@ class Measured:
     p50_ms: float
     p99_ms: float
     create_ms: float  # median, of create and reset together
-    rss_mib: float | None  # of the server and the processes it started; None where they are not on this machine
+    # of the server and the processes it started; None where they are not on this machine
+    rss_mib: float | None
     cpu_ms_per_step: float | None  # of the same processes, opening episodes included
     server_ms_per_step: float | None  # of these, the server without the processes it started
     engine_ms_per_step: float | None  # of these, inside a simulator that counts them itself
@@ -78,12 +103,18 @@ class Measured:
 
 
 class Connection:
-    """One kept connection that costs the load generator as little as may be: it is on the same machine."""
+    """One kept connection that costs the load generator as little as may be: it is on the same
+    machine.
+    """
 
     def __init__(self, url: str, token: str) -> None:
         parts = urllib.parse.urlsplit(url)
         self._bearer = f"Authorization: Bearer {token}\r\n" if token else ""
-        self._host, self._port, self._prefix = parts.hostname or "", parts.port or 80, parts.path.rstrip("/")
+        self._host, self._port, self._prefix = (
+            parts.hostname or "",
+            parts.port or 80,
+            parts.path.rstrip("/"),
+        )
 
     async def open(self) -> None:
         self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
@@ -91,8 +122,8 @@ class Connection:
     async def post(self, route: str, body: Any) -> Any:
         payload = b"" if body is None else json.dumps(body).encode()
         head = (
-            f"POST {self._prefix}{route} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
-            f"{self._bearer}Content-Length: {len(payload)}\r\n\r\n"
+            f"POST {self._prefix}{route} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type:"
+            f" application/json\r\n{self._bearer}Content-Length: {len(payload)}\r\n\r\n"
         )
         self._writer.write(head.encode() + payload)
         status, length = await self._head()
@@ -103,7 +134,9 @@ class Connection:
 
     async def _head(self) -> tuple[int, int]:
         lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        length = next(int(line[15:]) for line in lines if line.lower().startswith("content-length:"))
+        length = next(
+            int(line[15:]) for line in lines if line.lower().startswith("content-length:")
+        )
         return int(lines[0].split(" ")[1]), length
 
     def close(self) -> None:
@@ -115,19 +148,27 @@ async def episode(connection: Connection, target: Target, number: int, times: li
     began = time.perf_counter()
     if target.dialect == "native":
         key = f"{id(times)}-{number}"
-        session = (await connection.post("/create", {"request_key": key, "task_id": number % 500}))["session_id"]
+        session = (await connection.post("/create", {"request_key": key, "task_id": number % 500}))[
+            "session_id"
+        ]
         end: dict[str, Any] = {"session_id": session}
     else:
         bodies: dict[str, Any] = {"textcraft": {}, "searchqa": {"id": number % 500}}
         created = await connection.post("/create", bodies.get(target.env))
         number_of_env = created["id"] if isinstance(created, dict) else created
         name = "env_idx" if target.env == "searchqa" else "id"
-        await connection.post("/reset", {name: number_of_env, "id" if name == "env_idx" else "data_idx": number % 500})
+        await connection.post(
+            "/reset", {name: number_of_env, "id" if name == "env_idx" else "data_idx": number % 500}
+        )
         end = {name: number_of_env}
     opened = time.perf_counter() - began
     actions = itertools.cycle(ACTIONS[target.env])
     for turn in range(1, STEPS + 1):
-        body = {**end, "action": next(actions), **({"turn": turn} if target.dialect == "native" else {})}
+        body = {
+            **end,
+            "action": next(actions),
+            **({"turn": turn} if target.dialect == "native" else {}),
+        }
         asked = time.perf_counter()
         answer = await connection.post("/step", body)
         times.append(time.perf_counter() - asked)
@@ -158,7 +199,11 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> Measured
         connection.close()
 
     processes = processes_at(urllib.parse.urlsplit(target.url).port or 80)
-    cpu_s, server_s, engine_s = cpu_seconds(processes), cpu_seconds(processes[:1]), engine_seconds(target.url)
+    cpu_s, server_s, engine_s = (
+        cpu_seconds(processes),
+        cpu_seconds(processes[:1]),
+        engine_seconds(target.url),
+    )
     began = time.perf_counter()
     await asyncio.gather(*(session() for _ in range(num_sessions)))
     wall_s = time.perf_counter() - began
@@ -173,10 +218,24 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> Measured
         p50_ms=round(1000 * statistics.median(ordered), 3),
         p99_ms=round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 3),
         create_ms=round(1000 * statistics.median(opened), 3) if opened else float("nan"),
-        rss_mib=round(sum(process.memory_info().rss for process in processes) / 2**20, 1) if processes else None,
-        cpu_ms_per_step=round(1000 * (cpu_seconds(processes) - cpu_s) / len(times), 3) if processes else None,
-        server_ms_per_step=round(1000 * (cpu_seconds(processes[:1]) - server_s) / len(times), 3) if processes else None,
-        engine_ms_per_step=round(1000 * (engine_seconds(target.url) - engine_s) / len(times), 3) if engine_s else None,
+        rss_mib=(
+            round(sum(process.memory_info().rss for process in processes) / 2**20, 1)
+            if processes
+            else None
+        ),
+        cpu_ms_per_step=(
+            round(1000 * (cpu_seconds(processes) - cpu_s) / len(times), 3) if processes else None
+        ),
+        server_ms_per_step=(
+            round(1000 * (cpu_seconds(processes[:1]) - server_s) / len(times), 3)
+            if processes
+            else None
+        ),
+        engine_ms_per_step=(
+            round(1000 * (engine_seconds(target.url) - engine_s) / len(times), 3)
+            if engine_s
+            else None
+        ),
         errors=errors,
     )
 
@@ -200,51 +259,112 @@ def engine_seconds(url: str) -> float:
     with contextlib.suppress(OSError):
         address = f"{url.removesuffix('/agentgym')}/metrics"
         text = urllib.request.urlopen(address, timeout=10).read().decode()  # noqa: S310
-        return next((float(line.split()[1]) for line in text.splitlines() if line.startswith("env_engine_cpu_seconds ")), 0.0)
+        return next(
+            (
+                float(line.split()[1])
+                for line in text.splitlines()
+                if line.startswith("env_engine_cpu_seconds ")
+            ),
+            0.0,
+        )
     return 0.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("envs", nargs="*", choices=[*ACTIONS, []], help=f"default: {', '.join(ACTIONS)}")
+    parser.add_argument(
+        "envs", nargs="*", choices=[*ACTIONS, []], help=f"default: {', '.join(ACTIONS)}"
+    )
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
-    parser.add_argument("--warm", type=float, default=0.0, help="seconds of the same before each, not counted: a compiler at work")
-    parser.add_argument("--server", action="append", default=[], metavar="NAME=DIALECT=URL", help="one that runs already")
+    parser.add_argument(
+        "--warm",
+        type=float,
+        default=0.0,
+        help="seconds of the same before each, not counted: a compiler at work",
+    )
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        metavar="NAME=DIALECT=URL",
+        help="one that runs already",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/envs.json")
     arguments = parser.parse_args()
-    given = [Target(env, dialect, url.rstrip("/"), url) for env, dialect, url in (text.split("=", 2) for text in arguments.server)]
+    given = [
+        Target(env, dialect, url.rstrip("/"), url)
+        for env, dialect, url in (text.split("=", 2) for text in arguments.server)
+    ]
     uvloop.install()
     rows: list[Measured] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         targets = list(given)
-        for env in arguments.envs or (ACTIONS if not given else sorted({target.env for target in given})):
+        for env in arguments.envs or (
+            ACTIONS if not given else sorted({target.env for target in given})
+        ):
             config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=512)
-            (url,) = stack.enter_context(local_env(config, expert=False, log_path=Path(folder) / f"{env}.log"))
+            (url,) = stack.enter_context(
+                local_env(config, expert=False, log_path=Path(folder) / f"{env}.log")
+            )
             targets += [
-                Target(env, dialect, url + path, "ours", url.token) for dialect, path in (("native", ""), ("agentgym", "/agentgym"))
+                Target(env, dialect, url + path, "ours", url.token)
+                for dialect, path in (("native", ""), ("agentgym", "/agentgym"))
             ]
-        names = ("sessions", "steps/s", "p50 ms", "p99 ms", "create ms", "RSS MiB", "CPU ms", "server ms", "engine ms")
-        print(f"{'server':<28}{'env':<11}{'dialect':<10}" + "".join(f"{name:>11}" for name in names))
+        names = (
+            "sessions",
+            "steps/s",
+            "p50 ms",
+            "p99 ms",
+            "create ms",
+            "RSS MiB",
+            "CPU ms",
+            "server ms",
+            "engine ms",
+        )
+        print(
+            f"{'server':<28}{'env':<11}{'dialect':<10}" + "".join(f"{name:>11}" for name in names)
+        )
         for target in targets:
             for num_sessions in arguments.sessions:
                 if arguments.warm:
                     asyncio.run(measure(target, num_sessions, arguments.warm))
                 row = asyncio.run(measure(target, num_sessions, arguments.seconds))
                 rows.append(row)
-                figures = (row.sessions, row.steps_per_s, row.p50_ms, row.p99_ms, row.create_ms, row.rss_mib, row.cpu_ms_per_step)
+                figures = (
+                    row.sessions,
+                    row.steps_per_s,
+                    row.p50_ms,
+                    row.p99_ms,
+                    row.create_ms,
+                    row.rss_mib,
+                    row.cpu_ms_per_step,
+                )
                 shares = (row.server_ms_per_step, row.engine_ms_per_step)
-                texts = ["-" if figure is None else f"{figure:.5g}" for figure in (*figures, *shares)]
-                print(f"{row.label[:27]:<28}{row.env:<11}{row.dialect:<10}" + "".join(f"{text:>11}" for text in texts))
+                texts = [
+                    "-" if figure is None else f"{figure:.5g}" for figure in (*figures, *shares)
+                ]
+                print(
+                    f"{row.label[:27]:<28}{row.env:<11}{row.dialect:<10}"
+                    + "".join(f"{text:>11}" for text in texts)
+                )
                 if row.errors:
                     print(f"  {row.errors} errors")
     ratios = {}
     for row in rows:
-        if (row.dialect, row.label) == ("native", "ours") and row.env in PUBLISHED.get(row.sessions, {}):
+        if (row.dialect, row.label) == ("native", "ours") and row.env in PUBLISHED.get(
+            row.sessions, {}
+        ):
             low, high = PUBLISHED[row.sessions][row.env]
-            ratios[row.env] = {"over_agentgyms_slower_run": row.steps_per_s / low, "over_its_faster_run": row.steps_per_s / high}
+            ratios[row.env] = {
+                "over_agentgyms_slower_run": row.steps_per_s / low,
+                "over_its_faster_run": row.steps_per_s / high,
+            }
     for env, ratio in ratios.items():
-        print(f"{env}: " + ", ".join(f"{value:.1f}x {name.replace('_', ' ')}" for name, value in ratio.items()))
+        print(
+            f"{env}: "
+            + ", ".join(f"{value:.1f}x {name.replace('_', ' ')}" for name, value in ratio.items())
+        )
     result = {
         "machine": machine(),
         "command": " ".join(["python", "benchmarks/env_servers.py", *sys.argv[1:]]),

@@ -1,8 +1,9 @@
 """Runs that nobody forged, of every kind, each audited: `python benchmarks/honest.py`.
 
-Twenty runs at `.ci/run`'s budget (free-running, deterministic, overlapping, on Ray, on S3, killed and
-resumed) and three of the default pipeline, one after the other in a copy of this repository. An audit
-that fails one of them is wrong. Goes on where an earlier call stopped; writes docs/results/honest.json.
+Twenty runs at `.ci/run`'s budget (free-running, deterministic, overlapping, on Ray, on S3, killed
+and resumed) and three of the default pipeline, one after the other in a copy of this repository.
+An audit that fails one of them is wrong.
+Goes on where an earlier call stopped; writes docs/results/honest.json.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Run:
     wall_s: float = 0.0
     audit_s: float = 0.0
     audit_code: int = -1
-    checks: dict[str, Any] = field(default_factory=dict)  # name -> what was compared, or what failed
+    # name -> what was compared, or what failed
+    checks: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
 
     @property
@@ -118,12 +120,20 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
         return
     run.checks = {"seed": report["seed"]}
     for check in report["checks"]:
-        found = {name: check[name] for name in ("counted", "skipped", "note", "not_checked") if check[name]}
-        run.checks[check["name"]] = found if check["ok"] else {**found, "failures": check["failures"]}
+        found = {
+            name: check[name]
+            for name in ("counted", "skipped", "note", "not_checked")
+            if check[name]
+        }
+        run.checks[check["name"]] = (
+            found if check["ok"] else {**found, "failures": check["failures"]}
+        )
 
 
 def wait_gone(project: Project) -> None:
-    """What a killed command leaves ends by itself; a second command at the same moment would be another test."""
+    """What a killed command leaves ends by itself; a second command at the same moment would be
+    another test.
+    """
     deadline = time.monotonic() + GONE_WITHIN_S
     while project.processes() and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -157,18 +167,32 @@ def s3_store(project: Project) -> Iterator[tuple[str, ...]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=len(PLAN) + NUM_DEFAULT, help="stop after so many (default: all)")
-    parser.add_argument("--minutes", type=float, default=240.0, help="begin none after so many (default 240)")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=len(PLAN) + NUM_DEFAULT,
+        help="stop after so many (default: all)",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=240.0, help="begin none after so many (default 240)"
+    )
     parser.add_argument("--anew", action="store_true", help="forget what an earlier call wrote")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/honest.json")
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
-    result: dict[str, Any] = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "runs": []}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "command": " ".join(["python", *sys.argv]),
+        "runs": [],
+    }
     if arguments.out.is_file() and not arguments.anew:
         result = json.loads(arguments.out.read_text())
     done, began = {run["number"] for run in result["runs"]}, time.monotonic()
-    plan = [*((kind, kills, BUDGET) for kind, kills in PLAN), *[("free-running", 0, ())] * NUM_DEFAULT]
+    plan = [
+        *((kind, kills, BUDGET) for kind, kills in PLAN),
+        *[("free-running", 0, ())] * NUM_DEFAULT,
+    ]
     with tempfile.TemporaryDirectory(prefix="honest-") as folder:
         project = Project(Path(folder), {})
         try:
@@ -179,12 +203,21 @@ def main() -> int:
                     break
                 overrides = (*budget, *KINDS[kind], f"seed={number}")
                 with s3_store(project) if kind == "s3" else contextlib.nullcontext(()) as place:
-                    run = Run(number, kind if budget else "default", ["python", "-m", "flows.pipeline", *overrides])
+                    run = Run(
+                        number,
+                        kind if budget else "default",
+                        ["python", "-m", "flows.pipeline", *overrides],
+                    )
                     play(project, run, (*overrides, *place), kills)
                 result["runs"].append({**asdict(run), "ok": run.ok})
-                result["passed"] = f"{sum(each['ok'] for each in result['runs'])} of {len(result['runs'])}"
+                result["passed"] = (
+                    f"{sum(each['ok'] for each in result['runs'])} of {len(result['runs'])}"
+                )
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-                print(f"{number} {run.kind} kills {run.killed_at_s} {run.wall_s:.0f} s, audit {run.audit_s:.0f} s: {run.ok} {run.problem}")
+                print(
+                    f"{number} {run.kind} kills {run.killed_at_s} {run.wall_s:.0f} s, audit"
+                    f" {run.audit_s:.0f} s: {run.ok} {run.problem}"
+                )
                 sys.stdout.flush()
         finally:
             project.close()

@@ -1,8 +1,11 @@
-"""Does it learn, honestly: `python benchmarks/learn.py [--parallel N]` runs comparisons/learn.yaml and offline.yaml and judges them.
+"""Does it learn, honestly: `python benchmarks/learn.py [--parallel N]` runs comparisons/learn.yaml
+and offline.yaml and judges them.
 
-Writes docs/results/learn.json, .md and figures: the tables, a verdict on every point of the proof with its figures, and which of
-the published claims show at this scale. Every sentence is made from the figures. `--only-read` judges what the store holds,
-`--from-items` what an earlier run left in the folder of results: each item's outcome is kept there, in learn_items.json.gz.
+Writes docs/results/learn.json, .md and figures: the tables, a verdict on every point of the proof
+with its figures, and which of the published claims show at this scale.
+Every sentence is made from the figures.
+`--only-read` judges what the store holds, `--from-items` what an earlier run left in the folder of
+results: each item's outcome is kept there, in learn_items.json.gz.
 """
 
 from __future__ import annotations
@@ -31,11 +34,13 @@ from agentgym.evaluation.passk import FloatArray
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs/results"
-SUCCESS, FROM_BEST = 0.85, 0.10  # what each recipe must reach, and how near its own best it must end
+# what each recipe must reach, and how near its own best it must end
+SUCCESS, FROM_BEST = 0.85, 0.10
 ITEMS, SEEDS = 512, 3
 ITEMS_FILE = "learn_items.json.gz"
 SUPERVISED = ("sft", "dpo", "agent_evol")
-# arXiv:2509.08755, Qwen2.5-7B on TextCraft, BabyAI, SciWorld (points): ScalingInter minus a fixed horizon
+# arXiv:2509.08755, Qwen2.5-7B on TextCraft, BabyAI, SciWorld (points): ScalingInter minus a fixed
+# horizon
 PUBLISHED_SCALING = {"ppo": (3.0, 3.34, 14.86), "reinforce++": (4.0, 3.33, 12.51)}
 # the same, GRPO minus REINFORCE++ on TextCraft, BabyAI, SearchQA with 3B and 7B
 PUBLISHED_GRPO = (47.0, 23.33, 12.5, 16.0, 7.78, 10.0)
@@ -50,18 +55,28 @@ class Verdict:
     figures: str
 
     def __str__(self) -> str:
-        return f"{'not run' if self.ok is None else 'pass' if self.ok else 'FAIL':<8}{self.what}: {self.figures}"
+        return (
+            f"{'not run' if self.ok is None else 'pass' if self.ok else 'FAIL':<8}{self.what}:"
+            f" {self.figures}"
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parallel", type=int, default=os.cpu_count())
-    parser.add_argument("--only-read", action="store_true", help="run nothing, judge what the store holds")
-    parser.add_argument("--from-items", action="store_true", help="neither: compute it again from learn.json and learn_items.json.gz")
+    parser.add_argument(
+        "--only-read", action="store_true", help="run nothing, judge what the store holds"
+    )
+    parser.add_argument(
+        "--from-items",
+        action="store_true",
+        help="neither: compute it again from learn.json and learn_items.json.gz",
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for every cell")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the comparison under way ends with this process
+    # the comparison under way ends with this process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.chdir(ROOT)
     files = ["comparisons/learn.yaml"]
     if set(SUPERVISED) <= RECIPES.keys():
@@ -74,12 +89,20 @@ def main() -> int:
     for file in files:
         comparison = load_comparison(file)
         cells: Sequence[Cell] = cells_of(comparison, arguments.overrides)
-        found, missing = saved_rows(cells, arguments.out) if arguments.from_items else read_rows(cells)
+        found, missing = (
+            saved_rows(cells, arguments.out) if arguments.from_items else read_rows(cells)
+        )
         rows += found
         tables.append(table(comparison, cells, found, missing))
     verdicts, claims = judge(rows), published(rows)
     save_items(rows, arguments.out)
-    write(tables, verdicts, claims, arguments.out, " ".join(["python", "benchmarks/learn.py", *arguments.overrides]))
+    write(
+        tables,
+        verdicts,
+        claims,
+        arguments.out,
+        " ".join(["python", "benchmarks/learn.py", *arguments.overrides]),
+    )
     print("\n".join(map(str, verdicts)), "", *claims, sep="\n")
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
@@ -87,11 +110,27 @@ def main() -> int:
 def run(file: str, parallel: int, overrides: Sequence[str]) -> None:
     """All cells; one that fails leaves its row out, and its verdict says so."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "flows.compare", file, "--parallel", str(parallel), "--out", out, *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "flows.compare",
+            file,
+            "--parallel",
+            str(parallel),
+            "--out",
+            out,
+            *overrides,
+        ]
         subprocess.run(command, check=False, timeout=24 * 3600)
 
 
-def write(tables: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], claims: Sequence[str], out: Path, command: str) -> None:
+def write(
+    tables: Sequence[dict[str, Any]],
+    verdicts: Sequence[Verdict],
+    claims: Sequence[str],
+    out: Path,
+    command: str,
+) -> None:
     """One JSON file with everything, one text, and the figures of each table."""
     out.mkdir(parents=True, exist_ok=True)
     for each in tables:
@@ -109,41 +148,76 @@ def write(tables: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], claims:
     text = ["# What it learns, and how sure that is", "", f"`{command}`", "", "## Verdicts", ""]
     text += ["| point | verdict | figures |", "| --- | --- | --- |"]
     words = {True: "pass", False: "**fail**", None: "not run"}
-    text += [f"| {verdict.what} | {words[verdict.ok]} | {verdict.figures} |" for verdict in verdicts]
+    text += [
+        f"| {verdict.what} | {words[verdict.ok]} | {verdict.figures} |" for verdict in verdicts
+    ]
     text += ["", "## Published claims at this scale", "", *(f"- {claim}" for claim in claims)]
     for each in tables:
         text += ["", table_markdown(each).replace("# ", "## ", 1)]
-        text += [f"![results]({each['name']}.png)", "", f"![learning curves]({each['name']}_curves.png)"]
+        text += [
+            f"![results]({each['name']}.png)",
+            "",
+            f"![learning curves]({each['name']}_curves.png)",
+        ]
     (out / "learn.md").write_text("\n".join(text) + "\n")
 
 
 def save_items(rows: Sequence[Row], out: Path) -> None:
-    """What each item came to, by cell: with it every interval can be computed again, and no run is needed."""
+    """What each item came to, by cell: with it every interval can be computed again, and no run
+    is needed.
+    """
 
     def plain(tables: Mapping[str, FloatArray] | None) -> Any:
-        return tables and {key: [None if np.isnan(value) else round(float(value), 4) for value in values] for key, values in tables.items()}
+        return tables and {
+            key: [None if np.isnan(value) else round(float(value), 4) for value in values]
+            for key, values in tables.items()
+        }
 
-    items = {cell.cell.title: {"after": plain(cell.after), "start": plain(cell.start)} for row in rows for cell in row.cells}
+    items = {
+        cell.cell.title: {"after": plain(cell.after), "start": plain(cell.start)}
+        for row in rows
+        for cell in row.cells
+    }
     out.mkdir(parents=True, exist_ok=True)
-    (out / ITEMS_FILE).write_bytes(gzip.compress(json.dumps(items, separators=(",", ":")).encode(), mtime=0))
+    (out / ITEMS_FILE).write_bytes(
+        gzip.compress(json.dumps(items, separators=(",", ":")).encode(), mtime=0)
+    )
 
 
 def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]:
-    """As `compare.read_rows`, from the files of an earlier run. Errors: OSError where it left none."""
+    """As `compare.read_rows`, from the files of an earlier run.
+    Errors: OSError where it left none.
+    """
     saved = json.loads(gzip.decompress((out / ITEMS_FILE).read_bytes()))
-    known = {row["name"]: row for each in json.loads((out / "learn.json").read_text())["tables"] for row in each["rows"]}
+    known = {
+        row["name"]: row
+        for each in json.loads((out / "learn.json").read_text())["tables"]
+        for row in each["rows"]
+    }
     found: dict[str, list[CellResult]] = {}
     missing = [cell for cell in cells if cell.title not in saved]
     for cell in cells:
         if cell.title in saved:
             tables = [saved[cell.title][name] for name in ("after", "start")]
-            after, start = (one and {key: np.array(values, dtype=float) for key, values in one.items()} for one in tables)
+            after, start = (
+                one and {key: np.array(values, dtype=float) for key, values in one.items()}
+                for one in tables
+            )
             row = known[cell.row]
             at = row["seeds"].index(cell.seed)
-            curve = row["curves"][at] if "curves" in row else {name: [] for name in (*AXES, "success")}
-            points = zip(*(curve[name] for name in ("step", "turns", "tokens", "cpu_s", "success")), strict=True)
+            curve = (
+                row["curves"][at] if "curves" in row else {name: [] for name in (*AXES, "success")}
+            )
+            points = zip(
+                *(curve[name] for name in ("step", "turns", "tokens", "cpu_s", "success")),
+                strict=True,
+            )
             cost = {axis: values[at] for axis, values in row.get("cost", {}).items()}
-            found.setdefault(cell.row, []).append(CellResult(cell, after, start, tuple(Checkpoint(*each) for each in points), cost, (), ()))
+            found.setdefault(cell.row, []).append(
+                CellResult(
+                    cell, after, start, tuple(Checkpoint(*each) for each in points), cost, (), ()
+                )
+            )
     return [Row(name, tuple(results)) for name, results in found.items()], missing
 
 
@@ -163,8 +237,13 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
     hard = next((row for row in rows if row.first.group == "hard"), None)
     verdicts.append(_gains("greedy on a level with room", hard, "greedy"))
     for name in SUPERVISED:
-        own = next((row for row in rows if row.first.cfg.algorithm.recipe == name and not row.first.group), None)
-        verdicts.append(_gains(f"{name} improves on its own start", own, average(own) if own else ""))
+        own = next(
+            (row for row in rows if row.first.cfg.algorithm.recipe == name and not row.first.group),
+            None,
+        )
+        verdicts.append(
+            _gains(f"{name} improves on its own start", own, average(own) if own else "")
+        )
     return verdicts
 
 
@@ -177,21 +256,34 @@ def published(rows: Sequence[Row]) -> list[str]:
             pair = named.get(f"{recipe} ScalingInter"), named.get(f"{recipe} {horizon}")
             if pair[0] and pair[1]:
                 paper = PUBLISHED_SCALING.get(recipe)
-                said = f"{min(paper):+.1f} to {max(paper):+.1f} points over a fixed horizon" if paper else "not published as a pair"
-                claims.append(_claim(f"ScalingInter over fixed {horizon} with {recipe} (paper: {said})", pair[0], pair[1]))
+                said = (
+                    f"{min(paper):+.1f} to {max(paper):+.1f} points over a fixed horizon"
+                    if paper
+                    else "not published as a pair"
+                )
+                claims.append(
+                    _claim(
+                        f"ScalingInter over fixed {horizon} with {recipe} (paper: {said})",
+                        pair[0],
+                        pair[1],
+                    )
+                )
     for horizon in ("short", "long", "ScalingInter"):
         pair = named.get(f"grpo {horizon}"), named.get(f"reinforce++ {horizon}")
         if pair[0] and pair[1]:
             said = f"{min(PUBLISHED_GRPO):+.1f} to {max(PUBLISHED_GRPO):+.1f} points"
-            claims.append(_claim(f"GRPO over REINFORCE++, {horizon} (paper: {said})", pair[0], pair[1]))
+            claims.append(
+                _claim(f"GRPO over REINFORCE++, {horizon} (paper: {said})", pair[0], pair[1])
+            )
     for recipe in ("grpo", "ppo", "reinforce++"):
         row = named.get(f"{recipe} long")
         if row:
             fall = max(best - last for best, last in _validations(row))
             shows = "shows" if fall > FROM_BEST else "does not show"
             claims.append(
-                f"A long fixed horizon collapses after its peak (paper, one curve): {shows} with {recipe}; "
-                f"of its seeds the one that falls furthest ends {100 * fall:.1f} points below its best validation success."
+                f"A long fixed horizon collapses after its peak (paper, one curve): {shows} with"
+                f" {recipe}; of its seeds the one that falls furthest ends {100 * fall:.1f} points"
+                " below its best validation success."
             )
     return claims
 
@@ -200,13 +292,19 @@ def by_recipe(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """recipe -> its rows on the common level; groups are controls and other levels."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        if not row.first.group and row.gain("greedy") is not None and row.first.cfg.algorithm.recipe not in SUPERVISED:
+        if (
+            not row.first.group
+            and row.gain("greedy") is not None
+            and row.first.cfg.algorithm.recipe not in SUPERVISED
+        ):
             found.setdefault(row.first.recipe, []).append(row)
     return found
 
 
 def best_validated(rows: Sequence[Row]) -> Row:
-    """The horizon a user would keep, who has validation items only: the highest last validation success, mean over seeds."""
+    """The horizon a user would keep, who has validation items only: the highest last validation
+    success, mean over seeds.
+    """
     return max(rows, key=lambda row: sum(last for _, last in _validations(row)) / len(row.cells))
 
 
@@ -218,12 +316,19 @@ def points(estimate: Estimate) -> str:
     """With the seed for which it is least."""
     interval = estimate.interval
     worst = f", least {100 * min(estimate.per_seed):+.1f}" if len(estimate.per_seed) > 1 else ""
-    return f"{100 * interval.mean:+.1f} [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}] points{worst}"
+    return (
+        f"{100 * interval.mean:+.1f} [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}]"
+        f" points{worst}"
+    )
 
 
 def _validations(row: Row) -> list[tuple[float, float]]:
     """(best, last) validation success of each seed."""
-    return [(max(point.success for point in cell.curve), cell.curve[-1].success) for cell in row.cells if cell.curve]
+    return [
+        (max(point.success for point in cell.curve), cell.curve[-1].success)
+        for cell in row.cells
+        if cell.curve
+    ]
 
 
 def _design(rows: Sequence[Row]) -> Verdict:
@@ -232,7 +337,11 @@ def _design(rows: Sequence[Row]) -> Verdict:
     seeds = min((len(row.seeds) for row in tested), default=0)
     turns = sorted({row.first.cfg.evaluation.max_turns for row in tested})
     ok = items >= ITEMS and seeds >= SEEDS and len(turns) == 1
-    return Verdict("test items, seeds, one horizon", ok, f"at least {items} items, {seeds} seeds, {turns} turns in {len(tested)} rows")
+    return Verdict(
+        "test items, seeds, one horizon",
+        ok,
+        f"at least {items} items, {seeds} seeds, {turns} turns in {len(tested)} rows",
+    )
 
 
 def _recipe(recipe: str, row: Row) -> list[Verdict]:
@@ -241,21 +350,40 @@ def _recipe(recipe: str, row: Row) -> list[Verdict]:
     seeds = ", ".join(f"{100 * value:.1f}" for value in success.per_seed)
     worst = min(range(len(row.seeds)), key=lambda index: success.per_seed[index])
     ending = (
-        f"{100 * success.interval.mean:.1f} % sampled (seeds {seeds}), worst: seed {row.seeds[worst]} with "
-        f"{100 * success.per_seed[worst]:.1f} %, with horizon {row.first.horizon}, chosen by validation"
+        f"{100 * success.interval.mean:.1f} % sampled (seeds {seeds}), worst: seed"
+        f" {row.seeds[worst]} with {100 * success.per_seed[worst]:.1f} %, with horizon"
+        f" {row.first.horizon}, chosen by validation"
     )
-    nearest = f"at most {100 * max(falls):.1f} points below its best validation success, seed by seed" if falls else "never validated"
+    nearest = (
+        f"at most {100 * max(falls):.1f} points below its best validation success, seed by seed"
+        if falls
+        else "never validated"
+    )
     return [
-        Verdict(f"{recipe} ends at {SUCCESS:.0%} or more with every seed", success.per_seed[worst] >= SUCCESS, ending),
-        Verdict(f"{recipe} ends near its own best", max(falls) <= FROM_BEST if falls else None, nearest),
+        Verdict(
+            f"{recipe} ends at {SUCCESS:.0%} or more with every seed",
+            success.per_seed[worst] >= SUCCESS,
+            ending,
+        ),
+        Verdict(
+            f"{recipe} ends near its own best", max(falls) <= FROM_BEST if falls else None, nearest
+        ),
     ]
 
 
 def _temperature(rows: Sequence[Row], chosen: dict[str, Row]) -> Verdict:
     what = "control (a): the warm start at its best temperature is below every recipe"
     control = [row for row in rows if row.first.group == "temperature"]
-    validated = {row.first.cfg.evaluation.temperature: row for row in control if row.first.cfg.evaluation.split == "validation"}
-    tested = {row.first.cfg.evaluation.temperature: row for row in control if row.first.cfg.evaluation.split == "test"}
+    validated = {
+        row.first.cfg.evaluation.temperature: row
+        for row in control
+        if row.first.cfg.evaluation.split == "validation"
+    }
+    tested = {
+        row.first.cfg.evaluation.temperature: row
+        for row in control
+        if row.first.cfg.evaluation.split == "test"
+    }
     if not validated or not validated.keys() <= tested.keys() or not chosen:
         return Verdict(what, None, "its rows are not done")
     best = max(validated, key=lambda t: validated[t].success(average(validated[t])).interval.mean)
@@ -263,8 +391,9 @@ def _temperature(rows: Sequence[Row], chosen: dict[str, Row]) -> Verdict:
     gaps = {recipe: row.minus(start, average(row)) for recipe, row in chosen.items()}
     least = min(gaps, key=lambda recipe: gaps[recipe].interval.low)
     figures = (
-        f"temperature {best:g} of {sorted(validated)} by validation, {100 * start.success(average(start)).interval.mean:.1f} % sampled on "
-        f"test items; the smallest lead over it is {least}'s, {points(gaps[least])}"
+        f"temperature {best:g} of {sorted(validated)} by validation,"
+        f" {100 * start.success(average(start)).interval.mean:.1f} % sampled on test items; the"
+        f" smallest lead over it is {least}'s, {points(gaps[least])}"
     )
     return Verdict(what, gaps[least].interval.low > 0, figures)
 
@@ -273,11 +402,17 @@ def _supervised_control(sft: Row | None, grpo: Row | None) -> Verdict:
     what = "control (b): SFT for the same CPU time is below GRPO"
     if sft is None or grpo is None:
         return Verdict(what, None, "its row is not done")
-    theirs, ours = (sum(cell.cost["cpu_s"] for cell in row.cells) / len(row.cells) for row in (sft, grpo))
+    theirs, ours = (
+        sum(cell.cost["cpu_s"] for cell in row.cells) / len(row.cells) for row in (sft, grpo)
+    )
     gap = grpo.minus(sft, average(grpo))
     figures = f"GRPO minus SFT {points(gap)}; CPU-seconds of training {ours:.0f} and {theirs:.0f}"
     if theirs < 0.95 * ours:
-        return Verdict(what, False, f"{figures}: SFT was given less; raise its stage_steps in comparisons/offline.yaml")
+        return Verdict(
+            what,
+            False,
+            f"{figures}: SFT was given less; raise its stage_steps in comparisons/offline.yaml",
+        )
     return Verdict(what, gap.interval.low > 0, figures)
 
 
@@ -286,8 +421,12 @@ def _shuffled(row: Row | None) -> Verdict:
     if row is None:
         return Verdict(what, None, "its row is not done")
     gains = {key: row.gain(key) for key in (average(row), "greedy")}
-    figures = ", ".join(f"{key.replace('_at_', '@')} {points(gain)}" for key, gain in gains.items() if gain)
-    return Verdict(what, all(gain is not None and gain.interval.low <= 0 for gain in gains.values()), figures)
+    figures = ", ".join(
+        f"{key.replace('_at_', '@')} {points(gain)}" for key, gain in gains.items() if gain
+    )
+    return Verdict(
+        what, all(gain is not None and gain.interval.low <= 0 for gain in gains.values()), figures
+    )
 
 
 def _gains(what: str, row: Row | None, key: str) -> Verdict:
@@ -295,14 +434,24 @@ def _gains(what: str, row: Row | None, key: str) -> Verdict:
     start = row.start(key) if row else None
     if gain is None or start is None:
         return Verdict(what, None, "its row is not done")
-    return Verdict(what, gain.interval.low > 0, f"from {100 * start.interval.mean:.1f} %, {points(gain)}")
+    return Verdict(
+        what, gain.interval.low > 0, f"from {100 * start.interval.mean:.1f} %, {points(gain)}"
+    )
 
 
 def _claim(what: str, a: Row, b: Row) -> str:
     gap = a.minus(b, average(a))
     low, high = gap.interval.low, gap.interval.high
-    shows = "shows" if low > 0 else "the opposite shows" if high < 0 else "does not show, the interval includes 0"
-    cheaper = sum(cell.cost["cpu_s"] for cell in a.cells) / max(1e-9, sum(cell.cost["cpu_s"] for cell in b.cells))
+    shows = (
+        "shows"
+        if low > 0
+        else "the opposite shows"
+        if high < 0
+        else "does not show, the interval includes 0"
+    )
+    cheaper = sum(cell.cost["cpu_s"] for cell in a.cells) / max(
+        1e-9, sum(cell.cost["cpu_s"] for cell in b.cells)
+    )
     limit = a.limit(b, average(a))
     room = f" Both rows are at the {limit}: little could show." if limit else ""
     return f"{what}: {shows}, {points(gap)} sampled, for {cheaper:.2f} times the CPU-seconds.{room}"

@@ -1,7 +1,8 @@
 """What the default pipeline reaches and costs: `python benchmarks/pipeline.py --seeds 0 1 2`.
 
-Each seed runs `python -m flows.pipeline seed=N` from an empty state. Writes docs/results/pipeline.json and, from the first
-seed, docs/learning_curve.png. A profile's: `--params profiles/textcraft-cpu.yaml --seeds 0 --out docs/results/textcraft.json`.
+Each seed runs `python -m flows.pipeline seed=N` from an empty state.
+Writes docs/results/pipeline.json and, from the first seed, docs/learning_curve.png.
+A profile's: `--params profiles/textcraft-cpu.yaml --seeds 0 --out docs/results/textcraft.json`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
     """One whole run from an empty state, and a second one that finds everything done."""
     overrides = [f"seed={seed}", f"store.path={state / 'store'}"]
     command = [sys.executable, "-m", "flows.pipeline", "--params", str(params), *overrides]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
+    }
     environment["PREFECT_HOME"] = str(state / "prefect")
     seconds, cpu = [], []
     for _ in range(2):
@@ -62,9 +65,14 @@ def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
         "wall_s": seconds[0],
         "cpu_s": cpu[0],
         "again_s": seconds[1],
-        "steps_s": {name: round(manifest.timings.get("wall_s", 0.0), 1) for name, manifest in done.items()},
+        "steps_s": {
+            name: round(manifest.timings.get("wall_s", 0.0), 1) for name, manifest in done.items()
+        },
         "evaluations": {
-            manifest.results["checkpoint"]: {"summary": manifest.results["summary"], "paired": manifest.results.get("paired")}
+            manifest.results["checkpoint"]: {
+                "summary": manifest.results["summary"],
+                "paired": manifest.results.get("paired"),
+            }
             for name, manifest in done.items()
             if name.startswith("evaluate-")
         },
@@ -79,7 +87,11 @@ def _cpu_of_children() -> float:
 
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
-    models = {line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")}
+    models = {
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    }
     packages = ("torch", "transformers", "prefect", "mlflow", "dvc", "minigrid")
     return {
         "cpu": sorted(models),

@@ -1,8 +1,9 @@
 """What rollouts cost beside engine and environment: `python benchmarks/rollouts.py [CASE ...]`.
 
-Real `collect`, real HTTP client, real environment server in a process of its own; the engine and the simulator are fakes
-whose time is set. Every ratio is taken within one run. Writes docs/results/rollouts.json; cases not asked for keep what
-the file says of them.
+Real `collect`, real HTTP client, real environment server in a process of its own; the engine and
+the simulator are fakes whose time is set.
+Every ratio is taken within one run.
+Writes docs/results/rollouts.json; cases not asked for keep what the file says of them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from agentgym.types import Completion, Item, Sampling, Trajectory
 from envs.env import EnvSpec, StepResult
 
 RESULTS = ROOT / "docs/results/rollouts.json"
-MEDIAN_S, SIGMA, LONGEST_S = 0.1, 1.1, 3.0  # of one environment step: log-normal, 1 in 1000 would exceed 3 s and is cut there
+# of one environment step: log-normal, 1 in 1000 would exceed 3 s and is cut there
+MEDIAN_S, SIGMA, LONGEST_S = 0.1, 1.1, 3.0
 TURNS = 12
 ACTION = "move forward and pick up the red ball"
 OBSERVATION = "you see a red ball 3 steps ahead, a wall 2 steps left"
@@ -50,7 +52,9 @@ OBSERVATION = "you see a red ball 3 steps ahead, a wall 2 steps left"
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds one environment step takes: a pure function of task and turn, so that the ideal schedule is known."""
+    """Seconds one environment step takes: a pure function of task and turn, so that the ideal
+    schedule is known.
+    """
 
     median_s: float
     sigma: float
@@ -81,8 +85,9 @@ class Endless:
 
 
 class FakeEngine:
-    """Takes token_s for each token. alone: one batch of whatever waits at a time, as the built-in engine works; else every
-    request runs beside the others, as in an engine below saturation."""
+    """Takes token_s for each token. alone: one batch of whatever waits at a time, as the built-in
+    engine works; else every request runs beside the others, as in an engine below saturation.
+    """
 
     def __init__(self, ids: Sequence[int], token_s: float, *, alone: bool) -> None:
         self.ids = tuple(ids)
@@ -101,7 +106,9 @@ class FakeEngine:
         else:
             await asyncio.sleep(self.seconds)
         # fresh objects, as an engine's would be
-        return Completion((*self.ids,), tuple(-0.5 - 0.001 * token for token in self.ids), "stop", 0)
+        return Completion(
+            (*self.ids,), tuple(-0.5 - 0.001 * token for token in self.ids), "stop", 0
+        )
 
     async def _run(self) -> None:
         while self._waiting:
@@ -118,11 +125,17 @@ class FakeEngine:
 def renderer() -> ChatRenderer:
     from agentgym.training.model import train_tokenizer
 
-    return ChatRenderer(train_tokenizer([ACTION, OBSERVATION, "turn left", "turn right", "task: go to the red ball"] * 3, 300))
+    return ChatRenderer(
+        train_tokenizer(
+            [ACTION, OBSERVATION, "turn left", "turn right", "task: go to the red ball"] * 3, 300
+        )
+    )
 
 
 def serve(spec: Callable[[], EnvSpec], latency: Latency, connection: Any) -> None:
-    """The whole life of a server process: the product's application and settings of the HTTP server, steps that take their time."""
+    """The whole life of a server process: the product's application and settings of the HTTP
+    server, steps that take their time.
+    """
     import uvicorn
 
     from envs.connection import server_config
@@ -168,10 +181,14 @@ def endless() -> EnvSpec:
 
 
 @contextmanager
-def serving(spec: Callable[[], EnvSpec], latency: Latency) -> Iterator[tuple[str, Callable[[], float]]]:
+def serving(
+    spec: Callable[[], EnvSpec], latency: Latency
+) -> Iterator[tuple[str, Callable[[], float]]]:
     """(endpoint, CPU seconds of the server so far)."""
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(spec, latency, there), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(spec, latency, there), daemon=True
+    )
     process.start()
     there.close()
 
@@ -191,7 +208,13 @@ def serving(spec: Callable[[], EnvSpec], latency: Latency) -> Iterator[tuple[str
 
 
 async def episodes(
-    endpoint: str, num: int, engine: FakeEngine, *, concurrency: int, first: int = 0, deterministic: bool = False
+    endpoint: str,
+    num: int,
+    engine: FakeEngine,
+    *,
+    concurrency: int,
+    first: int = 0,
+    deterministic: bool = False,
 ) -> list[Trajectory]:
     async with EnvPool([endpoint], request_timeout_s=60) as pool:
         return await collect(
@@ -209,7 +232,9 @@ async def episodes(
         )
 
 
-SETTINGS = EpisodeSettings(seed=0, step=1, max_turns=TURNS, temperature=1.0, max_new_tokens=32, context_tokens=2048)
+SETTINGS = EpisodeSettings(
+    seed=0, step=1, max_turns=TURNS, temperature=1.0, max_new_tokens=32, context_tokens=2048
+)
 
 
 def case_lockstep(quick: bool) -> dict[str, Any]:
@@ -224,13 +249,27 @@ def case_lockstep(quick: bool) -> dict[str, Any]:
                 began = time.perf_counter()
                 if name == "waves":
                     for first in range(0, num, concurrency):
-                        asyncio.run(episodes(endpoint, concurrency, engine, concurrency=concurrency, first=first))
+                        asyncio.run(
+                            episodes(
+                                endpoint, concurrency, engine, concurrency=concurrency, first=first
+                            )
+                        )
                 else:
-                    asyncio.run(episodes(endpoint, num, engine, concurrency=concurrency, deterministic=name == "lockstep"))
+                    asyncio.run(
+                        episodes(
+                            endpoint,
+                            num,
+                            engine,
+                            concurrency=concurrency,
+                            deterministic=name == "lockstep",
+                        )
+                    )
                 walls[name] = time.perf_counter() - began
         runs.append(
             {
-                "latency": f"log-normal, median {MEDIAN_S} s, sigma {sigma}, at most {LONGEST_S:g} s",
+                "latency": (
+                    f"log-normal, median {MEDIAN_S} s, sigma {sigma}, at most {LONGEST_S:g} s"
+                ),
                 "engine_batch_s": round(engine.seconds, 3),
                 "episodes": num,
                 "concurrency": concurrency,
@@ -241,10 +280,13 @@ def case_lockstep(quick: bool) -> dict[str, Any]:
             }
         )
     return {
-        "definition": "wall time of the same episodes: `free` refills slots and has no barrier; `waves` has no barrier per turn but "
-        "starts `concurrency` episodes only when the last of the previous ones ended; `lockstep` (collect's deterministic mode) also "
-        "waits for all live episodes at every turn. The engine works on one batch of whatever waits at a time, its time the same for "
-        "every batch size, which favours lock-step.",
+        "definition": (
+            "wall time of the same episodes: `free` refills slots and has no barrier; `waves` has"
+            " no barrier per turn but starts `concurrency` episodes only when the last of the"
+            " previous ones ended; `lockstep` (collect's deterministic mode) also waits for all"
+            " live episodes at every turn. The engine works on one batch of whatever waits at a"
+            " time, its time the same for every batch size, which favours lock-step."
+        ),
         "goal": "lockstep_over_free >= 1.6 on the heavy tail",
         "met": runs[0]["lockstep_over_free"] >= 1.6,
         "runs": runs,
@@ -256,26 +298,38 @@ def case_overhead(quick: bool) -> dict[str, Any]:
     concurrency, num, token_s = 256, 256 if quick else 1024, 0.01
     latency = Latency(MEDIAN_S, SIGMA)
     engine = FakeEngine(renderer().action_ids(ACTION), token_s, alone=False)
-    own = [TURNS * engine.seconds + sum(latency(task, turn) for turn in range(1, TURNS + 1)) for task in range(num)]
+    own = [
+        TURNS * engine.seconds + sum(latency(task, turn) for turn in range(1, TURNS + 1))
+        for task in range(num)
+    ]
     with serving(endless, latency) as (endpoint, cpu_s):
         server_before, before, began = cpu_s(), time.process_time(), time.perf_counter()
         trajectories = asyncio.run(episodes(endpoint, num, engine, concurrency=concurrency))
-        wall, cpu, server_cpu = time.perf_counter() - began, time.process_time() - before, cpu_s() - server_before
+        wall, cpu, server_cpu = (
+            time.perf_counter() - began,
+            time.process_time() - before,
+            cpu_s() - server_before,
+        )
     ideal = ideal_wall(own, concurrency)
     turns = sum(len(trajectory.turns) for trajectory in trajectories)
     assert turns == num * TURNS
     spent = [sum(trajectory.timing.values()) for trajectory in trajectories]
     overhead = (wall - ideal) / wall
     return {
-        "definition": "wall time of the collection beyond an ideal schedule of the same episodes on the same slots in the same order, "
-        "in which only the engine's and the environment's set times pass, as a share of the wall time. CPU: of the whole process, per "
-        "turn; the server's is that of its own process.",
+        "definition": (
+            "wall time of the collection beyond an ideal schedule of the same episodes on the same"
+            " slots in the same order, in which only the engine's and the environment's set times"
+            " pass, as a share of the wall time. CPU: of the whole process, per turn; the server's"
+            " is that of its own process."
+        ),
         "goal": "overhead <= 0.05",
         "met": overhead <= 0.05,
         "episodes": num,
         "concurrency": concurrency,
         "turns": turns,
-        "tokens_per_episode": round(statistics.mean(len(trajectory.input_ids) for trajectory in trajectories)),
+        "tokens_per_episode": round(
+            statistics.mean(len(trajectory.input_ids) for trajectory in trajectories)
+        ),
         "engine_s_per_turn": round(engine.seconds, 3),
         "environment_s_per_turn": round(statistics.mean(own) / TURNS - engine.seconds, 3),
         "wall_s": round(wall, 2),
@@ -289,7 +343,9 @@ def case_overhead(quick: bool) -> dict[str, Any]:
 
 
 def ideal_wall(durations: Sequence[float], slots: int) -> float:
-    """Wall time where a free slot at once takes the next episode and nothing but the episodes takes time."""
+    """Wall time where a free slot at once takes the next episode and nothing but the episodes
+    takes time.
+    """
     free_at = [0.0] * slots
     for duration in durations:
         heapq.heappush(free_at, heapq.heappop(free_at) + duration)
@@ -342,8 +398,11 @@ def case_memory(quick: bool) -> dict[str, Any]:
     assert len(at_once) == num
     whole = memory_mib("VmHWM")
     return {
-        "definition": "MiB of this process from /proc/self/status: VmHWM (peak) over everything below; torch and the tokenizer are "
-        "loaded before. Over HTTP 1024 episodes are in flight; then the same number again without HTTP, all alive at once.",
+        "definition": (
+            "MiB of this process from /proc/self/status: VmHWM (peak) over everything below; torch"
+            " and the tokenizer are loaded before. Over HTTP 1024 episodes are in flight; then the"
+            " same number again without HTTP, all alive at once."
+        ),
         "goal": "peak_mib <= 2048",
         "met": whole <= 2048,
         "episodes": num,
@@ -360,7 +419,11 @@ def case_memory(quick: bool) -> dict[str, Any]:
 
 
 def memory_mib(field: str) -> float:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -390,9 +453,14 @@ def case_tracking(quick: bool) -> dict[str, Any]:
 
     small = ["evaluation.num_items=64", "warm_start.num_demos=100", "warm_start.steps=40"]
     with tempfile.TemporaryDirectory() as folder:
-        cfg = load_config(ROOT / "params.yaml", [f"store.path={folder}/store", *(small if quick else ())])
+        cfg = load_config(
+            ROOT / "params.yaml", [f"store.path={folder}/store", *(small if quick else ())]
+        )
         encode, deliver = agentgym.context.encode_points, agentgym.steps.deliver
-        agentgym.context.encode_points, agentgym.steps.deliver = timed("encode", encode), timed("deliver", deliver)
+        agentgym.context.encode_points, agentgym.steps.deliver = (
+            timed("encode", encode),
+            timed("deliver", deliver),
+        )
         try:
             began = time.perf_counter()
             for name in agentgym.steps.steps_of(cfg):
@@ -402,8 +470,11 @@ def case_tracking(quick: bool) -> dict[str, Any]:
             agentgym.context.encode_points, agentgym.steps.deliver = encode, deliver
     share = sum(spent.values()) / wall
     return {
-        "definition": "seconds inside commit's encoding of metrics and inside the delivery to MLflow (its import and the creation of "
-        "its database included), of the wall time of all steps of the default run, one after the other in one process.",
+        "definition": (
+            "seconds inside commit's encoding of metrics and inside the delivery to MLflow (its"
+            " import and the creation of its database included), of the wall time of all steps of"
+            " the default run, one after the other in one process."
+        ),
         "goal": "share <= 0.03",
         "met": share <= 0.03,
         "config": "params.yaml" + (" " + " ".join(small) if quick else ""),
@@ -417,7 +488,9 @@ def case_tracking(quick: bool) -> dict[str, Any]:
 
 
 def case_staleness(quick: bool) -> dict[str, Any]:
-    """Rollouts that overlap the update against strictly on-policy ones, by the real training step."""
+    """Rollouts that overlap the update against strictly on-policy ones, by the real training
+    step.
+    """
     from agentgym.config import RolloutConfig, load_config
     from agentgym.steps import open_store, run_step
     from envs.babyai import spec
@@ -425,23 +498,40 @@ def case_staleness(quick: bool) -> dict[str, Any]:
     if "max_staleness" not in RolloutConfig.model_fields:
         return {"skipped": "this version has no rollout.max_staleness; nothing was measured"}
     steps = 4 if quick else 16
-    settings = [f"horizon.stage_steps=[{steps},1,1]", "rollout.items_per_step=16", "validation.every=0", "warm_start.num_demos=100"]
+    settings = [
+        f"horizon.stage_steps=[{steps},1,1]",
+        "rollout.items_per_step=16",
+        "validation.every=0",
+        "warm_start.num_demos=100",
+    ]
     babyai = functools.partial(spec, load_config(ROOT / "params.yaml").env.options)
     seconds = {}
-    with tempfile.TemporaryDirectory() as folder, serving(babyai, Latency(MEDIAN_S, SIGMA)) as (endpoint, _):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(babyai, Latency(MEDIAN_S, SIGMA)) as (endpoint, _),
+    ):
         for staleness in (0, 1):
-            overrides = [f"store.path={folder}/store", *settings, f"rollout.max_staleness={staleness}"]
+            overrides = [
+                f"store.path={folder}/store",
+                *settings,
+                f"rollout.max_staleness={staleness}",
+            ]
             cfg = load_config(ROOT / "params.yaml", overrides)
             for name in ("prepare", "initialise", "warm-start"):
                 run_step(name, cfg)
-            manifest = run_step("stage-1", cfg, environment=lambda _: nullcontext({"babyai": [endpoint]})).manifest
+            manifest = run_step(
+                "stage-1", cfg, environment=lambda _: nullcontext({"babyai": [endpoint]})
+            ).manifest
             times = [each.created_at for each in open_store(cfg).history("stage-1", manifest.key)]
             seconds[staleness] = (times[-1] - times[0]) / (len(times) - 1)
     ratio = seconds[0] / seconds[1]
     return {
-        "definition": "mean seconds from commit to commit of stage 1, the first step left out, under rollout.max_staleness 0 and 1: "
-        f"the default model, 128 episodes a step, a BabyAI server whose steps take {MEDIAN_S} s in the median (log-normal, sigma {SIGMA}, "
-        f"at most {LONGEST_S:g} s).",
+        "definition": (
+            "mean seconds from commit to commit of stage 1, the first step left out, under"
+            " rollout.max_staleness 0 and 1: the default model, 128 episodes a step, a BabyAI"
+            f" server whose steps take {MEDIAN_S} s in the median (log-normal, sigma {SIGMA}, at"
+            f" most {LONGEST_S:g} s)."
+        ),
         "goal": "strict_over_overlapped > 1",
         "met": ratio > 1,
         "optimiser_steps": steps,
@@ -462,8 +552,12 @@ CASES = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, to try it out; nothing is written")
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller sizes, to try it out; nothing is written"
+    )
     arguments = parser.parse_args()
     unknown = set(arguments.cases) - set(CASES)
     if unknown:
@@ -486,7 +580,9 @@ def main() -> int:
             "machine": machine(),
         }
     if not arguments.quick:
-        RESULTS.write_text(json.dumps({name: results[name] for name in CASES if name in results}, indent=1) + "\n")
+        RESULTS.write_text(
+            json.dumps({name: results[name] for name in CASES if name in results}, indent=1) + "\n"
+        )
     return 0
 
 

@@ -1,7 +1,9 @@
 """Does training on few items teach those items, or all of them: `python benchmarks/same_items.py`.
 
-Two runs from one warm start: one samples the same items in every optimiser step, the other new ones, as training does. Where the first
-learns and the second does not, the learner works, and what it learns from a few episodes of one item does not carry over to the next.
+Two runs from one warm start: one samples the same items in every optimiser step, the other new
+ones, as training does.
+Where the first learns and the second does not, the learner works, and what it learns from a few
+episodes of one item does not carry over to the next.
 Writes docs/results/same_items.json.
 """
 
@@ -27,27 +29,47 @@ from agentgym.tracking import decode_points
 from agentgym.types import Item
 
 PROFILE = ROOT / "profiles/textcraft-cpu.yaml"
-SHORT = ["warm_start.steps=500", "rollout.items_per_step=8", "horizon.kind=fixed", "horizon.max_turns=[4]", "validation.every=0"]
+SHORT = [
+    "warm_start.steps=500",
+    "rollout.items_per_step=8",
+    "horizon.kind=fixed",
+    "horizon.max_turns=[4]",
+    "validation.every=0",
+]
 RATES = [3e-4, 1e-4]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--params", type=Path, default=PROFILE)
-    parser.add_argument("--set", action="append", default=[], help="key=value, beside " + " ".join(SHORT))
+    parser.add_argument(
+        "--set", action="append", default=[], help="key=value, beside " + " ".join(SHORT)
+    )
     parser.add_argument("--steps", type=int, default=40)
     chosen = parser.parse_args()
     overrides = [*SHORT, *chosen.set, f"horizon.stage_steps=[{chosen.steps}]"]
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         new, same = Path(folder) / "new", Path(folder) / "same"
-        run_with_parents("warm-start", load_config(chosen.params, [*overrides, f"store.path={new}"]))
+        run_with_parents(
+            "warm-start", load_config(chosen.params, [*overrides, f"store.path={new}"])
+        )
         shutil.copytree(new, same)  # a store of its own: what is sampled is in no key
         for store, rate in itertools.product((same, new), RATES):
-            success = train(load_config(chosen.params, [*overrides, f"optimiser.lr={rate}", f"store.path={store}"]), again=store == same)
+            success = train(
+                load_config(
+                    chosen.params, [*overrides, f"optimiser.lr={rate}", f"store.path={store}"]
+                ),
+                again=store == same,
+            )
             runs.append({"items": store.name, "lr": rate, "success": success})
             sys.stdout.write(f"{store.name:4} items, lr {rate:g}: {fifths(success)}\n")
-    result = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "settings": overrides, "runs": runs}
+    result = {
+        "machine": machine(),
+        "command": " ".join(["python", *sys.argv]),
+        "settings": overrides,
+        "runs": runs,
+    }
     (ROOT / "docs/results/same_items.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -66,13 +88,20 @@ def train(cfg: RunConfig, *, again: bool) -> list[float]:
         run_with_parents("stage-1", cfg)
     store = open_store(cfg)
     commits = store.history("stage-1", finished(cfg, store)["stage-1"].key)
-    return [point.metrics["rollout/success"] for commit in commits for point in decode_points(store.read(commit, METRICS))]
+    return [
+        point.metrics["rollout/success"]
+        for commit in commits
+        for point in decode_points(store.read(commit, METRICS))
+    ]
 
 
 def fifths(values: list[float]) -> list[float]:
     """Means of five stretches of equal length, in order."""
     size = len(values) / 5
-    return [round(statistics.mean(values[round(part * size) : round((part + 1) * size)]), 3) for part in range(5)]
+    return [
+        round(statistics.mean(values[round(part * size) : round((part + 1) * size)]), 3)
+        for part in range(5)
+    ]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""SciWorld: how long first sessions take, and how its games differ from the stock engine's: `python benchmarks/sciworld.py`.
+"""SciWorld: how long first sessions take, and how its games differ from the stock engine's:
+`python benchmarks/sciworld.py`.
 
-Cold: a server is started, and as soon as it says that it is ready eight sessions are opened at once, each on another kind of task.
-Order: 46 games, two of each published kind, the recorded solution of each. They are played by our server's pool, by the stock
-engine under our Java options, and by the stock engine under its own, from the first game to the last and from the last to the
-first; one game after the other in one process each time.
+Cold: a server is started, and as soon as it says that it is ready eight sessions are opened at
+once, each on another kind of task.
+Order: 46 games, two of each published kind, the recorded solution of each.
+They are played by our server's pool, by the stock engine under our Java options, and by the stock
+engine under its own, from the first game to the last and from the last to the first; one game after
+the other in one process each time.
 Writes docs/results/sciworld_engine.json.
 """
 
@@ -38,30 +41,43 @@ from envs.sciworld.tasks import PUBLISHED, VARIATIONS, Task
 ROOT = Path(__file__).parents[1]
 GAMES = [Task(name, variation) for name in PUBLISHED for variation in (0, VARIATIONS[name] // 2)]
 FIRST_TASKS = (0, 120, 700, 1500, 2940, 3300, 4140, 4300)  # eight kinds
-WALK = ("look around", "wait1", "inventory", "open door to hallway", "go to hallway", "look around")  # where no solution is known
+# where no solution is known
+WALK = ("look around", "wait1", "inventory", "open door to hallway", "go to hallway", "look around")
 REPEATABLE = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 Transcript = list[tuple[str, ...]]
 
 
 async def open_at_once(url: str, token: str, number: int) -> float:
     """Seconds until all eight have their first observation."""
-    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=120) as client:
+    async with httpx.AsyncClient(
+        base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=120
+    ) as client:
         began = time.perf_counter()
-        bodies = [{"request_key": f"first-{number}-{task}", "task_id": task} for task in FIRST_TASKS]
+        bodies = [
+            {"request_key": f"first-{number}-{task}", "task_id": task} for task in FIRST_TASKS
+        ]
         answers = await asyncio.gather(*(client.post("/create", json=body) for body in bodies))
         opened_s = time.perf_counter() - began
         for answer in answers:
-            (await client.post("/close", json={"session_id": answer.raise_for_status().json()["session_id"]})).raise_for_status()
+            (
+                await client.post(
+                    "/close", json={"session_id": answer.raise_for_status().json()["session_id"]}
+                )
+            ).raise_for_status()
     return opened_s
 
 
 def cold_start() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         began, load = time.perf_counter(), os.getloadavg()[0]
-        with local_env(EnvConfig(name="sciworld"), expert=False, log_path=Path(folder) / "log") as (endpoint,):
+        with local_env(EnvConfig(name="sciworld"), expert=False, log_path=Path(folder) / "log") as (
+            endpoint,
+        ):
             ready_s = time.perf_counter() - began
             processes = psutil.Process().children(recursive=True)
-            resident = [process.memory_info().rss for process in processes if process.name() == "java"]
+            resident = [
+                process.memory_info().rss for process in processes if process.name() == "java"
+            ]
             opened_s, cpu_s = [], [cpu_seconds(processes)]
             for number in range(3):
                 opened_s.append(asyncio.run(open_at_once(endpoint, endpoint.token, number)))
@@ -71,7 +87,9 @@ def cold_start() -> dict[str, Any]:
         "java_mib_when_ready": round(sum(resident) / 2**20),
         "cpu_s_until_ready": round(cpu_s[0], 2),
         "eight_sessions_s": [round(each, 2) for each in opened_s],  # at once, closed, at once again
-        "eight_sessions_cpu_s": [round(after - before, 2) for before, after in itertools.pairwise(cpu_s)],
+        "eight_sessions_cpu_s": [
+            round(after - before, 2) for before, after in itertools.pairwise(cpu_s)
+        ],
         "load_average": round(load, 1),
     }
 
@@ -93,7 +111,9 @@ def play_ours() -> list[Transcript]:
         pool.close()
 
 
-def play_stock(options: Callable[[int], list[str]] = java_options, *, backwards: bool = False) -> list[Transcript]:
+def play_stock(
+    options: Callable[[int], list[str]] = java_options, *, backwards: bool = False
+) -> list[Transcript]:
     with patch.object(stock, "java_options", options):
         place = stock.start()
     try:
@@ -103,15 +123,21 @@ def play_stock(options: Callable[[int], list[str]] = java_options, *, backwards:
 
 
 def stock_options(heap_mib: int) -> list[str]:
-    """Without equal identity hashes, as the package starts it; memory is bounded as in the others."""
+    """Without equal identity hashes, as the package starts it; memory is bounded as in the
+    others.
+    """
     return [option for option in java_options(heap_mib) if option not in REPEATABLE]
 
 
 def differing(one: list[Transcript], other: list[Transcript]) -> list[dict[str, Any]]:
-    """Games of different texts, scores or ends: where they differ first, and whether it is the order of the same lines alone."""
+    """Games of different texts, scores or ends: where they differ first, and whether it is the
+    order of the same lines alone.
+    """
     rows = []
     for task, left, right in zip(GAMES, one, other, strict=True):
-        turns = [turn for turn, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]]
+        turns = [
+            turn for turn, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]
+        ]
         if turns:
             outcomes = [[texts[-3:-1] for texts in transcript] for transcript in (left, right)]
             rows.append(
@@ -133,18 +159,34 @@ def _words(texts: tuple[str, ...]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--starts", type=int, default=3, help="cold starts, one after the other (default: %(default)s)")
-    parser.add_argument("--only", choices=["cold", "order"], help="leave the other part of the file as it is")
+    parser.add_argument(
+        "--starts",
+        type=int,
+        default=3,
+        help="cold starts, one after the other (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only", choices=["cold", "order"], help="leave the other part of the file as it is"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/sciworld_engine.json")
     arguments = parser.parse_args()
-    result = json.loads(arguments.out.read_text()) if arguments.only and arguments.out.exists() else {}
+    result = (
+        json.loads(arguments.out.read_text()) if arguments.only and arguments.out.exists() else {}
+    )
     result |= {"machine": machine(), "command": "python benchmarks/sciworld.py"}
     if arguments.only != "order":
         result["cold_starts"] = [cold_start() for _ in range(arguments.starts)]
         print(*result["cold_starts"], sep="\n")
     if arguments.only != "cold":
-        ours, bound, forwards, backwards = play_ours(), play_stock(), play_stock(stock_options), play_stock(stock_options, backwards=True)
-        version = subprocess.run(["java", "-version"], capture_output=True, text=True, check=True).stderr.splitlines()[0]
+        ours, bound, forwards, backwards = (
+            play_ours(),
+            play_stock(),
+            play_stock(stock_options),
+            play_stock(stock_options, backwards=True),
+        )
+        version = subprocess.run(
+            ["java", "-version"], capture_output=True, text=True, check=True
+        ).stderr.splitlines()[0]
         result["order"] = {
             "java": version,
             "games": len(GAMES),

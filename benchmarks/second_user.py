@@ -1,11 +1,13 @@
-"""What another user of this machine can do to a running project: every port and every file tried, as that user.
+"""What another user of this machine can do to a running project: every port and every file tried,
+as that user.
 
     sudo .venv/bin/python benchmarks/second_user.py
 
-Two situations: `make up` with a deployed run under way, and a pipeline typed in a terminal. In each, every port that a
-process of the project listens on is spoken to and every file below the project, its home and its temporary folder is
-opened for reading and for writing, by a process of user `nobody`. What it could do is printed; more than SECURITY.md
-allows ends with exit code 1.
+Two situations: `make up` with a deployed run under way, and a pipeline typed in a terminal.
+In each, every port that a process of the project listens on is spoken to and every file below the
+project, its home and its temporary folder is opened for reading and for writing, by a process of
+user `nobody`.
+What it could do is printed; more than SECURITY.md allows ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ CONNECT_S = 3.0
 MAX_SHOWN = 40
 OVERRIDES = ["horizon.stage_steps=[200,1]"]  # long enough to be looked at
 
-# What SECURITY.md allows another user: the readable copy of the program, and to hear that a server is there.
+# What SECURITY.md allows another user: the readable copy of the program, and to hear that a server
+# is there.
 ALLOWED = (
-    r"read   file   project/(?!\.agentgym|prefect\.toml).*",  # the clone itself has the modes its owner gave it
+    # the clone itself has the modes its owner gave it
+    r"read   file   project/(?!\.agentgym|prefect\.toml).*",
     r"list   folder (project(/(?!\.agentgym).*)?|home|tmp)",
-    r"list   folder tmp/runner_storage(/[0-9a-f-]{36})?",  # Prefect's, for flows kept elsewhere; empty here
+    # Prefect's, for flows kept elsewhere; empty here
+    r"list   folder tmp/runner_storage(/[0-9a-f-]{36})?",
     r"use    port   .* GET (/health|/healthz|/readyz|/metrics|/api/health): 200",
 )
 # one request each; anything but a refusal is something that could be done
@@ -79,9 +84,12 @@ class Deed:
 
 
 def as_them(work: Callable[[], list[Deed]]) -> list[Deed]:
-    """Result of `work` in a child that has given up being root. Errors: RuntimeError where it ended early."""
+    """Result of `work` in a child that has given up being root.
+    Errors: RuntimeError where it ended early.
+    """
     reading, writing = os.pipe()
-    "localhost".encode("idna")  # imports what the sockets need while the interpreter's own files can still be read
+    # imports what the sockets need while the interpreter's own files can still be read
+    "localhost".encode("idna")
     child = os.fork()
     if child == 0:
         code = 1
@@ -107,14 +115,27 @@ def as_them(work: Callable[[], list[Deed]]) -> list[Deed]:
 
 
 def try_files(places: dict[str, Path], paths: list[Path]) -> list[Deed]:
-    """Each path opened for reading and, without changing it, for writing; each folder listed and written in."""
+    """Each path opened for reading and, without changing it, for writing; each folder listed
+    and written in.
+    """
     deeds = []
     for path in paths:
-        name = next(f"{title}/{path.relative_to(place)}" for title, place in places.items() if path.is_relative_to(place))
+        name = next(
+            f"{title}/{path.relative_to(place)}"
+            for title, place in places.items()
+            if path.is_relative_to(place)
+        )
         name = name.removesuffix("/.")
         kind = "folder" if can(lambda path=path: stat.S_ISDIR(path.lstat().st_mode)) else "file"  # type: ignore[misc]
-        acts = {"folder": (("list", os.listdir), ("write", make_in)), "file": (("read", read_byte), ("write", open_to_write))}[kind]
-        deeds += [Deed(act, kind, name) for act, attempt in acts if can(lambda path=path, attempt=attempt: attempt(path) is not False)]  # type: ignore[misc]
+        acts = {
+            "folder": (("list", os.listdir), ("write", make_in)),
+            "file": (("read", read_byte), ("write", open_to_write)),
+        }[kind]
+        deeds += [
+            Deed(act, kind, name)
+            for act, attempt in acts
+            if can(lambda path=path, attempt=attempt: attempt(path) is not False)
+        ]  # type: ignore[misc]
     return deeds
 
 
@@ -143,7 +164,9 @@ def make_in(path: Path) -> bool:
 
 
 def try_port(address: tuple[str, int], owner: str) -> list[Deed]:
-    """Every request in every form, and a protocol that is none; a refusal is 401, 403, 404, 405, 426 or a closed connection."""
+    """Every request in every form, and a protocol that is none; a refusal is 401, 403, 404,
+    405, 426 or a closed connection.
+    """
     deeds = []
     where = f"{owner} {address[0]}"
     for method, path, body in REQUESTS:
@@ -152,13 +175,18 @@ def try_port(address: tuple[str, int], owner: str) -> list[Deed]:
             if status is not None and status not in (400, 401, 403, 404, 405, 415, 426):
                 deeds.append(Deed("use", "port", f"{where} {method} {path}: {status}"))
     if not deeds and (said := greet(address)):
-        deeds.append(Deed("use", "port", f"{where} answers bytes that are no request with {said[:40]!r}"))
+        deeds.append(
+            Deed("use", "port", f"{where} answers bytes that are no request with {said[:40]!r}")
+        )
     return deeds
 
 
 def ask(address: tuple[str, int], method: str, path: str, body: str, form: str) -> int | None:
     """Status of the reply; None where there was none."""
-    head = f"{method} {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nContent-Type: {form}\r\nContent-Length: {len(body)}\r\n"
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nContent-Type:"
+        f" {form}\r\nContent-Length: {len(body)}\r\n"
+    )
     try:
         with socket.create_connection(address, CONNECT_S) as connection:
             connection.settimeout(CONNECT_S)
@@ -193,15 +221,28 @@ def listening(project: Project) -> dict[tuple[str, int], str]:
                 if connection.status == psutil.CONN_LISTEN:
                     every = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
                     host = every.get(connection.laddr.ip, connection.laddr.ip)
-                    found[(host, connection.laddr.port)] = " ".join(words[:3])[:60] or process.name()
+                    found[(host, connection.laddr.port)] = (
+                        " ".join(words[:3])[:60] or process.name()
+                    )
     return found
 
 
 def sweep(project: Project, places: dict[str, Path]) -> tuple[list[Deed], int, int]:
     """(what could be done, ports tried, files tried)."""
     ports = listening(project)
-    paths = sorted({path for place in places.values() for path in (place, *place.rglob("*")) if ".git" not in path.parts})
-    deeds = as_them(lambda: [deed for address, owner in sorted(ports.items()) for deed in try_port(address, owner)])
+    paths = sorted(
+        {
+            path
+            for place in places.values()
+            for path in (place, *place.rglob("*"))
+            if ".git" not in path.parts
+        }
+    )
+    deeds = as_them(
+        lambda: [
+            deed for address, owner in sorted(ports.items()) for deed in try_port(address, owner)
+        ]
+    )
     deeds += as_them(lambda: try_files(places, paths))
     for process in project.processes():
         with contextlib.suppress(psutil.Error):
@@ -216,7 +257,16 @@ def services(project: Project) -> Iterator[None]:
     project.must("-m", "tasks.services", "up")
     try:
         parameters = json.dumps({"overrides": OVERRIDES})
-        project.must("-m", "prefect", "--no-prompt", "deployment", "run", "pipeline/local", "--param", f"run={parameters}")
+        project.must(
+            "-m",
+            "prefect",
+            "--no-prompt",
+            "deployment",
+            "run",
+            "pipeline/local",
+            "--param",
+            f"run={parameters}",
+        )
         yield
     finally:
         project.must("-m", "tasks.services", "down")
@@ -224,7 +274,9 @@ def services(project: Project) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pipeline(project: Project) -> Iterator[None]:
-    process = project.start(["-m", "flows.pipeline", *OVERRIDES], project.folder.parent / "pipeline.log")
+    process = project.start(
+        ["-m", "flows.pipeline", *OVERRIDES], project.folder.parent / "pipeline.log"
+    )
     try:
         yield
     finally:
@@ -233,7 +285,9 @@ def pipeline(project: Project) -> Iterator[None]:
 
 
 def wait_for_stage(project: Project) -> None:
-    """Until the first stage trains and the ports stay the same: everything that is started has started."""
+    """Until the first stage trains and the ports stay the same: everything that is started has
+    started.
+    """
     deadline, since, known = time.monotonic() + RUN_S, time.monotonic(), {}  # type: ignore[var-annotated]
     while time.monotonic() < deadline:
         ports = listening(project)
@@ -247,25 +301,44 @@ def wait_for_stage(project: Project) -> None:
 
 def main() -> int:
     """Exit code: 0 nothing but what is allowed, 1 more than that, 2 this user is not root."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     if os.geteuid() != 0:
         print("error: only root can act as another user; run it with sudo", file=sys.stderr)
         return 2
     too_much = 0
-    for title, situation in (("make up, a deployed run under way", services), ("a pipeline in a terminal", pipeline)):
+    for title, situation in (
+        ("make up, a deployed run under way", services),
+        ("a pipeline in a terminal", pipeline),
+    ):
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder).chmod(0o755)  # as a home that others may enter; what they find there is the question
+            # as a home that others may enter; what they find there is the question
+            Path(folder).chmod(0o755)
             project = Project(Path(folder))
             try:
                 with situation(project):
                     wait_for_stage(project)
-                    places = {"project": project.folder, "home": project.home, "tmp": project.scratch}
+                    places = {
+                        "project": project.folder,
+                        "home": project.home,
+                        "tmp": project.scratch,
+                    }
                     deeds, num_ports, num_files = sweep(project, places)
             finally:
                 project.close()
-        more = sorted({deed for deed in deeds if not any(re.fullmatch(pattern, str(deed)) for pattern in ALLOWED)})
+        more = sorted(
+            {
+                deed
+                for deed in deeds
+                if not any(re.fullmatch(pattern, str(deed)) for pattern in ALLOWED)
+            }
+        )
         too_much += len(more)
-        print(f"{title}: {num_ports} ports and {num_files} files tried, {len(deeds) - len(more)} deeds allowed, {len(more)} not")
+        print(
+            f"{title}: {num_ports} ports and {num_files} files tried, {len(deeds) - len(more)}"
+            f" deeds allowed, {len(more)} not"
+        )
         for deed in more[:MAX_SHOWN]:
             print(f"  {deed}")
         if len(more) > MAX_SHOWN:

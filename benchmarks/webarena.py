@@ -1,8 +1,10 @@
 """What a WebArena session and step cost: `python benchmarks/webarena.py`.
 
-One server process with its browser; the pages come from this process, the load too. First steps on a page of 260 elements: CPU time
-of Chromium, its driver and the server over the steps, latency, and PSS at growing numbers of open sessions. Then whole episodes on the
-embedded sites, closed loop. Writes docs/results/webarena.json.
+One server process with its browser; the pages come from this process, the load too.
+First steps on a page of 260 elements: CPU time of Chromium, its driver and the server over the
+steps, latency, and PSS at growing numbers of open sessions.
+Then whole episodes on the embedded sites, closed loop.
+Writes docs/results/webarena.json.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ STEPS = 8  # of an episode on the embedded sites, at most
 GOAL_CPU_MS, GOAL_PSS_MIB = 130, 90
 PAGE = "<!doctype html><title>Big</title><table>{}</table>".format(
     "".join(
-        f"<tr><td><a href='#{row}'>Item {row}</a></td><td><button onclick=\"this.textContent += '!'\">Buy {row}</button></td></tr>"
+        f"<tr><td><a href='#{row}'>Item {row}</a></td><td><button onclick=\"this.textContent +="
+        f" '!'\">Buy {row}</button></td></tr>"
         for row in range(ROWS)
     )
 )
@@ -80,7 +83,13 @@ class Processes:
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
                 name = process.name()
-                part = "server" if process.pid == self._server.pid else "driver" if "node" in name else "chromium"
+                part = (
+                    "server"
+                    if process.pid == self._server.pid
+                    else "driver"
+                    if "node" in name
+                    else "chromium"
+                )
                 spent[part] += 1000 * (times.user + times.system)
         return spent
 
@@ -94,7 +103,10 @@ class Processes:
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
-    return {"p50_ms": round(1000 * statistics.median(ordered), 1), "p99_ms": round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 1)}
+    return {
+        "p50_ms": round(1000 * statistics.median(ordered), 1),
+        "p99_ms": round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 1),
+    }
 
 
 async def steps(endpoints: list[str], counts: list[int], per_session: int) -> list[dict[str, Any]]:
@@ -106,7 +118,12 @@ async def steps(endpoints: list[str], counts: list[int], per_session: int) -> li
         empty_mib = processes.pss_mib()
         for count in counts:
             async with contextlib.AsyncExitStack() as stack:
-                sessions = [await stack.enter_async_context(pool.session(Item("webarena", 0), f"big {count} {n}")) for n in range(count)]
+                sessions = [
+                    await stack.enter_async_context(
+                        pool.session(Item("webarena", 0), f"big {count} {n}")
+                    )
+                    for n in range(count)
+                ]
                 for session in sessions:
                     await session.step("scroll [up]")
                 times: list[float] = []
@@ -121,7 +138,9 @@ async def steps(endpoints: list[str], counts: list[int], per_session: int) -> li
                 before, began = processes.cpu_ms(), time.perf_counter()
                 await asyncio.gather(*(act(session) for session in sessions))
                 wall_s, after = time.perf_counter() - began, processes.cpu_ms()
-                parts = {part: round((after[part] - before[part]) / len(times), 1) for part in after}
+                parts = {
+                    part: round((after[part] - before[part]) / len(times), 1) for part in after
+                }
                 pss = processes.pss_mib()
                 row = {
                     "sessions": count,
@@ -148,13 +167,17 @@ async def episodes(endpoints: list[str], counts: list[int], seconds: float) -> l
             done = failed = 0
             until = time.perf_counter() + seconds
 
-            async def client(times: list[float] = times, opened: list[float] = opened, until: float = until) -> tuple[int, int]:
+            async def client(
+                times: list[float] = times, opened: list[float] = opened, until: float = until
+            ) -> tuple[int, int]:
                 played = lost = 0
                 while time.perf_counter() < until:
                     number = next(numbers)
                     try:
                         began = time.perf_counter()
-                        async with pool.session(Item("webarena", number % 97), f"episode {number}") as session:
+                        async with pool.session(
+                            Item("webarena", number % 97), f"episode {number}"
+                        ) as session:
                             opened.append(time.perf_counter() - began)
                             for _ in range(STEPS):
                                 action = await session.expert()
@@ -190,7 +213,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--steps", type=int, default=30, help="of each session on the big page")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each measurement on the embedded sites")
+    parser.add_argument(
+        "--seconds", type=float, default=40.0, help="of each measurement on the embedded sites"
+    )
     parser.add_argument("--browser", default="", help="program; default: the one the server finds")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/webarena.json")
     arguments = parser.parse_args()
@@ -210,14 +235,24 @@ def main() -> None:
         tasks = Path(folder) / "tasks.json"
         tasks.write_text(json.dumps([task]))
         log = Path(folder) / "log"
-        big = EnvConfig(name="webarena", options={"tasks": str(tasks), "sites": {"shopping": url}}, max_sessions=64)
+        big = EnvConfig(
+            name="webarena",
+            options={"tasks": str(tasks), "sites": {"shopping": url}},
+            max_sessions=64,
+        )
         with local_env(big, expert=False, log_path=log) as endpoints:
             on_page = asyncio.run(steps(endpoints, arguments.sessions, arguments.steps))
-        with local_env(EnvConfig(name="webarena", max_sessions=64), expert=True, log_path=log) as endpoints:
+        with local_env(
+            EnvConfig(name="webarena", max_sessions=64), expert=True, log_path=log
+        ) as endpoints:
             whole = asyncio.run(episodes(endpoints, arguments.sessions, arguments.seconds))
     result = {
         "machine": machine(),
-        "browser": subprocess.run([browser, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout.strip(),
+        "browser": (
+            subprocess.run(
+                [browser, "--version"], capture_output=True, text=True, timeout=30, check=True
+            ).stdout.strip()
+        ),
         "program": Path(browser).name,
         "load_before_and_after": [round(value, 1) for value in psutil.getloadavg()],
         "command": " ".join(["python", *sys.argv]),

@@ -1,9 +1,13 @@
-"""Writes the embedded stand-in of AgentGym-RL-Data-ID, so that a clone runs without the network and without the licensed lists.
+"""Writes the embedded stand-in of AgentGym-RL-Data-ID, so that a clone runs without the network
+and without the licensed lists.
 
-Same layout and schema as the set on the Hub, other ids: of each environment's index range, the ones whose sha256 sorts first,
-each task once: where two ids name one task of the environment (as it is by default), a later id stands in for the second.
-Equal output on every machine and Python version. Run it from anywhere: `python data/make_standin.py`, then `dvc add`.
-It also writes `textcraft-invented`, small enough for git: made-up goals of TextCraft to learn from, the game's own for the test.
+Same layout and schema as the set on the Hub, other ids: of each environment's index range, the ones
+whose sha256 sorts first, each task once: where two ids name one task of the environment (as it is
+by default), a later id stands in for the second.
+Equal output on every machine and Python version.
+Run it from anywhere: `python data/make_standin.py`, then `dvc add`.
+It also writes `textcraft-invented`, small enough for git: made-up goals of TextCraft to learn from,
+the game's own for the test.
 """
 
 from __future__ import annotations
@@ -18,20 +22,25 @@ ROOT = Path(__file__).resolve().parent / "AgentGym-RL-Data-ID"
 
 # environment: (items, valid indices) of the train list, then of the eval list
 SIZES = {
-    "babyai": (1536, range(10_000), 600, range(10_000)),  # any index is valid; more items than published, for narrower intervals
+    # any index is valid; more items than published, for narrower intervals
+    "babyai": (1536, range(10_000), 600, range(10_000)),
     "textcraft": (374, range(544), 100, range(544)),  # goals
     "sciworld": (2120, range(4_639), 200, range(4_639)),  # task variations
-    "searchqa": (512, range(51_713, 221_328), 400, range(51_713)),  # questions; fewer train items than published
+    # questions; fewer train items than published
+    "searchqa": (512, range(51_713, 221_328), 400, range(51_713)),
     "webarena": (64, range(104), 40, range(104)),  # the embedded tasks, all of them
 }
 
-# TextCraft with max_depth 1 and recipes "invented:8000": 8,000 made-up goals to learn from, the game's own 124 for the test
+# TextCraft with max_depth 1 and recipes "invented:8000": 8,000 made-up goals to learn from, the
+# game's own 124 for the test
 INVENTED = ROOT.with_name("textcraft-invented")
 NUM_INVENTED = 8_000
 
 
 def ids(env: str) -> tuple[list[str], list[str]]:
-    """Train and eval ids of one environment: no task twice, in an order by hash, so that every prefix is a fair sample."""
+    """Train and eval ids of one environment: no task twice, in an order by hash, so that every
+    prefix is a fair sample.
+    """
     num_train, train_indices, num_eval, eval_indices = SIZES[env]
     for_train, for_eval = _in_hash_order(env, train_indices), _in_hash_order(env, eval_indices)
     first = for_train[:num_train]
@@ -47,7 +56,8 @@ def ids(env: str) -> tuple[list[str], list[str]]:
                 found.append(item_id)
         return found
 
-    test, train = new(second, num_eval), new(first, num_train)  # of two that are one task, the one that is tested stays
+    # of two that are one task, the one that is tested stays
+    test, train = new(second, num_eval), new(first, num_train)
     rest = {*first, *second}
     test += new([item_id for item_id in for_eval if item_id not in rest], num_eval - len(test))
     train += new([item_id for item_id in for_train if item_id not in rest], num_train - len(train))
@@ -64,7 +74,10 @@ def _identity(env: str) -> Callable[[int], str]:
         return lambda task_id: str(find_task(PUBLISHED, task_id))
     if env == "webarena":
         path = ROOT.parents[1] / "envs/webarena/tasks.json"
-        return partial(identity, load(path, {site: f"http://{site}" for site in SITE_NAMES}, skip_missing=False))
+        return partial(
+            identity,
+            load(path, {site: f"http://{site}" for site in SITE_NAMES}, skip_missing=False),
+        )
     found = load_spec(env, {}).identity
     assert found is not None
     return found
@@ -77,12 +90,21 @@ def ids_invented() -> tuple[list[str], list[str]]:
 
     shipped = set(goals_of(load_book(), min_depth=1, max_depth=1))
     goals = goals_of(load_book(f"invented:{NUM_INVENTED}"), min_depth=1, max_depth=1)
-    order = [int(item_id.rpartition("_")[2]) for item_id in _in_hash_order("textcraft", range(len(goals)))]
-    return tuple([f"textcraft_{goal}" for goal in order if (goals[goal] in shipped) is known] for known in (False, True))
+    order = [
+        int(item_id.rpartition("_")[2])
+        for item_id in _in_hash_order("textcraft", range(len(goals)))
+    ]
+    return tuple(
+        [f"textcraft_{goal}" for goal in order if (goals[goal] in shipped) is known]
+        for known in (False, True)
+    )
 
 
 def _in_hash_order(env: str, indices: range) -> list[str]:
-    return sorted((f"{env}_{index}" for index in indices), key=lambda item_id: hashlib.sha256(item_id.encode()).digest())
+    return sorted(
+        (f"{env}_{index}" for index in indices),
+        key=lambda item_id: hashlib.sha256(item_id.encode()).digest(),
+    )
 
 
 def write(root: Path = ROOT) -> None:

@@ -1,4 +1,6 @@
-"""`python -m envs serve NAME`: one environment server in this process. `python -m envs identities NAME`: which of its tasks are equal."""
+"""`python -m envs serve NAME`: one environment server in this process.
+`python -m envs identities NAME`: which of its tasks are equal.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,14 @@ from envs.wire import TOKEN_VARIABLE
 logger = logging.getLogger("envs")
 
 ORPHAN_GRACE_S = 3.0  # for an orderly end once the owner is gone
-DESCRIPTORS = 65_536  # that may be open, where the system lets us: connections and the pipes of simulators
+# that may be open, where the system lets us: connections and the pipes of simulators
+DESCRIPTORS = 65_536
 
 
 class Server(uvicorn.Server):
-    """Writes the port file when it listens; the first SIGTERM drains before it stops, which uvicorn does too late for open sessions."""
+    """Writes the port file when it listens; the first SIGTERM drains before it stops, which
+    uvicorn does too late for open sessions.
+    """
 
     def __init__(self, config: uvicorn.Config, sessions: Sessions, port_file: Path | None) -> None:
         super().__init__(config)
@@ -51,7 +56,12 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if sockets and not self.should_exit:
             host, port = sockets[0].getsockname()[:2]
-            logger.info("%s listens on http://%s:%d", self._sessions.spec.name, f"[{host}]" if ":" in host else host, port)
+            logger.info(
+                "%s listens on http://%s:%d",
+                self._sessions.spec.name,
+                f"[{host}]" if ":" in host else host,
+                port,
+            )
             if self._port_file is not None:
                 _write(self._port_file, f"{port}\n")
 
@@ -117,10 +127,12 @@ def main(argv: list[str] | None = None) -> int:
     address = listener.getsockname()[0]
     if not (token or arguments.no_token or ipaddress.ip_address(address).is_loopback):
         return _refuse(
-            f"{address} is reached from other machines: set {TOKEN_VARIABLE} to a secret, for the server and for those who ask it, "
-            "or say --no-token"
+            f"{address} is reached from other machines: set {TOKEN_VARIABLE} to a secret, for the"
+            " server and for those who ask it, or say --no-token"
         )
-    server = Server(server_config(app, settings.max_sessions), app.state.sessions, arguments.port_file)
+    server = Server(
+        server_config(app, settings.max_sessions), app.state.sessions, arguments.port_file
+    )
     if arguments.owner_pipe:
         threading.Thread(target=_watch_owner, args=(server,), name="owner", daemon=True).start()
     try:
@@ -139,40 +151,97 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve one environment over HTTP",
-        description=f"Serve one environment over HTTP. Where {TOKEN_VARIABLE} is set, requests must bear that token.",
+        description=(
+            f"Serve one environment over HTTP. Where {TOKEN_VARIABLE} is set, requests must bear"
+            " that token."
+        ),
     )
     same = commands.add_parser(
         "identities",
         help="say which tasks are equal",
-        description="Reads a JSON list of task ids. Writes a JSON list with a digest of each task, null for an id that names none, "
-        "or null alone where the environment cannot say.",
+        description=(
+            "Reads a JSON list of task ids. Writes a JSON list with a digest of each task, null for"
+            " an id that names none, or null alone where the environment cannot say."
+        ),
     )
     for each in (serve, same):
         each.add_argument("name", help="environment, for example babyai")
-        each.add_argument("--options", default="{}", metavar="JSON", help="the environment's options")
         each.add_argument(
-            "--recipes", default="", metavar="DIR", help="textcraft: AgentGym's recipe folder, the same as the option recipes"
+            "--options", default="{}", metavar="JSON", help="the environment's options"
+        )
+        each.add_argument(
+            "--recipes",
+            default="",
+            metavar="DIR",
+            help="textcraft: AgentGym's recipe folder, the same as the option recipes",
         )
     serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
     serve.add_argument("--port", type=int, default=0, help="0 takes a free one (default)")
-    serve.add_argument("--max-sessions", type=_positive_int, default=256, metavar="N", help="(default: %(default)s)")
-    serve.add_argument("--session-ttl", type=_positive_float, default=300.0, metavar="S", help="an idle session is closed after this")
-    serve.add_argument("--drain-timeout", type=_positive_float, default=30.0, metavar="S", help="for open sessions after SIGTERM")
-    serve.add_argument("--expert", action="store_true", help="offer POST /expert; training refuses such servers")
-    serve.add_argument("--expert-timeout", type=_positive_float, default=5.0, metavar="S", help="(default: %(default)s)")
-    serve.add_argument("--port-file", type=Path, metavar="PATH", help="holds the port while the server listens")
-    serve.add_argument("--check", action="store_true", help="only say whether name and options are right")
+    serve.add_argument(
+        "--max-sessions",
+        type=_positive_int,
+        default=256,
+        metavar="N",
+        help="(default: %(default)s)",
+    )
+    serve.add_argument(
+        "--session-ttl",
+        type=_positive_float,
+        default=300.0,
+        metavar="S",
+        help="an idle session is closed after this",
+    )
+    serve.add_argument(
+        "--drain-timeout",
+        type=_positive_float,
+        default=30.0,
+        metavar="S",
+        help="for open sessions after SIGTERM",
+    )
+    serve.add_argument(
+        "--expert", action="store_true", help="offer POST /expert; training refuses such servers"
+    )
+    serve.add_argument(
+        "--expert-timeout",
+        type=_positive_float,
+        default=5.0,
+        metavar="S",
+        help="(default: %(default)s)",
+    )
+    serve.add_argument(
+        "--port-file", type=Path, metavar="PATH", help="holds the port while the server listens"
+    )
+    serve.add_argument(
+        "--check", action="store_true", help="only say whether name and options are right"
+    )
     serve.add_argument(
         "--allow-host",
         type=_host_name,
         action="append",
         default=[],
         metavar="NAME",
-        help="a name the server is asked under, beside localhost and its address; .NAME: any below it",
+        help=(
+            "a name the server is asked under, beside localhost and its address; .NAME: any"
+            " below it"
+        ),
     )
-    serve.add_argument("--no-token", action="store_true", help="let whoever reaches it ask, also from other machines")
-    serve.add_argument("--owner-pipe", action="store_true", help="exit when stdin is closed: the server cannot outlive its owner")
-    commands.add_parser("list", help="every environment and, where it cannot be served on this machine, why; one JSON object a line")
+    serve.add_argument(
+        "--no-token",
+        action="store_true",
+        help="let whoever reaches it ask, also from other machines",
+    )
+    serve.add_argument(
+        "--owner-pipe",
+        action="store_true",
+        help="exit when stdin is closed: the server cannot outlive its owner",
+    )
+    commands.add_parser(
+        "list",
+        help=(
+            "every environment and, where it cannot be served on this machine, why; one JSON object"
+            " a line"
+        ),
+    )
     return parser
 
 
@@ -193,10 +262,15 @@ def _identities(spec: EnvSpec) -> int:
         ids = json.load(sys.stdin)
     except ValueError as error:
         return _refuse(f"standard input must be a JSON list of task ids: {error}")
-    if not isinstance(ids, list) or not all(type(task_id) is int and task_id >= 0 for task_id in ids):
+    if not isinstance(ids, list) or not all(
+        type(task_id) is int and task_id >= 0 for task_id in ids
+    ):
         return _refuse("standard input must be a JSON list of task ids, whole numbers from 0")
     try:
-        sys.stdout.write(json.dumps(spec.identity and [_digest(spec.identity, task_id) for task_id in ids]) + "\n")
+        sys.stdout.write(
+            json.dumps(spec.identity and [_digest(spec.identity, task_id) for task_id in ids])
+            + "\n"
+        )
     finally:
         if spec.close is not None:
             spec.close()
@@ -252,7 +326,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def _watch_owner(server: Server) -> None:
-    """The kernel closes the pipe however the owner dies. A loop that no longer turns is not waited for."""
+    """The kernel closes the pipe however the owner dies.
+    A loop that no longer turns is not waited for.
+    """
     while os.read(0, 4096):
         pass
     server.owner_is_gone()

@@ -1,4 +1,6 @@
-"""A time limit for code that may loop for ever and offers no way to stop it: run it in a thread and raise into that thread."""
+"""A time limit for code that may loop for ever and offers no way to stop it: run it in a thread
+and raise into that thread.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _GRACE_S = 0.2  # it gets between two attempts
 
 
 class OutOfTime(BaseException):
-    """Raised inside the thread. Not an Exception, so that `except Exception` in the code being stopped lets it pass."""
+    """Raised inside the thread.
+    Not an Exception, so that `except Exception` in the code being stopped lets it pass.
+    """
 
 
 class Unstoppable(RuntimeError):
@@ -26,7 +30,8 @@ class Unstoppable(RuntimeError):
 async def run_bounded(work: Callable[[], T], timeout_s: float) -> T:
     """The result of `work()`, run in a thread of its own.
 
-    Errors: what `work` raises; TimeoutError where it was stopped after timeout_s; Unstoppable where it could not be.
+    Errors: what `work` raises; TimeoutError where it was stopped after timeout_s; Unstoppable where
+    it could not be.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -67,7 +72,9 @@ async def run_bounded(work: Callable[[], T], timeout_s: float) -> T:
     for _ in range(_RAISES):
         with gate:
             if not finished and thread.ident is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime)
+                )
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(asyncio.shield(done), _GRACE_S)
         if done.done():

@@ -1,8 +1,10 @@
 """AgentGym's own routes under `/agentgym`, so that its clients work unchanged against this server.
 
-Shapes and error style are theirs (errors are status 200 with `{"error": text}` where their server does so); sessions,
-limits and the reaper are ours. Ids are unguessable integers below 2**53. On purpose not theirs: an episode that ended pays
-nothing more, and `close` of an unknown id is `false` everywhere.
+Shapes and error style are theirs (errors are status 200 with `{"error": text}` where their server
+does so); sessions, limits and the reaper are ours.
+Ids are unguessable integers below 2**53.
+On purpose not theirs: an episode that ended pays nothing more, and `close` of an unknown id is
+`false` everywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from envs.sessions import TEXTS, Refused, Sessions
-from envs.wire import MAX_ACTION_CHARS, CreateReply, CreateRequest, ErrorKind, StepReply, StepRequest
+from envs.wire import (
+    MAX_ACTION_CHARS,
+    CreateReply,
+    CreateRequest,
+    ErrorKind,
+    StepReply,
+    StepRequest,
+)
 
 Json = dict[str, Any]
 MAX_ID = 2**53
@@ -37,7 +46,8 @@ class Reset(BaseModel):
 
 class SearchReset(BaseModel):
     id: int = Field(validation_alias="env_idx")
-    data_idx: int | None = Field(default=None, validation_alias="id")  # None: the one given to create
+    # None: the one given to create
+    data_idx: int | None = Field(default=None, validation_alias="id")
 
 
 class WebArenaReset(BaseModel):
@@ -104,12 +114,16 @@ class Dialect:
     detailed: Callable[[Place], Json] | None = None  # to GET /detail, where that needs no simulator
     counts: bool = False  # create begins an episode, of an index the server counts itself
     polite: bool = True  # errors have status 200
-    opened: Callable[[Any], Json] | None = None  # simulator -> what else `shown` tells; maybe another first observation, and a score
-    views: Mapping[str, Callable[[Any, Place], Any]] = field(default_factory=dict)  # GET route -> what it shows while an episode runs
-    visual: Callable[[Any, Json], Json] | None = None  # POST /step_visual: simulator, answer to a step -> answer
+    # simulator -> what else `shown` tells; maybe another first observation, and a score
+    opened: Callable[[Any], Json] | None = None
+    # GET route -> what it shows while an episode runs
+    views: Mapping[str, Callable[[Any, Place], Any]] = field(default_factory=dict)
+    # POST /step_visual: simulator, answer to a step -> answer
+    visual: Callable[[Any, Json], Json] | None = None
     closed: Callable[[bool], Any] = bool
     reset_failed: Json | None = None  # answered where a task cannot be opened
-    step_failed: Callable[[str], Json] | None = None  # answered where a step crashes, from the error's text
+    # answered where a step crashes, from the error's text
+    step_failed: Callable[[str], Json] | None = None
 
 
 def _whole(value: float) -> int | float:
@@ -129,7 +143,11 @@ def _sciworld_detail(place: Place) -> Json:
 
 def _sciworld_state(simulator: Any, place: Place) -> Json:
     look, inventory, goals, actions, objects = simulator.ask(
-        "freeActionLook", "freeActionInventory", "getGoalProgressStr", "getPossibleActions", "getPossibleObjects"
+        "freeActionLook",
+        "freeActionInventory",
+        "getGoalProgressStr",
+        "getPossibleActions",
+        "getPossibleObjects",
     )
     return {
         "observation": look,
@@ -162,7 +180,13 @@ def _sciworld_visual(simulator: Any, answer: Json) -> Json:
         "taskName": simulator.task.name,
         "simplificationStr": "",
     }
-    return {**answer, "info": info, "object_tree": simulator.tree(), "inventory": inventory, "moves": simulator.moves}
+    return {
+        **answer,
+        "info": info,
+        "object_tree": simulator.tree(),
+        "inventory": inventory,
+        "moves": simulator.moves,
+    }
 
 
 DIALECTS = {
@@ -170,9 +194,23 @@ DIALECTS = {
         greeting="This is environment TextCraft.",
         create=TextCraftCreate,
         reset=Reset,
-        created=lambda place: {"id": place.id, "observation": place.observation, "done": False, "reward": 0},
-        shown=lambda place: {"id": place.id, "observation": place.observation, "done": place.done, "reward": _whole(place.reward)},
-        stepped=lambda place: {"observation": place.observation, "reward": _whole(place.reward), "done": place.done},
+        created=lambda place: {
+            "id": place.id,
+            "observation": place.observation,
+            "done": False,
+            "reward": 0,
+        },
+        shown=lambda place: {
+            "id": place.id,
+            "observation": place.observation,
+            "done": place.done,
+            "reward": _whole(place.reward),
+        },
+        stepped=lambda place: {
+            "observation": place.observation,
+            "reward": _whole(place.reward),
+            "done": place.done,
+        },
         looked=lambda place: place.observation,
         detailed=lambda place: {
             "observation": place.observation,
@@ -194,7 +232,12 @@ DIALECTS = {
             "deleted": False,
             "done": place.done,
         },
-        stepped=lambda place: {"observation": place.observation, "reward": place.reward, "score": place.score, "done": place.done},
+        stepped=lambda place: {
+            "observation": place.observation,
+            "reward": place.reward,
+            "score": place.score,
+            "done": place.done,
+        },
     ),
     "searchqa": Dialect(
         greeting="ok",
@@ -202,7 +245,12 @@ DIALECTS = {
         reset=SearchReset,
         created=lambda place: place.id,
         shown=lambda place: place.prompt,
-        stepped=lambda place: {"observation": place.observation, "reward": place.reward, "done": place.done, "info": None},
+        stepped=lambda place: {
+            "observation": place.observation,
+            "reward": place.reward,
+            "done": place.done,
+            "info": None,
+        },
         polite=False,
     ),
     "sciworld": Dialect(
@@ -253,7 +301,13 @@ DIALECTS = {
         opened=lambda simulator: dict(simulator.about),
         closed=lambda closed: {"closed": "closed" if closed else "no such environment"},
         reset_failed={"observation": "TimeoutError", "sites": "Error", "object": "Error"},
-        step_failed=lambda text: {"observation": text, "reward": 0, "terminated": False, "truncated": False, "info": {}},
+        step_failed=lambda text: {
+            "observation": text,
+            "reward": 0,
+            "terminated": False,
+            "truncated": False,
+            "info": {},
+        },
     ),
 }
 
@@ -268,11 +322,20 @@ class AgentGymRoutes:
         self._places: dict[int, Place] = {}
         self._counter = itertools.count()
 
-    def table(self) -> Iterator[tuple[str, str, type[BaseModel] | None, Callable[[Request], Awaitable[Response]]]]:
+    def table(
+        self,
+    ) -> Iterator[
+        tuple[str, str, type[BaseModel] | None, Callable[[Request], Awaitable[Response]]]
+    ]:
         """(method, path, body, handler) of every route."""
         dialect, prefix = self._dialect, "/agentgym"
         yield "GET", f"{prefix}/", None, self._greet
-        yield "POST", f"{prefix}/create", dialect.create, self._answering(dialect.create, self._create)
+        yield (
+            "POST",
+            f"{prefix}/create",
+            dialect.create,
+            self._answering(dialect.create, self._create),
+        )
         yield "POST", f"{prefix}/reset", dialect.reset, self._answering(dialect.reset, self._reset)
         yield "POST", f"{prefix}/step", Step, self._answering(Step, self._step)
         yield "POST", f"{prefix}/close", Named, self._answering(Named, self._close)
@@ -291,8 +354,16 @@ class AgentGymRoutes:
     async def _create(self, body: BaseModel) -> Any:
         self._forget()
         if len(self._places) >= self._sessions.settings.max_sessions:
-            raise Refused(ErrorKind.FULL, f"all {self._sessions.settings.max_sessions} environments are taken")
-        task = body.id if isinstance(body, SearchCreate) else next(self._counter) if self._dialect.counts else None
+            raise Refused(
+                ErrorKind.FULL, f"all {self._sessions.settings.max_sessions} environments are taken"
+            )
+        task = (
+            body.id
+            if isinstance(body, SearchCreate)
+            else next(self._counter)
+            if self._dialect.counts
+            else None
+        )
         place = Place(1 + secrets.randbelow(MAX_ID - 1), _checked(task), time.monotonic())
         if self._dialect.counts:
             await self._open(place)
@@ -307,7 +378,10 @@ class AgentGymRoutes:
             try:
                 await self._open(place)
             except Refused as error:
-                if self._dialect.reset_failed is None or error.reply.kind not in (ErrorKind.ENV_CRASHED, ErrorKind.BAD_REQUEST):
+                if self._dialect.reset_failed is None or error.reply.kind not in (
+                    ErrorKind.ENV_CRASHED,
+                    ErrorKind.BAD_REQUEST,
+                ):
                     raise
                 return self._dialect.reset_failed
             return self._dialect.shown(place)
@@ -319,18 +393,31 @@ class AgentGymRoutes:
                 raise _finished(place)
             if not place.session:
                 if place.task is None:
-                    raise Refused(ErrorKind.BAD_REQUEST, f"The environment {place.id} has not been reset.")
+                    raise Refused(
+                        ErrorKind.BAD_REQUEST, f"The environment {place.id} has not been reset."
+                    )
                 await self._open(place)
             request = StepRequest(session_id=place.session, turn=place.turn + 1, action=body.action)
             try:
                 reply = StepReply.model_validate_json(await self._sessions.step(request))
             except Refused as error:
-                if self._dialect.step_failed is None or error.reply.kind not in (ErrorKind.ENV_CRASHED, ErrorKind.SESSION_GONE):
+                if self._dialect.step_failed is None or error.reply.kind not in (
+                    ErrorKind.ENV_CRASHED,
+                    ErrorKind.SESSION_GONE,
+                ):
                     raise
                 return self._dialect.step_failed(error.reply.message)
-            place.turn, place.observation, place.reward = reply.turn, reply.observation, reply.reward
+            place.turn, place.observation, place.reward = (
+                reply.turn,
+                reply.observation,
+                reply.reward,
+            )
             place.score += reply.reward
-            place.done, place.truncated, place.info = reply.terminated or reply.truncated, reply.truncated, reply.info
+            place.done, place.truncated, place.info = (
+                reply.terminated or reply.truncated,
+                reply.truncated,
+                reply.info,
+            )
             return self._dialect.stepped(place)
 
     async def _close(self, body: Any) -> Any:
@@ -343,14 +430,20 @@ class AgentGymRoutes:
     async def _render(self, body: Any) -> str:
         place = self._begun(body.id)
         reply = await self._sessions.render(place.session)
-        data = base64.b64encode(reply.data.encode()).decode() if reply.media_type in TEXTS else reply.data
+        data = (
+            base64.b64encode(reply.data.encode()).decode()
+            if reply.media_type in TEXTS
+            else reply.data
+        )
         return f"data:{reply.media_type};base64,{data}"
 
     async def _step_visual(self, body: Any) -> Any:
         answer = await self._step(body)
         place, visual = self._find(body.id), self._dialect.visual
         assert visual is not None
-        return await self._sessions.inspect(place.session, lambda simulator: visual(simulator, answer))
+        return await self._sessions.inspect(
+            place.session, lambda simulator: visual(simulator, answer)
+        )
 
     def _showing(self, show: Callable[[Place], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:
@@ -361,19 +454,25 @@ class AgentGymRoutes:
 
         return handler
 
-    def _viewing(self, view: Callable[[Any, Place], Any]) -> Callable[[Request], Awaitable[Response]]:
+    def _viewing(
+        self, view: Callable[[Any, Place], Any]
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:
             async def answer() -> Any:
                 place = self._begun(Named.model_validate(dict(request.query_params)).id)
                 if place.done:
                     raise _finished(place)
-                return await self._sessions.inspect(place.session, lambda simulator: view(simulator, place))
+                return await self._sessions.inspect(
+                    place.session, lambda simulator: view(simulator, place)
+                )
 
             return await self._reply(answer)
 
         return handler
 
-    def _answering(self, model: type[BaseModel], act: Callable[[Any], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    def _answering(
+        self, model: type[BaseModel], act: Callable[[Any], Awaitable[Any]]
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:
             raw = await read_body(request)
 
@@ -388,11 +487,18 @@ class AgentGymRoutes:
         try:
             return JSONResponse(await answer())
         except ValidationError as error:
-            detail = [{"type": e["type"], "loc": ["body", *e["loc"]], "msg": e["msg"]} for e in error.errors(include_url=False)]
+            detail = [
+                {"type": e["type"], "loc": ["body", *e["loc"]], "msg": e["msg"]}
+                for e in error.errors(include_url=False)
+            ]
             return JSONResponse({"detail": detail}, 422)
         except Refused as error:
             self._sessions.metrics.errors.labels(error.reply.kind.value).inc()
-            retry = {} if error.reply.retry_after_s is None else {"Retry-After": str(max(1, round(error.reply.retry_after_s)))}
+            retry = (
+                {}
+                if error.reply.retry_after_s is None
+                else {"Retry-After": str(max(1, round(error.reply.retry_after_s)))}
+            )
             status = 200 if self._dialect.polite and error.status != 503 else error.status
             return JSONResponse({"error": error.reply.message}, status, retry)
 
@@ -411,8 +517,12 @@ class AgentGymRoutes:
 
     async def _open(self, place: Place) -> None:
         assert place.task is not None
-        request = CreateRequest(request_key=f"agentgym-{place.id}-{secrets.token_hex(8)}", task_id=place.task)
-        opened = CreateReply.model_validate_json(await self._sessions.create(request, self._spec.make))
+        request = CreateRequest(
+            request_key=f"agentgym-{place.id}-{secrets.token_hex(8)}", task_id=place.task
+        )
+        opened = CreateReply.model_validate_json(
+            await self._sessions.create(request, self._spec.make)
+        )
         place.session, place.observation = opened.session_id, opened.observation
         place.prompt = f"{self._spec.instructions}\n{opened.observation}"
         place.turn, place.reward, place.score, place.done = 0, 0.0, 0.0, False
@@ -427,9 +537,15 @@ class AgentGymRoutes:
             place.session = ""
 
     def _forget(self) -> None:
-        """Drop the ids nobody used for as long as a session may be idle; their sessions were reaped."""
+        """Drop the ids nobody used for as long as a session may be idle; their sessions were
+        reaped.
+        """
         oldest = time.monotonic() - self._sessions.settings.session_ttl_s
-        for place in [place for place in self._places.values() if place.used < oldest and not place.lock.locked()]:
+        for place in [
+            place
+            for place in self._places.values()
+            if place.used < oldest and not place.lock.locked()
+        ]:
             del self._places[place.id]
 
 
@@ -439,7 +555,9 @@ def _finished(place: Place) -> Refused:
 
 def _checked(task: int | None) -> int | None:
     if task is not None and not 0 <= task < MAX_ID:
-        raise Refused(ErrorKind.BAD_REQUEST, f"data_idx must be at least 0 and below {MAX_ID}, got {task}")
+        raise Refused(
+            ErrorKind.BAD_REQUEST, f"data_idx must be at least 0 and below {MAX_ID}, got {task}"
+        )
     return task
 
 

@@ -1,4 +1,6 @@
-"""What one connection to an environment server may cost: bytes, header lines, time; and how many there may be."""
+"""What one connection to an environment server may cost: bytes, header lines, time; and how
+many there may be.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 16 * 1024
 MAX_HEADERS = 64
-MAX_FRAME_BYTES = 2 * MAX_HEAD_BYTES  # of a request: its head, and what chunks and trailers add to its body
+# of a request: its head, and what chunks and trailers add to its body
+MAX_FRAME_BYTES = 2 * MAX_HEAD_BYTES
 MAX_PIPELINED = 8  # requests sent before the answer to the first
 ARRIVAL_S = 20.0  # for a whole request, and for the first one to begin
-KEEP_ALIVE_S = 75  # above the client's, so that the server is never the one to drop a connection in use
+# above the client's, so that the server is never the one to drop a connection in use
+KEEP_ALIVE_S = 75
 SPARE_CONNECTIONS = 256  # for probes, scrapers and those who ask in vain
 TELL_EVERY_S = 60.0
 PING_S = 20.0  # how often a WebSocket's client is asked whether it is there
@@ -54,7 +58,9 @@ def server_config(app: FastAPI, max_sessions: int) -> uvicorn.Config:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, which would wait for ever for the end of a request and keep whatever of its head has come."""
+    """uvicorn's, which would wait for ever for the end of a request and keep whatever of its
+    head has come.
+    """
 
     told_at = float("-inf")  # that there are too many
 
@@ -63,7 +69,8 @@ class Connection(HttpToolsProtocol):
         # above its limit uvicorn refuses everybody's requests; here the new connection is closed
         self._max_connections, self.limit_concurrency = self.limit_concurrency, None
         self._in_head = self._arriving = True
-        self._num_bytes = self._num_body_bytes = 0  # of the request that arrives; those of its body are in the second alone
+        # of the request that arrives; those of its body are in the second alone
+        self._num_bytes = self._num_body_bytes = 0
         self._refused = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -73,7 +80,9 @@ class Connection(HttpToolsProtocol):
         if self._max_connections is not None and len(self.connections) > self._max_connections:
             if self.loop.time() - Connection.told_at > TELL_EVERY_S:
                 Connection.told_at = self.loop.time()
-                logger.warning("more than %d connections: new ones are closed", self._max_connections)
+                logger.warning(
+                    "more than %d connections: new ones are closed", self._max_connections
+                )
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -90,7 +99,8 @@ class Connection(HttpToolsProtocol):
         if self._refused or not self._arriving:
             return
         most = MAX_HEAD_BYTES if self._in_head else MAX_FRAME_BYTES
-        if self._num_bytes > most or self._num_body_bytes > 2 * MAX_BODY_BYTES:  # above one of these the server has said so
+        # above one of these the server has said so
+        if self._num_bytes > most or self._num_body_bytes > 2 * MAX_BODY_BYTES:
             self._too_large()
         elif self._timer is None:
             self._timer = self.loop.call_later(ARRIVAL_S, self._too_slow)
@@ -100,7 +110,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        large = self._num_bytes > MAX_HEAD_BYTES and self._head_bytes() > MAX_HEAD_BYTES  # a body may have come with it
+        # a body may have come with it
+        large = self._num_bytes > MAX_HEAD_BYTES and self._head_bytes() > MAX_HEAD_BYTES
         if large or len(self.headers) > MAX_HEADERS or len(self.pipeline) >= MAX_PIPELINED:
             self._too_large()
             raise httptools.HttpParserError("refused")
@@ -122,7 +133,9 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def handle_websocket_upgrade(self) -> None:
-        """Close what uvicorn would keep for ever: a request that is no handshake, and one amid others."""
+        """Close what uvicorn would keep for ever: a request that is no handshake, and one amid
+        others.
+        """
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.close()
             return
@@ -136,22 +149,31 @@ class Connection(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def _too_large(self) -> None:
-        self._refuse(431, f"the head of a request may have {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} headers")
+        self._refuse(
+            431, f"the head of a request may have {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} headers"
+        )
 
     def _too_slow(self) -> None:
         self._timer = None
         self._refuse(408, f"a request must arrive within {ARRIVAL_S:g} s")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Close, and before it answer a request whose head is not complete: others have been handed over already."""
+        """Close, and before it answer a request whose head is not complete: others have been
+        handed over already.
+        """
         if self._refused:
             return
         self._refused = True
         self._stop_timer()
         answered = self.cycle is None or self.cycle.response_complete
         if self._in_head and self._num_bytes and answered:
-            body = ErrorReply(kind=ErrorKind.BAD_REQUEST, message=message).model_dump_json().encode()
-            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            body = (
+                ErrorReply(kind=ErrorKind.BAD_REQUEST, message=message).model_dump_json().encode()
+            )
+            head = (
+                b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+                % len(body)
+            )
             self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
 
@@ -162,7 +184,9 @@ class Connection(HttpToolsProtocol):
 
 
 class Socket(WebSocketsSansIOProtocol):
-    """uvicorn's, which would keep all fragments, all messages that came at once and all answers to pings that nobody reads."""
+    """uvicorn's, which would keep all fragments, all messages that came at once and all answers
+    to pings that nobody reads.
+    """
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

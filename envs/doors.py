@@ -1,4 +1,6 @@
-"""Which requests an environment server looks at: those meant for it, of programs and not of pages, that bear its token."""
+"""Which requests an environment server looks at: those meant for it, of programs and not of
+pages, that bear its token.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,23 @@ HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d*)?", re.ASCII)
 class Doors:
     """Refuses a request before its body is read, and a WebSocket before it is opened.
 
-    A browser sends what any page asks it to, but the page chooses neither Host nor Origin, and without a preflight,
-    which nobody answers here, it cannot send JSON. A page whose name was made to mean this server's address is told by
-    its Host. A page may open a WebSocket anywhere: there its Origin, which a browser always sends, is all that tells.
+    A browser sends what any page asks it to, but the page chooses neither Host nor Origin, and
+    without a preflight, which nobody answers here, it cannot send JSON. A page whose name was made
+    to mean this server's address is told by its Host.
+    A page may open a WebSocket anywhere: there its Origin, which a browser always sends, is all
+    that tells.
     """
 
-    def __init__(self, app: ASGIApp, token: str, hosts: Collection[str], refuse: Callable[[Refused], Response]) -> None:
-        """token: "" asks for none; hosts: names beside localhost, one that begins with a dot means all below it."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: str,
+        hosts: Collection[str],
+        refuse: Callable[[Refused], Response],
+    ) -> None:
+        """token: "" asks for none; hosts: names beside localhost, one that begins with a dot
+        means all below it.
+        """
         self._app = app
         self._expected = f"Bearer {token}".encode() if token else b""
         self._refuse = refuse
@@ -57,14 +69,27 @@ class Doors:
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"")
         if not self._is_served(host, (scope.get("server") or ("",))[0]):
-            message = f"Host {_shown(host)} is no name of this server; ask by its address, or start it with --allow-host NAME"
+            message = (
+                f"Host {_shown(host)} is no name of this server; ask by its address, or start it"
+                " with --allow-host NAME"
+            )
             raise Refused(ErrorKind.FORBIDDEN, message)
         origin = headers.get(b"origin")
         if origin is not None and origin.rpartition(b"://")[2] != host:
-            raise Refused(ErrorKind.FORBIDDEN, f"Origin {_shown(origin)}: pages of other sites may not ask this server")
+            raise Refused(
+                ErrorKind.FORBIDDEN,
+                f"Origin {_shown(origin)}: pages of other sites may not ask this server",
+            )
         bearer = headers.get(b"authorization", b"")
-        if self._expected and scope["path"] not in OPEN_PATHS and not hmac.compare_digest(bearer, self._expected):
-            message = f"this server asks for a bearer token; set {TOKEN_VARIABLE} to the one it was started with"
+        if (
+            self._expected
+            and scope["path"] not in OPEN_PATHS
+            and not hmac.compare_digest(bearer, self._expected)
+        ):
+            message = (
+                f"this server asks for a bearer token; set {TOKEN_VARIABLE} to the one it was"
+                " started with"
+            )
             raise Refused(ErrorKind.UNAUTHORIZED, message)
         if headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers:
             kind = headers.get(b"content-type", b"")
@@ -76,7 +101,8 @@ class Doors:
 def is_own(host: str, address: str, names: Collection[str]) -> bool:
     """Whether a Host header names this server.
 
-    address: the one the connection came in at. A pod's probes ask by it, as does whoever has only an address.
+    address: the one the connection came in at.
+    A pod's probes ask by it, as does whoever has only an address.
     """
     match = HOST.fullmatch(host.lower())
     if match is None:
@@ -85,7 +111,9 @@ def is_own(host: str, address: str, names: Collection[str]) -> bool:
     asked = _address(name)
     if asked is not None and (asked.is_loopback or asked == _address(address)):
         return True
-    return name in ("localhost", address) or any(name == own or (own[0] == "." and name.endswith(own)) for own in names)
+    return name in ("localhost", address) or any(
+        name == own or (own[0] == "." and name.endswith(own)) for own in names
+    )
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -39,7 +39,8 @@ class Simulator(Protocol):
     """One session's world. One thread at a time uses it."""
 
     def reset(self, task_id: int) -> str:
-        """Build the task and return its first observation. Equal ids give equal episodes on every machine.
+        """Build the task and return its first observation.
+        Equal ids give equal episodes on every machine.
 
         Errors: UnknownTask.
         """
@@ -50,7 +51,9 @@ class Simulator(Protocol):
         ...
 
     def render(self) -> tuple[str, bytes]:
-        """(media type, bytes) of the present state: a picture, text, or JSON for the viewer to draw."""
+        """(media type, bytes) of the present state: a picture, text, or JSON for the viewer to
+        draw.
+        """
         ...
 
     def expert(self) -> Expert: ...
@@ -59,7 +62,9 @@ class Simulator(Protocol):
 
 
 class Awaited(Protocol):
-    """A simulator in another process: its steps are awaited on the event loop. They have a deadline of their own."""
+    """A simulator in another process: its steps are awaited on the event loop.
+    They have a deadline of their own.
+    """
 
     async def step_async(self, action: str) -> StepResult:
         """As `Simulator.step`."""
@@ -67,7 +72,9 @@ class Awaited(Protocol):
 
 
 class Hinting(Protocol):
-    """A simulator that can say which actions it would carry out now; `GET /hints` shows them, observations never do."""
+    """A simulator that can say which actions it would carry out now; `GET /hints` shows them,
+    observations never do.
+    """
 
     def hints(self) -> list[str]: ...
 
@@ -80,16 +87,22 @@ class EnvSpec:
     instructions: str  # the task manual a language model gets
     make: Callable[[], Simulator]
     options: dict[str, Any]
-    probe_actions: tuple[str, ...]  # a scripted episode on task `probe_task`, played before the server says it is ready
-    blocking: bool = False  # true where a step may take more than a millisecond: it then runs off the event loop
+    # a scripted episode on task `probe_task`, played before the server says it is ready
+    probe_actions: tuple[str, ...]
+    # true where a step may take more than a millisecond: it then runs off the event loop
+    blocking: bool = False
     awaited: bool = False  # its simulators are `Awaited`
     offers_hints: bool = False  # its simulators are `Hinting`
     probe_task: int = 0  # the task of that episode, where there is no 0
-    agentgym: EnvSpec | None = None  # the environment as AgentGym's own server shows it, where that differs from this
-    gauges: Mapping[str, tuple[str, Callable[[], float]]] = field(default_factory=dict)  # Prometheus name: (help, present value)
-    # done off the event loop before that episode: what the first sessions would wait for. It gets the most that may be open
+    # the environment as AgentGym's own server shows it, where that differs from this
+    agentgym: EnvSpec | None = None
+    # Prometheus name: (help, present value)
+    gauges: Mapping[str, tuple[str, Callable[[], float]]] = field(default_factory=dict)
+    # done off the event loop before that episode: what the first sessions would wait for. It gets
+    # the most that may be open
     warm: Callable[[int], None] | None = None
-    close: Callable[[], None] | None = None  # end what the simulators share, once the last session is closed
-    # what the task of an id is, whatever its number: equal texts, the same task. None where the environment cannot say.
-    # Errors: UnknownTask
+    # end what the simulators share, once the last session is closed
+    close: Callable[[], None] | None = None
+    # what the task of an id is, whatever its number: equal texts, the same task. None where the
+    # environment cannot say. Errors: UnknownTask
     identity: Callable[[int], str] | None = None

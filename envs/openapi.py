@@ -1,4 +1,6 @@
-"""The OpenAPI document of an environment server, made from the messages it checks its requests with."""
+"""The OpenAPI document of an environment server, made from the messages it checks its requests
+with.
+"""
 
 from __future__ import annotations
 
@@ -29,25 +31,46 @@ class Route:
 
 def document(title: str, routes: Sequence[Route], *, bearer: bool) -> dict[str, Any]:
     """OpenAPI 3.1. bearer: requests must bear a token."""
-    models = {model for route in routes for model in (route.request, route.reply, route.errors) if model is not None}
+    models = {
+        model
+        for route in routes
+        for model in (route.request, route.reply, route.errors)
+        if model is not None
+    }
     ordered = sorted(models, key=lambda model: model.__name__)
-    _, definitions = models_json_schema([(model, "validation") for model in ordered], ref_template=REF)
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in ordered], ref_template=REF
+    )
     paths: dict[str, Any] = {}
     for route in routes:
         entry: dict[str, Any] = {
             "operationId": f"{route.method.lower()} {route.path}",
             "summary": route.summary,
             "responses": {
-                "200": {"description": "done", "content": {route.media_type: {"schema": _schema(route.reply)}}},
-                "default": {"description": "refused", "content": {"application/json": {"schema": _schema(route.errors)}}},
+                "200": {
+                    "description": "done",
+                    "content": {route.media_type: {"schema": _schema(route.reply)}},
+                },
+                "default": {
+                    "description": "refused",
+                    "content": {"application/json": {"schema": _schema(route.errors)}},
+                },
             },
         }
         if route.request is not None and route.method == "POST":
-            entry["requestBody"] = {"required": True, "content": {"application/json": {"schema": _schema(route.request)}}}
+            entry["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": _schema(route.request)}},
+            }
         elif route.request is not None:
             own = definitions["$defs"][route.request.__name__]
             entry["parameters"] = [
-                {"name": name, "in": "query", "required": name in own.get("required", ()), "schema": schema}
+                {
+                    "name": name,
+                    "in": "query",
+                    "required": name in own.get("required", ()),
+                    "schema": schema,
+                }
                 for name, schema in own["properties"].items()
             ]
         paths.setdefault(route.path, {})[route.method.lower()] = entry

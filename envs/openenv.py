@@ -1,7 +1,9 @@
-"""OpenEnv's contract: one WebSocket is one environment, with the messages reset, step, state and close.
+"""OpenEnv's contract: one WebSocket is one environment, with the messages reset, step, state and
+close.
 
-Sessions, limits and the reaper are those of the other routes. A reset's `seed` is the id of the task, an action is
-`{"message": text}`, an observation `{"text": text}`; metadata tells success, truncation and what the simulator adds.
+Sessions, limits and the reaper are those of the other routes.
+A reset's `seed` is the id of the task, an action is `{"message": text}`, an observation `{"text":
+text}`; metadata tells success, truncation and what the simulator adds.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from envs.sessions import Refused, Sessions
-from envs.wire import MAX_ACTION_CHARS, CreateReply, CreateRequest, ErrorKind, StepReply, StepRequest
+from envs.wire import (
+    MAX_ACTION_CHARS,
+    CreateReply,
+    CreateRequest,
+    ErrorKind,
+    StepReply,
+    StepRequest,
+)
 
 PATH = "/ws"
 SEND_S = 20.0  # for a client to read a reply
@@ -45,7 +54,8 @@ ENDING = (ErrorCode.CAPACITY_REACHED, ErrorCode.FACTORY_ERROR, ErrorCode.SESSION
 class Reset(BaseModel):
     """Further fields are ignored, as OpenEnv's servers do."""
 
-    seed: int | None = Field(default=None, ge=0, lt=2**53, strict=True)  # the task's id; None: the one the server probes itself with
+    # the task's id; None: the one the server probes itself with
+    seed: int | None = Field(default=None, ge=0, lt=2**53, strict=True)
     episode_id: str | None = Field(default=None, max_length=255)  # None: the server makes one
 
 
@@ -134,7 +144,10 @@ class OpenEnv:
             await seat.leave()
 
     def _admit(self) -> None:
-        """As many connections as sessions; a server whose sessions are all taken says so at once. Errors: Failed."""
+        """As many connections as sessions; a server whose sessions are all taken says so at
+        once.
+        Errors: Failed.
+        """
         most, taken = self._sessions.settings.max_sessions, self._sessions.info().active_sessions
         if self._sessions.draining or max(taken, self._num_open - 1) >= most:
             self._sessions.metrics.rejected.inc()
@@ -142,13 +155,21 @@ class OpenEnv:
 
     async def _health(self, _: Request) -> Response:
         usable = self._sessions.ready and not self._sessions.draining
-        return JSONResponse({"status": "healthy" if usable else "unhealthy"}, 200 if usable else 503)
+        return JSONResponse(
+            {"status": "healthy" if usable else "unhealthy"}, 200 if usable else 503
+        )
 
     async def _metadata(self, _: Request) -> Response:
-        return JSONResponse({"name": self._sessions.spec.name, "description": self._sessions.spec.instructions})
+        return JSONResponse(
+            {"name": self._sessions.spec.name, "description": self._sessions.spec.instructions}
+        )
 
     async def _schema(self, _: Request) -> Response:
-        shown: dict[str, type[BaseModel]] = {"action": Action, "observation": Observation, "state": State}
+        shown: dict[str, type[BaseModel]] = {
+            "action": Action,
+            "observation": Observation,
+            "state": State,
+        }
         return JSONResponse({name: model.model_json_schema() for name, model in shown.items()})
 
 
@@ -185,22 +206,37 @@ class Seat:
             raise self._failed(error, crashed=ErrorCode.FACTORY_ERROR) from error
         self._session, self._turn, self._ended = opened.session_id, 0, False
         self._state = State(episode_id=asked.episode_id or secrets.token_hex(16), task_id=task_id)
-        return _observed(opened.observation, None, False, {"turn": 0, "success": False, "truncated": False, "info": {}})
+        return _observed(
+            opened.observation,
+            None,
+            False,
+            {"turn": 0, "success": False, "truncated": False, "info": {}},
+        )
 
     async def _step(self, message: str) -> Json:
         if not self._session:
             raise Failed(ErrorCode.EXECUTION_ERROR, "there is no episode; reset first")
         if self._ended:
-            raise Failed(ErrorCode.EXECUTION_ERROR, f"the episode ended at turn {self._turn}; reset for another one")
+            raise Failed(
+                ErrorCode.EXECUTION_ERROR,
+                f"the episode ended at turn {self._turn}; reset for another one",
+            )
         try:
-            raw = await self._sessions.step(StepRequest(session_id=self._session, turn=self._turn + 1, action=message))
+            raw = await self._sessions.step(
+                StepRequest(session_id=self._session, turn=self._turn + 1, action=message)
+            )
         except Refused as error:
             self._session = ""  # it crashed, or the reaper has closed it
             raise self._failed(error, crashed=ErrorCode.EXECUTION_ERROR) from error
         reply = StepReply.model_validate_json(raw)
         self._turn, self._ended = reply.turn, reply.terminated or reply.truncated
         self._state.step_count = reply.turn
-        told = {"turn": reply.turn, "success": reply.success, "truncated": reply.truncated, "info": reply.info}
+        told = {
+            "turn": reply.turn,
+            "success": reply.success,
+            "truncated": reply.truncated,
+            "info": reply.info,
+        }
         return _observed(reply.observation, reply.reward, self._ended, told)
 
     def _failed(self, error: Refused, *, crashed: ErrorCode) -> Failed:
@@ -211,11 +247,20 @@ class Seat:
         if kind is ErrorKind.BAD_REQUEST:  # no such task
             return Failed(ErrorCode.EXECUTION_ERROR, error.reply.message)
         code = crashed if kind is ErrorKind.ENV_CRASHED else ErrorCode.SESSION_ERROR
-        return Failed(code, error.reply.message, **({"factory_name": self._sessions.spec.name} if code is ErrorCode.FACTORY_ERROR else {}))
+        return Failed(
+            code,
+            error.reply.message,
+            **(
+                {"factory_name": self._sessions.spec.name}
+                if code is ErrorCode.FACTORY_ERROR
+                else {}
+            ),
+        )
 
 
 async def _serve(websocket: WebSocket, seat: Seat, ttl_s: float) -> None:
-    """Answer until the client closes. After ttl_s without a turn the connection ends, as the reaper ends the session.
+    """Answer until the client closes.
+    After ttl_s without a turn the connection ends, as the reaper ends the session.
 
     Errors: Failed where the connection must end, WebSocketDisconnect, TimeoutError.
     """
@@ -265,16 +310,30 @@ def _parsed(raw: str | bytes) -> Asked:
         raise Failed(ErrorCode.INVALID_JSON, message)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         raise Failed(ErrorCode.UNKNOWN_TYPE, "type must be reset, step, state or close")
-    raise Failed(ErrorCode.VALIDATION_ERROR, f"{'.'.join(map(str, problems[0]['loc']))}: {message}", errors=problems)
+    raise Failed(
+        ErrorCode.VALIDATION_ERROR,
+        f"{'.'.join(map(str, problems[0]['loc']))}: {message}",
+        errors=problems,
+    )
 
 
 def _observed(text: str, reward: float | None, done: bool, metadata: Json) -> Json:
     """The metadata stand twice, as in OpenEnv: older clients read the inner ones."""
     observation = {"text": text, "metadata": metadata}
-    return {"type": "observation", "data": {"observation": observation, "reward": reward, "done": done, "metadata": metadata}}
+    return {
+        "type": "observation",
+        "data": {"observation": observation, "reward": reward, "done": done, "metadata": metadata},
+    }
 
 
 def _full(sessions: Sessions) -> Failed:
     most = sessions.settings.max_sessions
-    message = "the server is shutting down" if sessions.draining else f"all {most} sessions are taken"
-    return Failed(ErrorCode.CAPACITY_REACHED, message, active_sessions=sessions.info().active_sessions, max_sessions=most)
+    message = (
+        "the server is shutting down" if sessions.draining else f"all {most} sessions are taken"
+    )
+    return Failed(
+        ErrorCode.CAPACITY_REACHED,
+        message,
+        active_sessions=sessions.info().active_sessions,
+        max_sessions=most,
+    )

@@ -1,4 +1,6 @@
-"""An environment's options as a person gives them: what is not said has its default, what is not known is named."""
+"""An environment's options as a person gives them: what is not said has its default, what is
+not known is named.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ SECRET_PREFIX = "AGENTGYM_SECRET_"  # noqa: S105  (of names) - the variables tha
 
 
 def choose(env: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """All options, in the defaults' order. Errors: ValueError naming an unknown one and the nearest known."""
+    """All options, in the defaults' order.
+    Errors: ValueError naming an unknown one and the nearest known.
+    """
     for key in options:
         if key not in defaults:
-            raise ValueError(f"{env} has no option {key!r}; did you mean {nearest(key, defaults)!r}?")
+            raise ValueError(
+                f"{env} has no option {key!r}; did you mean {nearest(key, defaults)!r}?"
+            )
     return {**defaults, **options}
 
 
@@ -27,12 +33,13 @@ def secret_variable(what: str, name: Any) -> str:
     """The name of a variable whose value is sent to an address that stands in the same options.
 
     what: the option, for the error.
-    Errors: ValueError for any variable that nobody set for this purpose, as its prefix shows, and for one that is not set.
+    Errors: ValueError for any variable that nobody set for this purpose, as its prefix shows, and
+    for one that is not set.
     """
     if not isinstance(name, str) or not re.fullmatch(f"{SECRET_PREFIX}[A-Z0-9_]+", name):
         raise ValueError(
-            f"{what}: options may only name variables that begin with {SECRET_PREFIX}, such as {SECRET_PREFIX}JUDGE_KEY, got {name!r}; "
-            "put the secret into one"
+            f"{what}: options may only name variables that begin with {SECRET_PREFIX}, such as"
+            f" {SECRET_PREFIX}JUDGE_KEY, got {name!r}; put the secret into one"
         )
     if name not in os.environ:
         raise ValueError(f"{what}: the variable {name} is not set")

@@ -1,16 +1,23 @@
-"""Text of models, pages, servers and files for a terminal: what would steer it is spelled out instead."""
+"""Text of models, pages, servers and files for a terminal: what would steer it is spelled out
+instead.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 
-# C0 but tab and line feed, DEL, C1; marks and overrides of direction, which make a line read as another; separators of lines
-_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# C0 but tab and line feed, DEL, C1; marks and overrides of direction, which make a line read as
+# another; separators of lines
+_STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def plain(text: str) -> str:
-    """The text with control characters as `\\x1b` and the like; line feeds and tabs stay, Windows' line ends become line feeds."""
+    """The text with control characters as `\\x1b` and the like; line feeds and tabs stay,
+    Windows' line ends become line feeds.
+    """
     return _STEERING.sub(_spelled, text.replace("\r\n", "\n"))
 
 
@@ -20,7 +27,9 @@ def _spelled(found: re.Match[str]) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """What another formatter makes of a record, tracebacks included, without anything that steers a terminal."""
+    """What another formatter makes of a record, tracebacks included, without anything that
+    steers a terminal.
+    """
 
     def __init__(self, inner: logging.Formatter | str | None = None) -> None:
         """inner: a formatter or a format string; None: the message alone."""

@@ -1,5 +1,7 @@
-"""Prints what a server of one environment needs: `python envs/requirements.py ENV [pyproject.toml]`. For the container, which
-installs this and nothing else; needs only the standard library."""
+"""Prints what a server of one environment needs: `python envs/requirements.py ENV
+[pyproject.toml]`.
+For the container, which installs this and nothing else; needs only the standard library.
+"""
 
 import sys
 import tomllib

@@ -1,4 +1,6 @@
-"""The HTTP side of an environment server: routes, status codes and nothing else. `envs.sessions` decides."""
+"""The HTTP side of an environment server: routes, status codes and nothing else.
+`envs.sessions` decides.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
-    """One environment over HTTP. `app.state.sessions` is the `Sessions` behind it; its lifespan reaps, probes and drains.
+    """One environment over HTTP. `app.state.sessions` is the `Sessions` behind it; its lifespan
+    reaps, probes and drains.
 
-    Bodies are validated here and not by FastAPI: `step` is called thousands of times a second and every failure must be an `ErrorReply`.
+    Bodies are validated here and not by FastAPI: `step` is called thousands of times a second and
+    every failure must be an `ErrorReply`.
     """
     sessions = Sessions(spec, settings)
 
@@ -59,7 +63,13 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
         finally:
             await sessions.stop()
 
-    app = FastAPI(title=f"{spec.name} environment", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title=f"{spec.name} environment",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
     app.state.sessions = sessions
 
     async def step(request: Request) -> Response:
@@ -93,30 +103,88 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
         return _message(sessions.readiness())
 
     async def metrics(_: Request) -> Response:
-        return Response(generate_latest(sessions.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(
+            generate_latest(sessions.metrics.registry),
+            headers={"Content-Type": CONTENT_TYPE_LATEST},
+        )
 
     async def openapi(_: Request) -> Response:
-        return JSONResponse(document(app.title, [route for route, _ in table], bearer=bool(settings.token)))
+        return JSONResponse(
+            document(app.title, [route for route, _ in table], bearer=bool(settings.token))
+        )
 
     table: list[tuple[Route, Handler]] = [
         (Route("POST", "/step", StepRequest, StepReply, summary="act"), step),
-        (Route("POST", "/create", CreateRequest, CreateReply, summary="open a session on a task"), create),
+        (
+            Route(
+                "POST", "/create", CreateRequest, CreateReply, summary="open a session on a task"
+            ),
+            create,
+        ),
         (Route("POST", "/close", SessionRequest, CloseReply, summary="close a session"), close),
         (Route("GET", "/info", None, InfoReply, summary="what this server is"), info),
-        (Route("GET", "/observation", SessionRequest, ObservationReply, summary="the last observation"), observation),
-        (Route("GET", "/render", SessionRequest, RenderReply, summary="a picture of the present state"), render),
-        (Route("GET", "/readyz", None, ReadyReply, summary="is the scripted episode passed"), readyz),
-        (Route("GET", "/healthz", media_type="text/plain", summary="is the process alive"), healthz),
+        (
+            Route(
+                "GET",
+                "/observation",
+                SessionRequest,
+                ObservationReply,
+                summary="the last observation",
+            ),
+            observation,
+        ),
+        (
+            Route(
+                "GET",
+                "/render",
+                SessionRequest,
+                RenderReply,
+                summary="a picture of the present state",
+            ),
+            render,
+        ),
+        (
+            Route("GET", "/readyz", None, ReadyReply, summary="is the scripted episode passed"),
+            readyz,
+        ),
+        (
+            Route("GET", "/healthz", media_type="text/plain", summary="is the process alive"),
+            healthz,
+        ),
         (Route("GET", "/metrics", media_type="text/plain", summary="Prometheus figures"), metrics),
         (Route("GET", "/openapi.json", summary="this document"), openapi),
     ]
     if spec.offers_hints:
-        table.append((Route("GET", "/hints", SessionRequest, HintsReply, summary="actions the simulator would carry out now"), hints))
+        table.append(
+            (
+                Route(
+                    "GET",
+                    "/hints",
+                    SessionRequest,
+                    HintsReply,
+                    summary="actions the simulator would carry out now",
+                ),
+                hints,
+            )
+        )
     if settings.offer_expert:
-        table.append((Route("POST", "/expert", SessionRequest, ExpertReply, summary="what an expert would do now"), expert))
+        table.append(
+            (
+                Route(
+                    "POST",
+                    "/expert",
+                    SessionRequest,
+                    ExpertReply,
+                    summary="what an expert would do now",
+                ),
+                expert,
+            )
+        )
     if spec.name in DIALECTS:
         for method, path, body, handler in AgentGymRoutes(sessions).table():
-            table.append((Route(method, path, body, errors=None, summary="as AgentGym's server"), handler))
+            table.append(
+                (Route(method, path, body, errors=None, summary="as AgentGym's server"), handler)
+            )
     openenv = OpenEnv(sessions)
     for path, handler, summary in openenv.table():
         table.append((Route("GET", path, errors=None, summary=summary), handler))
@@ -126,7 +194,11 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
 
     def failed(reply: ErrorReply, status: int) -> Response:
         sessions.metrics.errors.labels(reply.kind.value).inc()
-        headers = {} if reply.retry_after_s is None else {"Retry-After": str(max(1, round(reply.retry_after_s)))}
+        headers = (
+            {}
+            if reply.retry_after_s is None
+            else {"Retry-After": str(max(1, round(reply.retry_after_s)))}
+        )
         return Response(reply.model_dump_json(), status, headers, "application/json")
 
     def refuse(error: Refused) -> Response:
@@ -142,29 +214,49 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
         return failed(ErrorReply(kind=ErrorKind.BAD_REQUEST, message=message), error.status_code)
 
     async def broken(_: Request, error: Exception) -> Response:
-        return failed(ErrorReply(kind=ErrorKind.ENV_CRASHED, message=f"fault in the server: {type(error).__name__} {error}"), 500)
+        return failed(
+            ErrorReply(
+                kind=ErrorKind.ENV_CRASHED,
+                message=f"fault in the server: {type(error).__name__} {error}",
+            ),
+            500,
+        )
 
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(HTTPException, no_route)
     app.add_exception_handler(Exception, broken)
-    app.add_middleware(Direct, handlers={(route.method, route.path): handler for route, handler in table}, refuse=refuse)
+    app.add_middleware(
+        Direct,
+        handlers={(route.method, route.path): handler for route, handler in table},
+        refuse=refuse,
+    )
     app.add_middleware(Doors, token=settings.token, hosts=settings.hosts, refuse=refuse)
     return app
 
 
 class Direct:
-    """Takes a request straight to its handler: a router that tries route after route costs more than many a step.
+    """Takes a request straight to its handler: a router that tries route after route costs more
+    than many a step.
 
     What has no handler here, and every exception but these two, is left to the application.
     """
 
-    def __init__(self, app: ASGIApp, handlers: dict[tuple[str, str], Handler], refuse: Callable[[Refused], Response]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        handlers: dict[tuple[str, str], Handler],
+        refuse: Callable[[Refused], Response],
+    ) -> None:
         self._app = app
         self._handlers = handlers
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self._handlers.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        handler = (
+            self._handlers.get((scope["method"], scope["path"]))
+            if scope["type"] == "http"
+            else None
+        )
         if handler is None:
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,6 @@
-"""The sessions of one server: who may open one, that no request acts twice, and that every one is closed in the end."""
+"""The sessions of one server: who may open one, that no request acts twice, and that every one
+is closed in the end.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +75,20 @@ class ServerSettings:
 class Refused(Exception):
     """A request that gets an `ErrorReply`."""
 
-    def __init__(self, kind: ErrorKind, message: str, *, status: int | None = None, expected_turn: int | None = None) -> None:
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        status: int | None = None,
+        expected_turn: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status or STATUS[kind]
         retry_after_s = RETRY_AFTER_S if self.status == 503 else None
-        self.reply = ErrorReply(kind=kind, message=message, expected_turn=expected_turn, retry_after_s=retry_after_s)
+        self.reply = ErrorReply(
+            kind=kind, message=message, expected_turn=expected_turn, retry_after_s=retry_after_s
+        )
 
 
 class Metrics:
@@ -87,12 +98,23 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.active = Gauge("env_sessions_active", "Open sessions", registry=self.registry)
         self.created = Counter("env_sessions_created", "Sessions opened", registry=self.registry)
-        self.reaped = Counter("env_sessions_reaped", "Sessions closed because they were idle too long", registry=self.registry)
-        self.rejected = Counter("env_sessions_rejected", "Sessions refused: full or draining", registry=self.registry)
+        self.reaped = Counter(
+            "env_sessions_reaped",
+            "Sessions closed because they were idle too long",
+            registry=self.registry,
+        )
+        self.rejected = Counter(
+            "env_sessions_rejected", "Sessions refused: full or draining", registry=self.registry
+        )
         self.steps = Counter("env_steps", "Actions carried out", registry=self.registry)
         self.errors = Counter("env_errors", "Error replies", ["kind"], registry=self.registry)
         buckets = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
-        self.step_seconds = Histogram("env_step_seconds", "Time the simulator took for one action", buckets=buckets, registry=self.registry)
+        self.step_seconds = Histogram(
+            "env_step_seconds",
+            "Time the simulator took for one action",
+            buckets=buckets,
+            registry=self.registry,
+        )
 
 
 @dataclass(slots=True)
@@ -113,7 +135,9 @@ class Session:
 
 
 class Memory:
-    """The last REMEMBERED names, in one block: an object for each would land among those of open sessions and hold on to their memory."""
+    """The last REMEMBERED names, in one block: an object for each would land among those of
+    open sessions and hold on to their memory.
+    """
 
     _WIDTH = 16  # bytes of a digest
 
@@ -135,8 +159,8 @@ class Memory:
 class Sessions:
     """All methods run on one event loop; `start` and `stop` belong to the server's lifespan.
 
-    A simulator is somebody else's code and may raise anything: `except Exception` stands around calls to one and nowhere else,
-    and what it catches ends that session alone.
+    A simulator is somebody else's code and may raise anything: `except Exception` stands around
+    calls to one and nowhere else, and what it catches ends that session alone.
     """
 
     def __init__(self, spec: EnvSpec, settings: ServerSettings) -> None:
@@ -163,7 +187,9 @@ class Sessions:
         self._tasks = [asyncio.create_task(self._reap()), asyncio.create_task(self._probe())]
 
     async def drain(self) -> None:
-        """Refuse new sessions and wait until the open ones are closed, at most drain_timeout_s after the first call."""
+        """Refuse new sessions and wait until the open ones are closed, at most drain_timeout_s
+        after the first call.
+        """
         if not self.draining:
             self.draining = True
             self._drain_until = time.monotonic() + self.settings.drain_timeout_s
@@ -172,7 +198,9 @@ class Sessions:
             await asyncio.sleep(0.02)
 
     def abandon(self) -> None:
-        """The sessions' owners are gone or do not want to wait: `drain` no longer does. May be called from any thread."""
+        """The sessions' owners are gone or do not want to wait: `drain` no longer does.
+        May be called from any thread.
+        """
         self._drain_until = 0.0
         self.draining = True
 
@@ -208,15 +236,25 @@ class Sessions:
         if self.draining:
             raise Refused(ErrorKind.DRAINING, "the server is shutting down")
         if self.failure:
-            raise Refused(ErrorKind.ENV_CRASHED, f"the scripted episode failed: {self.failure}", status=503)
+            raise Refused(
+                ErrorKind.ENV_CRASHED, f"the scripted episode failed: {self.failure}", status=503
+            )
         if not self.ready:
             raise Refused(ErrorKind.NOT_READY, "the scripted episode has not passed yet")
-        return ReadyReply(ready=True, active_sessions=len(self._by_id), max_sessions=self.settings.max_sessions)
+        return ReadyReply(
+            ready=True, active_sessions=len(self._by_id), max_sessions=self.settings.max_sessions
+        )
 
-    async def create(self, request: CreateRequest, make: Callable[[], Simulator] | None = None) -> bytes:
-        """The same key gives the same session, also to two requests at once. make: another simulator than the served one."""
+    async def create(
+        self, request: CreateRequest, make: Callable[[], Simulator] | None = None
+    ) -> bytes:
+        """The same key gives the same session, also to two requests at once. make: another
+        simulator than the served one.
+        """
         if request.request_key in self._gone_keys:
-            raise Refused(ErrorKind.SESSION_GONE, "the session of this request key was closed; use a new key")
+            raise Refused(
+                ErrorKind.SESSION_GONE, "the session of this request key was closed; use a new key"
+            )
         opening = self._by_key.get(request.request_key)
         if opening is None:
             self._admit()
@@ -224,7 +262,11 @@ class Sessions:
             self._by_key[request.request_key] = opening
         session = await asyncio.shield(opening)
         if session.task_id != request.task_id:
-            raise Refused(ErrorKind.BAD_REQUEST, f"request key was used for task {session.task_id}, not {request.task_id}; use a new key")
+            raise Refused(
+                ErrorKind.BAD_REQUEST,
+                f"request key was used for task {session.task_id}, not {request.task_id}; use a"
+                " new key",
+            )
         session.last_used = time.monotonic()
         return session.created
 
@@ -236,7 +278,11 @@ class Sessions:
                 return session.reply
             if request.turn != session.turn + 1:
                 expected = session.turn + 1
-                raise Refused(ErrorKind.TURN_MISMATCH, f"turn {request.turn} cannot follow turn {session.turn}", expected_turn=expected)
+                raise Refused(
+                    ErrorKind.TURN_MISMATCH,
+                    f"turn {request.turn} cannot follow turn {session.turn}",
+                    expected_turn=expected,
+                )
             self._check_running(session)
             started = time.perf_counter()
             try:
@@ -281,7 +327,9 @@ class Sessions:
         return RenderReply(media_type=media_type, data=text)
 
     async def hints(self, session_id: str) -> HintsReply:
-        return HintsReply(actions=await self.inspect(session_id, lambda simulator: simulator.hints()))
+        return HintsReply(
+            actions=await self.inspect(session_id, lambda simulator: simulator.hints())
+        )
 
     async def expert(self, session_id: str) -> ExpertReply:
         session = self._find(session_id)
@@ -300,7 +348,10 @@ class Sessions:
             except (ExpertFailed, TimeoutError) as error:
                 session.expert = None  # its plan is in pieces
                 reason = str(error) or f"no answer within {limit_s:g} s"
-                raise Refused(ErrorKind.EXPERT_FAILED, f"{reason} (task {session.task_id}, turn {session.turn})") from error
+                raise Refused(
+                    ErrorKind.EXPERT_FAILED,
+                    f"{reason} (task {session.task_id}, turn {session.turn})",
+                ) from error
             except Exception as error:
                 await self._crash(session, error)
             session.last_used = time.monotonic()
@@ -340,10 +391,17 @@ class Sessions:
             if isinstance(error, UnknownTask):
                 raise Refused(ErrorKind.BAD_REQUEST, str(error)) from error
             logger.exception("task %d could not be opened", request.task_id)
-            raise Refused(ErrorKind.ENV_CRASHED, f"task {request.task_id} could not be opened: {type(error).__name__} {error}") from error
+            raise Refused(
+                ErrorKind.ENV_CRASHED,
+                f"task {request.task_id} could not be opened: {type(error).__name__} {error}",
+            ) from error
         assert simulator is not None
         session_id = secrets.token_urlsafe(24)
-        reply = CreateReply(session_id=session_id, observation=observation, session_ttl_s=self.settings.session_ttl_s)
+        reply = CreateReply(
+            session_id=session_id,
+            observation=observation,
+            session_ttl_s=self.settings.session_ttl_s,
+        )
         session = Session(
             id=session_id,
             request_key=request.request_key,
@@ -379,7 +437,9 @@ class Sessions:
         logger.error("task %d crashed after turn %d", session.task_id, session.turn, exc_info=error)
         await self._close(session)
         reason = f"{type(error).__name__} {error}".strip()
-        raise Refused(ErrorKind.ENV_CRASHED, f"task {session.task_id}, after turn {session.turn}: {reason}") from error
+        raise Refused(
+            ErrorKind.ENV_CRASHED, f"task {session.task_id}, after turn {session.turn}: {reason}"
+        ) from error
 
     async def _close(self, session: Session) -> None:
         session.closed = True
@@ -404,11 +464,15 @@ class Sessions:
         return await self._call(lambda: simulator.step(action))
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Slow simulators run in the pool; for the others a thread would cost more than the call."""
+        """Slow simulators run in the pool; for the others a thread would cost more than the
+        call.
+        """
         return await self._in_pool(work) if self.spec.blocking else work()
 
     async def _in_pool(self, work: Callable[[], T]) -> T:
-        return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._pool, work), CALL_TIMEOUT_S)
+        return await asyncio.wait_for(
+            asyncio.get_running_loop().run_in_executor(self._pool, work), CALL_TIMEOUT_S
+        )
 
     async def _reap(self) -> None:
         """Close what nobody used for session_ttl_s: its owner is gone."""
@@ -416,12 +480,19 @@ class Sessions:
         while True:
             await asyncio.sleep(min(ttl_s / 4, 5.0))
             now = time.monotonic()
-            for session in [s for s in self._by_id.values() if now - s.last_used > ttl_s and not s.lock.locked()]:
+            for session in [
+                s for s in self._by_id.values() if now - s.last_used > ttl_s and not s.lock.locked()
+            ]:
                 async with session.lock:
                     if not session.closed and time.monotonic() - session.last_used > ttl_s:
                         await self._close(session)
                         self.metrics.reaped.inc()
-                        logger.info("closed a session idle for more than %g s (task %d, turn %d)", ttl_s, session.task_id, session.turn)
+                        logger.info(
+                            "closed a session idle for more than %g s (task %d, turn %d)",
+                            ttl_s,
+                            session.task_id,
+                            session.turn,
+                        )
 
     async def _probe(self) -> None:
         """Warm up and play the scripted episode; only then is the server ready."""

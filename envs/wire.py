@@ -1,10 +1,12 @@
 """Every message between a trainer and an environment server, in one place.
 
-A request acts at most once: `create` carries a request key, `step` the number of its turn, and the server repeats the
-reply it already gave. Errors are status codes with an `ErrorReply` body:
+A request acts at most once: `create` carries a request key, `step` the number of its turn, and the
+server repeats the reply it already gave.
+Errors are status codes with an `ErrorReply` body:
 
-401 unauthorized · 403 forbidden · 404 unknown_session · 409 turn_mismatch · 410 session_gone · 422 bad_request (what is no
-request at all: 400, 404, 405, 408, 415, 431) · 500 env_crashed | expert_failed · 503 full | draining | not_ready
+401 unauthorized · 403 forbidden · 404 unknown_session · 409 turn_mismatch · 410 session_gone · 422
+bad_request (what is no request at all: 400, 404, 405, 408, 415, 431) · 500 env_crashed |
+expert_failed · 503 full | draining | not_ready
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ MAX_ACTION_CHARS = 16_384
 class Message(BaseModel):
     """Unknown fields are refused: a misspelt one must not be ignored."""
 
-    # pydantic would keep the last 16,384 texts it parsed, spread over the memory that closed sessions give back
+    # pydantic would keep the last 16,384 texts it parsed, spread over the memory that closed
+    # sessions give back
     model_config = ConfigDict(extra="forbid", frozen=True, cache_strings="keys")
 
 
@@ -123,7 +126,9 @@ class RenderReply(Message):
 
 
 class HintsReply(Message):
-    """`GET /hints?session_id=`, of environments that have them: every action the simulator would carry out now."""
+    """`GET /hints?session_id=`, of environments that have them: every action the simulator
+    would carry out now.
+    """
 
     actions: list[str]
 
@@ -135,7 +140,9 @@ class CloseReply(Message):
 
 
 class ExpertReply(Message):
-    """`POST /expert`, only on servers started with --expert: the action an expert would take now."""
+    """`POST /expert`, only on servers started with --expert: the action an expert would take
+    now.
+    """
 
     action: str
 

@@ -50,11 +50,16 @@ class CellsFailed(RuntimeError):
 
 
 @flow(name="compare", flow_run_name="{comparison}", persist_result=False)
-def compare(comparison: str = DEFAULT, overrides: tuple[str, ...] = (), parallel: int = 0, out: str = OUT) -> None:
-    """Run every cell that is not done, some at a time, and write the table of all; a killed comparison goes on where it was.
+def compare(
+    comparison: str = DEFAULT, overrides: tuple[str, ...] = (), parallel: int = 0, out: str = OUT
+) -> None:
+    """Run every cell that is not done, some at a time, and write the table of all; a killed
+    comparison goes on where it was.
 
-    comparison: its file; overrides: `key.path=value` for every cell; parallel: cells at a time, 0 for one per core;
-    out: folder of the table and figures. A failed cell does not end the others. Errors: CellsFailed that names them.
+    comparison: its file; overrides: `key.path=value` for every cell; parallel: cells at a time, 0
+    for one per core;
+    out: folder of the table and figures. A failed cell does not end the others.
+    Errors: CellsFailed that names them.
     """
     described = load_comparison(comparison)
     cells = cells_of(described, overrides)
@@ -69,7 +74,8 @@ def compare(comparison: str = DEFAULT, overrides: tuple[str, ...] = (), parallel
     write_task(described, cells, Path(out))
     if failed:
         raise CellsFailed(
-            f"{len(failed)} of {len(cells)} cells failed, the others are in the table" + "".join(f"\n  {line}" for line in failed)
+            f"{len(failed)} of {len(cells)} cells failed, the others are in the table"
+            + "".join(f"\n  {line}" for line in failed)
         )
 
 
@@ -85,7 +91,10 @@ def _run_cells(cells: Sequence[Cell], parallel: int, wait_s: float, bars: Bars) 
         error = future.result(raise_on_failure=False)
         if isinstance(error, BaseException):
             failed.append(str(error))
-        bars.advance(1, f"{cell.title}: {'FAILED' if error else 'done'} after {time.monotonic() - began:.0f} s")
+        bars.advance(
+            1,
+            f"{cell.title}: {'FAILED' if error else 'done'} after {time.monotonic() - began:.0f} s",
+        )
 
     try:
         for cell in cells:
@@ -104,10 +113,22 @@ def _num_cores() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 a cell failed, 2 bad input (nothing was started), 130 interrupted (state is resumable)."""
-    parser = argparse.ArgumentParser(prog="python -m flows.compare", description=compare.description)
-    parser.add_argument("--parallel", type=positive, default=0, metavar="N", help="cells at a time (default: one per core)")
-    parser.add_argument("--out", default=OUT, metavar="FOLDER", help=f"of the table and figures (default: {OUT})")
+    """Exit code: 0 done, 1 a cell failed, 2 bad input (nothing was started), 130 interrupted
+    (state is resumable).
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.compare", description=compare.description
+    )
+    parser.add_argument(
+        "--parallel",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="cells at a time (default: one per core)",
+    )
+    parser.add_argument(
+        "--out", default=OUT, metavar="FOLDER", help=f"of the table and figures (default: {OUT})"
+    )
     parser.add_argument(
         "words",
         nargs="*",
@@ -127,7 +148,10 @@ def _run(arguments: argparse.Namespace, console: PlainConsole) -> int:
     for place in {cell.cfg.state_dir for cell in cells}:
         private_state(place)
     waiting = _waiting(cells)
-    console.print(f"[bold]compare[/bold]: {len(cells) - len(waiting)} of {len(cells)} cells are done", highlight=False)
+    console.print(
+        f"[bold]compare[/bold]: {len(cells) - len(waiting)} of {len(cells)} cells are done",
+        highlight=False,
+    )
     failure = None
     if waiting:
         _quieten_console()
@@ -151,19 +175,31 @@ def _run(arguments: argparse.Namespace, console: PlainConsole) -> int:
 
 
 def _waiting(cells: Sequence[Cell]) -> list[Cell]:
-    """Cells that are not done. They are checked before anything starts, but for data that is yet to be pulled."""
+    """Cells that are not done.
+    They are checked before anything starts, but for data that is yet to be pulled.
+    """
     waiting = []
     for cell in cells:
         for setting, folder in cell.cfg.data_folders.items():
             dataset_pointer(folder, setting)
-        if not all(folder.is_dir() for folder in cell.cfg.data_folders.values()) or not cell.is_done():
+        if (
+            not all(folder.is_dir() for folder in cell.cfg.data_folders.values())
+            or not cell.is_done()
+        ):
             waiting.append(cell)
     for env in {env.model_dump_json(): env for cell in waiting for env in cell.cfg.envs}.values():
         check_local_env(env)
     for model in {cell.cfg.model.model_dump_json(): cell.cfg.model for cell in waiting}.values():
         check_model(model)
-    pulled = [cell.cfg for cell in waiting if all(folder.is_dir() for folder in cell.cfg.data_folders.values())]
-    for cfg in {str((c.seed, c.data, c.env_names, c.evaluation, c.rollout.items_per_step)): c for c in pulled}.values():
+    pulled = [
+        cell.cfg
+        for cell in waiting
+        if all(folder.is_dir() for folder in cell.cfg.data_folders.values())
+    ]
+    for cfg in {
+        str((c.seed, c.data, c.env_names, c.evaluation, c.rollout.items_per_step)): c
+        for c in pulled
+    }.values():
         load_data(cfg)
     return waiting
 

@@ -12,7 +12,9 @@ from flows.shell import main
 
 @flow(name="evaluate", flow_run_name=run_name, persist_result=False)
 def evaluate(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
-    """Evaluate every checkpoint, register the last one, write the report; needs what `train` makes."""
+    """Evaluate every checkpoint, register the last one, write the report; needs what `train`
+    makes.
+    """
     return run_steps(run, is_evaluation)
 
 

@@ -12,7 +12,9 @@ from flows.shell import main
 
 @flow(name="pipeline", flow_run_name=run_name, persist_result=False)
 def pipeline(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
-    """Run every step that is not done, in order; a killed run goes on from its last commit. Result: what happened to each step."""
+    """Run every step that is not done, in order; a killed run goes on from its last commit.
+    Result: what happened to each step.
+    """
     return run_steps(run, is_any)
 
 

@@ -29,10 +29,15 @@ class RunRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     params: str = Field(
-        default="params.yaml", min_length=1, title="Parameter file", description="A path from the project's root, for example params.yaml"
+        default="params.yaml",
+        min_length=1,
+        title="Parameter file",
+        description="A path from the project's root, for example params.yaml",
     )
     overrides: tuple[Override, ...] = Field(
-        default=(), title="Overrides", description="key.path=value over the parameter file, for example optimiser.lr=3e-4"
+        default=(),
+        title="Overrides",
+        description="key.path=value over the parameter file, for example optimiser.lr=3e-4",
     )
 
     def config(self) -> RunConfig:
@@ -87,7 +92,11 @@ def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
             return local_environment(cfg, True) if expert else nullcontext(endpoints)
 
         try:
-            return {name: str(step_task(step)(name, cfg, environment, bars)) for name, step in steps_of(cfg).items() if wanted(name)}
+            return {
+                name: str(step_task(step)(name, cfg, environment, bars))
+                for name, step in steps_of(cfg).items()
+                if wanted(name)
+            }
         finally:
             environments_down(servers)
 
@@ -98,4 +107,7 @@ def check_parents(cfg: RunConfig, wanted: Wanted, done: dict[str, Manifest]) -> 
         missing = [parent for parent in step.parents if parent not in done and not wanted(parent)]
         if wanted(step.name) and missing:
             flow = "flows.prepare" if is_preparation(missing[0]) else "flows.train"
-            raise ConfigError(f"step {step.name} needs {', '.join(missing)} first; run `python -m {flow}` with the same parameters")
+            raise ConfigError(
+                f"step {step.name} needs {', '.join(missing)} first; run `python -m {flow}` with"
+                " the same parameters"
+            )

@@ -22,7 +22,15 @@ from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.report import label
 from agentgym.private import STATE, private_state
 from agentgym.rollouts.client import check_env_servers
-from agentgym.steps import confirm, finished, load_data, load_recorded, open_store, run_key, steps_of
+from agentgym.steps import (
+    confirm,
+    finished,
+    load_data,
+    load_recorded,
+    open_store,
+    run_key,
+    steps_of,
+)
 from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
 from agentgym.terminal import PlainConsole
@@ -38,21 +46,34 @@ OURS = ("agentgym", "tasks")  # whose warnings a person at the terminal sees
 
 
 def main(module: str, flow: Any, wanted: Wanted, argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is resumable)."""
+    """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is
+    resumable).
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=flow.description)
-    parser.add_argument("--params", default="params.yaml", help="parameter file (default: params.yaml)")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="over the parameter file")
+    parser.add_argument(
+        "--params", default="params.yaml", help="parameter file (default: params.yaml)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="over the parameter file"
+    )
     arguments = parser.parse_args(argv)
-    return guarded(lambda: _run(flow, wanted, arguments.params, tuple(arguments.overrides), PlainConsole()))
+    return guarded(
+        lambda: _run(flow, wanted, arguments.params, tuple(arguments.overrides), PlainConsole())
+    )
 
 
-def _run(flow: Any, wanted: Wanted, params: str, overrides: tuple[str, ...], console: Console) -> int:
+def _run(
+    flow: Any, wanted: Wanted, params: str, overrides: tuple[str, ...], console: Console
+) -> int:
     cfg = load_config(params, overrides)
     private_state(cfg.state_dir)
     names = [name for name in steps_of(cfg) if wanted(name)]
     num_done, num_steps = len(_done(cfg, wanted)), len(names)
     if num_done < num_steps:
-        console.print(f"[bold]{flow.name}[/bold]: {num_done} of {num_steps} steps are done; starting Prefect", highlight=False)
+        console.print(
+            f"[bold]{flow.name}[/bold]: {num_done} of {num_steps} steps are done; starting Prefect",
+            highlight=False,
+        )
         _quieten_console()
         with contextlib.ExitStack() as stack:
             stack.enter_context(full_disk_told(cfg.state_dir))
@@ -61,7 +82,9 @@ def _run(flow: Any, wanted: Wanted, params: str, overrides: tuple[str, ...], con
             flow(RunRequest(params=params, overrides=overrides))
     done = _confirmed(cfg, wanted)
     if num_done == num_steps:
-        console.print(f"[bold]{flow.name}[/bold]: all {num_done} steps are done and verified", highlight=False)
+        console.print(
+            f"[bold]{flow.name}[/bold]: all {num_done} steps are done and verified", highlight=False
+        )
     if "report" in names:
         summarise(cfg, done, console)
     else:
@@ -70,7 +93,10 @@ def _run(flow: Any, wanted: Wanted, params: str, overrides: tuple[str, ...], con
 
 
 def _quieten_console() -> None:
-    """Prefect's progress lines would tear the bars apart; the API and its UI still get all of them. Our warnings stay."""
+    """Prefect's progress lines would tear the bars apart; the API and its UI still get all of
+    them.
+    Our warnings stay.
+    """
 
     def worth_a_line(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR and not record.name.startswith(OURS)
@@ -82,14 +108,16 @@ def _quieten_console() -> None:
                 handler.setFormatter(PlainFormatter(handler.formatter))
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(PlainFormatter())
-    # warnings go to whatever sys.stderr is at the time: while bars are shown, that is a proxy that prints above them
+    # warnings go to whatever sys.stderr is at the time: while bars are shown, that is a proxy that
+    # prints above them
     for name in OURS:
         logging.getLogger(name).addHandler(logging.lastResort)
 
 
 def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
-    """Wanted steps the store holds already. What is left to do is checked before anything starts, but for data that is yet to be
-    pulled."""
+    """Wanted steps the store holds already.
+    What is left to do is checked before anything starts, but for data that is yet to be pulled.
+    """
     for setting, folder in cfg.data_folders.items():
         dataset_pointer(folder, setting)
     is_pulled = all(folder.is_dir() for folder in cfg.data_folders.values())
@@ -123,40 +151,70 @@ def list_results(cfg: RunConfig, done: dict[str, Manifest], console: Console) ->
     titles = {name: step.title for name, step in steps_of(cfg).items()}
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, manifest in done.items():
-        table.add_row(f"[bold]{titles[name]}[/bold]", f"{manifest.timings.get('wall_s', 0.0):.0f} s", f"[dim]{manifest.digest[:12]}[/dim]")
+        table.add_row(
+            f"[bold]{titles[name]}[/bold]",
+            f"{manifest.timings.get('wall_s', 0.0):.0f} s",
+            f"[dim]{manifest.digest[:12]}[/dim]",
+        )
     console.print(table, highlight=False)
 
 
 def summarise(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> None:
     """Success before and after, time per part, and where to look next."""
     settings = cfg.evaluation
-    evaluations = {name: manifest for name, manifest in done.items() if name.startswith("evaluate-")}
+    evaluations = {
+        name: manifest for name, manifest in done.items() if name.startswith("evaluate-")
+    }
     average = f"avg_at_{settings.num_samples}"
     # pass@1 is avg@n under another name
-    keys = [key for key in next(iter(evaluations.values())).results["summary"] if key != "pass_at_1"]
+    keys = [
+        key for key in next(iter(evaluations.values())).results["summary"] if key != "pass_at_1"
+    ]
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("success, %")
-    for title in (*map(label, sorted(keys, key=lambda key: key != "greedy")), f"{label(average)} gain"):
+    for title in (
+        *map(label, sorted(keys, key=lambda key: key != "greedy")),
+        f"{label(average)} gain",
+    ):
         table.add_column(title, justify="right", no_wrap=True)
     for manifest in evaluations.values():
         gain = manifest.results.get("paired", {}).get(average)
-        cells = [_percent(Interval(**manifest.results["summary"][key])) for key in sorted(keys, key=lambda key: key != "greedy")]
-        shown = {"initialise": "untrained" if cfg.warm_start.enabled else "initial model"}.get(manifest.results["checkpoint"])
-        table.add_row(shown or manifest.results["checkpoint"].replace("-", " "), *cells, _points(Interval(**gain)) if gain else "")
+        cells = [
+            _percent(Interval(**manifest.results["summary"][key]))
+            for key in sorted(keys, key=lambda key: key != "greedy")
+        ]
+        shown = {"initialise": "untrained" if cfg.warm_start.enabled else "initial model"}.get(
+            manifest.results["checkpoint"]
+        )
+        table.add_row(
+            shown or manifest.results["checkpoint"].replace("-", " "),
+            *cells,
+            _points(Interval(**gain)) if gain else "",
+        )
     console.print(table, highlight=False)
     console.print(
-        f"[dim]{settings.num_items} {settings.split} items, {settings.max_turns} turns, greedy and {settings.num_samples} samples "
-        f"at temperature {settings.temperature:g}; {settings.confidence:.0%} intervals;\n"
-        f"gain: paired, over {_baseline(evaluations).replace('-', ' ')}[/dim]\n",
+        f"[dim]{settings.num_items} {settings.split} items, {settings.max_turns} turns, greedy and"
+        f" {settings.num_samples} samples at temperature {settings.temperature:g};"
+        f" {settings.confidence:.0%} intervals;\ngain: paired, over"
+        f" {_baseline(evaluations).replace('-', ' ')}[/dim]\n",
         highlight=False,
     )
     for line in left_out(evaluations):
         console.print(f"[yellow]{line}[/yellow]", highlight=False)
-    parts = {"warm start": ("initialise", "warm-start"), "training": ("stage-",), "evaluation": ("evaluate-",)}
-    seconds = {
-        part: sum(m.timings.get("wall_s", 0.0) for name, m in done.items() if name.startswith(names)) for part, names in parts.items()
+    parts = {
+        "warm start": ("initialise", "warm-start"),
+        "training": ("stage-",),
+        "evaluation": ("evaluate-",),
     }
-    seconds["other"] = sum(manifest.timings.get("wall_s", 0.0) for manifest in done.values()) - sum(seconds.values())
+    seconds = {
+        part: sum(
+            m.timings.get("wall_s", 0.0) for name, m in done.items() if name.startswith(names)
+        )
+        for part, names in parts.items()
+    }
+    seconds["other"] = sum(manifest.timings.get("wall_s", 0.0) for manifest in done.values()) - sum(
+        seconds.values()
+    )
     registered = done["register"].results
     run = f"r{run_key(cfg)[:12]}"
     rows = {
@@ -174,14 +232,23 @@ def summarise(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> No
 
 
 def left_out(evaluations: Mapping[str, Manifest]) -> list[str]:
-    """Of each evaluation in which episodes failed: how many count, and its numbers with the failed ones as failures; 80 columns."""
+    """Of each evaluation in which episodes failed: how many count, and its numbers with the
+    failed ones as failures; 80 columns.
+    """
     lines = []
     for manifest in evaluations.values():
         found = manifest.results
         if found["coverage"] < 1:
-            numbers = [f"{label(key)} {100 * row['mean']:.1f}" for key, row in found[FAILED].items() if key != "pass_at_1"]
+            numbers = [
+                f"{label(key)} {100 * row['mean']:.1f}"
+                for key, row in found[FAILED].items()
+                if key != "pass_at_1"
+            ]
             name = found["checkpoint"].replace("-", " ")
-            text = f"{name}: {100 * found['coverage']:.1f} % of its episodes count; with the failed ones as failures: {', '.join(numbers)}"
+            text = (
+                f"{name}: {100 * found['coverage']:.1f} % of its episodes count; with the failed"
+                f" ones as failures: {', '.join(numbers)}"
+            )
             lines += textwrap.wrap(text, 80, subsequent_indent="  ")
     return lines
 
@@ -192,7 +259,9 @@ def _mlflow() -> str:
 
 
 def _baseline(evaluations: dict[str, Manifest]) -> str:
-    return next(str(m.results["paired"]["baseline"]) for m in evaluations.values() if "paired" in m.results).removeprefix("evaluate-")
+    return next(
+        str(m.results["paired"]["baseline"]) for m in evaluations.values() if "paired" in m.results
+    ).removeprefix("evaluate-")
 
 
 def _export_report(cfg: RunConfig, manifest: Manifest) -> Path:
@@ -206,8 +275,14 @@ def _export_report(cfg: RunConfig, manifest: Manifest) -> Path:
 
 
 def _percent(interval: Interval) -> str:
-    return f"{100 * interval.mean:5.1f} [dim]{100 * interval.low:3.0f}-{100 * interval.high:<3.0f}[/dim]"
+    return (
+        f"{100 * interval.mean:5.1f}"
+        f" [dim]{100 * interval.low:3.0f}-{100 * interval.high:<3.0f}[/dim]"
+    )
 
 
 def _points(interval: Interval) -> str:
-    return f"{100 * interval.mean:+5.1f} [dim]{100 * interval.low:+.0f} to {100 * interval.high:+.0f}[/dim]"
+    return (
+        f"{100 * interval.mean:+5.1f} [dim]{100 * interval.low:+.0f} to"
+        f" {100 * interval.high:+.0f}[/dim]"
+    )

@@ -2,7 +2,8 @@
 
 from agentgym.defaults import set_process_defaults
 
-# before the first import of prefect, which reads its settings once and makes its folder, but not the one above
+# before the first import of prefect, which reads its settings once and makes its folder, but not
+# the one above
 set_process_defaults()
 
 from agentgym.private import claim_state  # noqa: E402

@@ -1,4 +1,6 @@
-"""What a step shows in Prefect: how far it is while it runs; its numbers and its MLflow run when it has ended."""
+"""What a step shows in Prefect: how far it is while it runs; its numbers and its MLflow run
+when it has ended.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ from collections.abc import Iterator
 from typing import Any, cast
 from uuid import UUID
 
-from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
+from prefect.artifacts import (
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 
 from agentgym.config import RunConfig
 from agentgym.context import Progress
@@ -54,11 +60,17 @@ class _Watched:
 
 @contextlib.contextmanager
 def progress_artifact(step: str, inner: Progress) -> Iterator[Progress]:
-    """What `inner` is told also shows as a progress artifact of the current task run, at most one request in EVERY_S."""
+    """What `inner` is told also shows as a progress artifact of the current task run, at most
+    one request in EVERY_S.
+    """
     watched, stop = _Watched(inner), threading.Event()
-    # progress comes from coroutines, where Prefect's calls would have to be awaited; the context names the task run
+    # progress comes from coroutines, where Prefect's calls would have to be awaited; the context
+    # names the task run
     thread = threading.Thread(
-        target=contextvars.copy_context().run, args=(_publish, f"progress-{step}", watched, stop), name=f"progress-{step}", daemon=True
+        target=contextvars.copy_context().run,
+        args=(_publish, f"progress-{step}", watched, stop),
+        name=f"progress-{step}",
+        daemon=True,
     )
     thread.start()
     try:
@@ -78,19 +90,37 @@ def _publish(key: str, watched: _Watched, stop: threading.Event) -> None:
         published = shown
         try:
             if artifact is None:
-                artifact = cast(UUID, create_progress_artifact(shown[0], key=key, description=shown[1]))
+                artifact = cast(
+                    UUID, create_progress_artifact(shown[0], key=key, description=shown[1])
+                )
             else:
                 update_progress_artifact(artifact, progress=shown[0], description=shown[1])
-        except Exception as error:  # whatever ails the server, a step must not fail because it cannot be watched
-            logger.warning("progress of %s is not shown in Prefect: %s: %s", key.removeprefix("progress-"), type(error).__name__, error)
+        except (
+            Exception
+        ) as error:  # whatever ails the server, a step must not fail because it cannot be watched
+            logger.warning(
+                "progress of %s is not shown in Prefect: %s: %s",
+                key.removeprefix("progress-"),
+                type(error).__name__,
+                error,
+            )
 
 
 def result_artifact(cfg: RunConfig, outcome: Outcome) -> None:
-    """A table of the step's numbers; its description links the step's MLflow run where an MLflow server is known."""
+    """A table of the step's numbers; its description links the step's MLflow run where an
+    MLflow server is known.
+    """
     try:
         _create_table(cfg, outcome)
-    except Exception as error:  # the step is done: neither Prefect nor MLflow being away may undo that
-        logger.warning("%s is done but has no table in Prefect: %s: %s", outcome.step.name, type(error).__name__, error)
+    except (
+        Exception
+    ) as error:  # the step is done: neither Prefect nor MLflow being away may undo that
+        logger.warning(
+            "%s is done but has no table in Prefect: %s: %s",
+            outcome.step.name,
+            type(error).__name__,
+            error,
+        )
 
 
 def _create_table(cfg: RunConfig, outcome: Outcome) -> None:
@@ -99,19 +129,27 @@ def _create_table(cfg: RunConfig, outcome: Outcome) -> None:
         experiment, run = step_run(cfg, run_key(cfg), manifest, outcome.step.title)
         server = mlflow_server(cfg)
         page = f"{server}/#/experiments/{experiment}/runs/{run}"
-        where = f"[MLflow run {run[:8]}]({page})" if server else f"MLflow run {run} (`make up` or `make ui` shows it)"
+        where = (
+            f"[MLflow run {run[:8]}]({page})"
+            if server
+            else f"MLflow run {run} (`make up` or `make ui` shows it)"
+        )
     except LedgerUnavailable:
         where = "MLflow is out of reach"
     create_table_artifact(
         table=step_table(cfg, manifest),
         key=f"step-{name}",
-        description=f"**{outcome.step.title}**: {outcome} · {where} · manifest `{manifest.digest[:12]}` · "
-        f"{manifest.timings.get('wall_s', 0.0):.1f} s",
+        description=(
+            f"**{outcome.step.title}**: {outcome} · {where} · manifest `{manifest.digest[:12]}` · "
+            f"{manifest.timings.get('wall_s', 0.0):.1f} s"
+        ),
     )
 
 
 def mlflow_server(cfg: RunConfig) -> str | None:
-    """Address of the MLflow UI, where one is known: the configured server's, or that of `make up`."""
+    """Address of the MLflow UI, where one is known: the configured server's, or that of `make
+    up`.
+    """
     if cfg.tracking.uri.startswith("http"):
         return cfg.tracking.uri.rstrip("/")
     services = running(STATE)
@@ -119,16 +157,27 @@ def mlflow_server(cfg: RunConfig) -> str | None:
 
 
 def step_table(cfg: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
-    """An evaluation's numbers with their intervals; a row per optimiser step of training; else the step's results."""
+    """An evaluation's numbers with their intervals; a row per optimiser step of training; else
+    the step's results.
+    """
     if "summary" in manifest.results:
         gains, failed = (manifest.results.get(name, {}) for name in ("paired", FAILED))
         rows = [
-            {"metric": metric, **_interval(value), **({"gain": _interval(gains[metric])["mean"]} if metric in gains else {})}
+            {
+                "metric": metric,
+                **_interval(value),
+                **({"gain": _interval(gains[metric])["mean"]} if metric in gains else {}),
+            }
             for metric, value in manifest.results["summary"].items()
         ]
         if manifest.results["coverage"] < 1:
-            rows += [{"metric": f"{metric}, failed as failures", **_interval(value)} for metric, value in failed.items()]
-            rows.append({"metric": "coverage", "mean": float(f"{manifest.results['coverage']:.4g}")})
+            rows += [
+                {"metric": f"{metric}, failed as failures", **_interval(value)}
+                for metric, value in failed.items()
+            ]
+            rows.append(
+                {"metric": "coverage", "mean": float(f"{manifest.results['coverage']:.4g}")}
+            )
         return rows
     rows = curve(open_store(cfg), manifest)
     if rows:

@@ -19,7 +19,9 @@ from agentgym.evaluation.compare_report import literal, table_markdown
 
 
 async def _may_help(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """A wrong configuration stays so, and what was stopped stays stopped; anything else goes on from the last commit."""
+    """A wrong configuration stays so, and what was stopped stays stopped; anything else goes on
+    from the last commit.
+    """
     return not isinstance(await state.aresult(raise_on_failure=False), ConfigError | Stopped)
 
 
@@ -28,13 +30,31 @@ def cell_task(cell: Cell) -> Task[Any, None]:
     return _run_cell.with_options(task_run_name=cell.title)
 
 
-@task(name="cell", retries=1, retry_delay_seconds=2, cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=_may_help)
+@task(
+    name="cell",
+    retries=1,
+    retry_delay_seconds=2,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retry_condition_fn=_may_help,
+)
 def _run_cell(cell: Cell, wait_s: float, stop: threading.Event) -> None:
     run_cell(cell, wait_s=wait_s, stop=stop)
 
 
-@task(name="table and figures", retries=1, retry_delay_seconds=2, timeout_seconds=1800, cache_policy=NO_CACHE, persist_result=False)
+@task(
+    name="table and figures",
+    retries=1,
+    retry_delay_seconds=2,
+    timeout_seconds=1800,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
 def write_task(comparison: Comparison, cells: Sequence[Cell], out: Path) -> None:
     """Table and figures in `out`, in MLflow and on the flow run's page."""
     result = write_comparison(comparison, cells, out)
-    create_markdown_artifact(key=f"comparison-{comparison.name}", markdown=table_markdown(result), description=literal(comparison.title))
+    create_markdown_artifact(
+        key=f"comparison-{comparison.name}",
+        markdown=table_markdown(result),
+        description=literal(comparison.title),
+    )

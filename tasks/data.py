@@ -17,12 +17,16 @@ PULL_TIMEOUT_S = 1700.0
 
 
 def dataset_pointer(path: Path, setting: str = "data.path") -> Path | None:
-    """The `.dvc` file beside the dataset; None for a folder of one's own. Errors: ConfigError where there is neither."""
+    """The `.dvc` file beside the dataset; None for a folder of one's own.
+    Errors: ConfigError where there is neither.
+    """
     pointer = path.with_name(f"{path.name}.dvc")
     if pointer.is_file():
         return pointer
     if not path.is_dir():
-        raise ConfigError(f"{setting} {path} does not exist, and there is no {pointer} to pull it by")
+        raise ConfigError(
+            f"{setting} {path} does not exist, and there is no {pointer} to pull it by"
+        )
     return None
 
 
@@ -55,8 +59,8 @@ def pull_data(path: Path) -> str:
         if path.is_dir():
             check_pin(path)
         raise DvcError(
-            f"dataset not pulled: {error}; see that the remote can be reached and holds the files (`dvc push` where they are), "
-            "or set data.path to a folder of your own"
+            f"dataset not pulled: {error}; see that the remote can be reached and holds the files"
+            " (`dvc push` where they are), or set data.path to a folder of your own"
         ) from None
     check_pin(path)
     return said

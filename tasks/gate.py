@@ -1,7 +1,8 @@
 """What stands before the Prefect server and MLflow: who may speak to them at all.
 
-One HTTP login for everything. Clients send it with each request; a browser asks for it once and then keeps it for this
-address and port alone, where a cookie would go to every port of the machine, other users' servers among them.
+One HTTP login for everything.
+Clients send it with each request; a browser asks for it once and then keeps it for this address and
+port alone, where a cookie would go to every port of the machine, other users' servers among them.
 """
 
 from __future__ import annotations
@@ -23,17 +24,23 @@ LOGIN = "/login"  # where a link with the login in it leads: it goes on to / wit
 _LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
 _FRAMED = (b"x-frame-options", b"SAMEORIGIN")
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="agentgym", charset="UTF-8"'}
-_HOW = "this server belongs to one user of this machine; the link that `make up` or `make ui` prints logs in\n"
+_HOW = (
+    "this server belongs to one user of this machine; the link that `make up` or `make ui` prints"
+    " logs in\n"
+)
 
 
 class Gate:
     """An ASGI app that passes on what its owner sent, and nothing else.
 
-    login: `user:password`; open_paths: what anybody may GET, because it says no more than that a server is there;
+    login: `user:password`; open_paths: what anybody may GET, because it says no more than that a
+    server is there;
     sockets: are there WebSockets, which then authenticate by their first message, as Prefect's do.
     """
 
-    def __init__(self, app: ASGIApp, login: str, *, open_paths: Collection[str], sockets: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, login: str, *, open_paths: Collection[str], sockets: bool
+    ) -> None:
         self._app, self._open, self._sockets = app, frozenset(open_paths), sockets
         self._login, self._wanted = login, b"Basic " + base64.b64encode(login.encode())
 
@@ -44,7 +51,9 @@ class Gate:
         refusal = self._refusal(scope, Headers(scope=scope))
         if refusal is None:
             is_known = scope["type"] == "websocket" and self._is_known(Headers(scope=scope))
-            await self._app(scope, self._with_token(receive) if is_known else receive, _unframed(send))
+            await self._app(
+                scope, self._with_token(receive) if is_known else receive, _unframed(send)
+            )
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})  # before it was accepted: a 403
         else:
@@ -64,7 +73,8 @@ class Gate:
         if not self._is_known(headers):
             return PlainTextResponse(_HOW, 401, _CHALLENGE)
         if scope["path"] == LOGIN:
-            # with the host spelled out: after a relative address the page's own would hold the login, and no fetch works there
+            # with the host spelled out: after a relative address the page's own would hold the
+            # login, and no fetch works there
             return RedirectResponse(f"http://{host[0]}/", 303)
         return None
 
@@ -73,7 +83,9 @@ class Gate:
         return len(given) == 1 and hmac.compare_digest(given[0].encode(), self._wanted)
 
     def _with_token(self, receive: Receive) -> Receive:
-        """Whose address held the login has said it already: its first message, which holds none, gets it."""
+        """Whose address held the login has said it already: its first message, which holds
+        none, gets it.
+        """
         is_first = True
 
         async def completed() -> Message:
@@ -88,12 +100,18 @@ class Gate:
 
 
 def _is_foreign(method: str, headers: Headers, own: str) -> bool:
-    """Did a browser send this for a page that is not ours; a link that a person follows is theirs wherever it stood."""
+    """Did a browser send this for a page that is not ours; a link that a person follows is
+    theirs wherever it stood.
+    """
     if any(origin != own for origin in headers.getlist("origin")):
         return True
     if headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
         return False
-    return not (method == "GET" and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document")
+    return not (
+        method == "GET"
+        and headers.get("sec-fetch-mode") == "navigate"
+        and headers.get("sec-fetch-dest") == "document"
+    )
 
 
 def _unframed(send: Send) -> Send:
@@ -101,7 +119,11 @@ def _unframed(send: Send) -> Send:
 
     async def framed(message: Message) -> None:
         if message["type"] == "http.response.start":
-            others = [(name, value) for name, value in message.get("headers", ()) if name.lower() != _FRAMED[0]]
+            others = [
+                (name, value)
+                for name, value in message.get("headers", ())
+                if name.lower() != _FRAMED[0]
+            ]
             message = {**message, "headers": [*others, _FRAMED]}
         await send(message)
 
@@ -109,7 +131,8 @@ def _unframed(send: Send) -> Send:
 
 
 def listener(port: int) -> socket.socket:
-    """A loopback address that stays taken as long as this socket is open, also while its server is being restarted.
+    """A loopback address that stays taken as long as this socket is open, also while its server is
+    being restarted.
 
     port: 0 for any. Errors: OSError.
     """
@@ -117,7 +140,9 @@ def listener(port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(("127.0.0.1", port))
-        bound.listen()  # at once: until then another socket that asks for reuse may be bound there too, and listen first
+        # at once: until then another socket that asks for reuse may be bound there too, and listen
+        # first
+        bound.listen()
     except OSError:
         bound.close()
         raise
@@ -130,5 +155,7 @@ def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:
 
     if owned:
         end_with_owner()
-    config = uvicorn.Config(app, log_level="warning", lifespan="on", proxy_headers=False, server_header=False)
+    config = uvicorn.Config(
+        app, log_level="warning", lifespan="on", proxy_headers=False, server_header=False
+    )
     uvicorn.Server(config).run(sockets=[bound])

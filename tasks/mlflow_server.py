@@ -1,7 +1,9 @@
 """MLflow's own server behind our gate, confined to one folder of artifacts.
 
-MLflow lets a client say where an experiment's artifacts lie, and then reads and writes there for it: any file of the
-owner's. Here every place but the folder is refused, when an experiment is made and when anything is read or written.
+MLflow lets a client say where an experiment's artifacts lie, and then reads and writes there for
+it: any file of the owner's.
+Here every place but the folder is refused, when an experiment is made and when anything is read or
+written.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from tasks.gate import Gate, serve
 
 LOGIN = "AGENTGYM_MLFLOW_LOGIN"  # environment variable: user:password
 PROXIED = "mlflow-artifacts:/"  # the server's own folder, as clients name it
-_SCHEMES = ("runs", "models", "mlflow-artifacts")  # lead to other locations, each of which is looked at again
+# lead to other locations, each of which is looked at again
+_SCHEMES = ("runs", "models", "mlflow-artifacts")
 
 
 def make_app(state: Path, login: str) -> ASGIApp:
     """For one process, and before anything imported `mlflow.server`: it reads its settings then."""
-    database, artifacts = f"sqlite:///{(state / 'mlflow.db').resolve()}", (state / "mlflow-artifacts").resolve()
+    database, artifacts = (
+        f"sqlite:///{(state / 'mlflow.db').resolve()}",
+        (state / "mlflow-artifacts").resolve(),
+    )
     artifacts.mkdir(parents=True, exist_ok=True)
     from mlflow.server.constants import (
         ARTIFACT_ROOT_ENV_VAR,
@@ -35,7 +41,8 @@ def make_app(state: Path, login: str) -> ASGIApp:
     )
 
     os.environ |= {
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes that nobody here uses, and that outlive the server
+        # eight processes that nobody here uses, and that outlive the server
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "_MLFLOW_SGI_NAME": "uvicorn",
         BACKEND_STORE_URI_ENV_VAR: database,
         ARTIFACT_ROOT_ENV_VAR: PROXIED,
@@ -68,7 +75,9 @@ def confine(root: Path) -> None:
     create = SqlAlchemyStore.create_experiment
 
     @functools.wraps(create)
-    def create_experiment(self: Any, name: str, artifact_location: str | None = None, tags: Any = None) -> Any:
+    def create_experiment(
+        self: Any, name: str, artifact_location: str | None = None, tags: Any = None
+    ) -> Any:
         if artifact_location:
             check_location(artifact_location, root)
         return create(self, name, artifact_location, tags)
@@ -85,10 +94,16 @@ def check_location(uri: str, root: Path) -> None:
     if is_local_uri(uri):
         inside = Path(local_file_uri_to_path(uri)).resolve().is_relative_to(root)
     else:
-        inside = uri.startswith(PROXIED) and not uri.startswith(f"{PROXIED}/") and "%" not in uri and ".." not in uri.split("/")
+        inside = (
+            uri.startswith(PROXIED)
+            and not uri.startswith(f"{PROXIED}/")
+            and "%" not in uri
+            and ".." not in uri.split("/")
+        )
     if not inside:
         raise MlflowException.invalid_parameter_value(
-            f"artifact location {uri!r} must be below {PROXIED} or {root.as_uri()}; leave it out, and the server chooses"
+            f"artifact location {uri!r} must be below {PROXIED} or {root.as_uri()}; leave it out,"
+            " and the server chooses"
         )
 
 

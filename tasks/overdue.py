@@ -1,8 +1,9 @@
 """Crashed flow runs that the server's automations leave lying: a second, slower way back for them.
 
-An automation answers an event, and Prefect holds an event back for 15 minutes when the one before it was lost or overtaken
-(`PRECEDING_EVENT_LOOKBACK`). Looking at the runs themselves needs no event. Without Prefect's client, which would stay in the
-supervisor's memory.
+An automation answers an event, and Prefect holds an event back for 15 minutes when the one before
+it was lost or overtaken (`PRECEDING_EVENT_LOOKBACK`).
+Looking at the runs themselves needs no event.
+Without Prefect's client, which would stay in the supervisor's memory.
 """
 
 from __future__ import annotations
@@ -26,19 +27,28 @@ GOES_ON = "its process was lost; it goes on from the last commit"
 
 def given_up(attempts: int) -> str:
     """Why a run is left alone after so many attempts."""
-    return f"crashed {attempts} times; see its logs, then `prefect flow-run retry` goes on from the last commit"
+    return (
+        f"crashed {attempts} times; see its logs, then `prefect flow-run retry` goes on from the"
+        " last commit"
+    )
 
 
-def bring_back(api: str, login: str, *, max_attempts: int = MAX_ATTEMPTS, overdue_s: float = OVERDUE_S) -> list[str]:
-    """Schedule every run of a deployment again that has been crashed for so long; after its last attempt it has failed.
+def bring_back(
+    api: str, login: str, *, max_attempts: int = MAX_ATTEMPTS, overdue_s: float = OVERDUE_S
+) -> list[str]:
+    """Schedule every run of a deployment again that has been crashed for so long; after its last
+    attempt it has failed.
 
-    api: `http://host:port/api`; login: `user:password`. Result: the ids of the runs. Errors: OSError (urllib's among them), ValueError.
+    api: `http://host:port/api`; login: `user:password`. Result: the ids of the runs.
+    Errors: OSError (urllib's among them), ValueError.
     """
     crashed = {"state": {"type": {"any_": ["CRASHED"]}}, "deployment_id": {"is_null_": False}}
     found = _post(f"{api}/flow_runs/filter", login, {"flow_runs": crashed, "limit": PAGE})
     moved = []
     for run in found:
-        since = (datetime.now(UTC) - datetime.fromisoformat(run["state"]["timestamp"])).total_seconds()
+        since = (
+            datetime.now(UTC) - datetime.fromisoformat(run["state"]["timestamp"])
+        ).total_seconds()
         if since < overdue_s:
             continue
         attempts = int(run["run_count"])
@@ -47,13 +57,21 @@ def bring_back(api: str, login: str, *, max_attempts: int = MAX_ATTEMPTS, overdu
         else:
             state = {"type": "FAILED", "message": given_up(attempts)}
         _post(f"{api}/flow_runs/{run['id']}/set_state", login, {"state": state})
-        logger.warning("flow run %s had been crashed for %.0f s and no automation answered: %s", run["name"], since, state["message"])
+        logger.warning(
+            "flow run %s had been crashed for %.0f s and no automation answered: %s",
+            run["name"],
+            since,
+            state["message"],
+        )
         moved.append(run["id"])
     return moved
 
 
 def _post(address: str, login: str, body: dict[str, Any]) -> Any:
-    headers = {"Content-Type": "application/json", "Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
+    headers = {
+        "Content-Type": "application/json",
+        "Authorization": f"Basic {base64.b64encode(login.encode()).decode()}",
+    }
     request = urllib.request.Request(address, json.dumps(body).encode(), headers)  # noqa: S310  (our own server's)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=TIMEOUT_S) as reply:

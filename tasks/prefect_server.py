@@ -1,7 +1,9 @@
 """A Prefect server for the length of one command.
 
-Prefect's own temporary server outlives a killed client; this one watches a pipe and ends with its owner. One that dies
-is brought back on its port with its database, within what Prefect's client waits for an answer.
+Prefect's own temporary server outlives a killed client; this one watches a pipe and ends with its
+owner.
+One that dies is brought back on its port with its database, within what Prefect's client waits for
+an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from pathlib import Path
 
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_SERVER_API_AUTH_STRING, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_SERVER_API_AUTH_STRING,
+    temporary_settings,
+)
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -38,13 +45,16 @@ DRAIN_TIMEOUT_S = 10.0
 
 @contextlib.contextmanager
 def prefect_api(state_dir: Path) -> Iterator[str]:
-    """The API's address: the configured server where PREFECT_API_URL names one, that of `make up` while it runs, else a server
-    on a free loopback port, with a login that nobody but this process and its children know.
+    """The API's address: the configured server where PREFECT_API_URL names one, that of `make up`
+    while it runs, else a server on a free loopback port, with a login that nobody but this process
+    and its children know.
 
     Errors: RuntimeError with the end of the server's log.
     """
     # prefect.toml may name the server of a `make up` that was killed since
-    configured = None if "PREFECT_API_URL" not in os.environ and is_stale(STATE) else PREFECT_API_URL.value()
+    configured = (
+        None if "PREFECT_API_URL" not in os.environ and is_stale(STATE) else PREFECT_API_URL.value()
+    )
     if configured:
         with _logged_in(configured) as api:
             yield api
@@ -55,7 +65,9 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
         address, login = f"http://127.0.0.1:{bound.getsockname()[1]}", new_login()
         environment = {**server_environment(address, login), "PREFECT_UI_ENABLED": "0"}
         with _alone(state_dir / "logs" / "prefect-server.lock"):
-            service = Service("the Prefect server", [*COMMAND, str(bound.fileno())], log_path, environment, bound)
+            service = Service(
+                "the Prefect server", [*COMMAND, str(bound.fileno())], log_path, environment, bound
+            )
             stack.callback(service.close)
             service.keep()
             assert service.process is not None
@@ -63,23 +75,34 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
             deadline = time.monotonic() + START_TIMEOUT_S
             while not healthy(f"{api}/health"):
                 if service.process.poll() is not None:
-                    raise RuntimeError(f"Prefect server exited with code {service.process.returncode} while starting\n{tail(log_path)}")
+                    raise RuntimeError(
+                        f"Prefect server exited with code {service.process.returncode} while"
+                        f" starting\n{tail(log_path)}"
+                    )
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"Prefect server did not come up within {START_TIMEOUT_S:g} s\n{tail(log_path)}")
+                    raise RuntimeError(
+                        f"Prefect server did not come up within {START_TIMEOUT_S:g}"
+                        f" s\n{tail(log_path)}"
+                    )
                 time.sleep(POLL_S)
         stack.enter_context(_kept(service))
-        stack.enter_context(temporary_settings({PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: login}))
+        stack.enter_context(
+            temporary_settings({PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: login})
+        )
         try:
             yield api
         finally:
-            # what is still queued would try the ended server for a minute when the interpreter exits
+            # what is still queued would try the ended server for a minute when the interpreter
+            # exits
             APILogWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
             EventsWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
 
 
 @contextlib.contextmanager
 def _logged_in(configured: str) -> Iterator[str]:
-    """The configured server; where it is this project's own, with its login, and nobody else's ever with that."""
+    """The configured server; where it is this project's own, with its login, and nobody else's
+    ever with that.
+    """
     login, services = own_login(configured), running(STATE)
     if login is None or services is None:
         yield configured
@@ -108,7 +131,9 @@ def _kept(service: Service) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One server of a project starts at a time: two would create the tables of their one database at once, and one would fail."""
+    """One server of a project starts at a time: two would create the tables of their one
+    database at once, and one would fail.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # ends with its holder, who has START_TIMEOUT_S
@@ -116,7 +141,9 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def make_app(login: str) -> ASGIApp:
-    """Prefect's server and pages behind our gate. Its own authentication stays on, and guards the WebSockets."""
+    """Prefect's server and pages behind our gate.
+    Its own authentication stays on, and guards the WebSockets.
+    """
     from prefect.server.api.server import create_app
 
     app = create_app()
@@ -124,10 +151,13 @@ def make_app(login: str) -> ASGIApp:
     settings = next(route for route in pages.routes if route.path.endswith("ui-settings"))
 
     async def as_reached(request: Request) -> Response:
-        """The API is where the page came from, also by `localhost` or through a forwarded port; and the browser is logged in
-        when it gets here: Prefect's form would ask again."""
+        """The API is where the page came from, also by `localhost` or through a forwarded port;
+        and the browser is logged in when it gets here: Prefect's form would ask again.
+        """
         address = f"http://{request.headers['host']}/api"
-        return JSONResponse({**settings.endpoint().model_dump(mode="json"), "api_url": address, "auth": None})
+        return JSONResponse(
+            {**settings.endpoint().model_dump(mode="json"), "api_url": address, "auth": None}
+        )
 
     app.router.routes.insert(0, Route(settings.path, as_reached))
     return Gate(app, login, open_paths=("/api/health",), sockets=True)

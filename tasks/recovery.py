@@ -1,6 +1,8 @@
-"""What brings a flow run back that lost its process: automations on the server, and a new attempt that tidies up after the old one.
+"""What brings a flow run back that lost its process: automations on the server, and a new attempt
+that tidies up after the old one.
 
-The state of a run is in the store, so a new attempt goes on from the last commit; Prefect only has to start it.
+The state of a run is in the store, so a new attempt goes on from the last commit; Prefect only has
+to start it.
 """
 
 from __future__ import annotations
@@ -32,26 +34,41 @@ END_GRACE_S = 8.0
 _ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
 
 
-def automations(max_attempts: int = MAX_ATTEMPTS, max_retries_per_hour: int = MAX_RETRIES_PER_HOUR) -> list[Automation]:
-    """The rules, for runs of deployments alone: what a person started in a terminal is theirs to start again."""
+def automations(
+    max_attempts: int = MAX_ATTEMPTS, max_retries_per_hour: int = MAX_RETRIES_PER_HOUR
+) -> list[Automation]:
+    """The rules, for runs of deployments alone: what a person started in a terminal is theirs
+    to start again.
+    """
     attempts = [str(count) for count in range(max_attempts)]
     retry = _change(StateType.SCHEDULED, GOES_ON, name="AwaitingRetry")
     return [
         _automation(
             "agentgym: a silent run has crashed",
             f"No heartbeat for {SILENCE_S} s: worker and process are gone.",
-            _trigger(after=["heartbeat"], expect=["heartbeat", "Cancelling", "Paused", "Suspended", *_ENDED], within_s=SILENCE_S),
-            _change(StateType.CRASHED, f"no heartbeat for {SILENCE_S} s: worker and process are gone"),
+            _trigger(
+                after=["heartbeat"],
+                expect=["heartbeat", "Cancelling", "Paused", "Suspended", *_ENDED],
+                within_s=SILENCE_S,
+            ),
+            _change(
+                StateType.CRASHED, f"no heartbeat for {SILENCE_S} s: worker and process are gone"
+            ),
         ),
         _automation(
             "agentgym: a run that never started has crashed",
             f"Pending for {START_TIMEOUT_S} s: its worker died while it started the run.",
-            _trigger(after=["Pending"], expect=["Running", "AwaitingConcurrencySlot", "Cancelling", *_ENDED], within_s=START_TIMEOUT_S),
+            _trigger(
+                after=["Pending"],
+                expect=["Running", "AwaitingConcurrencySlot", "Cancelling", *_ENDED],
+                within_s=START_TIMEOUT_S,
+            ),
             _change(StateType.CRASHED, f"did not start within {START_TIMEOUT_S} s"),
         ),
         _automation(
             "agentgym: a crashed run goes on",
-            f"Crashed runs are scheduled again, {max_attempts} attempts in all; they go on from the last commit.",
+            f"Crashed runs are scheduled again, {max_attempts} attempts in all; they go on from the"
+            " last commit.",
             _trigger(expect=["Crashed"], run_counts=attempts),
             retry,
         ),
@@ -63,7 +80,8 @@ def automations(max_attempts: int = MAX_ATTEMPTS, max_retries_per_hour: int = MA
         ),
         _automation(
             "agentgym: a run that crashes fast has failed",
-            f"{max_retries_per_hour} retries within an hour, also of attempts that died before they ran.",
+            f"{max_retries_per_hour} retries within an hour, also of attempts that died before they"
+            " ran.",
             _trigger(expect=["AwaitingRetry"], threshold=max_retries_per_hour, within_s=3600),
             _change(
                 StateType.FAILED,
@@ -84,7 +102,9 @@ def apply_automations(wanted: Sequence[Automation]) -> None:
             automation.create()
 
 
-def _automation(name: str, description: str, trigger: EventTrigger, action: ChangeFlowRunState) -> Automation:
+def _automation(
+    name: str, description: str, trigger: EventTrigger, action: ChangeFlowRunState
+) -> Automation:
     return Automation(name=name, description=description, trigger=trigger, actions=[action])
 
 
@@ -93,9 +113,16 @@ def _change(state: StateType, message: str, name: str | None = None) -> ChangeFl
 
 
 def _trigger(
-    *, expect: Sequence[str], after: Sequence[str] = (), run_counts: Sequence[str] = (), threshold: int = 1, within_s: int = 0
+    *,
+    expect: Sequence[str],
+    after: Sequence[str] = (),
+    run_counts: Sequence[str] = (),
+    threshold: int = 1,
+    within_s: int = 0,
 ) -> EventTrigger:
-    """Events of one flow run of a deployment: of their presence, or with `after` of their absence for within_s."""
+    """Events of one flow run of a deployment: of their presence, or with `after` of their
+    absence for within_s.
+    """
     match: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
     if run_counts:
         match["prefect.run-count"] = list(run_counts)
@@ -112,16 +139,20 @@ def _trigger(
 
 
 def begin_attempt() -> None:
-    """What a flow of ours does first: its logs are the library's too, it ends with its worker, and it tidies up after an attempt
-    that was killed."""
-    logging.getLogger("agentgym").setLevel(logging.INFO)  # into the run's logs; what reaches a terminal is the handlers' business
+    """What a flow of ours does first: its logs are the library's too, it ends with its worker, and
+    it tidies up after an attempt that was killed.
+    """
+    # into the run's logs; what reaches a terminal is the handlers' business
+    logging.getLogger("agentgym").setLevel(logging.INFO)
     end_with_worker()
     settle_interrupted_attempt()
 
 
 def settle_interrupted_attempt() -> int:
-    """In a flow run's second or later attempt: what the attempt before left unfinished has crashed; Prefect itself would show
-    those task runs as running for ever. Result: how many there were."""
+    """In a flow run's second or later attempt: what the attempt before left unfinished has
+    crashed; Prefect itself would show those task runs as running for ever.
+    Result: how many there were.
+    """
     flow_run_id, attempt = runtime.flow_run.id, int(runtime.flow_run.run_count or 1)
     if flow_run_id is None or attempt < 2:
         return 0
@@ -131,18 +162,27 @@ def settle_interrupted_attempt() -> int:
         while page := client.read_task_runs(flow_run_filter=mine, limit=PAGE, offset=len(known)):
             known += page
         # one whose process died in the same moment may have no state at all
-        left = [task_run for task_run in known if task_run.state is None or not task_run.state.is_final()]
+        left = [
+            task_run
+            for task_run in known
+            if task_run.state is None or not task_run.state.is_final()
+        ]
         for task_run in left:
-            message = f"interrupted with attempt {attempt - 1} of its flow run; attempt {attempt} goes on from the last commit"
+            message = (
+                f"interrupted with attempt {attempt - 1} of its flow run; attempt {attempt} goes on"
+                " from the last commit"
+            )
             client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
     logger.info("attempt %d; %d task runs of the one before were interrupted", attempt, len(left))
     return len(left)
 
 
 def end_with_worker() -> None:
-    """In a process that a worker started: end when the worker does, so that no run goes on that nobody can cancel.
+    """In a process that a worker started: end when the worker does, so that no run goes on that
+    nobody can cancel.
 
-    A process worker holds the other end of stdin. Elsewhere (a terminal, a container) this does nothing.
+    A process worker holds the other end of stdin.
+    Elsewhere (a terminal, a container) this does nothing.
     """
     if runtime.deployment.id is not None and stat.S_ISFIFO(os.fstat(0).st_mode):
         end_with_owner(END_GRACE_S)

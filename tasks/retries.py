@@ -12,6 +12,8 @@ from agentgym.store.lease import LeaseHeld
 
 
 async def may_help(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """A wrong configuration and a step somebody else runs stay so; anything else goes on from the last commit."""
+    """A wrong configuration and a step somebody else runs stay so; anything else goes on from
+    the last commit.
+    """
     result = await state.aresult(raise_on_failure=False)
     return not isinstance(result, ConfigError | LeaseHeld)

@@ -1,6 +1,8 @@
-"""`make up` and `make down`: the Prefect server, a worker and MLflow of this project, under one supervisor (tasks/supervisor.py).
+"""`make up` and `make down`: the Prefect server, a worker and MLflow of this project, under one
+supervisor (tasks/supervisor.py).
 
-All state lies in `.agentgym`; a `prefect.toml` in the project's root points every `prefect` command typed there at this server.
+All state lies in `.agentgym`; a `prefect.toml` in the project's root points every `prefect` command
+typed there at this server.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Services:
     mlflow: str
     login: str = field(default="", repr=False)  # user:password of both, another one at every start
     ready: bool = False  # pools, deployments and automations are there
-    pids: dict[str, int] = field(default_factory=dict)  # service -> its process; absent while it is down
+    # service -> its process; absent while it is down
+    pids: dict[str, int] = field(default_factory=dict)
     given_up: tuple[str, ...] = ()  # services that died too often
 
     @property
@@ -80,11 +83,21 @@ def up(state: Path, prefect_port: int | None, mlflow_port: int | None) -> int:
             print("already running")
             return _describe(services)
         if services is None:
-            with contextlib.ExitStack() as stack:  # the supervisor has its own copies of the descriptors
-                wanted = {"prefect": (prefect_port, "PREFECT_PORT"), "mlflow": (mlflow_port, "MLFLOW_PORT")}
-                bound = [stack.enter_context(_listener(port, PORTS[name], variable)) for name, (port, variable) in wanted.items()]
+            # the supervisor has its own copies of the descriptors
+            with contextlib.ExitStack() as stack:
+                wanted = {
+                    "prefect": (prefect_port, "PREFECT_PORT"),
+                    "mlflow": (mlflow_port, "MLFLOW_PORT"),
+                }
+                bound = [
+                    stack.enter_context(_listener(port, PORTS[name], variable))
+                    for name, (port, variable) in wanted.items()
+                ]
                 process = _start_supervisor(state, [each.fileno() for each in bound])
-            print("starting a Prefect server, a worker and MLflow; half a minute on a quiet machine", flush=True)
+            print(
+                "starting a Prefect server, a worker and MLflow; half a minute on a quiet machine",
+                flush=True,
+            )
         else:
             process = None  # an interrupted `make up` left it starting
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -92,11 +105,18 @@ def up(state: Path, prefect_port: int | None, mlflow_port: int | None) -> int:
             services = running(state)
             if services is not None and services.ready:
                 return _describe(services)
-            if (process is not None and process.poll() is not None) or (process is None and services is None):
-                raise RuntimeError(f"the services did not start\n{tail(log_file(state, 'supervisor'))}")
+            if (process is not None and process.poll() is not None) or (
+                process is None and services is None
+            ):
+                raise RuntimeError(
+                    f"the services did not start\n{tail(log_file(state, 'supervisor'))}"
+                )
             time.sleep(POLL_S)
         _stop(state)
-        raise RuntimeError(f"the services did not start within {START_TIMEOUT_S:g} s\n{tail(log_file(state, 'supervisor'))}")
+        raise RuntimeError(
+            f"the services did not start within {START_TIMEOUT_S:g}"
+            f" s\n{tail(log_file(state, 'supervisor'))}"
+        )
 
 
 def down(state: Path) -> int:
@@ -122,12 +142,25 @@ def status(state: Path) -> int:
 
 
 def _describe(services: Services) -> int:
-    for name, address in (("prefect", services.prefect), ("worker", f"pool {POOL}"), ("mlflow", services.mlflow)):
+    for name, address in (
+        ("prefect", services.prefect),
+        ("worker", f"pool {POOL}"),
+        ("mlflow", services.mlflow),
+    ):
         pid = services.pids.get(name)
-        state = f"process {pid}" if pid else "died too often, see .agentgym/logs" if name in services.given_up else "is being restarted"
+        state = (
+            f"process {pid}"
+            if pid
+            else (
+                "died too often, see .agentgym/logs"
+                if name in services.given_up
+                else "is being restarted"
+            )
+        )
         print(f"{name:<9}{address:<28}{state}")
     command = "prefect deployment run pipeline/local --watch"
-    # a prefect.toml of somebody's own holds no login: the address with it is asked for where the command is typed
+    # a prefect.toml of somebody's own holds no login: the address with it is asked for where the
+    # command is typed
     if not toml_is_ours():
         command = f"PREFECT_API_URL=$(python -m tasks.services api) {command}"
     print(f"{'start':<9}{command}")
@@ -137,7 +170,9 @@ def _describe(services: Services) -> int:
 
 
 def print_api(state: Path) -> int:
-    """The address of Prefect's API with the login in it, for PREFECT_API_URL. Result: an exit code."""
+    """The address of Prefect's API with the login in it, for PREFECT_API_URL. Result: an exit
+    code.
+    """
     services = running(state)
     if services is None:
         raise ConfigError("nothing is running; `make up` starts it")
@@ -211,15 +246,21 @@ def log_file(state: Path, name: str) -> Path:
     return state / "logs" / f"{name}.log"
 
 
-def _listener(wanted: int | None, usual: int, variable: str, command: str = "make up") -> socket.socket:
-    """At the wanted port; without a wish at the usual one where it is free, else at any. Errors: ConfigError where the wanted
-    one is taken."""
+def _listener(
+    wanted: int | None, usual: int, variable: str, command: str = "make up"
+) -> socket.socket:
+    """At the wanted port; without a wish at the usual one where it is free, else at any.
+    Errors: ConfigError where the wanted one is taken.
+    """
     try:
         return listener(usual if wanted is None else wanted)
     except OSError as error:
         if wanted is None:
             return listener(0)
-        raise ConfigError(f"port {wanted} cannot be used ({error.strerror}); choose another with {command} {variable}=...") from None
+        raise ConfigError(
+            f"port {wanted} cannot be used ({error.strerror}); choose another with {command}"
+            f" {variable}=..."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -233,15 +274,21 @@ def _alone(state: Path) -> Iterator[IO[bytes]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes as everywhere; see `agentgym.cli.main`."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.services", description="The servers of this project.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.services", description="The servers of this project."
+    )
     commands = parser.add_subparsers(required=True, metavar="up | down | status | api | ui")
-    start = commands.add_parser("up", help="start a Prefect server, a worker and MLflow; harmless where they run")
+    start = commands.add_parser(
+        "up", help="start a Prefect server, a worker and MLflow; harmless where they run"
+    )
     start.add_argument("--prefect-port", type=int)
     start.add_argument("--mlflow-port", type=int)
     start.set_defaults(run=lambda chosen: up(STATE, chosen.prefect_port, chosen.mlflow_port))
     commands.add_parser("down", help="end them").set_defaults(run=lambda _: down(STATE))
     commands.add_parser("status", help="say what runs").set_defaults(run=lambda _: status(STATE))
-    commands.add_parser("api", help="the address of Prefect's API with its login").set_defaults(run=lambda _: print_api(STATE))
+    commands.add_parser("api", help="the address of Prefect's API with its login").set_defaults(
+        run=lambda _: print_api(STATE)
+    )
     pages = commands.add_parser("ui", help="MLflow alone, until Ctrl-C")
     pages.add_argument("--port", type=int)
     pages.set_defaults(run=lambda chosen: show_mlflow(STATE, chosen.port))

@@ -31,7 +31,9 @@ def step_task(step: Step) -> Task[Any, Outcome]:
     persist_result=False,
     retry_condition_fn=may_help,
 )
-def _run(name: str, cfg: RunConfig, environment: Environment | None, progress: Progress | None) -> Outcome:
+def _run(
+    name: str, cfg: RunConfig, environment: Environment | None, progress: Progress | None
+) -> Outcome:
     with progress_artifact(name, progress or NoProgress()) as shown:
         outcome = run_step(name, cfg, environment=environment, progress=shown)
     result_artifact(cfg, outcome)
@@ -54,7 +56,13 @@ def environments_up(cfg: RunConfig) -> tuple[AbstractContextManager[Endpoints], 
     return servers, servers.__enter__()
 
 
-@task(name="environments down", task_run_name="environments down", timeout_seconds=120, cache_policy=NO_CACHE, persist_result=False)
+@task(
+    name="environments down",
+    task_run_name="environments down",
+    timeout_seconds=120,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
 def environments_down(servers: AbstractContextManager[Endpoints]) -> None:
     """End what `environments_up` started."""
     servers.__exit__(None, None, None)

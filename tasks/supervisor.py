@@ -1,4 +1,5 @@
-"""What `make up` starts: one process that runs the Prefect server, a worker and MLflow, brings back what dies, and ends them.
+"""What `make up` starts: one process that runs the Prefect server, a worker and MLflow, brings
+back what dies, and ends them.
 
 They watch a pipe that only this process holds, so none outlives it.
 """
@@ -27,7 +28,18 @@ from agentgym.private import STATE, new_login, with_login, write_private
 from agentgym.store.lease import process_start
 from tasks import mlflow_server
 from tasks.overdue import bring_back
-from tasks.services import POLL_S, POOL, START_TIMEOUT_S, TOML, TOML_MARK, Services, forget, log_file, state_file, toml_is_ours
+from tasks.services import (
+    POLL_S,
+    POOL,
+    START_TIMEOUT_S,
+    TOML,
+    TOML_MARK,
+    Services,
+    forget,
+    log_file,
+    state_file,
+    toml_is_ours,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +55,14 @@ WORKER_GRACE_S = 8.0  # below what its owner waits
 class Service:
     """One child of the supervisor and its restarts."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: dict[str, str], bound: socket.socket | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        env: dict[str, str],
+        bound: socket.socket | None = None,
+    ) -> None:
         """bound: where it listens; `command` names its descriptor."""
         self.name, self._command, self._log, self._env, self._bound = name, command, log, env, bound
         self._stack = contextlib.ExitStack()
@@ -58,7 +77,9 @@ class Service:
             return False
         now = time.monotonic()
         if self.process is not None:
-            logger.warning("%s ended with code %d; it is started again", self.name, self.process.returncode)
+            logger.warning(
+                "%s ended with code %d; it is started again", self.name, self.process.returncode
+            )
             self.close()
             self._next_start = now + min(2.0 ** len(self._starts), 60.0)
             return True
@@ -66,12 +87,20 @@ class Service:
             return False
         self._starts = [start for start in self._starts if now - start < RESTART_WINDOW_S]
         if len(self._starts) > MAX_RESTARTS:
-            logger.error("%s died %d times within %g s; it stays down\n%s", self.name, len(self._starts), RESTART_WINDOW_S, tail(self._log))
+            logger.error(
+                "%s died %d times within %g s; it stays down\n%s",
+                self.name,
+                len(self._starts),
+                RESTART_WINDOW_S,
+                tail(self._log),
+            )
             self.given_up = True
             return True
         self._starts.append(now)
         descriptors = () if self._bound is None else (self._bound.fileno(),)
-        self.process = self._stack.enter_context(owned_process(self._command, log_path=self._log, env=self._env, pass_fds=descriptors))
+        self.process = self._stack.enter_context(
+            owned_process(self._command, log_path=self._log, env=self._env, pass_fds=descriptors)
+        )
         logger.info("%s is process %d", self.name, self.process.pid)
         return True
 
@@ -95,8 +124,13 @@ def supervise(state: Path, prefect_socket: socket.socket, mlflow_socket: socket.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = process_start(os.getpid())
     if started is None:
-        raise ConfigError("`make up` needs /proc to tell its processes from others; use `prefect server start` here")
-    prefect, mlflow = (f"http://127.0.0.1:{bound.getsockname()[1]}" for bound in (prefect_socket, mlflow_socket))
+        raise ConfigError(
+            "`make up` needs /proc to tell its processes from others; use `prefect server start`"
+            " here"
+        )
+    prefect, mlflow = (
+        f"http://127.0.0.1:{bound.getsockname()[1]}" for bound in (prefect_socket, mlflow_socket)
+    )
     me = Services(os.getpid(), started, prefect, mlflow, new_login())
     env = {
         "PWD": str(Path.cwd()),  # prefect.yaml's working directory
@@ -116,11 +150,18 @@ def supervise(state: Path, prefect_socket: socket.socket, mlflow_socket: socket.
         "mlflow": (mlflow_command, {mlflow_server.LOGIN: me.login}, mlflow_socket),
         "worker": ([sys.executable, "-m", "tasks.supervisor", "worker"], env, None),
     }
-    services = {name: Service(name, command, log_file(state, name), own, bound) for name, (command, own, bound) in parts.items()}
+    services = {
+        name: Service(name, command, log_file(state, name), own, bound)
+        for name, (command, own, bound) in parts.items()
+    }
     ready = False
 
     def publish() -> None:
-        pids = {name: service.process.pid for name, service in services.items() if service.process is not None}
+        pids = {
+            name: service.process.pid
+            for name, service in services.items()
+            if service.process is not None
+        }
         given_up = tuple(name for name, service in services.items() if service.given_up)
         said = asdict(replace(me, ready=ready, pids=pids, given_up=given_up))
         write_private(state_file(state), json.dumps(said, indent=1).encode())
@@ -129,7 +170,8 @@ def supervise(state: Path, prefect_socket: socket.socket, mlflow_socket: socket.
     with contextlib.ExitStack() as stack:
         stack.callback(forget, state)
         for service in services.values():
-            stack.callback(service.close)  # in the end: the worker first, while the server still listens
+            # in the end: the worker first, while the server still listens
+            stack.callback(service.close)
         try:
             services["prefect"].keep()
             services["mlflow"].keep()
@@ -142,7 +184,8 @@ def supervise(state: Path, prefect_socket: socket.socket, mlflow_socket: socket.
             ready = True
             next_look = 0.0
             while True:
-                changed = [service.keep() for service in services.values()]  # each of them, so no any() over a generator
+                # each of them, so no any() over a generator
+                changed = [service.keep() for service in services.values()]
                 if any(changed):
                     publish()
                 if time.monotonic() >= next_look:
@@ -169,12 +212,16 @@ def _wait_until_healthy(service: Service, address: str, log: Path) -> None:
         if service.process is None or service.process.poll() is not None:
             raise RuntimeError(f"{service.name} ended while starting\n{tail(log)}")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{service.name} did not come up within {START_TIMEOUT_S:g} s\n{tail(log)}")
+            raise RuntimeError(
+                f"{service.name} did not come up within {START_TIMEOUT_S:g} s\n{tail(log)}"
+            )
         time.sleep(POLL_S)
 
 
 def _set_up(env: dict[str, str]) -> None:
-    """Pools, automations and deployments, as the files of this project say. In children: Prefect's client would stay in memory."""
+    """Pools, automations and deployments, as the files of this project say.
+    In children: Prefect's client would stay in memory.
+    """
     image = {"AGENTGYM_IMAGE": os.environ.get("AGENTGYM_IMAGE", "agentgym:latest")}
     for command in (["tasks.supervisor", "pools"], ["prefect", "--no-prompt", "deploy", "--all"]):
         done = subprocess.run(
@@ -187,7 +234,10 @@ def _set_up(env: dict[str, str]) -> None:
             check=False,
         )
         if done.returncode:
-            raise RuntimeError(f"`python -m {' '.join(command)}` failed ({done.returncode}):\n{(done.stdout + done.stderr)[-2000:]}")
+            raise RuntimeError(
+                f"`python -m {' '.join(command)}` failed"
+                f" ({done.returncode}):\n{(done.stdout + done.stderr)[-2000:]}"
+            )
 
 
 def _pools() -> int:
@@ -197,15 +247,22 @@ def _pools() -> int:
     from tasks.recovery import apply_automations, automations
 
     with get_client(sync_client=True) as client:
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=POOL_LIMIT), overwrite=True)
+        client.create_work_pool(
+            WorkPoolCreate(name=POOL, type="process", concurrency_limit=POOL_LIMIT), overwrite=True
+        )
         template = json.loads(JOB_TEMPLATE.read_bytes())
-        client.create_work_pool(WorkPoolCreate(name=KUBERNETES_POOL, type="kubernetes", base_job_template=template), overwrite=True)
+        client.create_work_pool(
+            WorkPoolCreate(name=KUBERNETES_POOL, type="kubernetes", base_job_template=template),
+            overwrite=True,
+        )
     apply_automations(automations())
     return 0
 
 
 def _toml(state: Path, services: Services) -> str:
-    """The login is in the address: with another address, of a server elsewhere, Prefect's client sends none of ours."""
+    """The login is in the address: with another address, of a server elsewhere, Prefect's
+    client sends none of ours.
+    """
     home = state / "prefect"
     return f"""{TOML_MARK}: `prefect` commands typed here go to this project's server
 home = {json.dumps(str(home))}
@@ -229,9 +286,21 @@ def healthy(address: str) -> bool:
 
 
 def _worker() -> int:
-    """A Prefect worker that ends with its owner, its flow runs with it: they report themselves as crashed and are run again."""
+    """A Prefect worker that ends with its owner, its flow runs with it: they report themselves
+    as crashed and are run again.
+    """
     end_with_owner(WORKER_GRACE_S)
-    sys.argv = ["prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", f"{socket.gethostname()}-{POOL}"]
+    sys.argv = [
+        "prefect",
+        "worker",
+        "start",
+        "--pool",
+        POOL,
+        "--type",
+        "process",
+        "--name",
+        f"{socket.gethostname()}-{POOL}",
+    ]
     from prefect.cli import app
 
     app()
@@ -246,7 +315,9 @@ def _sockets(descriptors: Sequence[str]) -> tuple[socket.socket, socket.socket]:
 def main(arguments: Sequence[str]) -> int:
     """What the supervisor and its children are started with."""
     commands: dict[str, Callable[[], int]] = {
-        "supervise": lambda: guarded(lambda: supervise(STATE, *_sockets(arguments[1:])), show_traceback=True),
+        "supervise": lambda: guarded(
+            lambda: supervise(STATE, *_sockets(arguments[1:])), show_traceback=True
+        ),
         "pools": _pools,
         "worker": _worker,
     }

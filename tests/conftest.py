@@ -1,4 +1,6 @@
-"""A tiny tokenizer and tiny models, real ones; an S3 server, a stand-in for the Hub, a DVC project, environment servers."""
+"""A tiny tokenizer and tiny models, real ones; an S3 server, a stand-in for the Hub, a DVC
+project, environment servers.
+"""
 
 import contextlib
 import copy
@@ -21,7 +23,14 @@ import pytest
 # a shell's background job ignores Ctrl-C, and so would every program the tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TEXTS = ["you see a red ball", "turn left", "turn right", "move forward", "task: go to the red ball 2 steps ahead", "invalid action"] * 3
+TEXTS = [
+    "you see a red ball",
+    "turn left",
+    "turn right",
+    "move forward",
+    "task: go to the red ball 2 steps ahead",
+    "invalid action",
+] * 3
 
 
 def skip_without(find):
@@ -36,7 +45,9 @@ def skip_without(find):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Of several test processes one gets a whole file, and one all of tests/flows: they share a finished run and the usual ports."""
+    """Of several test processes one gets a whole file, and one all of tests/flows: they share a
+    finished run and the usual ports.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
@@ -78,8 +89,21 @@ def make_model(tokenizer):
     from agentgym.training.model import new_model
 
     def make(seed=0):
-        config = ModelConfig(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, mlp_size=96, context_tokens=256)
-        model = new_model(config, vocab_size=len(tokenizer), eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id, seed=seed)
+        config = ModelConfig(
+            hidden_size=64,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            mlp_size=96,
+            context_tokens=256,
+        )
+        model = new_model(
+            config,
+            vocab_size=len(tokenizer),
+            eos_id=tokenizer.eos_token_id,
+            pad_id=tokenizer.pad_token_id,
+            seed=seed,
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 2:
@@ -113,7 +137,12 @@ def s3_endpoint(tmp_path_factory):
     from agentgym.deploy.owned import owned_process, tail
 
     folder = tmp_path_factory.mktemp("s3")
-    command = [sys.executable, "-P", str(Path(__file__).with_name("s3_server.py")), str(folder / "port")]
+    command = [
+        sys.executable,
+        "-P",
+        str(Path(__file__).with_name("s3_server.py")),
+        str(folder / "port"),
+    ]
     with owned_process(command, log_path=folder / "log", env={}) as server:
         deadline = time.monotonic() + 120
         while not (folder / "port").exists():
@@ -125,7 +154,9 @@ def s3_endpoint(tmp_path_factory):
 
 @pytest.fixture
 def s3_uri(s3_endpoint, monkeypatch, tmp_path):
-    """s3://bucket/prefix of an empty place on that server; the environment names the server, as AWS programs read it."""
+    """s3://bucket/prefix of an empty place on that server; the environment names the server, as
+    AWS programs read it.
+    """
     import boto3
 
     (tmp_path / "aws").touch()  # nobody's own settings
@@ -144,17 +175,32 @@ def s3_uri(s3_endpoint, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def openenv(request):
-    """openenv(*arguments) -> command and environment of `openenv_peer.py`, in a process whose path has OpenEnv's package.
+    """openenv(*arguments) -> command and environment of `openenv_peer.py`, in a process whose path
+    has OpenEnv's package.
 
     It is installed once, where everything must run; elsewhere its tests are skipped.
     """
     needed = Path(__file__).with_name("openenv.txt")
-    folder = Path(request.config.cache.mkdir("openenv")) / hashlib.sha256(needed.read_bytes()).hexdigest()[:16]
+    folder = (
+        Path(request.config.cache.mkdir("openenv"))
+        / hashlib.sha256(needed.read_bytes()).hexdigest()[:16]
+    )
     if not folder.exists():
         if not os.environ.get("AGENTGYM_TEST_ALL"):
             pytest.skip("OpenEnv's package is installed where AGENTGYM_TEST_ALL is set")
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial), "--requirement", str(needed)]
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            str(partial),
+            "--requirement",
+            str(needed),
+        ]
         subprocess.run(install, check=True, timeout=240)
         with contextlib.suppress(OSError):  # another process has been faster
             partial.rename(folder)
@@ -169,7 +215,9 @@ def openenv(request):
 
 @pytest.fixture(scope="session")
 def gold():
-    """gold(env, task, options) -> (what is shown at reset, [(action, result), ...]) of an episode an expert plays alone."""
+    """gold(env, task, options) -> (what is shown at reset, [(action, result), ...]) of an
+    episode an expert plays alone.
+    """
     from envs.registry import load_spec
 
     def play(name, task_id, options=None):
@@ -206,7 +254,11 @@ def empty_dvc_project(tmp_path_factory):
         patch.chdir(folder)
         subprocess.run(["git", "init", "-q"], check=True)
         run_dvc("init", "-q", timeout_s=120)
-        for name, value in (("analytics", "false"), ("check_update", "false"), ("site_cache_dir", ".dvc/tmp/site")):
+        for name, value in (
+            ("analytics", "false"),
+            ("check_update", "false"),
+            ("site_cache_dir", ".dvc/tmp/site"),
+        ):
             run_dvc("config", f"core.{name}", value, timeout_s=120)
     return folder
 
@@ -222,7 +274,9 @@ def dvc_project(empty_dvc_project, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def serving():
-    """serving(env, options, **settings) -> (endpoint, sessions) of a real server on loopback, in a thread; env: a name or an EnvSpec."""
+    """serving(env, options, **settings) -> (endpoint, sessions) of a real server on loopback,
+    in a thread; env: a name or an EnvSpec.
+    """
     import uvicorn
 
     from envs.connection import server_config

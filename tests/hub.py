@@ -1,4 +1,6 @@
-"""A stand-in for the Hugging Face Hub: a dataset's git repository over HTTP, large files by Git LFS, on the loopback."""
+"""A stand-in for the Hugging Face Hub: a dataset's git repository over HTTP, large files by Git
+LFS, on the loopback.
+"""
 
 import hashlib
 import json
@@ -40,10 +42,17 @@ class Hub:
                     self.from_git(body)
                     return
                 objects = [
-                    {**wanted, "actions": {"download": {"href": f"{hub.origin}/lfs/{wanted['oid']}"}}}
+                    {
+                        **wanted,
+                        "actions": {"download": {"href": f"{hub.origin}/lfs/{wanted['oid']}"}},
+                    }
                     for wanted in json.loads(body)["objects"]
                 ]
-                self.reply(200, {"Content-Type": "application/vnd.git-lfs+json"}, json.dumps({"objects": objects}).encode())
+                self.reply(
+                    200,
+                    {"Content-Type": "application/vnd.git-lfs+json"},
+                    json.dumps({"objects": objects}).encode(),
+                )
 
             def from_git(self, body: bytes) -> None:
                 url = urlsplit(self.path)
@@ -79,7 +88,9 @@ class Hub:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), daemon=True
+        )
         self.origin = f"http://127.0.0.1:{self._server.server_address[1]}"
         self.url = f"{self.origin}/{NAME}"
         self._thread.start()
@@ -91,7 +102,9 @@ class Hub:
 
     def git(self, *arguments: str) -> str:
         command = ["git", "-c", "user.name=Hub", "-c", "user.email=hub@example.org", *arguments]
-        return subprocess.run(command, cwd=self.repository, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=self.repository, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     def commit(self, files: dict[str, bytes], large: tuple[str, ...] = ()) -> str:
         """The new commit's id. Files named in `large` are kept by LFS."""

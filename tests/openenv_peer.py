@@ -1,7 +1,9 @@
-"""OpenEnv's own client and server, for the tests; run with its package on the path, see `tests/openenv.txt`.
+"""OpenEnv's own client and server, for the tests; run with its package on the path, see
+`tests/openenv.txt`.
 
 `openenv_peer.py play` reads what to play from stdin and writes what was shown to stdout.
-`openenv_peer.py serve NAME PORT_FILE MOST` serves one of our simulators through OpenEnv's server, MOST at once.
+`openenv_peer.py serve NAME PORT_FILE MOST` serves one of our simulators through OpenEnv's server,
+MOST at once.
 """
 
 import asyncio
@@ -41,7 +43,11 @@ class Wrapped(Environment):
     def step(self, action, timeout_s=None):
         result = self._world.step(action.message)
         self._state.step_count += 1
-        return Seen(text=result.observation, reward=result.reward, done=result.terminated or result.truncated)
+        return Seen(
+            text=result.observation,
+            reward=result.reward,
+            done=result.terminated or result.truncated,
+        )
 
     @property
     def state(self):
@@ -65,11 +71,16 @@ def serve(name, port_file, most):
 
 async def play(url, token, episodes):
     told = []
-    async with GenericEnvClient(base_url=url, headers={"Authorization": f"Bearer {token}"}, message_timeout_s=30) as client:
+    async with GenericEnvClient(
+        base_url=url, headers={"Authorization": f"Bearer {token}"}, message_timeout_s=30
+    ) as client:
         for number, (seed, actions) in enumerate(episodes):
             shown = [await client.reset(seed=seed, episode_id=f"episode {number}")]
             shown += [await client.step({"message": action}) for action in actions]
-            rows = [[each.observation["text"], each.reward, each.done, each.metadata["success"]] for each in shown]
+            rows = [
+                [each.observation["text"], each.reward, each.done, each.metadata["success"]]
+                for each in shown
+            ]
             told.append({"rows": rows, "state": await client.state()})
         try:
             await client.step({"message": "again"})

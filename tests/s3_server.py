@@ -1,10 +1,16 @@
-"""An S3 server for the tests: moto, one request at a time, because moto checks a condition and acts on it in two steps."""
+"""An S3 server for the tests: moto, one request at a time, because moto checks a condition and
+acts on it in two steps.
+"""
 
 import sys
 import threading
 from pathlib import Path
 
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
 from werkzeug.serving import make_server
 
 from agentgym.deploy.owned import end_with_owner
@@ -18,7 +24,9 @@ def main(port_file: Path) -> None:
         with alone:
             return application(environ, start_response)
 
-    server = make_server("127.0.0.1", 0, one_at_a_time, threaded=True, request_handler=MotoRequestHandler)
+    server = make_server(
+        "127.0.0.1", 0, one_at_a_time, threaded=True, request_handler=MotoRequestHandler
+    )
     part = port_file.with_suffix(".part")
     part.write_text(str(server.server_port))
     part.rename(port_file)

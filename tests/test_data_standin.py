@@ -37,17 +37,29 @@ def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy, home = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("home")
     (copy / ".dvc").mkdir()
     (copy / "data").mkdir()
-    for name in (".dvc/config", ".dvc/.gitignore", ".dvcignore", f"{DATASET}.dvc", "data/.gitignore"):
+    for name in (
+        ".dvc/config",
+        ".dvc/.gitignore",
+        ".dvcignore",
+        f"{DATASET}.dvc",
+        "data/.gitignore",
+    ):
         shutil.copy(ROOT / name, copy / name)
     shutil.copytree(ROOT / "data/dvc-remote", copy / "data/dvc-remote")
     subprocess.run(["git", "init", "-q"], cwd=copy, check=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "XDG_"))} | {
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "XDG_"))
+    } | {
         "HOME": str(home),
         # a proxy that refuses: a pull that asked the network would fail
-        **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"),
+        **dict.fromkeys(
+            ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
+        ),
     }
     command = [sys.executable, "-m", "dvc", "pull", "-q", f"{DATASET}.dvc"]
-    result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     assert list(home.iterdir()) == [], "DVC wrote to the home directory"
     assert (copy / ".agentgym/dvc").is_dir(), "DVC's site cache belongs into the project"
@@ -60,14 +72,24 @@ def test_dvc_pull_restores_the_dataset_in_a_fresh_clone(pulled: Path) -> None:
         assert len(splits.test) >= 40
 
 
-def test_no_task_stands_twice_in_the_lists_and_every_id_names_one(pulled: Path, script: ModuleType) -> None:
-    """By what the environments say of themselves, each as it is by default; an id that names none raises."""
+def test_no_task_stands_twice_in_the_lists_and_every_id_names_one(
+    pulled: Path, script: ModuleType
+) -> None:
+    """By what the environments say of themselves, each as it is by default; an id that names
+    none raises.
+    """
     for env in script.SIZES:
         identity = script._identity(env)
-        ids = [row["item_id"] for name in (f"train/{env}_train", f"eval/{env}_test") for row in read(pulled / DATASET / f"{name}.json")]
+        ids = [
+            row["item_id"]
+            for name in (f"train/{env}_train", f"eval/{env}_test")
+            for row in read(pulled / DATASET / f"{name}.json")
+        ]
         tasks = [identity(int(item_id.rpartition("_")[2])) for item_id in ids]
         repeated = (
-            [item_id for item_id, task in zip(ids, tasks, strict=True) if tasks.count(task) > 1] if len(set(tasks)) < len(ids) else []
+            [item_id for item_id, task in zip(ids, tasks, strict=True) if tasks.count(task) > 1]
+            if len(set(tasks)) < len(ids)
+            else []
         )
         assert not repeated, f"{env}: {len(repeated)}: {repeated[:10]}"
 
@@ -78,15 +100,26 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def validate(*settings: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "agentgym", "data", "validate", *(part for each in settings for part in ("--set", each))]
+    command = [
+        sys.executable,
+        "-m",
+        "agentgym",
+        "data",
+        "validate",
+        *(part for each in settings for part in ("--set", each)),
+    ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.usefixtures("java", "chromium")
-def test_data_validate_compares_the_tasks_of_all_five_environments(pulled: Path, script: ModuleType) -> None:
+def test_data_validate_compares_the_tasks_of_all_five_environments(
+    pulled: Path, script: ModuleType
+) -> None:
     ended = validate(f"data.path={pulled / DATASET}")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert [line.partition(":")[0] for line in ended.stdout.splitlines() if "sha256" in line] == list(script.SIZES)
+    assert [
+        line.partition(":")[0] for line in ended.stdout.splitlines() if "sha256" in line
+    ] == list(script.SIZES)
     warnings = [line for line in ended.stdout.splitlines() if line.startswith("warning: ")]
     assert all("the published list has" in line for line in warnings), warnings  # by design
 
@@ -94,9 +127,24 @@ def test_data_validate_compares_the_tasks_of_all_five_environments(pulled: Path,
 @pytest.mark.parametrize(
     ("env", "train", "test", "said"),
     [
-        ("babyai", (53, *range(20)), (135, 100), "babyai: 1 of 2 test items are the same task as a train item: babyai_135 = babyai_53; "),
-        ("searchqa", range(51_713, 51_763), (0, 1200), "test items are the same task as another test item: searchqa_1200 = searchqa_0"),
-        ("textcraft", range(20), (547, 100), "textcraft: 1 of 2 test items are the same task as a "),
+        (
+            "babyai",
+            (53, *range(20)),
+            (135, 100),
+            "babyai: 1 of 2 test items are the same task as a train item: babyai_135 = babyai_53; ",
+        ),
+        (
+            "searchqa",
+            range(51_713, 51_763),
+            (0, 1200),
+            "test items are the same task as another test item: searchqa_1200 = searchqa_0",
+        ),
+        (
+            "textcraft",
+            range(20),
+            (547, 100),
+            "textcraft: 1 of 2 test items are the same task as a ",
+        ),
     ],
 )
 def test_data_validate_fails_where_a_test_task_stands_under_another_id(
@@ -106,12 +154,19 @@ def test_data_validate_fails_where_a_test_task_stands_under_another_id(
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(json.dumps([{"item_id": f"{env}_{task}"} for task in tasks]))
     few = ("evaluation.num_items=1", "rollout.items_per_step=1", "validation.num_items=1")
-    ended = validate(f"data.path={tmp_path}", f"env.name={env}", *few, *(() if env == "babyai" else ("env.options={}",)))
+    ended = validate(
+        f"data.path={tmp_path}",
+        f"env.name={env}",
+        *few,
+        *(() if env == "babyai" else ("env.options={}",)),
+    )
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert said in ended.stdout
 
 
-def test_the_script_writes_exactly_what_is_tracked(pulled: Path, script: ModuleType, tmp_path: Path) -> None:
+def test_the_script_writes_exactly_what_is_tracked(
+    pulled: Path, script: ModuleType, tmp_path: Path
+) -> None:
     script.write(tmp_path)
     written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.json")}
     root = pulled / DATASET
@@ -144,15 +199,21 @@ def test_indices_stay_in_each_environment_s_range(pulled: Path, script: ModuleTy
             assert all(int(item_id.rpartition("_")[2]) in indices for item_id in ids)
 
 
-def test_the_invented_goals_are_for_training_and_the_game_s_own_for_the_test(script: ModuleType, tmp_path: Path) -> None:
+def test_the_invented_goals_are_for_training_and_the_game_s_own_for_the_test(
+    script: ModuleType, tmp_path: Path
+) -> None:
     root = ROOT / "data/textcraft-invented"
     script.write_invented(tmp_path)
     assert all(
-        (tmp_path / name).read_bytes() == (root / name).read_bytes() for name in ("train/textcraft_train.json", "eval/textcraft_test.json")
+        (tmp_path / name).read_bytes() == (root / name).read_bytes()
+        for name in ("train/textcraft_train.json", "eval/textcraft_test.json")
     )
     splits = load_splits(root, "textcraft", validation_fraction=0.1, seed=0)
     options = yaml.safe_load((ROOT / "profiles/textcraft-cpu.yaml").read_text())["env"]["options"]
-    world, shipped = load_spec("textcraft", options).make(), load_spec("textcraft", {"max_depth": 1, "distractors": 0}).make()
+    world, shipped = (
+        load_spec("textcraft", options).make(),
+        load_spec("textcraft", {"max_depth": 1, "distractors": 0}).make(),
+    )
 
     def goals(items: tuple[Item, ...]) -> list[str]:
         return [world.reset(item.task_id).rpartition("Goal: ")[2] for item in items]

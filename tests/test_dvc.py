@@ -1,4 +1,6 @@
-"""dvc.yaml is written by hand and must not drift from the steps it runs; data goes to a remote and comes back whole."""
+"""dvc.yaml is written by hand and must not drift from the steps it runs; data goes to a remote
+and comes back whole.
+"""
 
 import os
 import shutil
@@ -21,34 +23,53 @@ ROOT = Path(__file__).parents[1]
 def test_every_step_is_a_dvc_stage_with_its_parents_and_parameters():
     stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
     steps = steps_of(load_config(ROOT / "params.yaml"))
-    others = steps_of(load_config(ROOT / "params.yaml", ["algorithm.recipe=dpo"]))  # `dvc exp run -S` may choose it, and what it reads
+    # `dvc exp run -S` may choose it, and what it reads
+    others = steps_of(load_config(ROOT / "params.yaml", ["algorithm.recipe=dpo"]))
     assert list(stages) == list(steps)
     for name, step in steps.items():
         stage = stages[name]
         assert stage["cmd"] == f"python -m agentgym step {name} --out outputs/{name}.json"
-        inputs = [f"outputs/{parent}.json" for parent in step.parents] or ["${data.path}", "data/trajectories"]
+        inputs = [f"outputs/{parent}.json" for parent in step.parents] or [
+            "${data.path}",
+            "data/trajectories",
+        ]
         assert stage["deps"] == [*inputs, "agentgym", "envs"]
         assert stage["params"] == list(dict.fromkeys([*step.sections, *others[name].sections]))
-        assert stage.get("outs", stage.get("metrics")) == [{f"outputs/{name}.json": {"cache": False}}]
+        assert stage.get("outs", stage.get("metrics")) == [
+            {f"outputs/{name}.json": {"cache": False}}
+        ]
 
 
 def content(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("kind", ["local", "s3"])
-def test_a_tracked_dataset_goes_to_a_remote_and_comes_back_whole(kind, dvc_project, tmp_path, request):
+def test_a_tracked_dataset_goes_to_a_remote_and_comes_back_whole(
+    kind, dvc_project, tmp_path, request
+):
     remote = request.getfixturevalue("s3_uri") if kind == "s3" else str(tmp_path / "remote")
     folder = Path("data/lists")
     for name in ("train/babyai_train.json", "eval/babyai_test.json"):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text(f'[{{"item_id": "babyai_{len(name)}"}}]')
     before = content(folder)
-    for command in (("add", "-q", str(folder)), ("remote", "add", "-q", "--default", "shelf", remote), ("push", "-q")):
+    for command in (
+        ("add", "-q", str(folder)),
+        ("remote", "add", "-q", "--default", "shelf", remote),
+        ("push", "-q"),
+    ):
         run_dvc(*command, timeout_s=240)
     if kind == "s3":
         prefix = remote.removeprefix("s3://tests/")
-        objects = [found.key.removeprefix(prefix) for found in boto3.resource("s3").Bucket("tests").objects.filter(Prefix=prefix)]
+        objects = [
+            found.key.removeprefix(prefix)
+            for found in boto3.resource("s3").Bucket("tests").objects.filter(Prefix=prefix)
+        ]
     else:
         objects = list(content(Path(remote)))
     assert len(objects) == 3  # two lists and the list of the folder
@@ -59,7 +80,9 @@ def test_a_tracked_dataset_goes_to_a_remote_and_comes_back_whole(kind, dvc_proje
     check_pin(folder)
 
 
-def test_an_imported_dataset_is_never_pushed_and_comes_back_from_where_it_was_imported(hub, dvc_project, tmp_path):
+def test_an_imported_dataset_is_never_pushed_and_comes_back_from_where_it_was_imported(
+    hub, dvc_project, tmp_path
+):
     """Its licence forbids to hand it on, and a remote inside a repository is handed on with it."""
     sha = hub.commit({"train/babyai_train.json": b"[]", "eval/babyai_test.json": b"[]"})
     folder = import_dataset(hub.url, sha, Path("data/lists")).path
@@ -70,7 +93,14 @@ def test_an_imported_dataset_is_never_pushed_and_comes_back_from_where_it_was_im
     shutil.rmtree(folder)
     shutil.rmtree(".dvc/cache")
     run_dvc("pull", "-q", timeout_s=240)
-    assert content(folder) == before == {"train/babyai_train.json": b"[]", "eval/babyai_test.json": b"[]"}
+    assert (
+        content(folder)
+        == before
+        == {
+            "train/babyai_train.json": b"[]",
+            "eval/babyai_test.json": b"[]",
+        }
+    )
     check_pin(folder)
 
 
@@ -80,13 +110,29 @@ def test_another_user_reaches_nothing_that_dvc_unpickles(empty_dvc_project):
         Path(place).chmod(0o755)  # unlike pytest's own folders, others may enter
         folder = shutil.copytree(empty_dvc_project, Path(place, "project"))
         (folder / "numbers.txt").write_text("1 2 3")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("DVC_")}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("DVC_")
+        }
         environment["PYTHONPATH"] = str(ROOT)
-        command = "import flows; from agentgym.dataset import run_dvc; run_dvc('add', 'numbers.txt', timeout_s=120)"
+        command = (
+            "import flows; from agentgym.dataset import run_dvc; run_dvc('add', 'numbers.txt',"
+            " timeout_s=120)"
+        )
         subprocess.run([sys.executable, "-c", command], cwd=folder, env=environment, check=True)
         caches = list((folder / ".agentgym/dvc/repo").glob("*/*"))
         assert caches, "DVC keeps its caches elsewhere"
-        attempt = "for path in .agentgym .agentgym/dvc .agentgym/dvc/repo; do ls $path; echo x > $path/planted; done; cat numbers.txt"
-        theirs = subprocess.run(["sh", "-c", attempt], cwd=folder, user=65534, group=65534, extra_groups=[], capture_output=True, text=True)
+        attempt = (
+            "for path in .agentgym .agentgym/dvc .agentgym/dvc/repo; do ls $path; echo x >"
+            " $path/planted; done; cat numbers.txt"
+        )
+        theirs = subprocess.run(
+            ["sh", "-c", attempt],
+            cwd=folder,
+            user=65534,
+            group=65534,
+            extra_groups=[],
+            capture_output=True,
+            text=True,
+        )
         assert theirs.stdout == "1 2 3"
         assert not list(folder.rglob("planted"))

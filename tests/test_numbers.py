@@ -1,7 +1,8 @@
-"""Every number the README states is a result, read off the file it comes from, or a plain fact listed here; no other may stand there.
+"""Every number the README states is a result, read off the file it comes from, or a plain fact
+listed here; no other may stand there.
 
-A row of BOUND is a pattern of the README's text and what its groups must be by the file today. What no pattern covers and FACTS does
-not list is a number without a source.
+A row of BOUND is a pattern of the README's text and what its groups must be by the file today.
+What no pattern covers and FACTS does not list is a number without a source.
 """
 
 import json
@@ -16,8 +17,13 @@ from agentgym.config import load_config
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 README = (ROOT / "README.md").read_text()
-WORDS = "two three four five six seven eight nine ten eleven twelve fifteen sixteen twenty thirty forty fifty sixty hundred thousand"
-NUMBER = re.compile(rf"(?<![\w.@/\-])[+−-]?\d[\d.,]*(?![\w])|\b(?:{'|'.join(WORDS.split())})\b", re.IGNORECASE)
+WORDS = (
+    "two three four five six seven eight nine ten eleven twelve fifteen sixteen twenty thirty forty"
+    " fifty sixty hundred thousand"
+)
+NUMBER = re.compile(
+    rf"(?<![\w.@/\-])[+−-]?\d[\d.,]*(?![\w])|\b(?:{'|'.join(WORDS.split())})\b", re.IGNORECASE
+)
 
 # not results: what the code, its requirements and its sources are
 FACTS = (
@@ -62,16 +68,32 @@ def pipeline_rows():
             numbers += [percent(row["mean"], 1), percent(row["low"]), percent(row["high"])]
         gain = (found["paired"] or {}).get("avg_at_4")
         if gain:
-            numbers += [f"{100 * gain['mean']:+.1f}", f"{100 * gain['low']:+.0f}", f"{100 * gain['high']:+.0f}"]
+            numbers += [
+                f"{100 * gain['mean']:+.1f}",
+                f"{100 * gain['low']:+.0f}",
+                f"{100 * gain['high']:+.0f}",
+            ]
         triple = r" +(\d+\.\d) +(\d+)-(\d+)"
-        yield rf"^{title}{triple * 3}" + (r" +([+-][\d.]+) ([+-]\d+) to ([+-]\d+)" if gain else "") + " *$", numbers
+        yield (
+            rf"^{title}{triple * 3}"
+            + (r" +([+-][\d.]+) ([+-]\d+) to ([+-]\d+)" if gain else "")
+            + " *$",
+            numbers,
+        )
 
 
 def times():
     """Seconds of the sample output's parts, first run."""
     steps = result("pipeline")["runs"][0]["steps_s"]
-    starts = {"warm start": ("initialise", "warm-start"), "training": ("stage-",), "evaluation": ("evaluate-",)}
-    parts = {part: sum(value for name, value in steps.items() if name.startswith(names)) for part, names in starts.items()}
+    starts = {
+        "warm start": ("initialise", "warm-start"),
+        "training": ("stage-",),
+        "evaluation": ("evaluate-",),
+    }
+    parts = {
+        part: sum(value for name, value in steps.items() if name.startswith(names))
+        for part, names in starts.items()
+    }
     parts["other"] = sum(steps.values()) - sum(parts.values())
     return [f"{value:.0f}" for value in parts.values()]
 
@@ -90,15 +112,28 @@ def rl_success():
     start = {percent(row["start"]["avg_at_4"]["mean"]) for row in rl}
     assert len(start) == 1
     seeds, items = {len(row["seeds"]) for row in rl}, {row["evaluation"]["num_items"] for row in rl}
-    return [*map(str, seeds), *map(str, items), *start, percent(min(means)), percent(max(means)), worst[1], percent(worst[0])]
+    return [
+        *map(str, seeds),
+        *map(str, items),
+        *start,
+        percent(min(means)),
+        percent(max(means)),
+        worst[1],
+        percent(worst[0]),
+    ]
 
 
 def supervised():
-    return [percent(learned()[1][name]["success"]["avg_at_4"]["mean"]) for name in ("sft", "dpo", "agent_evol")]
+    return [
+        percent(learned()[1][name]["success"]["avg_at_4"]["mean"])
+        for name in ("sft", "dpo", "agent_evol")
+    ]
 
 
 def below_grpo():
-    verdict = next(each for each in result("learn")["verdicts"] if each["what"].startswith("control (b)"))
+    verdict = next(
+        each for each in result("learn")["verdicts"] if each["what"].startswith("control (b)")
+    )
     assert verdict["ok"] is False
     return [re.match(r"GRPO minus SFT \+([\d.]+) ", verdict["figures"])[1], rl_success()[0]]
 
@@ -119,18 +154,31 @@ def runs(key):
 
 
 BOUND = [
-    (r"the whole job: (\d+) minutes on (\d+) cores of ([\w ]+);", [str(math.ceil(max(runs("wall_s")) / 60)), *machine("pipeline")]),
+    (
+        r"the whole job: (\d+) minutes on (\d+) cores of ([\w ]+);",
+        [str(math.ceil(max(runs("wall_s")) / 60)), *machine("pipeline")],
+    ),
     *pipeline_rows(),
-    (r"^time +warm start (\d+) s · training (\d+) s · evaluation (\d+) s · other (\d+) s$", times()),
+    (
+        r"^time +warm start (\d+) s · training (\d+) s · evaluation (\d+) s · other (\d+) s$",
+        times(),
+    ),
     (r"^(Three) seeds, each with its evaluations", [{3: "Three"}[len(runs("seed"))]]),
     (r"finds everything done \((\d+) s, same machine\)", [str(math.ceil(max(runs("again_s"))))]),
     (
-        r"(\d+)\sseeds and (\d+) test items each, from (\d+) % sampled success: recipes of reinforcement learning reach (\d+) to (\d+) %"
+        r"(\d+)\sseeds and (\d+) test items each, from (\d+) % sampled success: recipes of"
+        r" reinforcement learning reach (\d+) to (\d+) %"
         r"[^%]*?worst seed, of `([^`]+)`, (\d+) %\)",
         rl_success(),
     ),
     (r"`sft` (\d+) %, `dpo` (\d+) %, `agent_evol` (\d+) %", supervised()),
-    (r"supervised learning for the same CPU time ends ([\d.]+) points below GRPO, which (\d) seeds cannot tell\sfrom none", below_grpo()),
+    (
+        (
+            r"supervised learning for the same CPU time ends ([\d.]+) points below GRPO, which (\d)"
+            r" seeds cannot tell\sfrom none"
+        ),
+        below_grpo(),
+    ),
     (r"of (\d+) faults\sof (\d+) kinds (\d+) left a run that passes every check\.", faults()),
 ]
 
@@ -143,8 +191,13 @@ def test_a_number_of_the_readme_is_that_of_its_file(pattern, values):
 
 
 def unbound(text):
-    """Numbers of `text` that no pattern covers and FACTS does not list, each with what stands around it."""
-    for pattern in (*(pattern for pattern, _ in BOUND), *(re.escape(fact).replace(r"\ ", r"\s+") for fact in FACTS)):
+    """Numbers of `text` that no pattern covers and FACTS does not list, each with what stands
+    around it.
+    """
+    for pattern in (
+        *(pattern for pattern, _ in BOUND),
+        *(re.escape(fact).replace(r"\ ", r"\s+") for fact in FACTS),
+    ):
         text = re.sub(pattern, "", text, flags=re.MULTILINE | re.DOTALL)
     text = prose(text)
     return [text[max(0, found.start() - 40) : found.end() + 20] for found in NUMBER.finditer(text)]
@@ -153,7 +206,10 @@ def unbound(text):
 def prose(text):
     """Without what is typed: commands (their comments stay), code in a line, addresses."""
     text = re.sub(
-        r"```sh\n(.*?)```", lambda block: "\n".join(line.partition("  #")[2] for line in block[1].splitlines()), text, flags=re.DOTALL
+        r"```sh\n(.*?)```",
+        lambda block: "\n".join(line.partition("  #")[2] for line in block[1].splitlines()),
+        text,
+        flags=re.DOTALL,
     )
     return re.sub(r"(?<=\])\([^)]*\)|https?://\S+|`[^`\n]*`", "", text)
 
@@ -162,7 +218,15 @@ def test_no_other_number_stands_in_the_readme():
     assert unbound(README) == []
 
 
-@pytest.mark.parametrize("claim", ["It reaches 97 % sampled success.", "Twelve times as fast.", "It takes 14 s.", "a gain of +3.5 points"])
+@pytest.mark.parametrize(
+    "claim",
+    [
+        "It reaches 97 % sampled success.",
+        "Twelve times as fast.",
+        "It takes 14 s.",
+        "a gain of +3.5 points",
+    ],
+)
 def test_a_new_number_without_a_source_is_found(claim):
     assert len(unbound(f"{README}\n{claim}\n")) == 1
 
@@ -171,7 +235,12 @@ def test_the_plain_facts_are_those_of_the_default_run():
     cfg = load_config(ROOT / "params.yaml")
     assert (cfg.warm_start.num_demos, cfg.horizon.max_turns) == (300, (5, 8, 12))
     settings = cfg.evaluation
-    assert (settings.num_items, settings.max_turns, settings.num_samples, settings.temperature) == (512, 12, 4, 1.0)
+    assert (settings.num_items, settings.max_turns, settings.num_samples, settings.temperature) == (
+        512,
+        12,
+        4,
+        1.0,
+    )
     assert settings.confidence == 0.95
     model = cfg.model
     head = model.hidden_size // model.num_heads
@@ -179,7 +248,8 @@ def test_the_plain_facts_are_those_of_the_default_run():
         model.num_heads + 2 * model.num_kv_heads
     )
     layer = attention + 3 * model.hidden_size * model.mlp_size + 2 * model.hidden_size
-    most = model.num_layers * layer + model.hidden_size * (1 + model.vocab_size)  # the tokenizer may end with fewer
+    # the tokenizer may end with fewer
+    most = model.num_layers * layer + model.hidden_size * (1 + model.vocab_size)
     assert 0.2 <= most / 1e6 <= 0.3
 
 
@@ -192,7 +262,12 @@ def test_the_profile_after_the_published_script_has_its_settings():
     """AgentGym-RL, examples/train/ScalingInter-RL/babyai_train.sh; 810 train items."""
     cfg = load_config(ROOT / "profiles/qwen2.5-7b-babyai.yaml")
     algorithm = cfg.algorithm
-    assert (algorithm.kl_coef, algorithm.kl_estimator, algorithm.kl_place, algorithm.entropy_coef) == (0.001, "k3", "loss", 0.001)
+    assert (
+        algorithm.kl_coef,
+        algorithm.kl_estimator,
+        algorithm.kl_place,
+        algorithm.entropy_coef,
+    ) == (0.001, "k3", "loss", 0.001)
     assert (cfg.rollout.items_per_step, cfg.rollout.group_size, cfg.optimiser.lr) == (32, 4, 1e-6)
     assert cfg.horizon.max_turns == (6, 13, 20)
     assert cfg.horizon.stage_steps[:2] == (100, 100)

@@ -1,4 +1,6 @@
-"""What is installed is what is written down: the images' locks, the pins and the lists of components agree."""
+"""What is installed is what is written down: the images' locks, the pins and the lists of
+components agree.
+"""
 
 import json
 import re
@@ -64,7 +66,9 @@ def test_a_lock_holds_all_that_its_server_needs_and_that_those_need(env):
         seen.add((name, *sorted(extras)))
         for line in requires(name) or ():
             further = Requirement(line)
-            if not further.marker or any(further.marker.evaluate({"extra": extra}) for extra in extras):
+            if not further.marker or any(
+                further.marker.evaluate({"extra": extra}) for extra in extras
+            ):
                 further.marker = None
                 waiting.append(further)
 
@@ -76,8 +80,14 @@ def test_the_components_of_an_image_are_those_of_its_lock(env):
 
 def test_the_components_of_the_trainer_are_the_pinned_ones():
     listed = components("agentgym-flow")
-    assert {name: version for name, version in listed.items() if PINNED.get(name, version) != version} == {}
-    direct = {canonical(Requirement(line).name) for line in requires("agentgym-flow") if "extra" not in line}
+    assert {
+        name: version for name, version in listed.items() if PINNED.get(name, version) != version
+    } == {}
+    direct = {
+        canonical(Requirement(line).name)
+        for line in requires("agentgym-flow")
+        if "extra" not in line
+    }
     assert direct - {"agentgym-flow"} <= set(listed)
 
 
@@ -85,5 +95,9 @@ def test_third_party_names_every_file_that_is_made_of_others_work():
     said = (ROOT / "THIRD_PARTY.md").read_text()
     for path in re.findall(r"`((?:envs|data|docs)/[^`]+)`", said):
         assert (ROOT / path).exists(), path
-    for file in ("envs/textcraft/recipes.json", "envs/sciworld/gold.json.gz", "envs/sciworld/slots.jar"):
+    for file in (
+        "envs/textcraft/recipes.json",
+        "envs/sciworld/gold.json.gz",
+        "envs/sciworld/slots.jar",
+    ):
         assert f"`{file}`" in said

@@ -18,16 +18,21 @@ EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What an advantage function may look at: the n action tokens of a global batch of B rows, in row order."""
+    """What an advantage function may look at: the n action tokens of a global batch of B rows,
+    in row order.
+    """
 
     row: Tensor  # [n] int64, ascending
-    rewards: Tensor  # [n] float32: the outcome on each row's last action token, plus what is paid per token
+    # [n] float32: the outcome on each row's last action token, plus what is paid per token
+    rewards: Tensor
     group_ids: Tensor  # [B] int64, 0 .. G - 1, equal for samples of one item
     gamma: float = 1.0
     gae_lambda: float = 1.0
     values: Tensor | None = None  # [n] of the state each token is chosen in
-    end_values: Tensor | None = None  # [B] of the state after the last action: 0 where the episode was over
-    env_ids: Tensor | None = None  # [B] int64, equal for rows of one environment; None: all are of one
+    # [B] of the state after the last action: 0 where the episode was over
+    end_values: Tensor | None = None
+    # [B] int64, equal for rows of one environment; None: all are of one
+    env_ids: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -46,8 +51,9 @@ AdvantageFunction = Callable[[Experience], tuple[Tensor, Tensor | None]]
 def grpo(experience: Experience) -> tuple[Tensor, None]:
     """Each return standardised within its group, the same for every action token of the row.
 
-    The deviation is the sample one (n - 1). A group whose returns are all equal gets zeros, and so does a group left
-    with one member: there is nothing to compare it with.
+    The deviation is the sample one (n - 1).
+    A group whose returns are all equal gets zeros, and so does a group left with one member: there
+    is nothing to compare it with.
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
     """
     centred, sizes = _centred(experience)
@@ -62,24 +68,31 @@ def dr_grpo(experience: Experience) -> tuple[Tensor, None]:
 
 
 def rloo(experience: Experience) -> tuple[Tensor, None]:
-    """Each return minus the mean of the others in its group; a group of one gets zero. Source: arXiv:2402.14740."""
+    """Each return minus the mean of the others in its group; a group of one gets zero.
+    Source: arXiv:2402.14740.
+    """
     centred, sizes = _centred(experience)
     own = sizes[experience.group_ids]
     return (centred * own / (own - 1).clamp(min=1))[experience.row], None
 
 
 def reinforce_plus_plus(experience: Experience) -> tuple[Tensor, None]:
-    """The discounted sum of what follows each token, whitened over the global batch. Source: arXiv:2501.03262."""
+    """The discounted sum of what follows each token, whitened over the global batch.
+    Source: arXiv:2501.03262.
+    """
     return _whitened(experience, _backwards(experience, experience.rewards, experience.gamma)), None
 
 
 def reinforce_plus_plus_baseline(experience: Experience) -> tuple[Tensor, None]:
-    """Each return minus its group's mean, whitened over the global batch's tokens. Source: arXiv:2501.03262."""
+    """Each return minus its group's mean, whitened over the global batch's tokens.
+    Source: arXiv:2501.03262.
+    """
     return _whitened(experience, _centred(experience)[0][experience.row]), None
 
 
 def gae(experience: Experience) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over action tokens, whitened; the critic's targets are advantage + value, not whitened.
+    """Generalised advantage estimation over action tokens, whitened; the critic's targets are
+    advantage + value, not whitened.
 
     Source: arXiv:1506.02438. Errors: ValueError where there are no values.
     """
@@ -94,14 +107,18 @@ def gae(experience: Experience) -> tuple[Tensor, Tensor]:
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Mean 0 and sample deviation (n - 1) 1 over all of [n]; zeros where all are equal (see `differ`) or alone."""
+    """Mean 0 and sample deviation (n - 1) 1 over all of [n]; zeros where all are equal (see
+    `differ`) or alone.
+    """
     if len(values) < 2 or not differ(values.min(), values.max()):
         return torch.zeros_like(values)
     return (values - values.mean()) / (values.std() + EPS)
 
 
 def _whitened(experience: Experience, values: Tensor) -> Tensor:
-    """[n] values, whitened among the tokens of one environment: the reward scale of one must not set the step size of another."""
+    """[n] values, whitened among the tokens of one environment: the reward scale of one must
+    not set the step size of another.
+    """
     if experience.env_ids is None:
         return whiten(values)
     result, env = torch.zeros_like(values), experience.env_ids[experience.row]
@@ -111,7 +128,9 @@ def _whitened(experience: Experience, values: Tensor) -> Tensor:
 
 
 def _centred(experience: Experience) -> tuple[Tensor, Tensor]:
-    """([B] return minus its group's mean, exactly 0 in a group of equal returns, see `differ`; [G] sizes of the groups)."""
+    """([B] return minus its group's mean, exactly 0 in a group of equal returns, see `differ`;
+    [G] sizes of the groups).
+    """
     returns, groups = experience.returns, experience.group_ids
     num_groups = int(groups.max()) + 1
     sizes = torch.zeros(num_groups).index_add_(0, groups, torch.ones_like(returns))

@@ -26,9 +26,12 @@ class Batch:
     rewards: Tensor  # [N] float32, outcome on the last action token
     logprobs: Tensor  # [N] float32, of the sampling policy; 0 where action_mask is false
     group_ids: Tensor  # [B] int64, equal for samples of one item
-    cut: Tensor  # [B] bool, true where a limit ended the episode, not the task: horizon, context, the simulator's own
+    # [B] bool, true where a limit ended the episode, not the task: horizon, context, the
+    # simulator's own
+    cut: Tensor
     temperature: float  # the actions were sampled at
-    env_ids: Tensor | None = None  # [B] int64, equal for rows of one environment; None: all are of one
+    # [B] int64, equal for rows of one environment; None: all are of one
+    env_ids: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -37,7 +40,9 @@ class Batch:
     @property
     def row(self) -> Tensor:
         """[N] int64: the row each token belongs to."""
-        return torch.repeat_interleave(torch.arange(self.num_rows), self.starts[1:] - self.starts[:-1])
+        return torch.repeat_interleave(
+            torch.arange(self.num_rows), self.starts[1:] - self.starts[:-1]
+        )
 
     @property
     def returns(self) -> Tensor:
@@ -46,7 +51,9 @@ class Batch:
 
     def select(self, rows: Tensor) -> Batch:
         """The named rows, in the order given. rows: [R] int64."""
-        spans = [torch.arange(int(self.starts[row]), int(self.starts[row + 1])) for row in rows.tolist()]
+        spans = [
+            torch.arange(int(self.starts[row]), int(self.starts[row + 1])) for row in rows.tolist()
+        ]
         tokens = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
         return Batch(
             self.input_ids[tokens],
@@ -61,11 +68,15 @@ class Batch:
         )
 
     def with_shuffled_outcomes(self, *, seed: int, step: int) -> Batch:
-        """The same rows with each other's outcomes: a control under which nothing can be learned."""
+        """The same rows with each other's outcomes: a control under which nothing can be
+        learned.
+        """
         places = self.rewards.new_zeros(self.num_rows, dtype=torch.int64).scatter_reduce(
             0, self.row[self.action_mask], self.action_mask.nonzero()[:, 0], "amax"
         )  # of each row's last action token
-        order = np.random.Generator(np.random.Philox(key=[seed, step + 3_000_000])).permutation(self.num_rows)
+        order = np.random.Generator(np.random.Philox(key=[seed, step + 3_000_000])).permutation(
+            self.num_rows
+        )
         rewards = torch.zeros_like(self.rewards)
         rewards[places] = self.rewards[places[torch.from_numpy(order)]]
         return replace(self, rewards=rewards)
@@ -74,14 +85,22 @@ class Batch:
 def learnable(trajectories: Sequence[Trajectory], *, truncated: Truncated) -> list[Trajectory]:
     """Those that may be learned from, in order.
 
-    Failed environments never are, nor rows without a single action; with truncated "mask" neither are episodes cut by
-    the horizon, the context or the simulator's own limit.
+    Failed environments never are, nor rows without a single action; with truncated "mask" neither
+    are episodes cut by the horizon, the context or the simulator's own limit.
     """
-    return [t for t in trajectories if t.status.is_valid and any(t.action_mask) and not (truncated == "mask" and t.status in CUT)]
+    return [
+        t
+        for t in trajectories
+        if t.status.is_valid
+        and any(t.action_mask)
+        and not (truncated == "mask" and t.status in CUT)
+    ]
 
 
 def groups_with_signal(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """The episodes of items whose rewards differ: only these tell better from worse. Source: DAPO, arXiv:2503.14476."""
+    """The episodes of items whose rewards differ: only these tell better from worse.
+    Source: DAPO, arXiv:2503.14476.
+    """
     rewards: dict[str, list[float]] = {}
     for trajectory in trajectories:
         if trajectory.reward is not None:
@@ -90,25 +109,38 @@ def groups_with_signal(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     return [trajectory for trajectory in trajectories if trajectory.item.item_id in telling]
 
 
-def overlong_penalty(trajectory: Trajectory, *, context_tokens: int, buffer: float, penalty: float) -> float:
-    """From 0 to -`penalty` over the last `buffer` (a share, 0 .. 1) of the budget of turns or tokens, whichever is nearer its end.
+def overlong_penalty(
+    trajectory: Trajectory, *, context_tokens: int, buffer: float, penalty: float
+) -> float:
+    """From 0 to -`penalty` over the last `buffer` (a share, 0 .. 1) of the budget of turns or
+    tokens, whichever is nearer its end.
 
-    DAPO (arXiv:2503.14476) counts the tokens of one answer; an episode of many turns has two budgets.
+    DAPO (arXiv:2503.14476) counts the tokens of one answer; an episode of many turns has two
+    budgets.
     """
-    used = max(len(trajectory.turns) / trajectory.max_turns, len(trajectory.input_ids) / context_tokens)
+    used = max(
+        len(trajectory.turns) / trajectory.max_turns, len(trajectory.input_ids) / context_tokens
+    )
     return -penalty * min(1.0, max(0.0, (used - (1 - buffer)) / buffer))
 
 
 def to_batch(
-    trajectories: Sequence[Trajectory], *, truncated: Truncated = "zero", penalty: Callable[[Trajectory], float] = lambda _: 0.0
+    trajectories: Sequence[Trajectory],
+    *,
+    truncated: Truncated = "zero",
+    penalty: Callable[[Trajectory], float] = lambda _: 0.0,
 ) -> Batch:
-    """Pack the trajectories that may be learned from (see `learnable`), in order. penalty: added to each one's outcome.
+    """Pack the trajectories that may be learned from (see `learnable`), in order. penalty: added
+    to each one's outcome.
 
     Errors: ValueError where nothing is left, or where samples of different temperatures meet.
     """
     kept = learnable(trajectories, truncated=truncated)
     if not kept:
-        raise ValueError(f"none of {len(trajectories)} trajectories can be learned from: {sorted({str(t.status) for t in trajectories})}")
+        raise ValueError(
+            f"none of {len(trajectories)} trajectories can be learned from:"
+            f" {sorted({str(t.status) for t in trajectories})}"
+        )
     temperatures = {trajectory.temperature for trajectory in kept}
     if len(temperatures) > 1:
         raise ValueError(f"one batch, one temperature; got {sorted(temperatures)}")
@@ -120,7 +152,9 @@ def to_batch(
         starts=_starts(lengths),
         action_mask=torch.tensor([action for t in kept for action in t.action_mask]),
         rewards=torch.zeros(sum(lengths)),
-        logprobs=torch.tensor([logprob for t in kept for logprob in t.logprobs], dtype=torch.float32),
+        logprobs=torch.tensor(
+            [logprob for t in kept for logprob in t.logprobs], dtype=torch.float32
+        ),
         group_ids=torch.tensor([groups.setdefault(t.item.item_id, len(groups)) for t in kept]),
         cut=torch.tensor([t.status in CUT for t in kept]),
         temperature=temperatures.pop(),
@@ -130,7 +164,9 @@ def to_batch(
     for row, trajectory in enumerate(kept):
         last_action = max(index for index, action in enumerate(trajectory.action_mask) if action)
         batch.rewards[int(batch.starts[row]) + last_action] = outcomes[row]
-    assert torch.equal(batch.returns, outcomes), "an outcome was put on a token the policy did not sample"
+    assert torch.equal(batch.returns, outcomes), (
+        "an outcome was put on a token the policy did not sample"
+    )
     return batch
 
 

@@ -1,4 +1,6 @@
-"""Losses and what is measured beside them: pure, tensors in, tensors out. All [n] over action tokens unless said."""
+"""Losses and what is measured beside them: pure, tensors in, tensors out.
+All [n] over action tokens unless said.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,20 @@ from agentgym.algorithms.recipe import Aggregation, KlEstimator
 
 
 def clip_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> Tensor:
     """The clipped surrogate of each action token, to be minimised: -min(rho A, clip(rho) A).
 
-    old_logprobs: the learner's own before the update. dual_clip: c > 1; where A < 0 the loss is at most -c A, so that a
-    token the policy has left far behind cannot dominate.
-    Source: PPO, arXiv:1707.06347; separate bounds: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729.
+    old_logprobs: the learner's own before the update. dual_clip: c > 1; where A < 0 the loss is at
+    most -c A, so that a token the policy has left far behind cannot dominate.
+    Source: PPO, arXiv:1707.06347; separate bounds: DAPO, arXiv:2503.14476; dual clip:
+    arXiv:1912.09729.
     """
     ratio = (logprobs - old_logprobs).exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -36,7 +45,8 @@ def clip_fractions(
 ) -> dict[str, Tensor]:
     """Where `clip_loss` is clipped, and so has no gradient: [n] bool by name of the metric.
 
-    clip_frac_low: rho below 1 - clip_low with A < 0. clip_frac_high: rho above 1 + clip_high with A > 0.
+    clip_frac_low: rho below 1 - clip_low with A < 0. clip_frac_high: rho above 1 + clip_high with A
+    > 0.
     clip_frac_dual, with a dual clip alone: rho above it with A < 0. clip_frac: any of them.
     A ratio outside the bounds whose advantage has the other sign is not clipped.
     """
@@ -51,7 +61,10 @@ def clip_fractions(
 
 
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
-    """Half the squared error of the critic, the worse of the plain and of the one that moved at most `clip`. Source: as PPO."""
+    """Half the squared error of the critic, the worse of the plain and of the one that moved at
+    most `clip`.
+    Source: as PPO.
+    """
     near = old_values + (values - old_values).clamp(-clip, clip)
     return 0.5 * torch.maximum((values - targets) ** 2, (near - targets) ** 2)
 
@@ -59,8 +72,10 @@ def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: flo
 def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
     """An estimate per token, from samples of the policy, of KL(policy || reference), nats.
 
-    With d = log pi - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 are unbiased as values. As losses
-    on samples of the same policy k2 has the gradient of the reverse KL, k3 that of the forward KL, and k1 none on average.
+    With d = log pi - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 are unbiased
+    as values.
+    As losses on samples of the same policy k2 has the gradient of the reverse KL, k3 that of the
+    forward KL, and k1 none on average.
     Source: arXiv:2506.09477, arXiv:2512.21852.
     """
     d = logprobs - reference
@@ -69,8 +84,11 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> T
     return 0.5 * d**2 if estimator == "k2" else (-d).exp() + d - 1
 
 
-def preference_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Direct preference optimisation of pairs. chosen, rejected: [P], sums over the actions of all turns of log pi - log pi_ref.
+def preference_loss(
+    chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0
+) -> Tensor:
+    """Direct preference optimisation of pairs. chosen, rejected: [P], sums over the actions of all
+    turns of log pi - log pi_ref.
 
     Result: [P]. Source: arXiv:2305.18290; over whole trajectories: ETO, arXiv:2403.02502.
     """
@@ -78,12 +96,17 @@ def preference_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoo
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
 
 
-def aggregation_weights(rows: Tensor, num_rows: int, aggregation: Aggregation, constant: float | None = None) -> Tensor:
-    """What each token's loss is multiplied by before summing, so that no split over micro-batches or ranks changes the sum.
+def aggregation_weights(
+    rows: Tensor, num_rows: int, aggregation: Aggregation, constant: float | None = None
+) -> Tensor:
+    """What each token's loss is multiplied by before summing, so that no split over micro-batches
+    or ranks changes the sum.
 
-    rows: [n] int64, the row of each action token of the global batch. token: every token of the batch counts the same
-    (DAPO). sequence: the mean over each row's tokens, then over rows (GRPO as published). constant: the sum over each
-    row's tokens by `constant`, then the mean over rows (Dr.GRPO). Result: [n]; sums to 1 but for `constant`.
+    rows: [n] int64, the row of each action token of the global batch. token: every token of the
+    batch counts the same (DAPO). sequence: the mean over each row's tokens, then over rows (GRPO as
+    published). constant: the sum over each row's tokens by `constant`, then the mean over rows
+    (Dr.GRPO).
+    Result: [n]; sums to 1 but for `constant`.
     """
     if aggregation == "token":
         return torch.full((len(rows),), 1.0 / max(len(rows), 1))
@@ -97,16 +120,20 @@ def aggregation_weights(rows: Tensor, num_rows: int, aggregation: Aggregation, c
 
 
 def importance_weights(learner_logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
-    """min(w, cap) with w = pi_learner / pi_engine of each action token: truncated importance sampling."""
+    """min(w, cap) with w = pi_learner / pi_engine of each action token: truncated importance
+    sampling.
+    """
     return (learner_logprobs - engine_logprobs).exp().clamp(max=cap)
 
 
 def mismatch(learner_logprobs: Tensor, engine_logprobs: Tensor, *, cap: float) -> dict[str, float]:
-    """How far the engine that sampled is from the learner that trains, over action tokens. Both [n], n >= 1.
+    """How far the engine that sampled is from the learner that trains, over action tokens.
+    Both [n], n >= 1.
 
-    kl: mean of k3 = w - 1 - log w, an unbiased estimate of KL(engine || learner), nats per token; max_abs: largest
-    difference of a log-probability; ess: effective sample size of the weights as a share of n; outside_frac: share of
-    weights outside [0.9, 1.1]; capped_frac: share of weights above `cap`, where `importance_weights` cuts them.
+    kl: mean of k3 = w - 1 - log w, an unbiased estimate of KL(engine || learner), nats per token;
+    max_abs: largest difference of a log-probability; ess: effective sample size of the weights as a
+    share of n; outside_frac: share of weights outside [0.9, 1.1]; capped_frac: share of weights
+    above `cap`, where `importance_weights` cuts them.
     """
     log_ratio = (learner_logprobs - engine_logprobs).double()
     weights = log_ratio.exp()

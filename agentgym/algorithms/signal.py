@@ -1,4 +1,6 @@
-"""Whether outcomes tell better from worse: the one place that says which rewards are equal. Torch-free."""
+"""Whether outcomes tell better from worse: the one place that says which rewards are equal.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ REWARD_TOLERANCE = 1e-6  # a float32 sum of rewards keeps six digits; no environ
 
 
 def differ(low: Any, high: Any) -> Any:
-    """Whether high is above low by more than rounding. Floats, or tensors of one shape; the result has their shape.
+    """Whether high is above low by more than rounding.
+    Floats, or tensors of one shape; the result has their shape.
 
-    The tolerance grows with the rewards, because their rounding does: of rewards up to 1 it is 1e-6 to 3e-6.
+    The tolerance grows with the rewards, because their rounding does: of rewards up to 1 it is 1e-6
+    to 3e-6.
     """
     return high - low > REWARD_TOLERANCE * (1 + abs(low) + abs(high))
 

@@ -32,41 +32,67 @@ def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> 
         if episodes is None or line.name == "initialise":
             continue
         where = line.at(commit)
-        expected: list[tuple[int, Item, int, int, int, float]]  # version, item, sample, step, max_turns, temperature
+        # version, item, sample, step, max_turns, temperature
+        expected: list[tuple[int, Item, int, int, int, float]]
         if stage is not None:
             step, rollout = int(commit.state["global_step"]), cfg.rollout
             by_id = {item.item_id: item for item in splits.train}
             items = [by_id[item_id] for item_id in commit.state["consumed"] if item_id in by_id]
             turns = int(commit.state["max_turns"])  # lineage checks it
-            played = step if RECIPES[cfg.algorithm.recipe].loop == "rl" else stage.first_step  # the step its train episodes are for
+            # the step its train episodes are for
+            played = step if RECIPES[cfg.algorithm.recipe].loop == "rl" else stage.first_step
             expected = [
-                (played - 1, item, sample, played, turns, rollout.temperature) for item in items for sample in range(rollout.group_size)
+                (played - 1, item, sample, played, turns, rollout.temperature)
+                for item in items
+                for sample in range(rollout.group_size)
             ]
             if cfg.validation.every and step % cfg.validation.every == 0 and step >= played:
                 fixed = (0, step, cfg.validation.max_turns, cfg.validation.temperature)
-                expected += [(step, item, *fixed) for item in splits.validation[: cfg.validation.num_items]]
+                expected += [
+                    (step, item, *fixed) for item in splits.validation[: cfg.validation.num_items]
+                ]
         else:
-            chunk = getattr(splits, cfg.evaluation.split)[: cfg.evaluation.num_items][first : int(commit.state["num_items"])]
+            chunk = getattr(splits, cfg.evaluation.split)[: cfg.evaluation.num_items][
+                first : int(commit.state["num_items"])
+            ]
             first = int(commit.state["num_items"])
             version = int(line.checkpoint.state["global_step"]) if line.checkpoint else -1
             rest, samples = (0, cfg.evaluation.max_turns), range(1, 1 + cfg.evaluation.num_samples)
             expected = [(version, item, 0, *rest, 0.0) for item in chunk]
-            expected += [(version, item, sample, *rest, cfg.evaluation.temperature) for item in chunk for sample in samples]
+            expected += [
+                (version, item, sample, *rest, cfg.evaluation.temperature)
+                for item in chunk
+                for sample in samples
+            ]
         tally.expect(where, "number of episodes", len(expected), len(episodes))
         for (version, *wanted), episode in zip(expected, episodes, strict=False):
             lag = cfg.rollout.max_staleness if episode.item.split == "train" else 0
             versions = [turn.version for turn in episode.turns]
-            got = [episode.item, episode.sample, episode.step, episode.max_turns, episode.temperature]
-            tally.expect(place(where, episode), "[item, sample, step, max_turns, temperature]", wanted, got)
-            fit = versions == sorted(versions) and all(version - lag <= each <= version for each in versions)
+            got = [
+                episode.item,
+                episode.sample,
+                episode.step,
+                episode.max_turns,
+                episode.temperature,
+            ]
+            tally.expect(
+                place(where, episode), "[item, sample, step, max_turns, temperature]", wanted, got
+            )
+            fit = versions == sorted(versions) and all(
+                version - lag <= each <= version for each in versions
+            )
             tally.expect(
                 place(where, episode),
                 "versions of the weights",
                 [version] * len(versions),
                 versions if not fit else [version] * len(versions),
             )
-            outcome = sum(turn.reward for turn in episode.turns) if episode.status.is_valid else None
-            tally.expect(place(where, episode), "reward as the sum of its turns'", outcome, episode.reward)
+            outcome = (
+                sum(turn.reward for turn in episode.turns) if episode.status.is_valid else None
+            )
+            tally.expect(
+                place(where, episode), "reward as the sum of its turns'", outcome, episode.reward
+            )
             _check_end(cfg, place(where, episode), episode, tally)
 
 
@@ -77,37 +103,66 @@ def _check_end(cfg: RunConfig, where: str, episode: Trajectory, tally: Tally) ->
         Status.TERMINATED: 0 < len(episode.turns) <= most,
         Status.MAX_TURNS: len(episode.turns) == most,
     }.get(episode.status, len(episode.turns) < most)
-    tally.expect(where, f"a number of turns that fits {episode.status} under max_turns {most}", True, fits)
+    tally.expect(
+        where, f"a number of turns that fits {episode.status} under max_turns {most}", True, fits
+    )
     if episode.status.is_valid:
         tally.expect(where, "error", None, episode.error)
-        tally.expect(where, f"attempts within rollout.max_attempts {attempts}", True, 1 <= episode.num_attempts <= attempts)
-        tally.expect(where, "success of an episode that the environment did not end", False, episode.success and episode.status in CUT)
+        tally.expect(
+            where,
+            f"attempts within rollout.max_attempts {attempts}",
+            True,
+            1 <= episode.num_attempts <= attempts,
+        )
+        tally.expect(
+            where,
+            "success of an episode that the environment did not end",
+            False,
+            episode.success and episode.status in CUT,
+        )
     else:
         tally.expect(where, "success of an episode that is left out", False, episode.success)
         tally.expect(where, "attempts, all of rollout.max_attempts", attempts, episode.num_attempts)
         tally.expect(where, "an error that says what failed", True, bool(episode.error))
 
 
-def check_tokens(cfg: RunConfig, store: RunStore, line: Line, manuals: Mapping[str, str], tally: Tally) -> None:
-    """Ids outside the policy's spans are what the renderer makes of the logged observations; inside, of the logged actions."""
+def check_tokens(
+    cfg: RunConfig, store: RunStore, line: Line, manuals: Mapping[str, str], tally: Tally
+) -> None:
+    """Ids outside the policy's spans are what the renderer makes of the logged observations;
+    inside, of the logged actions.
+    """
     checkpoint = load(store, line.final if line.name == "initialise" else line.checkpoint)
     if checkpoint is None or not line.episodes:
         return
-    renderer, reads_last = checkpoint.renderer, line.stage(cfg) is not None and resolved(cfg).truncated == "bootstrap"
+    renderer, reads_last = (
+        checkpoint.renderer,
+        line.stage(cfg) is not None and resolved(cfg).truncated == "bootstrap",
+    )
     start, bridge, text = cache(renderer.start), cache(renderer.bridge), cache(renderer.text)
     for commit in line.commits:
         for episode in line.episodes.get(commit.seq, ()):
             where = place(line.at(commit), episode)
             ended = episode.status.is_valid
-            if not ended and not episode.first_observation and not episode.turns:  # no session was opened
-                tally.expect(where, "token ids of an episode that did not begin", (), episode.input_ids)
+            # no session was opened
+            if not ended and not episode.first_observation and not episode.turns:
+                tally.expect(
+                    where, "token ids of an episode that did not begin", (), episode.input_ids
+                )
                 continue
             rebuilt = list(start(episode.first_observation, manuals.get(episode.item.env, "")))
             mask = [False] * len(rebuilt)
             for number, turn in enumerate(episode.turns, 1):
                 ids = episode.input_ids[turn.start : turn.end]
-                tally.expect(f"{where} turn {number}", "start of its action", len(rebuilt), turn.start)
-                tally.expect(f"{where} turn {number}", "action", extract_action(text(ids), cfg.rollout.action_format), turn.action)
+                tally.expect(
+                    f"{where} turn {number}", "start of its action", len(rebuilt), turn.start
+                )
+                tally.expect(
+                    f"{where} turn {number}",
+                    "action",
+                    extract_action(text(ids), cfg.rollout.action_format),
+                    turn.action,
+                )
                 rebuilt += ids
                 mask += [True] * len(ids)
                 answer = bridge(turn.observation, stopped=bool(ids) and ids[-1] == renderer.stop_id)
@@ -115,7 +170,12 @@ def check_tokens(cfg: RunConfig, store: RunStore, line: Line, manuals: Mapping[s
                 is_last = ended and number == len(episode.turns)
                 if is_last and episode.status is Status.MAX_TOKENS:
                     tally.expect(where, "context used up", True, room < cfg.rollout.max_new_tokens)
-                read_last = reads_last and episode.status in CUT and episode.item.split == "train" and room >= 0
+                read_last = (
+                    reads_last
+                    and episode.status in CUT
+                    and episode.item.split == "train"
+                    and room >= 0
+                )
                 if not is_last or read_last:
                     rebuilt += answer
                     mask += [False] * len(answer)
@@ -125,13 +185,29 @@ def check_tokens(cfg: RunConfig, store: RunStore, line: Line, manuals: Mapping[s
                 mask += [True] * len(pending)
             tally.expect(where, "token ids as rendered", tuple(rebuilt), episode.input_ids)
             tally.expect(where, "action mask", tuple(mask), episode.action_mask)
-            outside = [value for value, sampled in zip(episode.logprobs, mask, strict=False) if not sampled]
-            tally.expect(where, "log-probabilities, one per token", len(episode.input_ids), len(episode.logprobs))
-            tally.expect(where, "log-probabilities outside actions other than 0", [], [value for value in outside if value])
+            outside = [
+                value for value, sampled in zip(episode.logprobs, mask, strict=False) if not sampled
+            ]
+            tally.expect(
+                where,
+                "log-probabilities, one per token",
+                len(episode.input_ids),
+                len(episode.logprobs),
+            )
+            tally.expect(
+                where,
+                "log-probabilities outside actions other than 0",
+                [],
+                [value for value in outside if value],
+            )
 
 
-def check_replay(cfg: RunConfig, lines: Sequence[Line], num_episodes: int | None, seed: int, tally: Tally) -> dict[str, str]:
-    """A draw of what counts, and all that was left out. Result: the task manuals episodes begin with, by environment."""
+def check_replay(
+    cfg: RunConfig, lines: Sequence[Line], num_episodes: int | None, seed: int, tally: Tally
+) -> dict[str, str]:
+    """A draw of what counts, and all that was left out.
+    Result: the task manuals episodes begin with, by environment.
+    """
     chosen: list[tuple[str, Trajectory]] = []
     num_logged = 0
     for line in lines:
@@ -142,45 +218,72 @@ def check_replay(cfg: RunConfig, lines: Sequence[Line], num_episodes: int | None
             counted = [episode for episode in episodes if episode.status.is_valid]
             share = None if num_episodes is None else max(1, num_episodes // len(logged))
             drawn = draw(counted, share, seed, line.name, commit.seq)
-            begun = [e for e in episodes if not e.status.is_valid and (e.first_observation or e.turns)]
+            begun = [
+                e for e in episodes if not e.status.is_valid and (e.first_observation or e.turns)
+            ]
             chosen += [(place(line.at(commit), episode), episode) for episode in [*drawn, *begun]]
     left_out = Counter(str(episode.status) for _, episode in chosen if not episode.status.is_valid)
-    said = "".join(f", {left_out[status]} {status} replayed to their end" for status in ("env_error", "timeout"))
+    said = "".join(
+        f", {left_out[status]} {status} replayed to their end"
+        for status in ("env_error", "timeout")
+    )
     tally.notes.append(f"{len(chosen) - left_out.total()} of {num_logged} episodes{said}")
     if not chosen:
         return {}
-    with local_environment(cfg, False) as endpoints, open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, manuals):
+    with (
+        local_environment(cfg, False) as endpoints,
+        open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, manuals),
+    ):
         loop.run(_replay(pool, chosen, cfg.rollout.concurrency, tally))
         return manuals
 
 
-async def _replay(pool: EnvPools, chosen: Sequence[tuple[str, Trajectory]], concurrency: int, tally: Tally) -> None:
+async def _replay(
+    pool: EnvPools, chosen: Sequence[tuple[str, Trajectory]], concurrency: int, tally: Tally
+) -> None:
     slots, nonce = asyncio.Semaphore(concurrency), uuid.uuid4().hex
 
     async def one(index: int, where: str, episode: Trajectory) -> None:
         ended: Status | None = None
         success = False
         async with slots, pool.session(episode.item, f"{nonce}-{index}") as session:
-            if not tally.expect(where, "first observation", session.observation, episode.first_observation):
+            if not tally.expect(
+                where, "first observation", session.observation, episode.first_observation
+            ):
                 return
             for number, turn in enumerate(episode.turns, 1):
                 if ended:
-                    tally.fail(f"{where} turn {number}: the environment had ended the task at turn {number - 1}")
+                    tally.fail(
+                        f"{where} turn {number}: the environment had ended the task at turn"
+                        f" {number - 1}"
+                    )
                     return
                 reply = await session.step(turn.action)
                 ended = ending(reply)
                 success = ended is not None and reply.success
                 answer = (reply.observation, reply.reward)
-                if not tally.expect(f"{where} turn {number}", "(observation, reward)", answer, (turn.observation, turn.reward)):
+                if not tally.expect(
+                    f"{where} turn {number}",
+                    "(observation, reward)",
+                    answer,
+                    (turn.observation, turn.reward),
+                ):
                     return
         if not episode.status.is_valid:
-            tally.expect(where, f"{episode.status} of an episode that the environment ended", False, ended is not None)
+            tally.expect(
+                where,
+                f"{episode.status} of an episode that the environment ended",
+                False,
+                ended is not None,
+            )
             return
         cut = Status.MAX_TURNS if len(episode.turns) >= episode.max_turns else Status.MAX_TOKENS
         tally.expect(where, "status", ended or cut, episode.status)
         tally.expect(where, "success", success, episode.success)
 
-    results = await asyncio.gather(*(one(index, *each) for index, each in enumerate(chosen)), return_exceptions=True)
+    results = await asyncio.gather(
+        *(one(index, *each) for index, each in enumerate(chosen)), return_exceptions=True
+    )
     for (where, episode), result in zip(chosen, results, strict=True):
         if isinstance(result, EnvError) and not episode.status.is_valid:
             tally.skipped += 1  # it fails again

@@ -41,7 +41,9 @@ def check_excluded(cfg: RunConfig, store: RunStore, lines: Sequence[Line], tally
     for line in lines:
         if line.checkpoint is not None and _left_out(line):
             if not ENGINE.repeats_draws:
-                tally.notes.append(f"{line.name}: not played again, {ENGINE.__name__} does not repeat its draws")
+                tally.notes.append(
+                    f"{line.name}: not played again, {ENGINE.__name__} does not repeat its draws"
+                )
             else:
                 _play_again(cfg, store, line, line.checkpoint, tally)
 
@@ -57,13 +59,24 @@ def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
 
 def _check_share(cfg: RunConfig, where: str, episodes: Sequence[Trajectory], tally: Tally) -> None:
     tally.counted += 1
-    limit, num_left_out = cfg.rollout.max_env_error_frac, sum(not episode.status.is_valid for episode in episodes)
+    limit, num_left_out = (
+        cfg.rollout.max_env_error_frac,
+        sum(not episode.status.is_valid for episode in episodes),
+    )
     if num_left_out > limit * len(episodes):
-        tally.fail(f"{where}: {num_left_out} of {len(episodes)} are left out, rollout.max_env_error_frac is {limit:g}")
+        tally.fail(
+            f"{where}: {num_left_out} of {len(episodes)} are left out, rollout.max_env_error_frac"
+            f" is {limit:g}"
+        )
 
 
 def _left_out(line: Line) -> list[Trajectory]:
-    return [episode for logged in line.episodes.values() for episode in logged if not episode.status.is_valid]
+    return [
+        episode
+        for logged in line.episodes.values()
+        for episode in logged
+        if not episode.status.is_valid
+    ]
 
 
 @dataclass
@@ -71,20 +84,29 @@ class _Again:
     """What became of the episodes of one step that were left out, played again."""
 
     failed_again: int = 0
-    outcomes: dict[Status, dict[str, list[bool]]] = field(default_factory=dict)  # by status they had and item: success
+    # by status they had and item: success
+    outcomes: dict[Status, dict[str, list[bool]]] = field(default_factory=dict)
 
     def add(self, was: Trajectory, now: Trajectory) -> None:
         if now.status.is_valid:
-            self.outcomes.setdefault(was.status, {}).setdefault(was.item.item_id, []).append(now.success)
+            self.outcomes.setdefault(was.status, {}).setdefault(was.item.item_id, []).append(
+                now.success
+            )
         else:
             self.failed_again += 1
 
 
-def _play_again(cfg: RunConfig, store: RunStore, line: Line, checkpoint: Manifest, tally: Tally) -> None:
+def _play_again(
+    cfg: RunConfig, store: RunStore, line: Line, checkpoint: Manifest, tally: Tally
+) -> None:
     sources, again = weights_of_versions(cfg, line, checkpoint), _Again()
     by_version: dict[int, list[Trajectory]] = {}
     for episode in _left_out(line):
-        expected = episode.step - 1 if line.stage(cfg) is not None and episode.item.split == "train" else episode.step
+        expected = (
+            episode.step - 1
+            if line.stage(cfg) is not None and episode.item.split == "train"
+            else episode.step
+        )
         version = expected if line.stage(cfg) is not None else int(checkpoint.state["global_step"])
         versions = {turn.version for turn in episode.turns} | {version}
         if len(versions) == 1:  # one that lagged behind the update met two weights
@@ -97,24 +119,50 @@ def _play_again(cfg: RunConfig, store: RunStore, line: Line, checkpoint: Manifes
             continue
         for was, now in _played(cfg, store, commit, line, version, episodes):
             again.add(was, now)
-    valid = [episode for logged in line.episodes.values() for episode in logged if episode.status.is_valid]
+    valid = [
+        episode
+        for logged in line.episodes.values()
+        for episode in logged
+        if episode.status.is_valid
+    ]
     for status, outcomes in again.outcomes.items():
-        _check_chance(line.name, status, outcomes, [e for e in _left_out(line) if e.status is status], valid, tally)
-    results = [success for outcomes in again.outcomes.values() for each in outcomes.values() for success in each]
+        _check_chance(
+            line.name,
+            status,
+            outcomes,
+            [e for e in _left_out(line) if e.status is status],
+            valid,
+            tally,
+        )
+    results = [
+        success
+        for outcomes in again.outcomes.values()
+        for each in outcomes.values()
+        for success in each
+    ]
     tally.skipped += num_pruned
     tally.notes.append(
-        f"{line.name}: of {len(_left_out(line))} left out, played again {sum(results)} succeed, {len(results) - sum(results)} do not, "
-        f"{again.failed_again} fail again, {num_pruned} cannot be (weights pruned); {_bounds(valid, _left_out(line))}"
+        f"{line.name}: of {len(_left_out(line))} left out, played again {sum(results)} succeed,"
+        f" {len(results) - sum(results)} do not, {again.failed_again} fail again, {num_pruned}"
+        f" cannot be (weights pruned); {_bounds(valid, _left_out(line))}"
     )
 
 
 def _played(
-    cfg: RunConfig, store: RunStore, commit: Manifest, line: Line, version: int, episodes: Sequence[Trajectory]
+    cfg: RunConfig,
+    store: RunStore,
+    commit: Manifest,
+    line: Line,
+    version: int,
+    episodes: Sequence[Trajectory],
 ) -> list[tuple[Trajectory, Trajectory]]:
     """(as it was logged, as it ends) of each, under the same weights and random numbers."""
     checkpoint, pairs = load(store, commit), []
     assert checkpoint is not None
-    with local_environment(cfg, False) as endpoints, open_engine(cfg, checkpoint, endpoints, version=version) as engine:
+    with (
+        local_environment(cfg, False) as endpoints,
+        open_engine(cfg, checkpoint, endpoints, version=version) as engine,
+    ):
         for episode in episodes:
             settings = episode_settings(
                 cfg,
@@ -149,7 +197,9 @@ def _check_chance(
     valid: Sequence[Trajectory],
     tally: Tally,
 ) -> None:
-    """Is it likely that environments failed on just these? An item counts once: its samples fail together."""
+    """Is it likely that environments failed on just these? An item counts once: its samples
+    fail together.
+    """
     # a request can fail at each turn, a deadline passes in long episodes only
     shortest = min(len(episode.turns) for episode in left_out) if status is Status.TIMEOUT else 0
     alike = [episode for episode in valid if len(episode.turns) >= shortest]
@@ -163,14 +213,18 @@ def _check_chance(
         chance = at_most(num_hits, len(outcomes), rate)
         if chance < MAX_CHANCE:
             tally.fail(
-                f"{name}: {status} on {len(outcomes)} items, of which played again {num_hits} {what}; from the episodes that count "
-                f"{rate * len(outcomes):.1f} are expected, and so few come by chance once in {1 / chance:.0e} runs"
+                f"{name}: {status} on {len(outcomes)} items, of which played again {num_hits}"
+                f" {what}; from the episodes that count {rate * len(outcomes):.1f} are expected,"
+                f" and so few come by chance once in {1 / chance:.0e} runs"
             )
 
 
 def at_most(num_hits: int, num_tries: int, rate: float) -> float:
     """The probability of so few hits or fewer."""
-    return math.fsum(math.comb(num_tries, hits) * rate**hits * (1 - rate) ** (num_tries - hits) for hits in range(num_hits + 1))
+    return math.fsum(
+        math.comb(num_tries, hits) * rate**hits * (1 - rate) ** (num_tries - hits)
+        for hits in range(num_hits + 1)
+    )
 
 
 def _bounds(valid: Sequence[Trajectory], left_out: Sequence[Trajectory]) -> str:

@@ -1,4 +1,6 @@
-"""A run as it lies in the store: every step with its commits and their logs, and whether they follow from one another."""
+"""A run as it lies in the store: every step with its commits and their logs, and whether they
+follow from one another.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,11 @@ class Line:
         """The parent a training step starts from or an evaluation plays."""
         wanted = self.name.removeprefix("evaluate-") if self.name.startswith("evaluate-") else None
         found = [
-            m for name, m in self.parents.items() if (name == wanted if wanted else name != "prepare" and not name.startswith("evaluate-"))
+            m
+            for name, m in self.parents.items()
+            if (
+                name == wanted if wanted else name != "prepare" and not name.startswith("evaluate-")
+            )
         ]
         return found[0] if found else None
 
@@ -97,7 +103,8 @@ def _check_content(store: RunStore, line: Line, commit: Manifest, tally: Tally) 
             data = store.read(commit, name)
         except BlobMissing as error:
             if name in commit.blobs and commit.seq < head.seq:
-                tally.counted, tally.skipped = tally.counted - 1, tally.skipped + 1  # pruned, as it should be
+                # pruned, as it should be
+                tally.counted, tally.skipped = tally.counted - 1, tally.skipped + 1
             else:
                 tally.fail(str(error))
             continue
@@ -119,7 +126,9 @@ def check_lineage(cfg: RunConfig, line: Line, splits: Splits | None, tally: Tall
     for index, commit in enumerate(line.commits):
         where = line.at(commit)
         tally.expect(where, "commit number", index, commit.seq)
-        tally.expect(where, "done", index + 1 == len(line.commits) and line.final is not None, commit.done)
+        tally.expect(
+            where, "done", index + 1 == len(line.commits) and line.final is not None, commit.done
+        )
         tally.expect(where, "digests of its parents", parents, commit.parents)
         tally.expect(where, "configuration", semantic_of(line.step, cfg), commit.config)
         if stage is None or splits is None or RECIPES[cfg.algorithm.recipe].loop != "rl":
@@ -128,11 +137,21 @@ def check_lineage(cfg: RunConfig, line: Line, splits: Splits | None, tally: Tall
         before = line.commits[index - 1] if index else line.checkpoint
         assert before is not None
         stream = train_stream(cfg, splits, before.state)
-        most = asked * (1 + cfg.algorithm.max_refills) if RECIPES[cfg.algorithm.recipe].dynamic_sampling else asked
+        most = (
+            asked * (1 + cfg.algorithm.max_refills)
+            if RECIPES[cfg.algorithm.recipe].dynamic_sampling
+            else asked
+        )
         count = min(max(len(commit.state.get("consumed", ())), asked), most)
         items = [item.item_id for item in stream.next(count)]
         horizon = horizon_state(before)
-        success = next((point.metrics.get("rollout/success", 0.0) for point in line.points.get(commit.seq, ())), 0.0)
+        success = next(
+            (
+                point.metrics.get("rollout/success", 0.0)
+                for point in line.points.get(commit.seq, ())
+            ),
+            0.0,
+        )
         expected = {
             "global_step": step,
             "stream_position": stream.position,
@@ -150,26 +169,53 @@ def check_lineage(cfg: RunConfig, line: Line, splits: Splits | None, tally: Tall
         tally.expect(line.name, "first step, after its parent's last", start + 1, stage.first_step)
 
 
-def _check_offline_stage(cfg: RunConfig, line: Line, stage: Stage, splits: Splits, tally: Tally) -> None:
-    """First all items of the stage in the stream's order, some in each commit, then the optimiser steps that commit."""
+def _check_offline_stage(
+    cfg: RunConfig, line: Line, stage: Stage, splits: Splits, tally: Tally
+) -> None:
+    """First all items of the stage in the stream's order, some in each commit, then the
+    optimiser steps that commit.
+    """
     assert line.checkpoint is not None
     items = [item.item_id for item in explored_items(cfg, splits, line.checkpoint)]
-    begin, explored, step = int(line.checkpoint.state.get("stream_position", 0)), 0, stage.first_step - 1
+    begin, explored, step = (
+        int(line.checkpoint.state.get("stream_position", 0)),
+        0,
+        stage.first_step - 1,
+    )
     for commit in line.commits:
-        chunk = items[explored : explored + max(1, len(commit.state.get("consumed", ())))]  # empty once all were played
+        # empty once all were played
+        chunk = items[explored : explored + max(1, len(commit.state.get("consumed", ())))]
         explored += len(chunk)
         if not chunk:
-            step = next((later for later in range(step + 1, stage.last_step) if commits_at(cfg, stage, later)), stage.last_step)
-        expected = {"global_step": step, "stream_position": begin + explored, "consumed": chunk, "max_turns": stage.max_turns}
+            step = next(
+                (
+                    later
+                    for later in range(step + 1, stage.last_step)
+                    if commits_at(cfg, stage, later)
+                ),
+                stage.last_step,
+            )
+        expected = {
+            "global_step": step,
+            "stream_position": begin + explored,
+            "consumed": chunk,
+            "max_turns": stage.max_turns,
+        }
         for name, value in expected.items():
             tally.expect(line.at(commit), name, value, commit.state.get(name))
-        tally.expect(line.at(commit), "done at the stage's last step", step == stage.last_step, commit.done)
+        tally.expect(
+            line.at(commit), "done at the stage's last step", step == stage.last_step, commit.done
+        )
 
 
 def draw(episodes: Sequence[Any], count: int | None, seed: int, step: str, seq: int) -> list[Any]:
-    """`count` of them, in their order; None: all. Whoever does not know the seed cannot know which."""
+    """`count` of them, in their order; None: all.
+    Whoever does not know the seed cannot know which.
+    """
     salt = int.from_bytes(step.encode(), "little") % 2**63 + seq + 1
-    drawn = np.random.Generator(np.random.Philox(key=[seed, salt])).permutation(len(episodes))[:count]
+    drawn = np.random.Generator(np.random.Philox(key=[seed, salt])).permutation(len(episodes))[
+        :count
+    ]
     return [episodes[index] for index in sorted(drawn)]
 
 

@@ -1,4 +1,6 @@
-"""Reported numbers, computed again from the stored episodes with the functions that reported them."""
+"""Reported numbers, computed again from the stored episodes with the functions that reported
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.steps import load_data, load_recorded, run_key, steps_of
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.training.offline import exploration_metrics, first_rate_step, material_of, optimiser_of, rate_steps
+from agentgym.training.offline import (
+    exploration_metrics,
+    first_rate_step,
+    material_of,
+    optimiser_of,
+    rate_steps,
+)
 from agentgym.training.optimise import learning_rate
 from agentgym.training.sft import DEMOS, recorded_for, replies_of
 from agentgym.trajectories import RECORDED, decode
@@ -33,7 +41,9 @@ DRAWN_BY = re.compile(rb"Matplotlib version[0-9A-Za-z.+]*")
 Tables = dict[str, tuple[Array, Array]]  # evaluation step -> outcomes, recomputed
 
 
-def read_splits(cfg: RunConfig, store: RunStore, lines: Sequence[Line], tally: Tally) -> Splits | None:
+def read_splits(
+    cfg: RunConfig, store: RunStore, lines: Sequence[Line], tally: Tally
+) -> Splits | None:
     """As the run recorded them, compared with the data it says it read."""
     prepare = next((line.final for line in lines if line.name == "prepare"), None)
     if prepare is None:
@@ -44,12 +54,24 @@ def read_splits(cfg: RunConfig, store: RunStore, lines: Sequence[Line], tally: T
         return None  # content has said so
     loaded = load_data(cfg)
     for name in ("train", "validation", "test"):
-        tally.expect("prepare commit 0", f"{name} items", getattr(loaded, name), getattr(recorded, name))
-        tally.expect("prepare commit 0", f"number of {name} items", len(getattr(loaded, name)), prepare.results.get(name))
+        tally.expect(
+            "prepare commit 0", f"{name} items", getattr(loaded, name), getattr(recorded, name)
+        )
+        tally.expect(
+            "prepare commit 0",
+            f"number of {name} items",
+            len(getattr(loaded, name)),
+            prepare.results.get(name),
+        )
     if cfg.warm_start.source == "trajectories":
         theirs = decode(store.read(prepare, RECORDED))
         tally.expect("prepare commit 0", "trajectories of others", load_recorded(cfg), theirs)
-        tally.expect("prepare commit 0", "number of trajectories", len(theirs), prepare.results.get("trajectories"))
+        tally.expect(
+            "prepare commit 0",
+            "number of trajectories",
+            len(theirs),
+            prepare.results.get("trajectories"),
+        )
     return recorded
 
 
@@ -62,7 +84,9 @@ def check_numbers(
     tables: Tables,
     tally: Tally,
 ) -> None:
-    """tables: of the evaluations so far; grows by this one's. The baseline of a later one is among them."""
+    """tables: of the evaluations so far; grows by this one's.
+    The baseline of a later one is among them.
+    """
     if line.name == "initialise":
         episodes = line.episodes.get(0, [])
         results, asked = line.commits[0].results, min(cfg.warm_start.num_demos, len(splits.train))
@@ -83,27 +107,52 @@ def check_numbers(
     elif line.name.startswith("evaluate-") and line.final is not None:
         _check_evaluation(cfg, store, line, splits, tables, tally)
     elif line.name == "report" and line.final is not None:
-        known = [other.final.results for other in lines if other.name.startswith("evaluate-") and other.final]
+        known = [
+            other.final.results
+            for other in lines
+            if other.name.startswith("evaluate-") and other.final
+        ]
         for side in ("before", "after"):
-            tally.expect(line.at(line.final), f"results {side}, as one of the evaluations'", True, line.final.results[side] in known)
+            tally.expect(
+                line.at(line.final),
+                f"results {side}, as one of the evaluations'",
+                True,
+                line.final.results[side] in known,
+            )
         _check_report(cfg, store, line, line.final, tally)
 
 
-def _check_report(cfg: RunConfig, store: RunStore, line: Line, final: Manifest, tally: Tally) -> None:
+def _check_report(
+    cfg: RunConfig, store: RunStore, line: Line, final: Manifest, tally: Tally
+) -> None:
     """Page and pictures, made again."""
     from agentgym.evaluation.publish import PAGE, report_files
 
     where = line.at(final)
     try:
-        made = report_files(cfg, store, line.parents, run_key(cfg), {name: step.title for name, step in steps_of(cfg).items()})
+        made = report_files(
+            cfg,
+            store,
+            line.parents,
+            run_key(cfg),
+            {name: step.title for name, step in steps_of(cfg).items()},
+        )
         kept = {name: store.read(final, name) for name in made}
         for files in (made, kept):  # seconds are pinned, not proven: a step may have been run again
             files[PAGE] = TIMES.sub(b"", files[PAGE])
     except (LookupError, ValueError, StopIteration, TypeError) as error:
         tally.fail(f"{where}: it cannot be made again: {type(error).__name__}: {error}")
         return
-    tally.expect(where, f"{PAGE} without its pictures, made again", PICTURE.sub(b"", made[PAGE]), PICTURE.sub(b"", kept[PAGE]))
-    drawn_by = [{name: DRAWN_BY.findall(files[name]) for name in files if name != PAGE} for files in (made, kept)]
+    tally.expect(
+        where,
+        f"{PAGE} without its pictures, made again",
+        PICTURE.sub(b"", made[PAGE]),
+        PICTURE.sub(b"", kept[PAGE]),
+    )
+    drawn_by = [
+        {name: DRAWN_BY.findall(files[name]) for name in files if name != PAGE}
+        for files in (made, kept)
+    ]
     if drawn_by[0] != drawn_by[1]:
         tally.skipped += 1
         tally.notes.append("pictures not compared, another Matplotlib drew them")
@@ -113,20 +162,32 @@ def _check_report(cfg: RunConfig, store: RunStore, line: Line, final: Manifest, 
 
 
 def _check_recorded(cfg: RunConfig, store: RunStore, line: Line, tally: Tally) -> None:
-    """Each episode is one of the trajectories that were imported, as far as the task went on; none is missing but those told."""
+    """Each episode is one of the trajectories that were imported, as far as the task went on;
+    none is missing but those told.
+    """
     commit, episodes = line.commits[0], line.episodes.get(0, [])
     recorded = recorded_for(cfg, decode(store.read(line.parents["prepare"], RECORDED)))
     samples = [episode.sample for episode in episodes]
     tally.expect(line.at(commit), "order of the trajectories", sorted(set(samples)), samples)
     tally.expect(line.at(commit), "num_played", len(recorded), commit.results["num_played"])
-    tally.expect(line.at(commit), "num_too_long", len(recorded) - len(episodes), commit.results["num_too_long"])
+    tally.expect(
+        line.at(commit),
+        "num_too_long",
+        len(recorded) - len(episodes),
+        commit.results["num_too_long"],
+    )
     for episode in episodes:
         each = recorded[episode.sample]
         actions = [action for _, action in replies_of(each, cfg.rollout.action_format)]
         where = f"{line.at(commit)} {episode.item.item_id} sample {episode.sample}"
         tally.expect(where, "item as imported", each.item, episode.item)
         played = [turn.action for turn in episode.turns]
-        tally.expect(where, "actions as imported", actions[: len(played)] if episode.status is Status.TERMINATED else actions, played)
+        tally.expect(
+            where,
+            "actions as imported",
+            actions[: len(played)] if episode.status is Status.TERMINATED else actions,
+            played,
+        )
 
 
 def _check_warm_start(cfg: RunConfig, line: Line, tally: Tally) -> None:
@@ -136,9 +197,15 @@ def _check_warm_start(cfg: RunConfig, line: Line, tally: Tally) -> None:
             step += 1
             tally.expect(line.at(commit), "step of a point", step, point.step)
             rate = learning_rate(settings.optimiser, step, settings.steps)
-            tally.expect(f"{line.at(commit)} step {step}", "sft/lr", rate, point.metrics.get("sft/lr"))
+            tally.expect(
+                f"{line.at(commit)} step {step}", "sft/lr", rate, point.metrics.get("sft/lr")
+            )
         tally.expect(line.at(commit), "steps so far", step, commit.state["sft_step"])
-        last = line.points[commit.seq][-1].metrics.get("sft/loss") if line.points.get(commit.seq) else None
+        last = (
+            line.points[commit.seq][-1].metrics.get("sft/loss")
+            if line.points.get(commit.seq)
+            else None
+        )
         tally.expect(line.at(commit), "loss", last, commit.results["loss"])
 
 
@@ -167,47 +234,76 @@ def _check_offline_stage(cfg: RunConfig, store: RunStore, line: Line, tally: Tal
     recorded = decode_trajectories(store.read(demos, DEMOS)) if demos else []
     logs = [episode for commit in line.commits for episode in line.episodes.get(commit.seq, ())]
     explored = [episode for episode in logs if episode.item.split == "train"]
-    step, rate = stage.first_step - 1, "dpo/lr" if RECIPES[cfg.algorithm.recipe].loop == "dpo" else "sft/lr"
+    step, rate = (
+        stage.first_step - 1,
+        ("dpo/lr" if RECIPES[cfg.algorithm.recipe].loop == "dpo" else "sft/lr"),
+    )
     for commit in line.commits:
         for point in line.points.get(commit.seq, ()):
             step += 1
             where = f"{line.at(commit)} step {step}"
             tally.expect(where, "step of a point", step, point.step)
-            expected = {rate: learning_rate(optimiser_of(cfg), step - first_rate_step(cfg, stage), rate_steps(cfg, stage))}
+            expected = {
+                rate: learning_rate(
+                    optimiser_of(cfg), step - first_rate_step(cfg, stage), rate_steps(cfg, stage)
+                )
+            }
             if explored and step == stage.first_step:
-                expected |= exploration_metrics(explored, material_of(cfg, stage, explored, recorded))
+                expected |= exploration_metrics(
+                    explored, material_of(cfg, stage, explored, recorded)
+                )
             if cfg.validation.every and step % cfg.validation.every == 0:
-                validation = [episode for episode in line.episodes.get(commit.seq, ()) if episode.item.split == "validation"]
+                validation = [
+                    episode
+                    for episode in line.episodes.get(commit.seq, ())
+                    if episode.item.split == "validation"
+                ]
                 expected |= validation_metrics(validation)
-            own = {name for name in point.metrics if name.startswith(("rollout/", "validation/")) or name.endswith("/lr")}
+            own = {
+                name
+                for name in point.metrics
+                if name.startswith(("rollout/", "validation/")) or name.endswith("/lr")
+            }
             for name in sorted(expected.keys() | own):
                 tally.expect(where, name, expected.get(name), point.metrics.get(name))
         tally.expect(line.at(commit), "steps so far", step, commit.state["global_step"])
 
 
-def _check_evaluation(cfg: RunConfig, store: RunStore, line: Line, splits: Splits, tables: Tables, tally: Tally) -> None:
+def _check_evaluation(
+    cfg: RunConfig, store: RunStore, line: Line, splits: Splits, tables: Tables, tally: Tally
+) -> None:
     final, settings = line.commits[-1], cfg.evaluation
     where, items = line.at(final), getattr(splits, settings.split)[: settings.num_items]
     episodes = [episode for commit in line.commits for episode in line.episodes.get(commit.seq, ())]
     foreign = {e.item.item_id for e in episodes} - {item.item_id for item in items}
     if foreign or not episodes or max(e.sample for e in episodes) > settings.num_samples:
         tally.fail(
-            f"{where}: its episodes are not those of the {settings.split} items (foreign: {sorted(foreign)[:3]}); nothing to recompute from"
+            f"{where}: its episodes are not those of the {settings.split} items (foreign:"
+            f" {sorted(foreign)[:3]}); nothing to recompute from"
         )
         return
     greedy, samples = tables[line.name] = outcomes(episodes, items, settings.num_samples)
     try:
-        expected: dict[str, Any] = json.loads(json.dumps(score(greedy, samples, settings, [item.env for item in items])))
+        expected: dict[str, Any] = json.loads(
+            json.dumps(score(greedy, samples, settings, [item.env for item in items]))
+        )
     except ValueError as error:
         tally.fail(f"{where}: {error}")
         return
     baseline = next((name for name in line.parents if name.startswith("evaluate-")), None)
     if baseline is not None:
-        base = dict(zip(("greedy", "samples"), tables.get(baseline, (greedy[:0], samples[:0])), strict=True))
-        expected["paired"] = {"baseline": baseline, **json.loads(json.dumps(paired(base, greedy, samples, settings)))}
+        base = dict(
+            zip(("greedy", "samples"), tables.get(baseline, (greedy[:0], samples[:0])), strict=True)
+        )
+        expected["paired"] = {
+            "baseline": baseline,
+            **json.loads(json.dumps(paired(base, greedy, samples, settings))),
+        }
     for name in ("summary", FAILED, "paired"):
         for key, value in expected.get(name, {}).items():
-            tally.expect(where, f"results {name} {key}", value, final.results.get(name, {}).get(key))
+            tally.expect(
+                where, f"results {name} {key}", value, final.results.get(name, {}).get(key)
+            )
     expected |= {
         "checkpoint": line.name.removeprefix("evaluate-"),
         "num_items": len(items),

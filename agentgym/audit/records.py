@@ -1,4 +1,6 @@
-"""Logs, reports and times lie outside the digest that two equal runs share: whether they are still those of this run."""
+"""Logs, reports and times lie outside the digest that two equal runs share: whether they are
+still those of this run.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,37 @@ from agentgym.audit.report import Tally
 def check_records(run_key: str, lines: Sequence[Line], pointers: Path | None, tally: Tally) -> None:
     """Each commit names the one before it; what was noted elsewhere of the last one is compared.
 
-    Whoever writes to the store can make all of this anew. What they cannot change is a pointer in git.
+    Whoever writes to the store can make all of this anew.
+    What they cannot change is a pointer in git.
     """
-    unpinned = [line.name for line in lines if any(commit.follows is None for commit in line.commits)]
+    unpinned = [
+        line.name for line in lines if any(commit.follows is None for commit in line.commits)
+    ]
     for line in lines:
         before = ""
         for commit in line.commits:
             if commit.follows is not None:
-                tally.expect(line.at(commit), "records digest of the commit before", before, commit.follows)
+                tally.expect(
+                    line.at(commit), "records digest of the commit before", before, commit.follows
+                )
             before = commit.records_digest
     if unpinned:
         tally.skipped += len(unpinned)
         which = f"{len(unpinned)} of {len(lines)} steps, {unpinned[0]} first"
-        tally.notes.append(f"not pinned: {which}; they were written before manifests had a records digest")
-    found = [_compare(run_key, line, pointers, tally) for line in lines] if pointers and pointers.is_dir() else []
+        tally.notes.append(
+            f"not pinned: {which}; they were written before manifests had a records digest"
+        )
+    found = (
+        [_compare(run_key, line, pointers, tally) for line in lines]
+        if pointers and pointers.is_dir()
+        else []
+    )
     num_others = found.count(False)
-    tally.notes.append(f"{found.count(True)} pointers in {pointers} compared" if found else "no pointers of DVC to compare with")
+    tally.notes.append(
+        f"{found.count(True)} pointers in {pointers} compared"
+        if found
+        else "no pointers of DVC to compare with"
+    )
     if num_others:
         tally.notes.append(f"{num_others} are of another run")
 
@@ -40,9 +57,14 @@ def _compare(run_key: str, line: Line, pointers: Path, tally: Tally) -> bool | N
         return None
     try:
         kept = json.loads(path.read_bytes())["manifest"][0]
-        named = {name: kept.get(name) for name in ("step", "key", "digest", "records_digest", "run")}
+        named = {
+            name: kept.get(name) for name in ("step", "key", "digest", "records_digest", "run")
+        }
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        tally.fail(f"{path}: it is no pointer ({type(error).__name__}); `agentgym step {line.name} --out {path}` writes it again")
+        tally.fail(
+            f"{path}: it is no pointer ({type(error).__name__}); `agentgym step {line.name} --out"
+            f" {path}` writes it again"
+        )
         return None
     if named["key"] != line.key and named["run"] != run_key:
         return False

@@ -42,7 +42,11 @@ class AuditReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {**asdict(self), "ok": self.ok, "checks": [{**asdict(check), "ok": check.ok} for check in self.checks]}
+        return {
+            **asdict(self),
+            "ok": self.ok,
+            "checks": [{**asdict(check), "ok": check.ok} for check in self.checks],
+        }
 
 
 @dataclass
@@ -75,12 +79,25 @@ class Tally:
         """What a check cannot even read is a failure of that check, not the end of the audit."""
         try:
             yield
-        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, OSError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            RuntimeError,
+            OSError,
+        ) as error:
             self.fail(f"{where}: cannot be checked: {type(error).__name__}: {error}")
 
     def check(self) -> Check:
         return Check(
-            self.name, self.counted, self.skipped, tuple(self.failures), self.num_failures, "; ".join(self.notes), self.not_checked
+            self.name,
+            self.counted,
+            self.skipped,
+            tuple(self.failures),
+            self.num_failures,
+            "; ".join(self.notes),
+            self.not_checked,
         )
 
 

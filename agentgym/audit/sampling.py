@@ -1,4 +1,5 @@
-"""Logged tokens under the weights that sampled them: how likely they were, and whether they are what was drawn.
+"""Logged tokens under the weights that sampled them: how likely they were, and whether they are
+what was drawn.
 
 The engine draws a token by inverting its distribution at a uniform that the sample's `SampleKey`
 determines. So of each sample there is one honest text: an episode chosen among many, copied from
@@ -30,17 +31,33 @@ FORWARD_TOKENS = 16_384  # of one forward
 HEAD_ELEMENTS = 1 << 24  # tokens times vocabulary whose logits exist at one time
 
 
-def check_sampling(cfg: RunConfig, store: RunStore, line: Line, count: int | None, seed: int, rescore: Tally, sampling: Tally) -> None:
-    """Every turn under the weights it names; the episodes check says whether those are the right ones.
+def check_sampling(
+    cfg: RunConfig,
+    store: RunStore,
+    line: Line,
+    count: int | None,
+    seed: int,
+    rescore: Tally,
+    sampling: Tally,
+) -> None:
+    """Every turn under the weights it names; the episodes check says whether those are the right
+    ones.
 
     count: of each commit's weights, how many episodes; None: all.
     """
     if line.checkpoint is None:
         return
     if not ENGINE.repeats_draws:
-        sampling.not_checked = f"{ENGINE.__name__} does not repeat its draws; log-probabilities alone speak for its tokens"
+        sampling.not_checked = (
+            f"{ENGINE.__name__} does not repeat its draws; log-probabilities alone speak for its"
+            " tokens"
+        )
     sources = weights_of_versions(cfg, line, line.checkpoint)
-    logged = [(place(line.at(commit), e), e) for commit in line.commits for e in line.episodes.get(commit.seq, ())]
+    logged = [
+        (place(line.at(commit), e), e)
+        for commit in line.commits
+        for e in line.episodes.get(commit.seq, ())
+    ]
     random_seed = cfg.seed if line.stage(cfg) is not None else cfg.evaluation.seed
     groups: dict[int, list[tuple[str, Trajectory]]] = {}
     for where, episode in logged:
@@ -68,7 +85,11 @@ def weights_of_versions(cfg: RunConfig, line: Line, checkpoint: Manifest) -> Map
     """Version of the weights -> commit that holds them, of those a step's episodes may name."""
     sources = {int(checkpoint.state["global_step"]): checkpoint}
     if line.stage(cfg) is not None:
-        sources |= {int(commit.state["global_step"]): commit for commit in line.commits if WEIGHTS in commit.blobs}
+        sources |= {
+            int(commit.state["global_step"]): commit
+            for commit in line.commits
+            if WEIGHTS in commit.blobs
+        }
     return sources
 
 
@@ -87,9 +108,19 @@ class _Turn:
 class _Judge:
     """One set of weights."""
 
-    def __init__(self, checkpoint: Checkpoint, seed: int, max_new_tokens: int, logged: Sequence[tuple[str, Trajectory]]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        seed: int,
+        max_new_tokens: int,
+        logged: Sequence[tuple[str, Trajectory]],
+    ) -> None:
         self._model = checkpoint.model.eval()
-        self._stop_id, self._seed, self._max_new_tokens = checkpoint.renderer.stop_id, seed, max_new_tokens
+        self._stop_id, self._seed, self._max_new_tokens = (
+            checkpoint.renderer.stop_id,
+            seed,
+            max_new_tokens,
+        )
         self._logged = logged
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self.dtype = next(self._model.parameters()).dtype
@@ -103,10 +134,15 @@ class _Judge:
         for where, episode in episodes:
             if not all(0 <= token < self._vocabulary for token in episode.input_ids):
                 rescore.fail(f"{where}: token ids outside 0 .. {self._vocabulary - 1}")
-            elif any(not 0 < turn.start < turn.end <= len(episode.input_ids) for turn in episode.turns):
+            elif any(
+                not 0 < turn.start < turn.end <= len(episode.input_ids) for turn in episode.turns
+            ):
                 rescore.fail(f"{where}: an action of no token, or outside of its episode")
             elif len(episode.logprobs) != len(episode.input_ids):
-                rescore.fail(f"{where}: {len(episode.logprobs)} log-probabilities of {len(episode.input_ids)} tokens")
+                rescore.fail(
+                    f"{where}: {len(episode.logprobs)} log-probabilities of"
+                    f" {len(episode.input_ids)} tokens"
+                )
             else:
                 sound.append((where, episode))
         size = 0
@@ -121,7 +157,9 @@ class _Judge:
             yield from self._forward(chunk, version)
 
     @torch.inference_mode()
-    def _forward(self, chunk: Sequence[tuple[str, Trajectory]], version: int) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
+    def _forward(
+        self, chunk: Sequence[tuple[str, Trajectory]], version: int
+    ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
         starts = np.cumsum([0, *(len(episode.input_ids) for _, episode in chunk)])
         ids = torch.tensor([token for _, episode in chunk for token in episode.input_ids])
         layout = PackedRows(torch.tensor(starts))
@@ -132,50 +170,86 @@ class _Judge:
         for row, (_, episode) in enumerate(chunk):
             for index, turn in enumerate(episode.turns):
                 if turn.version == version:
-                    key = SampleKey(self._seed, episode.step, episode.item.item_id, episode.sample, index)
+                    key = SampleKey(
+                        self._seed, episode.step, episode.item.item_id, episode.sample, index
+                    )
                     length = turn.end - turn.start
                     spans.append((row, index, turn.start, length))
                     places.append(starts[row] + np.arange(turn.start, turn.end))
                     numbers.append(uniforms(key, length))
                     temperatures += [episode.temperature] * length
-        judged = self._head(hidden, ids, torch.tensor(np.concatenate(places)), np.concatenate(numbers), temperatures)
+        judged = self._head(
+            hidden, ids, torch.tensor(np.concatenate(places)), np.concatenate(numbers), temperatures
+        )
         by_row: dict[int, list[_Turn]] = {}
-        for (row, index, start, _), *parts in zip(spans, *(torch.split(part, [span[3] for span in spans]) for part in judged), strict=True):
+        for (row, index, start, _), *parts in zip(
+            spans, *(torch.split(part, [span[3] for span in spans]) for part in judged), strict=True
+        ):
             by_row.setdefault(row, []).append(_Turn(index + 1, start, *parts))
         for row, (where, episode) in enumerate(chunk):
             yield where, episode, by_row[row]
 
-    def _head(self, hidden: Tensor, ids: Tensor, places: Tensor, numbers: np.ndarray, temperatures: Sequence[float]) -> tuple[Tensor, ...]:
+    def _head(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        numbers: np.ndarray,
+        temperatures: Sequence[float],
+    ) -> tuple[Tensor, ...]:
         """(log-probabilities, tokens drawn, outside, below) of the tokens at `places`, [n] each."""
         size = max(1, HEAD_ELEMENTS // self._vocabulary)
         parts = []
         for place_, uniform, temperature in zip(
-            *(torch.split(each, size) for each in (places, torch.tensor(numbers), torch.tensor(temperatures))), strict=True
+            *(
+                torch.split(each, size)
+                for each in (places, torch.tensor(numbers), torch.tensor(temperatures))
+            ),
+            strict=True,
         ):
             logits, tokens = head_logits(self._model, hidden[place_ - 1]).float(), ids[place_]
             distribution = Distribution(logits, temperature)
-            parts.append((distribution.logprobs(tokens), distribution.draw(uniform), *distribution.distance(uniform, tokens)))
+            parts.append(
+                (
+                    distribution.logprobs(tokens),
+                    distribution.draw(uniform),
+                    *distribution.distance(uniform, tokens),
+                )
+            )
         return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
-    def compare(self, where: str, episode: Trajectory, turns: Sequence[_Turn], rescore: Tally, sampling: Tally) -> None:
+    def compare(
+        self,
+        where: str,
+        episode: Trajectory,
+        turns: Sequence[_Turn],
+        rescore: Tally,
+        sampling: Tally,
+    ) -> None:
         assert self.tolerance is not None
         honest = True
         for turn in turns:
             ids = episode.input_ids[turn.start : turn.start + len(turn.drawn)]
-            gaps = (turn.logprobs - torch.tensor(episode.logprobs[turn.start : turn.start + len(ids)])).abs()
+            gaps = (
+                turn.logprobs - torch.tensor(episode.logprobs[turn.start : turn.start + len(ids)])
+            ).abs()
             worst = int(gaps.argmax())
             rescore.counted += 1
             if not gaps[worst] <= self.tolerance.nats:
                 token = turn.start + worst
                 rescore.fail(
-                    f"{where} turn {turn.number} token {token} (id {episode.input_ids[token]}): log-probability: "
-                    f"expected {float(turn.logprobs[worst]):.6f}, got {episode.logprobs[token]:.6f}"
+                    f"{where} turn {turn.number} token {token} (id {episode.input_ids[token]}):"
+                    f" log-probability: expected {float(turn.logprobs[worst]):.6f}, got"
+                    f" {episode.logprobs[token]:.6f}"
                 )
-            if honest and ENGINE.repeats_draws:  # what follows a forged turn was read under other words
+            # what follows a forged turn was read under other words
+            if honest and ENGINE.repeats_draws:
                 sampling.counted += len(ids)
                 honest = self._is_drawn(where, episode, turn, ids, sampling)
 
-    def _is_drawn(self, where: str, episode: Trajectory, turn: _Turn, ids: Sequence[int], sampling: Tally) -> bool:
+    def _is_drawn(
+        self, where: str, episode: Trajectory, turn: _Turn, ids: Sequence[int], sampling: Tally
+    ) -> bool:
         assert self.tolerance is not None
         at = f"{where} turn {turn.number}"
         off = (turn.outside > self.tolerance.mass) | (turn.below > self.tolerance.nats)
@@ -187,23 +261,33 @@ class _Judge:
                 else f"{float(turn.outside[first]):.3g} of the probability"
             )
             sampling.fail(
-                f"{at} token {turn.start + first} (id {ids[first]}): the random numbers of this sample draw id {int(turn.drawn[first])}, "
-                f"{far} away{self._twins(where, episode)}"
+                f"{at} token {turn.start + first} (id {ids[first]}): the random numbers of this"
+                f" sample draw id {int(turn.drawn[first])}, {far} away{self._twins(where, episode)}"
             )
         elif self._stop_id in ids[:-1] or len(ids) > self._max_new_tokens:
-            sampling.fail(f"{at}: {len(ids)} tokens that go on after the stop token or rollout.max_new_tokens {self._max_new_tokens}")
+            sampling.fail(
+                f"{at}: {len(ids)} tokens that go on after the stop token or rollout.max_new_tokens"
+                f" {self._max_new_tokens}"
+            )
         elif ids[-1] != self._stop_id and len(ids) < self._max_new_tokens:
-            sampling.fail(f"{at}: it ends after {len(ids)} tokens without the stop token; the engine goes on to {self._max_new_tokens}")
+            sampling.fail(
+                f"{at}: it ends after {len(ids)} tokens without the stop token; the engine goes on"
+                f" to {self._max_new_tokens}"
+            )
         else:
             return True
         return False
 
     def _twins(self, where: str, episode: Trajectory) -> str:
-        """Whose tokens these are. Equal texts alone are honest where little is left to chance; drawn they cannot be."""
+        """Whose tokens these are.
+        Equal texts alone are honest where little is left to chance; drawn they cannot be.
+        """
         own = [turn.version for turn in episode.turns]
         same = [
             name
             for name, other in self._logged
-            if name != where and other.input_ids == episode.input_ids and [turn.version for turn in other.turns] == own
+            if name != where
+            and other.input_ids == episode.input_ids
+            and [turn.version for turn in other.turns] == own
         ]
         return f"; its tokens are those of {same[0]}" if same else ""

@@ -1,4 +1,6 @@
-"""An environment server as a child process: started with a deadline, ended whatever happens to its owner."""
+"""An environment server as a child process: started with a deadline, ended whatever happens to
+its owner.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,25 @@ class IdentitiesUnknown(RuntimeError):
 
 @contextmanager
 def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[Endpoint]]:
-    """Endpoints of one server on a free loopback port, ready for sessions; its output is appended to log_path.
+    """Endpoints of one server on a free loopback port, ready for sessions; its output is appended
+    to log_path.
 
-    The server asks for a token of its own, made here and handed over in its environment, where only this user can read it.
+    The server asks for a token of its own, made here and handed over in its environment, where only
+    this user can read it.
     It watches a pipe that only this process holds, so it ends even if this process is killed.
-    Errors: ConfigError where it refuses its name or options; RuntimeError with the end of its log, where it exits or is
-    not ready within env.start_timeout_s.
+    Errors: ConfigError where it refuses its name or options; RuntimeError with the end of its log,
+    where it exits or is not ready within env.start_timeout_s.
     """
-    port_file = log_path.with_name(f"{env.name}-{secrets.token_hex(8)}.port")  # the server removes it when it ends
+    # the server removes it when it ends
+    port_file = log_path.with_name(f"{env.name}-{secrets.token_hex(8)}.port")
     command = [*_envs("serve", env), "--owner-pipe", "--port", "0", "--port-file", str(port_file)]
     command += ["--max-sessions", str(env.max_sessions), "--session-ttl", str(env.session_ttl_s)]
     if expert:
         command.append("--expert")
     token = secrets.token_urlsafe(32)
-    with owned_process(command, log_path=log_path, env={"OMP_NUM_THREADS": "1", TOKEN_VARIABLE: token}) as process:
+    with owned_process(
+        command, log_path=log_path, env={"OMP_NUM_THREADS": "1", TOKEN_VARIABLE: token}
+    ) as process:
         try:
             endpoint = _wait_until_ready(process, env, log_path, port_file)
         finally:
@@ -60,18 +67,28 @@ def check_local_env(env: EnvConfig) -> None:
     """Errors: ConfigError where a local server would refuse the environment's name or options."""
     if env.endpoints:
         return
-    checked = subprocess.run([*_envs("serve", env), "--check"], capture_output=True, text=True, timeout=env.start_timeout_s, check=False)
+    checked = subprocess.run(
+        [*_envs("serve", env), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=env.start_timeout_s,
+        check=False,
+    )
     if checked.returncode == BAD_INPUT:
         raise ConfigError(f"env: {_refusal(checked.stderr)}")
 
 
 def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]:
-    """A digest of each task, in order: equal ones are one task under several ids. None: the id names no task.
+    """A digest of each task, in order: equal ones are one task under several ids.
+    None: the id names no task.
 
-    Errors: ConfigError where a local server would refuse the environment's name or options; IdentitiesUnknown.
+    Errors: ConfigError where a local server would refuse the environment's name or options;
+    IdentitiesUnknown.
     """
     if env.dialect != "native":
-        raise IdentitiesUnknown(f"servers of dialect {env.dialect} do not say which tasks are equal")
+        raise IdentitiesUnknown(
+            f"servers of dialect {env.dialect} do not say which tasks are equal"
+        )
     try:
         told = subprocess.run(
             _envs("identities", env),
@@ -88,7 +105,10 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
     if told.returncode == BAD_INPUT:
         raise ConfigError(f"env: {_refusal(told.stderr)}")
     if told.returncode:
-        raise RuntimeError(f"`python -m envs identities {env.name}` ended with code {told.returncode}: {told.stderr.strip()[-1000:]}")
+        raise RuntimeError(
+            f"`python -m envs identities {env.name}` ended with code {told.returncode}:"
+            f" {told.stderr.strip()[-1000:]}"
+        )
     digests: list[str | None] | None = json.loads(told.stdout)
     if digests is None:
         raise IdentitiesUnknown("the environment does not say which of its tasks are equal")
@@ -103,28 +123,40 @@ def _refusal(stderr: str) -> str:
     return stderr.strip().splitlines()[-1].removeprefix("python -m envs: ")
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], env: EnvConfig, log_path: Path, port_file: Path) -> str:
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], env: EnvConfig, log_path: Path, port_file: Path
+) -> str:
     deadline = time.monotonic() + env.start_timeout_s
     state = "it does not listen yet"
     while time.monotonic() < deadline:
         if process.poll() is not None:
             check_local_env(env)
-            raise RuntimeError(f"environment server {env.name!r} exited with code {process.returncode} while starting\n{tail(log_path)}")
+            raise RuntimeError(
+                f"environment server {env.name!r} exited with code {process.returncode} while"
+                f" starting\n{tail(log_path)}"
+            )
         if port_file.exists():
             endpoint = f"http://127.0.0.1:{port_file.read_text().strip()}"
             failure = _readiness(endpoint)
             if failure is None:
                 return endpoint
             if failure.kind is ErrorKind.ENV_CRASHED:
-                raise RuntimeError(f"environment server {env.name!r} is unusable: {failure.message}\n{tail(log_path)}")
+                raise RuntimeError(
+                    f"environment server {env.name!r} is unusable:"
+                    f" {failure.message}\n{tail(log_path)}"
+                )
             state = failure.message
         time.sleep(POLL_S)
-    raise RuntimeError(f"environment server {env.name!r} was not ready within {env.start_timeout_s:g} s ({state})\n{tail(log_path)}")
+    raise RuntimeError(
+        f"environment server {env.name!r} was not ready within {env.start_timeout_s:g} s"
+        f" ({state})\n{tail(log_path)}"
+    )
 
 
 def _readiness(endpoint: str) -> ErrorReply | None:
     """None where the server is ready."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has no business on loopback
+    # a proxy has no business on loopback
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{endpoint}/readyz", timeout=5):
             return None
@@ -132,6 +164,8 @@ def _readiness(endpoint: str) -> ErrorReply | None:
         try:
             return ErrorReply.model_validate_json(error.read())
         except ValidationError:
-            return ErrorReply(kind=ErrorKind.NOT_READY, message=f"{endpoint}/readyz answered {error.code}")
+            return ErrorReply(
+                kind=ErrorKind.NOT_READY, message=f"{endpoint}/readyz answered {error.code}"
+            )
     except OSError as error:
         return ErrorReply(kind=ErrorKind.NOT_READY, message=f"{endpoint}/readyz: {error}")

@@ -26,8 +26,8 @@ def owned_process(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A child in a process group of its own, its output appended to log_path, ended on exit.
 
-    Its stdin is a pipe that only this process holds: a child that calls `end_with_owner`, or watches stdin itself, also
-    ends when this process is killed.
+    Its stdin is a pipe that only this process holds: a child that calls `end_with_owner`, or
+    watches stdin itself, also ends when this process is killed.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
@@ -36,7 +36,8 @@ def owned_process(
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in a terminal reaches the owner alone, which then ends the child in order
+            # Ctrl-C in a terminal reaches the owner alone, which then ends the child in order
+            start_new_session=True,
             env={**os.environ, **env},
             pass_fds=tuple(pass_fds),
         )
@@ -47,17 +48,23 @@ def owned_process(
 
 
 def tail(log_path: Path) -> str:
-    """The end of a child's output, for an error message; where it could not even write one, why not."""
+    """The end of a child's output, for an error message; where it could not even write one, why
+    not.
+    """
     lines = log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
     if lines:
         return "\n".join([f"the last lines of {log_path}:", *lines])
     full = "; no space left on its disk: free some, and give the same command again"
-    return f"{log_path} is empty{full if shutil.disk_usage(log_path.parent).free < LEAST_SPACE else ''}"
+    return (
+        f"{log_path} is"
+        f" empty{full if shutil.disk_usage(log_path.parent).free < LEAST_SPACE else ''}"
+    )
 
 
 def end_with_owner(grace_s: float = ORPHAN_GRACE_S) -> None:
-    """In a child: end once stdin is closed, with the whole process group where this process leads it; in order where that
-    works and by SIGKILL after grace_s where it does not."""
+    """In a child: end once stdin is closed, with the whole process group where this process leads
+    it; in order where that works and by SIGKILL after grace_s where it does not.
+    """
 
     def send(number: signal.Signals) -> None:
         if os.getpgrp() == os.getpid():
@@ -76,7 +83,9 @@ def end_with_owner(grace_s: float = ORPHAN_GRACE_S) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The closed pipe ends the child within moments; signals to its whole group are for one that hangs."""
+    """The closed pipe ends the child within moments; signals to its whole group are for one
+    that hangs.
+    """
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.close()

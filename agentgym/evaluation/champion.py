@@ -1,12 +1,15 @@
 """Which registered model holds the alias.
 
-The rule: the alias moves to a new model where none holds it, or where the new model, paired item by item with the one that
-does and with failed episodes as failures, has at least its mean sampled success. A model evaluated on other items or by
-another protocol cannot be compared, and the alias stays; so no sequence of registrations lets the champion's measured success fall.
+The rule: the alias moves to a new model where none holds it, or where the new model, paired item by
+item with the one that does and with failed episodes as failures, has at least its mean sampled
+success.
+A model evaluated on other items or by another protocol cannot be compared, and the alias stays; so
+no sequence of registrations lets the champion's measured success fall.
 The first model of a registry becomes champion whatever it scores: there is nothing to protect.
 
-What an evaluation found travels with the registered version, as tags; the decision is one of them, written before the
-alias moves. Doing it again, also after a kill in between, applies the decision that was made.
+What an evaluation found travels with the registered version, as tags; the decision is one of them,
+written before the alias moves.
+Doing it again, also after a kill in between, applies the decision that was made.
 """
 
 from __future__ import annotations
@@ -28,32 +31,50 @@ PROTOCOL, OUTCOMES, DECISION = "evaluation.protocol", "evaluation.outcomes", "ch
 MAX_TAG_CHARS = 100_000  # MLflow's
 _LETTERS = {0.0: "0", 1.0: "1"}
 
-Decision = dict[str, Any]  # moved, why, over (version or None), over_evaluation, difference (an interval or None)
+# moved, why, over (version or None), over_evaluation, difference (an interval or None)
+Decision = dict[str, Any]
 
 
 def evaluation_tags(cfg: RunConfig, digest: str, outcomes: Mapping[str, Any]) -> dict[str, str]:
-    """What a later model needs to compare itself with this one. digest: of the evaluation; outcomes: as it stored them."""
+    """What a later model needs to compare itself with this one. digest: of the evaluation;
+    outcomes: as it stored them.
+    """
     settings = cfg.evaluation
     protocol = {
-        "env": [{"name": env.name, "options": env.options, "dialect": env.dialect} for env in cfg.envs],
+        "env": [
+            {"name": env.name, "options": env.options, "dialect": env.dialect} for env in cfg.envs
+        ],
         "items": sha256(json.dumps(outcomes["items"]).encode()),
         "action_format": cfg.rollout.action_format,
         "system_prompt": cfg.rollout.system_prompt,
-        **{name: getattr(settings, name) for name in ("split", "num_items", "num_samples", "max_turns", "temperature")},
+        **{
+            name: getattr(settings, name)
+            for name in ("split", "num_items", "num_samples", "max_turns", "temperature")
+        },
     }
-    columns = np.column_stack([np.array(outcomes[name], dtype=float) for name in ("greedy", "samples")]).T
-    text = " ".join("".join(_LETTERS.get(float(value), "-") for value in column) for column in columns)
+    columns = np.column_stack(
+        [np.array(outcomes[name], dtype=float) for name in ("greedy", "samples")]
+    ).T
+    text = " ".join(
+        "".join(_LETTERS.get(float(value), "-") for value in column) for column in columns
+    )
     tags = {"evaluation": digest, PROTOCOL: json.dumps(protocol, sort_keys=True)}
     return tags | ({OUTCOMES: text} if len(text) <= MAX_TAG_CHARS else {})
 
 
-def settle(tracker: Tracker, name: str, alias: str, version: str, settings: EvaluationConfig) -> Decision:
-    """Decide whether `version` takes `alias`, and move it; once per evaluation of a version, whatever is killed in between."""
+def settle(
+    tracker: Tracker, name: str, alias: str, version: str, settings: EvaluationConfig
+) -> Decision:
+    """Decide whether `version` takes `alias`, and move it; once per evaluation of a version,
+    whatever is killed in between.
+    """
     ours = tracker.version_tags(name, version)
     holder = tracker.alias_version(name, alias)
     recorded = json.loads(ours[DECISION]) if DECISION in ours else None
     if recorded is None or recorded["evaluation"] != ours["evaluation"]:
-        recorded = decide(ours, version, holder, tracker.version_tags(name, holder) if holder else {}, settings)
+        recorded = decide(
+            ours, version, holder, tracker.version_tags(name, holder) if holder else {}, settings
+        )
         tracker.client.set_model_version_tag(name, version, DECISION, json.dumps(recorded))
     if recorded["moved"] and holder in (None, recorded["over"]):
         tracker.client.set_registered_model_alias(name, alias, version)
@@ -68,8 +89,16 @@ def sentence(registered: Mapping[str, Any]) -> str:
     return f"stays with version {found['over']}: {found['why']}"
 
 
-def decide(ours: Mapping[str, str], version: str, holder: str | None, theirs: Mapping[str, str], settings: EvaluationConfig) -> Decision:
-    """ours, theirs: tags of the new version and of the one that holds the alias. Errors: none; what cannot be read is incomparable."""
+def decide(
+    ours: Mapping[str, str],
+    version: str,
+    holder: str | None,
+    theirs: Mapping[str, str],
+    settings: EvaluationConfig,
+) -> Decision:
+    """ours, theirs: tags of the new version and of the one that holds the alias.
+    Errors: none; what cannot be read is incomparable.
+    """
     decision: Decision = {
         "evaluation": ours["evaluation"],
         "over": holder,
@@ -82,9 +111,15 @@ def decide(ours: Mapping[str, str], version: str, holder: str | None, theirs: Ma
         return decision | {"moved": False, "why": "it is this model, evaluated anew"}
     obstacle = incomparable(ours, theirs)
     if obstacle:
-        return decision | {"moved": False, "why": f"it cannot be compared with version {holder}: {obstacle}"}
+        return decision | {
+            "moved": False,
+            "why": f"it cannot be compared with version {holder}: {obstacle}",
+        }
     gain = _gain(theirs[OUTCOMES], ours[OUTCOMES], settings)
-    said = f"{100 * gain.mean:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}] over version {holder}, on the same items"
+    said = (
+        f"{100 * gain.mean:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}] over"
+        f" version {holder}, on the same items"
+    )
     return decision | {"moved": gain.mean >= 0, "why": said, "difference": gain.to_json()}
 
 
@@ -105,7 +140,9 @@ def incomparable(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 def _gain(theirs: str, ours: str, settings: EvaluationConfig) -> Interval:
-    before, after = ((table[0], table[1:].T) for table in map(as_failures, (_parse(theirs), _parse(ours))))
+    before, after = (
+        (table[0], table[1:].T) for table in map(as_failures, (_parse(theirs), _parse(ours)))
+    )
     asked = {name: getattr(settings, name) for name in ("confidence", "num_bootstrap", "seed")}
     return paired_differences(before, after, k=(), **asked)[f"avg_at_{after[1].shape[1]}"]
 

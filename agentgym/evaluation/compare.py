@@ -1,14 +1,15 @@
-"""What a comparison found: success per row with its spread over seeds, paired intervals, learning curves and their cost.
+"""What a comparison found: success per row with its spread over seeds, paired intervals, learning
+curves and their cost.
 
 Reads the store and computes; nothing here runs a model. How sure a number is:
 
-| number | estimate | interval |
-|---|---|---|
-| success of a row | mean over seeds of the mean over items | of a share, over seeds and items: `seeds.crossed_interval` |
-| gain of a row | the same of `row - its own start`, item by item and seed by seed | the same, of a difference |
-| contrast of two rows | the same of `a - b`, over the seeds both have | the same, of a difference |
+| number | estimate | interval | |---|---|---| | success of a row | mean over seeds of the mean over
+items | of a share, over seeds and items: `seeds.crossed_interval` | | gain of a row | the same of
+`row - its own start`, item by item and seed by seed | the same, of a difference | | contrast of two
+rows | the same of `a - b`, over the seeds both have | the same, of a difference |
 
-It speaks about other seeds and other items alike, and the value of every seed is reported beside it.
+It speaks about other seeds and other items alike, and the value of every seed is reported beside
+it.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CellResult:
-    """One finished cell. Tables are by key of `passk.per_item`, one value per item, NaN where its episodes failed."""
+    """One finished cell.
+    Tables are by key of `passk.per_item`, one value per item, NaN where its episodes failed.
+    """
 
     cell: Cell
     after: Mapping[str, FloatArray]
-    start: Mapping[str, FloatArray] | None  # of the checkpoint it trained from; None where it trained nothing
+    # of the checkpoint it trained from; None where it trained nothing
+    start: Mapping[str, FloatArray] | None
     curve: tuple[Checkpoint, ...]
     cost: Mapping[str, float]  # of the whole training, by AXES
     training: tuple[Point, ...]  # of its optimiser steps
@@ -84,28 +88,49 @@ class Row:
 
     def gain(self, key: str) -> Estimate | None:
         """Over the row's own start; None where it trained nothing."""
-        differences = [result.after[key] - result.start[key] for result in self.cells if result.start is not None]
-        return self._estimate(np.stack(differences), "difference") if len(differences) == len(self.cells) else None
+        differences = [
+            result.after[key] - result.start[key]
+            for result in self.cells
+            if result.start is not None
+        ]
+        return (
+            self._estimate(np.stack(differences), "difference")
+            if len(differences) == len(self.cells)
+            else None
+        )
 
     def start(self, key: str) -> Estimate | None:
         values = [result.start[key] for result in self.cells if result.start is not None]
         return self._estimate(np.stack(values), "share") if len(values) == len(self.cells) else None
 
     def minus(self, other: Row, key: str) -> Estimate:
-        """Over the seeds both have. Errors: ValueError where they share none, or were not evaluated on as many items."""
+        """Over the seeds both have.
+        Errors: ValueError where they share none, or were not evaluated on as many items.
+        """
         shared = [seed for seed in self.seeds if seed in other.seeds]
         if not shared:
-            raise ValueError(f"{self.name} and {other.name} have no finished seed in common; run both, then compare")
-        ours, theirs = ({result.cell.seed: result.after[key] for result in row.cells} for row in (self, other))
-        return self._estimate(np.stack([ours[seed] - theirs[seed] for seed in shared]), "difference")
+            raise ValueError(
+                f"{self.name} and {other.name} have no finished seed in common; run both, then"
+                " compare"
+            )
+        ours, theirs = (
+            {result.cell.seed: result.after[key] for result in row.cells} for row in (self, other)
+        )
+        return self._estimate(
+            np.stack([ours[seed] - theirs[seed] for seed in shared]), "difference"
+        )
 
     def limit(self, other: Row, key: str) -> str:
-        """`ceiling` or `floor` where both rows are within CEILING of it, else nothing: a contrast there has no room."""
+        """`ceiling` or `floor` where both rows are within CEILING of it, else nothing: a
+        contrast there has no room.
+        """
         both = [row.success(key).interval.mean for row in (self, other)]
         return "ceiling" if min(both) > 1 - CEILING else "floor" if max(both) < CEILING else ""
 
     def _estimate(self, values: FloatArray, kind: Kind) -> Estimate:
-        interval = crossed_interval(values, kind=kind, confidence=self.first.cfg.evaluation.confidence)
+        interval = crossed_interval(
+            values, kind=kind, confidence=self.first.cfg.evaluation.confidence
+        )
         return Estimate(interval, tuple(float(mean) for mean in np.nanmean(values, axis=1)))
 
 
@@ -117,8 +142,13 @@ class Estimate:
     per_seed: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
-        spread = float(np.std(self.per_seed, ddof=1)) if len(self.per_seed) > 1 else None  # sample standard deviation
-        return {**_rounded(self.interval.to_json()), "per_seed": [_round(value) for value in self.per_seed], "sd": _round(spread)}
+        # sample standard deviation
+        spread = float(np.std(self.per_seed, ddof=1)) if len(self.per_seed) > 1 else None
+        return {
+            **_rounded(self.interval.to_json()),
+            "per_seed": [_round(value) for value in self.per_seed],
+            "sd": _round(spread),
+        }
 
 
 def read_rows(cells: Sequence[Cell]) -> tuple[list[Row], list[Cell]]:
@@ -136,10 +166,14 @@ def read_rows(cells: Sequence[Cell]) -> tuple[list[Row], list[Cell]]:
 
 
 def training_curve(points: Sequence[Point]) -> tuple[tuple[Checkpoint, ...], dict[str, float]]:
-    """(validated checkpoints, cost of the whole by AXES) from the points of training steps, in order."""
+    """(validated checkpoints, cost of the whole by AXES) from the points of training steps, in
+    order.
+    """
     steps = _costs(points)
     curve = tuple(
-        Checkpoint(point.step, cost["turns"], cost["tokens"], cost["cpu_s"], point.metrics[VALIDATION])
+        Checkpoint(
+            point.step, cost["turns"], cost["tokens"], cost["cpu_s"], point.metrics[VALIDATION]
+        )
         for point, cost in steps
         if VALIDATION in point.metrics
     )
@@ -151,7 +185,9 @@ def _costs(points: Sequence[Point]) -> list[tuple[Point, dict[str, float]]]:
     total, steps = dict.fromkeys(AXES, 0.0), []
     for point in points:
         metrics = point.metrics
-        played = metrics.get("rollout/num_episodes", 0.0) * (1.0 - metrics.get("rollout/env_error_frac", 0.0))
+        played = metrics.get("rollout/num_episodes", 0.0) * (
+            1.0 - metrics.get("rollout/env_error_frac", 0.0)
+        )
         total = {
             "step": float(point.step),
             "turns": total["turns"] + played * metrics.get("rollout/turns_mean", 0.0),
@@ -162,10 +198,16 @@ def _costs(points: Sequence[Point]) -> list[tuple[Point, dict[str, float]]]:
     return steps
 
 
-def table(comparison: Comparison, cells: Sequence[Cell], rows: Sequence[Row], missing: Sequence[Cell]) -> dict[str, Any]:
-    """Everything the comparison says, as JSON types; the figures and the text are made from this alone."""
+def table(
+    comparison: Comparison, cells: Sequence[Cell], rows: Sequence[Row], missing: Sequence[Cell]
+) -> dict[str, Any]:
+    """Everything the comparison says, as JSON types; the figures and the text are made from
+    this alone.
+    """
     by_name = {row.name: row for row in rows}
-    contrasts = [(a, b) for a, b in contrast_rows(comparison, cells) if a in by_name and b in by_name]
+    contrasts = [
+        (a, b) for a, b in contrast_rows(comparison, cells) if a in by_name and b in by_name
+    ]
     settings = rows[0].first.cfg.evaluation if rows else None
     return {
         "name": comparison.name,
@@ -177,7 +219,9 @@ def table(comparison: Comparison, cells: Sequence[Cell], rows: Sequence[Row], mi
             {
                 "a": a,
                 "b": b,
-                "difference": {key: by_name[a].minus(by_name[b], key).to_json() for key in by_name[a].keys},
+                "difference": {
+                    key: by_name[a].minus(by_name[b], key).to_json() for key in by_name[a].keys
+                },
                 "limit": {key: by_name[a].limit(by_name[b], key) for key in by_name[a].keys},
             }
             for a, b in contrasts
@@ -199,7 +243,10 @@ def _row_json(row: Row) -> dict[str, Any]:
         "env": [{"name": env.name, "options": env.options} for env in cfg.envs],
         "max_turns": list(horizon),
         "stage_steps": list(cfg.horizon.stage_steps),
-        "evaluation": {name: getattr(settings, name) for name in ("split", "num_items", "num_samples", "max_turns", "temperature")},
+        "evaluation": {
+            name: getattr(settings, name)
+            for name in ("split", "num_items", "num_samples", "max_turns", "temperature")
+        },
         "seeds": list(row.seeds),
         "runs": [f"r{result.cell.run_key[:12]}" for result in row.cells],
         "success": {key: row.success(key).to_json() for key in row.keys},
@@ -213,10 +260,18 @@ def _row_json(row: Row) -> dict[str, Any]:
         "gain": {key: gain.to_json() for key, gain in gains.items() if gain},
         "cost": {axis: [_round(cell.cost[axis], 1) for cell in row.cells] for axis in AXES},
         "validation": {
-            "best": [max((point.success for point in cell.curve), default=None) for cell in row.cells],
+            "best": [
+                max((point.success for point in cell.curve), default=None) for cell in row.cells
+            ],
             "last": [cell.curve[-1].success if cell.curve else None for cell in row.cells],
         },
-        "curves": [{name: [_round(getattr(point, name)) for point in cell.curve] for name in (*AXES, "success")} for cell in row.cells],
+        "curves": [
+            {
+                name: [_round(getattr(point, name)) for point in cell.curve]
+                for name in (*AXES, "success")
+            }
+            for cell in row.cells
+        ],
     }
 
 
@@ -226,7 +281,12 @@ def _read_cell(cell: Cell, store: RunStore, done: Mapping[str, Manifest]) -> Cel
     trained = [name for name in cell.steps if name.startswith("stage-")]
     points = [point for name in trained for point in _points(store, done[name])]
     curve, cost = training_curve(points)
-    evaluated = [point for name in (baseline, cell.evaluation) if name for point in _points(store, done[name])]
+    evaluated = [
+        point
+        for name in (baseline, cell.evaluation)
+        if name
+        for point in _points(store, done[name])
+    ]
     return CellResult(
         cell,
         _outcomes(cell, store, evaluation),
@@ -258,11 +318,15 @@ def _round(value: float | None, digits: int = 4) -> float | None:
 
 
 def _rounded(row: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()}
+    return {
+        name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()
+    }
 
 
 def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -> dict[str, Any]:
-    """The table of what is done, with its figures in the folder `out` and in MLflow. Doing it again changes nothing."""
+    """The table of what is done, with its figures in the folder `out` and in MLflow.
+    Doing it again changes nothing.
+    """
     rows, missing = read_rows(cells)
     result = table(comparison, cells, rows, missing)
     files = result_files(result)
@@ -273,14 +337,24 @@ def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -
     return result
 
 
-def publish(comparison: Comparison, key: str, rows: Sequence[Row], files: Mapping[str, bytes]) -> None:
-    """Table and figures to MLflow, with a run per finished cell below them. key: the comparison's. Doing it again changes nothing."""
+def publish(
+    comparison: Comparison, key: str, rows: Sequence[Row], files: Mapping[str, bytes]
+) -> None:
+    """Table and figures to MLflow, with a run per finished cell below them. key: the
+    comparison's.
+    Doing it again changes nothing.
+    """
     shown = [
         CellPoints(
             result.cell.title,
             result.cell.cfg,
             result.cell.run_key,
-            {"row": row.name, "recipe": row.first.recipe, "horizon": row.first.horizon, "seed": str(result.cell.seed)},
+            {
+                "row": row.name,
+                "recipe": row.first.recipe,
+                "horizon": row.first.horizon,
+                "seed": str(result.cell.seed),
+            },
             [*map(_charted, _costs(result.training)), *result.evaluated],
         )
         for row in rows
@@ -292,5 +366,13 @@ def publish(comparison: Comparison, key: str, rows: Sequence[Row], files: Mappin
 def _charted(step: tuple[Point, dict[str, float]]) -> Point:
     """What a chart of a comparison needs of one training step."""
     point, cost = step
-    success = {name: value for name, value in point.metrics.items() if name in ("rollout/success", VALIDATION)}
-    return Point(point.step, point.time_ms, {**success, **{f"cost/{axis}": cost[axis] for axis in AXES if axis != "step"}})
+    success = {
+        name: value
+        for name, value in point.metrics.items()
+        if name in ("rollout/success", VALIDATION)
+    }
+    return Point(
+        point.step,
+        point.time_ms,
+        {**success, **{f"cost/{axis}": cost[axis] for axis in AXES if axis != "step"}},
+    )

@@ -1,4 +1,5 @@
-"""A comparison for people: the table in the published layout, a figure of the results and one of the learning curves.
+"""A comparison for people: the table in the published layout, a figure of the results and one of
+the learning curves.
 
 Pure functions of what `compare.table` returns, and so also of a result file written earlier.
 """
@@ -17,18 +18,30 @@ from agentgym.evaluation.report import GRID, INK, MUTED, label, png_of, style
 Table = Mapping[str, Any]  # as `compare.table` returns it
 RowJson = Mapping[str, Any]
 
-_COLOURS = ("#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#1f2933")  # Okabe and Ito: safe for colour-blind eyes
+# Okabe and Ito: safe for colour-blind eyes
+_COLOURS = ("#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#1f2933")
 _OTHERS = "other recipes"
 _MARKERS = "os^DvPX"
-CEILING = 0.06  # of 1, or as a floor of 0: where both rows of a contrast are nearer, little can show between them
+# of 1, or as a floor of 0: where both rows of a contrast are nearer, little can show between them
+CEILING = 0.06
 # what training costs: name in a table -> title of an axis
-AXES = {"step": "optimiser step", "turns": "turns played", "tokens": "tokens", "cpu_s": "CPU-seconds"}
+AXES = {
+    "step": "optimiser step",
+    "turns": "turns played",
+    "tokens": "tokens",
+    "cpu_s": "CPU-seconds",
+}
 
 
 def result_files(table: Table) -> dict[str, bytes]:
-    """What a comparison leaves in a folder, by file name: table as JSON and as text, and figures."""
+    """What a comparison leaves in a folder, by file name: table as JSON and as text, and
+    figures.
+    """
     name = table["name"]
-    files = {f"{name}.json": json.dumps(table, indent=1).encode() + b"\n", f"{name}.md": table_markdown(table).encode()}
+    files = {
+        f"{name}.json": json.dumps(table, indent=1).encode() + b"\n",
+        f"{name}.md": table_markdown(table).encode(),
+    }
     if table["rows"]:
         files[f"{name}.png"] = results_png(table)
         curves = curves_png(table)
@@ -38,7 +51,9 @@ def result_files(table: Table) -> dict[str, bytes]:
 
 
 def table_markdown(table: Table) -> str:
-    """Success in percent, one row per recipe and horizon; then the contrasts, and how to read both."""
+    """Success in percent, one row per recipe and horizon; then the contrasts, and how to read
+    both.
+    """
     rows = table["rows"]
     head = f"# {literal(table['title'] or table['name'])}"
     if not rows:
@@ -48,17 +63,23 @@ def table_markdown(table: Table) -> str:
         parts.append(_contrasts(table["contrasts"]))
     parts.append(_reading(table))
     if table["missing"]:
-        parts.append(f"Not in the table, because not done: {', '.join(map(literal, table['missing']))}.")
+        parts.append(
+            f"Not in the table, because not done: {', '.join(map(literal, table['missing']))}."
+        )
     return "\n\n".join(parts) + "\n"
 
 
 def literal(name: str) -> str:
-    """A name from a comparison's file as it stands: no tag, link, image or further cell of the Markdown around it."""
+    """A name from a comparison's file as it stands: no tag, link, image or further cell of the
+    Markdown around it.
+    """
     return " ".join(name.split()).replace("<", "&lt;").replace("](", "]\\(").replace("|", "\\|")
 
 
 def results_png(table: Table) -> bytes:
-    """Each row's success with its interval, its seeds as small dots, and where it started; a panel per number."""
+    """Each row's success with its interval, its seeds as small dots, and where it started; a
+    panel per number.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -74,10 +95,38 @@ def results_png(table: Table) -> bytes:
             result = row["success"][key]
             if "start" in row:
                 start = row["start"][key]["mean"]
-                axes.plot([start, result["mean"]], [place, place], color=GRID, linewidth=5, solid_capstyle="butt", zorder=1)
-                axes.plot(start, place, marker="|", markersize=10, markeredgewidth=1.6, color=MUTED, zorder=2)
-            axes.plot(result["per_seed"], [place + 0.24] * len(result["per_seed"]), ".", color=MUTED, markersize=4, zorder=2)
-            axes.plot([result["low"], result["high"]], [place, place], color=_COLOURS[1], linewidth=1.8, zorder=3)
+                axes.plot(
+                    [start, result["mean"]],
+                    [place, place],
+                    color=GRID,
+                    linewidth=5,
+                    solid_capstyle="butt",
+                    zorder=1,
+                )
+                axes.plot(
+                    start,
+                    place,
+                    marker="|",
+                    markersize=10,
+                    markeredgewidth=1.6,
+                    color=MUTED,
+                    zorder=2,
+                )
+            axes.plot(
+                result["per_seed"],
+                [place + 0.24] * len(result["per_seed"]),
+                ".",
+                color=MUTED,
+                markersize=4,
+                zorder=2,
+            )
+            axes.plot(
+                [result["low"], result["high"]],
+                [place, place],
+                color=_COLOURS[1],
+                linewidth=1.8,
+                zorder=3,
+            )
             axes.plot(result["mean"], place, "o", color=_COLOURS[1], markersize=6, zorder=4)
         axes.set_title(f"{label(key)}", fontsize=11, color=INK)
         axes.xaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
@@ -89,25 +138,41 @@ def results_png(table: Table) -> bytes:
     for axes in panels:
         axes.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
     interval = f"{100 * table['confidence']:g} % interval over seeds and items"
-    caption = f"success · dot and line: mean and {interval} · small dots: seeds · bar: from the start"
+    caption = (
+        f"success · dot and line: mean and {interval} · small dots: seeds · bar: from the start"
+    )
     figure.tight_layout(w_pad=1.2)
     figure.text(0.5, 0.0, caption, fontsize=9, color=MUTED, ha="center", va="top")
     return png_of(figure)
 
 
 def curves_png(table: Table) -> bytes | None:
-    """Validation success against what it cost: a line of panels per recipe, a panel per cost. None where nothing was validated."""
+    """Validation success against what it cost: a line of panels per recipe, a panel per cost.
+    None where nothing was validated.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    lines = _panel_lines([row for row in table["rows"] if any(curve["success"] for curve in row.get("curves", ()))])
+    lines = _panel_lines(
+        [row for row in table["rows"] if any(curve["success"] for curve in row.get("curves", ()))]
+    )
     if not lines:
         return None
-    shown = [axis for axis in AXES if any(curve[axis][-1] for rows in lines.values() for row in rows for curve in _curves(row))]
+    shown = [
+        axis
+        for axis in AXES
+        if any(curve[axis][-1] for rows in lines.values() for row in rows for curve in _curves(row))
+    ]
     colours = _colour_table(lines)
     figure = Figure(figsize=(10.0, 0.5 + 1.9 * len(lines)), facecolor="white")
     grid = figure.subplots(len(lines), len(shown), squeeze=False, sharey=True)
-    values = [value for rows in lines.values() for row in rows for curve in _curves(row) for value in curve["success"]]
+    values = [
+        value
+        for rows in lines.values()
+        for row in rows
+        for curve in _curves(row)
+        for value in curve["success"]
+    ]
     for (title, rows), panels in zip(lines.items(), grid, strict=True):
         for number, (axis, axes) in enumerate(zip(shown, panels, strict=True)):
             style(axes)
@@ -116,7 +181,15 @@ def curves_png(table: Table) -> bytes | None:
                 colour, marker = colours[_series(row, rows)]
                 x, low, mean, high = _mean_curve(row, axis)
                 axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
-                axes.plot(x, mean, color=colour, linewidth=1.7, marker=marker, markersize=3.2, clip_on=False)
+                axes.plot(
+                    x,
+                    mean,
+                    color=colour,
+                    linewidth=1.7,
+                    marker=marker,
+                    markersize=3.2,
+                    clip_on=False,
+                )
                 ends.append((mean[-1], _series(row, rows), (colour, marker)))
             axes.set_ylim(max(0.0, min(values) - 0.05), min(1.03, max(values) + 0.05))
             axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
@@ -141,7 +214,15 @@ def curves_png(table: Table) -> bytes | None:
 def _results(rows: Sequence[RowJson]) -> str:
     keys = list(rows[0]["success"])
     average = next(key for key in keys if key.startswith("avg"))
-    head = ["recipe", "horizon", *map(label, keys), f"gain {label(average)}", "gain greedy", "validation: last (best)", "CPU-s"]
+    head = [
+        "recipe",
+        "horizon",
+        *map(label, keys),
+        f"gain {label(average)}",
+        "gain greedy",
+        "validation: last (best)",
+        "CPU-s",
+    ]
     lines: list[list[str]] = []
     shown_start = None
     for row in rows:
@@ -149,12 +230,16 @@ def _results(rows: Sequence[RowJson]) -> str:
         if start is not None and start != shown_start:
             lines.append(["*start*", "", *(_spread(start[key]) for key in keys), "", "", "", ""])
             shown_start = start
-        lines.append([*_titles(row), *(_spread(row["success"][key]) for key in keys), *_gains(row, average)])
+        lines.append(
+            [*_titles(row), *(_spread(row["success"][key]) for key in keys), *_gains(row, average)]
+        )
     return _markdown(head, lines, right=2)
 
 
 def _titles(row: RowJson) -> tuple[str, str]:
-    """A row that is no more than a recipe and a horizon shows them in their columns; any other shows its name."""
+    """A row that is no more than a recipe and a horizon shows them in their columns; any other
+    shows its name.
+    """
     plain = row["name"] == " ".join(filter(None, (row["recipe"], row["horizon"])))
     return literal(row["recipe"] if plain else row["name"]), literal(row["horizon"])
 
@@ -162,10 +247,18 @@ def _titles(row: RowJson) -> tuple[str, str]:
 def _gains(row: RowJson, average: str) -> list[str]:
     if "gain" not in row:
         return ["", "", "", ""]
-    best, last = (_mean([value for value in row["validation"][which] if value is not None]) for which in ("best", "last"))
+    best, last = (
+        _mean([value for value in row["validation"][which] if value is not None])
+        for which in ("best", "last")
+    )
     validated = "" if best is None or last is None else f"{100 * last:.1f} ({100 * best:.1f})"
     cpu = _mean(row["cost"]["cpu_s"])
-    return [_points(row["gain"][average]), _points(row["gain"]["greedy"]), validated, f"{cpu:.0f}" if cpu else ""]
+    return [
+        _points(row["gain"][average]),
+        _points(row["gain"]["greedy"]),
+        validated,
+        f"{cpu:.0f}" if cpu else "",
+    ]
 
 
 def _contrasts(contrasts: Sequence[Mapping[str, Any]]) -> str:
@@ -177,13 +270,20 @@ def _contrasts(contrasts: Sequence[Mapping[str, Any]]) -> str:
         difference = contrast["difference"]
         seeds = ", ".join(_signed(value) for value in difference[average]["per_seed"])
         lines.append(
-            [literal(f"{contrast['a']} − {contrast['b']}"), *(_points(difference[key]) for key in keys), seeds, _limit(contrast, average)]
+            [
+                literal(f"{contrast['a']} − {contrast['b']}"),
+                *(_points(difference[key]) for key in keys),
+                seeds,
+                _limit(contrast, average),
+            ]
         )
     return "Paired differences, in points:\n\n" + _markdown(head, lines, right=1)
 
 
 def _limit(contrast: Mapping[str, Any], average: str) -> str:
-    """Where a contrast has no room: `ceiling`, or of its greedy numbers alone, `ceiling (greedy)`."""
+    """Where a contrast has no room: `ceiling`, or of its greedy numbers alone, `ceiling
+    (greedy)`.
+    """
     limits = contrast.get("limit", {})
     if limits.get(average):
         return str(limits[average])
@@ -195,14 +295,17 @@ def _reading(table: Table) -> str:
     settings = row["evaluation"]
     seeds = sorted({seed for each in table["rows"] for seed in each["seeds"]})
     return (
-        f"Success in percent, mean ± sample standard deviation over seeds {', '.join(map(str, seeds))}; "
-        f"{settings['num_items']} {settings['split']} items per seed, {settings['max_turns']} turns, one greedy episode and "
-        f"{settings['num_samples']} samples at temperature {settings['temperature']:g} per item, unless a row says otherwise. "
-        f"Gains are over the row's own start, in points. Brackets: {100 * table['confidence']:g} % intervals over seeds and items alike, "
-        "paired item by item and seed by seed (coverage.json says how often they hold). A contrast is at a ceiling where both rows are "
-        f"within {100 * CEILING:g} points of 100: there little can show. "
-        "Validation success (one sample per item) is of other items than the test. "
-        "CPU-s: of the training process, mean over seeds, without environment servers, validation and evaluation."
+        "Success in percent, mean ± sample standard deviation over seeds"
+        f" {', '.join(map(str, seeds))}; {settings['num_items']} {settings['split']} items per"
+        f" seed, {settings['max_turns']} turns, one greedy episode and {settings['num_samples']}"
+        f" samples at temperature {settings['temperature']:g} per item, unless a row says"
+        " otherwise. Gains are over the row's own start, in points. Brackets:"
+        f" {100 * table['confidence']:g} % intervals over seeds and items alike, paired item by"
+        " item and seed by seed (coverage.json says how often they hold). A contrast is at a"
+        f" ceiling where both rows are within {100 * CEILING:g} points of 100: there little can"
+        " show. Validation success (one sample per item) is of other items than the test. CPU-s:"
+        " of the training process, mean over seeds, without environment servers, validation and"
+        " evaluation."
     )
 
 
@@ -220,12 +323,20 @@ def _signed(share: float) -> str:
 
 
 def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int) -> str:
-    """Columns padded, so that it also reads as plain text. right: the first right-aligned column."""
+    """Columns padded, so that it also reads as plain text. right: the first right-aligned
+    column.
+    """
     rows = [head, *lines]
     widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(head))]
-    rule = ["-" * width if column < right else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
+    rule = [
+        "-" * width if column < right else "-" * (width - 1) + ":"
+        for column, width in enumerate(widths)
+    ]
     padded = [
-        [cell.ljust(width) if column < right else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        [
+            cell.ljust(width) if column < right else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         for row in rows
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in (padded[0], rule, *padded[1:]))
@@ -236,9 +347,14 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _places(rows: Sequence[RowJson]) -> list[float]:
-    """Where each row stands, from the top; a gap around the rows of one recipe and between groups."""
+    """Where each row stands, from the top; a gap around the rows of one recipe and between
+    groups.
+    """
     blocks = [(row["group"], row["recipe"]) for row in rows]
-    alone = [(group, "" if not group and blocks.count((group, recipe)) == 1 else recipe) for group, recipe in blocks]
+    alone = [
+        (group, "" if not group and blocks.count((group, recipe)) == 1 else recipe)
+        for group, recipe in blocks
+    ]
     places = [0.0]
     for block, before in zip(alone[1:], alone[:-1], strict=True):
         places.append(places[-1] + (1.0 if block == before else 1.6))
@@ -246,13 +362,25 @@ def _places(rows: Sequence[RowJson]) -> list[float]:
 
 
 def _panel_lines(rows: Sequence[RowJson]) -> dict[str, list[RowJson]]:
-    """title -> rows drawn together: the horizons of one recipe, the rows of one group, and the recipes with one horizon."""
+    """title -> rows drawn together: the horizons of one recipe, the rows of one group, and the
+    recipes with one horizon.
+    """
     lines: dict[str, list[RowJson]] = {}
     for row in rows:
-        alike = [other for other in rows if (other["recipe"], other["group"]) == (row["recipe"], row["group"])]
-        title = row["name"] if row["group"] and len(alike) == 1 else row["group"] or (row["recipe"] if len(alike) > 1 else _OTHERS)
+        alike = [
+            other
+            for other in rows
+            if (other["recipe"], other["group"]) == (row["recipe"], row["group"])
+        ]
+        title = (
+            row["name"]
+            if row["group"] and len(alike) == 1
+            else row["group"] or (row["recipe"] if len(alike) > 1 else _OTHERS)
+        )
         lines.setdefault(title, []).append(row)
-    return dict(sorted(lines.items(), key=lambda item: (bool(item[1][0]["group"]), item[0] == _OTHERS)))
+    return dict(
+        sorted(lines.items(), key=lambda item: (bool(item[1][0]["group"]), item[0] == _OTHERS))
+    )
 
 
 def _series(row: RowJson, together: Sequence[RowJson]) -> str:
@@ -265,11 +393,17 @@ def _series(row: RowJson, together: Sequence[RowJson]) -> str:
 
 
 def _colour_table(lines: Mapping[str, Sequence[RowJson]]) -> dict[str, tuple[str, str]]:
-    """One colour and marker per horizon, the same in every panel; other names take their turn within theirs."""
+    """One colour and marker per horizon, the same in every panel; other names take their turn
+    within theirs.
+    """
     table: dict[str, tuple[str, str]] = {}
     for rows in lines.values():
         names = [_series(row, rows) for row in rows]
-        free = [n for n in range(len(_COLOURS)) if (_COLOURS[n], _MARKERS[n]) not in [table[name] for name in names if name in table]]
+        free = [
+            n
+            for n in range(len(_COLOURS))
+            if (_COLOURS[n], _MARKERS[n]) not in [table[name] for name in names if name in table]
+        ]
         for name in names:
             if name not in table:
                 number = free.pop(0) if free else len(table) % len(_COLOURS)
@@ -286,13 +420,22 @@ def _mean_curve(row: RowJson, axis: str) -> tuple[Any, Any, Any, Any]:
     curves = _curves(row)
     shared = sorted(set.intersection(*(set(curve["step"]) for curve in curves)))
     where = [[curve["step"].index(step) for step in shared] for curve in curves]
-    x, y = (np.array([[curve[name][i] for i in at] for curve, at in zip(curves, where, strict=True)]) for name in (axis, "success"))
+    x, y = (
+        np.array([[curve[name][i] for i in at] for curve, at in zip(curves, where, strict=True)])
+        for name in (axis, "success")
+    )
     return x.mean(axis=0), y.min(axis=0), y.mean(axis=0), y.max(axis=0)
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, str, tuple[str, str]]]) -> None:
-    """Names at the right ends of the lines, moved apart where they would touch; points of an inch are what counts."""
-    gap = 10.0 / (axes.bbox.height * 72.0 / axes.figure.dpi) * (axes.get_ylim()[1] - axes.get_ylim()[0])
+    """Names at the right ends of the lines, moved apart where they would touch; points of an
+    inch are what counts.
+    """
+    gap = (
+        10.0
+        / (axes.bbox.height * 72.0 / axes.figure.dpi)
+        * (axes.get_ylim()[1] - axes.get_ylim()[0])
+    )
     ordered = sorted(ends, key=lambda end: end[0])
     heights = [end[0] for end in ordered]
     for index in range(1, len(heights)):
@@ -302,9 +445,23 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, str, tuple[str, str]]]) -
     for (_, name, (colour, marker)), height in zip(ordered, heights, strict=True):
         axes.plot(right, height - over, marker, color=colour, markersize=5, clip_on=False)
         place = {"xytext": (7, 0), "textcoords": "offset points"}
-        axes.annotate(name, (right, height - over), **place, va="center", fontsize=9, color=INK, annotation_clip=False)
+        axes.annotate(
+            name,
+            (right, height - over),
+            **place,
+            va="center",
+            fontsize=9,
+            color=INK,
+            annotation_clip=False,
+        )
 
 
 def _thousands(value: float, _: Any) -> str:
-    text = f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1e3:g}k" if abs(value) >= 1e3 else f"{value:g}"
+    text = (
+        f"{value / 1e6:g}M"
+        if abs(value) >= 1e6
+        else f"{value / 1e3:g}k"
+        if abs(value) >= 1e3
+        else f"{value:g}"
+    )
     return re.sub(r"(\.\d)\d+", r"\1", text)

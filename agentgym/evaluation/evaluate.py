@@ -1,4 +1,6 @@
-"""One checkpoint on held-out items: greedy, avg@n, pass@k, each with an interval, paired against the baseline."""
+"""One checkpoint on held-out items: greedy, avg@n, pass@k, each with an interval, paired
+against the baseline.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import numpy as np
 from agentgym.config import EvaluationConfig
 from agentgym.context import OUTCOMES, TRAJECTORIES, StepContext, decode_trajectories, now_ms
 from agentgym.data import splits_from_json
-from agentgym.evaluation.passk import FAILED, Interval, as_failures, coverage, num_failed, paired_differences, summarise
+from agentgym.evaluation.passk import (
+    FAILED,
+    Interval,
+    as_failures,
+    coverage,
+    num_failed,
+    paired_differences,
+    summarise,
+)
 from agentgym.rollouts.collect import RolloutError
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.store.manifest import Manifest
@@ -25,10 +35,13 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Manifest:
-    """Play every item of the split once greedily and `num_samples` times sampled; commit a chunk of items at a time.
+    """Play every item of the split once greedily and `num_samples` times sampled; commit a chunk
+    of items at a time.
 
-    baseline: the evaluation step to compare with, item by item; it used the same items, horizon and random numbers.
-    Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows; what is committed stays.
+    baseline: the evaluation step to compare with, item by item; it used the same items, horizon and
+    random numbers.
+    Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows; what
+    is committed stays.
     """
     set_threads()
     cfg, settings = ctx.cfg, ctx.cfg.evaluation
@@ -37,18 +50,27 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
     items = getattr(splits, settings.split)[: settings.num_items]
     if len(items) < settings.num_items:
         raise ValueError(
-            f"evaluation.num_items {settings.num_items} is more than the {len(items)} {settings.split} items of {cfg.env_names}; lower it"
+            f"evaluation.num_items {settings.num_items} is more than the {len(items)}"
+            f" {settings.split} items of {cfg.env_names}; lower it"
         )
     version = int(parent.state["global_step"])
-    num_done, num_out = (int(ctx.head.state[name]) if ctx.head else 0 for name in ("num_items", "num_failed"))
+    num_done, num_out = (
+        int(ctx.head.state[name]) if ctx.head else 0 for name in ("num_items", "num_failed")
+    )
     ctx.progress.start(f"evaluate {checkpoint_step}", len(items) * (1 + settings.num_samples))
     ctx.progress.advance(num_done * (1 + settings.num_samples))
     checkpoint = load_checkpoint(ctx.store, parent)
-    with ctx.environment(False) as endpoints, open_engine(cfg, checkpoint, endpoints, version=version) as engine:
+    with (
+        ctx.environment(False) as endpoints,
+        open_engine(cfg, checkpoint, endpoints, version=version) as engine,
+    ):
         for first in range(num_done, len(items), settings.chunk_items):
             chunk = items[first : first + settings.chunk_items]
             trajectories: list[Trajectory] = []
-            for temperature, num_samples, first_sample in ((0.0, 1, 0), (settings.temperature, settings.num_samples, 1)):
+            for temperature, num_samples, first_sample in (
+                (0.0, 1, 0),
+                (settings.temperature, settings.num_samples, 1),
+            ):
                 trajectories += engine.collect(
                     chunk,
                     num_samples=num_samples,
@@ -60,15 +82,24 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
                     progress=ctx.progress.advance,
                 )
             num_out += sum(not trajectory.status.is_valid for trajectory in trajectories)
-            require_coverage(num_out, len(items) * (1 + settings.num_samples), settings.min_coverage)
+            require_coverage(
+                num_out, len(items) * (1 + settings.num_samples), settings.min_coverage
+            )
             if first + len(chunk) < len(items):
                 ctx.commit(
                     done=False,
-                    state={"global_step": version, "num_items": first + len(chunk), "num_failed": num_out},
+                    state={
+                        "global_step": version,
+                        "num_items": first + len(chunk),
+                        "num_failed": num_out,
+                    },
                     blobs={},
                     trajectories=trajectories,
                 )
-    earlier = [decode_trajectories(ctx.read(commit, TRAJECTORIES)) for commit in ctx.store.history(ctx.step, ctx.writer.key)]
+    earlier = [
+        decode_trajectories(ctx.read(commit, TRAJECTORIES))
+        for commit in ctx.store.history(ctx.step, ctx.writer.key)
+    ]
     everything = [trajectory for part in earlier for trajectory in part] + trajectories
     greedy, samples = outcomes(everything, items, settings.num_samples)
     results = score(greedy, samples, settings, [item.env for item in items])
@@ -76,12 +107,25 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
         base = json.loads(ctx.read(ctx.parents[baseline], OUTCOMES))
         gains = paired(base, greedy, samples, settings)
         results["paired"] = {"baseline": baseline, **gains}
-    results |= {"checkpoint": checkpoint_step, "num_items": len(items), "max_turns": settings.max_turns, "global_step": version}
+    results |= {
+        "checkpoint": checkpoint_step,
+        "num_items": len(items),
+        "max_turns": settings.max_turns,
+        "global_step": version,
+    }
     return ctx.commit(
         done=True,
         state={"global_step": version, "num_items": len(items)},
         blobs={
-            OUTCOMES: json.dumps({"items": [item.item_id for item in items], "greedy": _plain(greedy), "samples": _plain(samples)}).encode()
+            OUTCOMES: (
+                json.dumps(
+                    {
+                        "items": [item.item_id for item in items],
+                        "greedy": _plain(greedy),
+                        "samples": _plain(samples),
+                    }
+                ).encode()
+            )
         },
         results=results,
         points=[Point(version, now_ms(), evaluation_metrics(results, everything))],
@@ -89,8 +133,12 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
     )
 
 
-def outcomes(trajectories: Sequence[Trajectory], items: Sequence[Item], num_samples: int) -> tuple[Array, Array]:
-    """(greedy [I], samples [I, n]) success as 0 or 1, in the items' order; NaN where the environment failed."""
+def outcomes(
+    trajectories: Sequence[Trajectory], items: Sequence[Item], num_samples: int
+) -> tuple[Array, Array]:
+    """(greedy [I], samples [I, n]) success as 0 or 1, in the items' order; NaN where the
+    environment failed.
+    """
     row = {item.item_id: index for index, item in enumerate(items)}
     table = np.full((len(items), 1 + num_samples), np.nan)
     for trajectory in trajectories:
@@ -99,15 +147,20 @@ def outcomes(trajectories: Sequence[Trajectory], items: Sequence[Item], num_samp
     return table[:, 0], table[:, 1:]
 
 
-def score(greedy: Array, samples: Array, settings: EvaluationConfig, envs: Sequence[str]) -> dict[str, Any]:
-    """The reported numbers of one evaluation, as JSON types. envs: [I] of each item; where they differ, each one's numbers, too.
+def score(
+    greedy: Array, samples: Array, settings: EvaluationConfig, envs: Sequence[str]
+) -> dict[str, Any]:
+    """The reported numbers of one evaluation, as JSON types. envs: [I] of each item; where they
+    differ, each one's numbers, too.
 
-    `summary` leaves failed episodes out, `failed_as_failures` takes them for failures of the policy; `coverage` is the share of
-    episodes that did not fail.
+    `summary` leaves failed episodes out, `failed_as_failures` takes them for failures of the
+    policy; `coverage` is the share of episodes that did not fail.
     """
 
     def numbers(rows: Any) -> dict[str, Any]:
-        asked = {name: getattr(settings, name) for name in ("k", "confidence", "num_bootstrap", "seed")}
+        asked = {
+            name: getattr(settings, name) for name in ("k", "confidence", "num_bootstrap", "seed")
+        }
         ours, theirs = greedy[rows], samples[rows]
         return {
             "summary": _intervals(summarise(ours, theirs, **asked)),
@@ -118,7 +171,10 @@ def score(greedy: Array, samples: Array, settings: EvaluationConfig, envs: Seque
     result = {**numbers(slice(None)), "num_env_errors": num_failed(greedy, samples)}
     if len(set(envs)) > 1:
         table = np.array(envs)
-        result["by_env"] = {env: {"num_items": envs.count(env), **numbers(table == env)} for env in sorted(set(envs))}
+        result["by_env"] = {
+            env: {"num_items": envs.count(env), **numbers(table == env)}
+            for env in sorted(set(envs))
+        }
     return result
 
 
@@ -126,13 +182,16 @@ def require_coverage(num_out: int, num_episodes: int, least: float) -> None:
     """Errors: RolloutError where so many episodes failed that the rest cannot stand for all."""
     if num_out > (1 - least) * num_episodes + 1e-9:
         raise RolloutError(
-            f"{num_out} of {num_episodes} episodes of this evaluation failed or ran out of time: at most "
-            f"{1 - num_out / num_episodes:.1%} count, and evaluation.min_coverage is {least:.1%}; see to the environment servers, "
-            "raise rollout.episode_timeout_s, or lower the floor"
+            f"{num_out} of {num_episodes} episodes of this evaluation failed or ran out of time: at"
+            f" most {1 - num_out / num_episodes:.1%} count, and evaluation.min_coverage is"
+            f" {least:.1%}; see to the environment servers, raise rollout.episode_timeout_s, or"
+            " lower the floor"
         )
 
 
-def paired(base: dict[str, Any], greedy: Array, samples: Array, settings: EvaluationConfig) -> dict[str, Any]:
+def paired(
+    base: dict[str, Any], greedy: Array, samples: Array, settings: EvaluationConfig
+) -> dict[str, Any]:
     """Item by item differences to a baseline's stored outcomes, as JSON types."""
     differences = paired_differences(
         (np.array(base["greedy"], dtype=float), np.array(base["samples"], dtype=float)),
@@ -145,12 +204,22 @@ def paired(base: dict[str, Any], greedy: Array, samples: Array, settings: Evalua
     return _intervals(differences)
 
 
-def evaluation_metrics(results: dict[str, Any], trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def evaluation_metrics(
+    results: dict[str, Any], trajectories: Sequence[Trajectory]
+) -> dict[str, float]:
     """The same numbers under metric names."""
     metrics: dict[str, float] = {}
-    for prefix, own in (("eval", results), *((f"eval/{env}", own) for env, own in results.get("by_env", {}).items())):
-        metrics |= {f"{prefix}/{name}": float(interval["mean"]) for name, interval in own["summary"].items()}
-        metrics |= {f"{prefix}/{FAILED}/{name}": float(interval["mean"]) for name, interval in own[FAILED].items()}
+    for prefix, own in (
+        ("eval", results),
+        *((f"eval/{env}", own) for env, own in results.get("by_env", {}).items()),
+    ):
+        metrics |= {
+            f"{prefix}/{name}": float(interval["mean"]) for name, interval in own["summary"].items()
+        }
+        metrics |= {
+            f"{prefix}/{FAILED}/{name}": float(interval["mean"])
+            for name, interval in own[FAILED].items()
+        }
         metrics[f"{prefix}/coverage"] = float(own["coverage"])
     rollout = rollout_metrics(trajectories)
     shares = ("turns_mean", "max_turns_frac", "env_limit_frac", "env_error_frac")

@@ -39,12 +39,19 @@ PAGE = "report.html"
 
 
 def register_policy(ctx: StepContext, checkpoint_step: str, run_key: str) -> Manifest:
-    """Put the checkpoint into the registry, and move the alias to it where it is not worse than what holds it (see `champion`).
+    """Put the checkpoint into the registry, and move the alias to it where it is not worse than
+    what holds it (see `champion`).
 
     Once per checkpoint, whatever is killed in between.
     """
     ctx.progress.start("register the model", 1)
-    version, decision = _register(ctx.cfg, ctx.store, ctx.parents[checkpoint_step], ctx.parents[f"evaluate-{checkpoint_step}"], run_key)
+    version, decision = _register(
+        ctx.cfg,
+        ctx.store,
+        ctx.parents[checkpoint_step],
+        ctx.parents[f"evaluate-{checkpoint_step}"],
+        run_key,
+    )
     ctx.progress.advance()
     return ctx.commit(
         done=True,
@@ -60,8 +67,15 @@ def register_policy(ctx: StepContext, checkpoint_step: str, run_key: str) -> Man
     )
 
 
-def confirm_registration(cfg: RunConfig, store: RunStore, registered: Manifest, done: Mapping[str, Manifest], run_key: str) -> None:
-    """Put the model back where the ledger was replaced since; the alias goes by the same rule, against what is there now.
+def confirm_registration(
+    cfg: RunConfig,
+    store: RunStore,
+    registered: Manifest,
+    done: Mapping[str, Manifest],
+    run_key: str,
+) -> None:
+    """Put the model back where the ledger was replaced since; the alias goes by the same rule,
+    against what is there now.
 
     Errors: LedgerError where it has another number there.
     """
@@ -71,15 +85,20 @@ def confirm_registration(cfg: RunConfig, store: RunStore, registered: Manifest, 
         version, _ = _register(cfg, store, checkpoint, done[f"evaluate-{checkpoint.step}"], run_key)
     if version != registered.results["version"]:
         raise LedgerError(
-            f"{name}: MLflow has this checkpoint as version {version}, the store as version {registered.results['version']}; "
-            f"delete {store.root}/steps/register-{registered.key[:16]} to register it again"
+            f"{name}: MLflow has this checkpoint as version {version}, the store as version"
+            f" {registered.results['version']}; delete"
+            f" {store.root}/steps/register-{registered.key[:16]} to register it again"
         )
 
 
-def _register(cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str) -> tuple[str, champion.Decision]:
+def _register(
+    cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str
+) -> tuple[str, champion.Decision]:
     """The version, and whether it took the alias."""
     name, tracker = cfg.registry.model_name, tracker_of(cfg)
-    tags = champion.evaluation_tags(cfg, evaluation.digest, json.loads(store.read(evaluation, OUTCOMES)))
+    tags = champion.evaluation_tags(
+        cfg, evaluation.digest, json.loads(store.read(evaluation, OUTCOMES))
+    )
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(
             Path(folder),
@@ -102,20 +121,26 @@ def _register(cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation:
             },
             step=int(checkpoint.state["global_step"]),
         )
-    for key, value in tags.items():  # of the version alone: MLflow takes shorter ones on the model it logs
+    # of the version alone: MLflow takes shorter ones on the model it logs
+    for key, value in tags.items():
         tracker.client.set_model_version_tag(name, version, key, value)
     return version, champion.settle(tracker, name, cfg.registry.alias, version, cfg.evaluation)
 
 
 def headline_tags(evaluation: Manifest) -> dict[str, str]:
     """Its main numbers, as tags of the model version that was evaluated."""
-    return {f"eval.{name}": f"{interval['mean']:.4f}" for name, interval in evaluation.results["summary"].items()}
+    return {
+        f"eval.{name}": f"{interval['mean']:.4f}"
+        for name, interval in evaluation.results["summary"].items()
+    }
 
 
 def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manifest:
     """Curves, table and example episodes as one page; MLflow gets them once they are committed."""
     ctx.progress.start("report", 1)
-    files = report_files(ctx.cfg, ctx.store, ctx.parents, run_key, {step.name: step.title for step in steps})
+    files = report_files(
+        ctx.cfg, ctx.store, ctx.parents, run_key, {step.name: step.title for step in steps}
+    )
     ctx.progress.advance()
     evaluations = _compared(ctx.parents)
     first, last = evaluations[0], evaluations[-1]
@@ -129,17 +154,32 @@ def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manif
 
 
 def report_files(
-    cfg: RunConfig, store: RunStore, parents: Mapping[str, Manifest], run_key: str, titles: Mapping[str, str]
+    cfg: RunConfig,
+    store: RunStore,
+    parents: Mapping[str, Manifest],
+    run_key: str,
+    titles: Mapping[str, str],
 ) -> dict[str, bytes]:
-    """The page and its pictures, from what the steps before left in the store. titles: of steps, by name."""
+    """The page and its pictures, from what the steps before left in the store. titles: of
+    steps, by name.
+    """
     titles = {name: title.removeprefix("evaluate ") for name, title in titles.items()}
     compared = _compared(parents)
-    others = [manifest for name, manifest in parents.items() if name.startswith("evaluate-") and manifest not in compared]
-    rows = {manifest.step: _row(manifest, titles[manifest.step]) for manifest in [*compared, *others]}
+    others = [
+        manifest
+        for name, manifest in parents.items()
+        if name.startswith("evaluate-") and manifest not in compared
+    ]
+    rows = {
+        manifest.step: _row(manifest, titles[manifest.step]) for manifest in [*compared, *others]
+    }
     spans = stages(cfg.horizon)
     curve = learning_curve_png(
         _curves(store, [parents[span.name] for span in spans]),
-        [StageSpan(span.name.replace("-", " "), span.first_step, span.last_step, span.max_turns) for span in spans],
+        [
+            StageSpan(span.name.replace("-", " "), span.first_step, span.last_step, span.max_turns)
+            for span in spans
+        ],
         [
             EvaluationPoint(
                 titles[manifest.step],
@@ -152,7 +192,8 @@ def report_files(
     bars = evaluation_png([rows[manifest.step] for manifest in compared])
     last, registered = compared[-1], parents["register"].results
     page = report_html(
-        f"{cfg.env_names} · {cfg.algorithm.recipe} · max_turns {' > '.join(map(str, cfg.horizon.max_turns))}",
+        f"{cfg.env_names} · {cfg.algorithm.recipe} · max_turns"
+        f" {' > '.join(map(str, cfg.horizon.max_turns))}",
         {
             "run": run_key[:12],
             "model": f"{registered['model']} version {registered['version']}",
@@ -163,8 +204,15 @@ def report_files(
         },
         list(rows.values()),
         {"Success while training": curve, "Success before and after": bars},
-        [example for manifest in (compared[0], last) for example in _examples(store, manifest, titles[manifest.step])],
-        timings={name.replace("-", " "): manifest.timings.get("wall_s", 0.0) for name, manifest in parents.items()},
+        [
+            example
+            for manifest in (compared[0], last)
+            for example in _examples(store, manifest, titles[manifest.step])
+        ],
+        timings={
+            name.replace("-", " "): manifest.timings.get("wall_s", 0.0)
+            for name, manifest in parents.items()
+        },
         confidence=cfg.evaluation.confidence,
         notes=parents["prepare"].results["warnings"],
     )
@@ -173,15 +221,25 @@ def report_files(
 
 def _compared(parents: Mapping[str, Manifest]) -> list[Manifest]:
     """The evaluation that others are compared with, and those, in order."""
-    evaluations = {name: manifest for name, manifest in parents.items() if name.startswith("evaluate-")}
-    baseline = next(m.results["paired"]["baseline"] for m in evaluations.values() if "paired" in m.results)
-    return [manifest for name, manifest in evaluations.items() if name == baseline or "paired" in manifest.results]
+    evaluations = {
+        name: manifest for name, manifest in parents.items() if name.startswith("evaluate-")
+    }
+    baseline = next(
+        m.results["paired"]["baseline"] for m in evaluations.values() if "paired" in m.results
+    )
+    return [
+        manifest
+        for name, manifest in evaluations.items()
+        if name == baseline or "paired" in manifest.results
+    ]
 
 
 def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]:
     """Greedy first; pass@1 is avg@n under another name, and left out."""
     rows = manifest.results[part].items()
-    intervals = {name: Interval(**row) for name, row in rows if name not in ("baseline", "pass_at_1")}
+    intervals = {
+        name: Interval(**row) for name, row in rows if name not in ("baseline", "pass_at_1")
+    }
     return dict(sorted(intervals.items(), key=lambda item: item[0] != "greedy"))
 
 
@@ -190,7 +248,16 @@ def _row(manifest: Manifest, title: str) -> EvaluationRow:
     paired = _intervals(manifest, "paired") if "paired" in manifest.results else None
     found = manifest.results
     failed = _intervals(manifest, FAILED)
-    return EvaluationRow(name, title, _intervals(manifest), paired, found["num_items"], found["max_turns"], found["coverage"], failed)
+    return EvaluationRow(
+        name,
+        title,
+        _intervals(manifest),
+        paired,
+        found["num_items"],
+        found["max_turns"],
+        found["coverage"],
+        failed,
+    )
 
 
 def _curves(store: RunStore, trained: Sequence[Manifest]) -> list[Curve]:
@@ -202,14 +269,26 @@ def _curves(store: RunStore, trained: Sequence[Manifest]) -> list[Curve]:
         for point in decode_points(store.read(commit, METRICS))
     ]
     curves = []
-    for metric, title, smooth in (("rollout/success", "training, sampled", True), ("validation/success", "validation, sampled", False)):
+    for metric, title, smooth in (
+        ("rollout/success", "training, sampled", True),
+        ("validation/success", "validation, sampled", False),
+    ):
         found = [(point.step, point.metrics[metric]) for point in points if metric in point.metrics]
-        curves.append(Curve(title, [step for step, _ in found], [value for _, value in found], smooth))
+        curves.append(
+            Curve(title, [step for step, _ in found], [value for _, value in found], smooth)
+        )
     return curves
 
 
 def _examples(store: RunStore, evaluation: Manifest, title: str) -> list[EpisodeExample]:
     """One success and one failure of an evaluation, where there are both."""
     trajectories: list[Trajectory] = decode_trajectories(store.read(evaluation, TRAJECTORIES))
-    chosen = [next((t for t in trajectories if t.status.is_valid and t.success is wanted), None) for wanted in (True, False)]
-    return [EpisodeExample.from_trajectory(title, trajectory) for trajectory in chosen if trajectory is not None]
+    chosen = [
+        next((t for t in trajectories if t.status.is_valid and t.success is wanted), None)
+        for wanted in (True, False)
+    ]
+    return [
+        EpisodeExample.from_trajectory(title, trajectory)
+        for trajectory in chosen
+        if trajectory is not None
+    ]

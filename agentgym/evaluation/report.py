@@ -1,6 +1,8 @@
-"""What a person reads after a run: two figures and one self-contained page. Pure functions of numbers, no files.
+"""What a person reads after a run: two figures and one self-contained page.
+Pure functions of numbers, no files.
 
-matplotlib is imported inside the figures (it is slow) and used through its Figure class, so no global state is touched.
+matplotlib is imported inside the figures (it is slow) and used through its Figure class, so no
+global state is touched.
 """
 
 from __future__ import annotations
@@ -23,16 +25,20 @@ from agentgym.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
-    """One checkpoint's evaluation. Rows are given in order of training; the first is what the others are compared with."""
+    """One checkpoint's evaluation.
+    Rows are given in order of training; the first is what the others are compared with.
+    """
 
     name: str  # short, for the figure
     title: str  # for the table
     summary: Mapping[str, Interval]  # keys of `passk.summarise`, success as shares
-    paired: Mapping[str, Interval] | None  # per-item difference to the first row; None for the first
+    # per-item difference to the first row; None for the first
+    paired: Mapping[str, Interval] | None
     num_items: int
     max_turns: int
     coverage: float = 1.0  # share of the episodes that count
-    failed: Mapping[str, Interval] | None = None  # the summary where failed episodes are failures of the policy
+    # the summary where failed episodes are failures of the policy
+    failed: Mapping[str, Interval] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +102,17 @@ _STAGES = ("#f6f8fa", "#eaeff4")
 _SMOOTHING_STEPS = 7  # width of the running mean
 
 
-def learning_curve_png(curves: Sequence[Curve], stages: Sequence[StageSpan], evaluations: Sequence[EvaluationPoint]) -> bytes:
-    """Success over optimiser steps on one continuous axis: stages shaded, evaluations as points with their intervals."""
+def learning_curve_png(
+    curves: Sequence[Curve], stages: Sequence[StageSpan], evaluations: Sequence[EvaluationPoint]
+) -> bytes:
+    """Success over optimiser steps on one continuous axis: stages shaded, evaluations as points
+    with their intervals.
+    """
     figure, axes = _figure(10.0, 4.6)
     for number, stage in enumerate(stages):
-        axes.axvspan(stage.first_step - 0.5, stage.last_step + 0.5, color=_STAGES[number % 2], zorder=0)
+        axes.axvspan(
+            stage.first_step - 0.5, stage.last_step + 0.5, color=_STAGES[number % 2], zorder=0
+        )
         axes.text(
             (stage.first_step + stage.last_step) / 2,
             1.015,
@@ -117,9 +129,19 @@ def learning_curve_png(curves: Sequence[Curve], stages: Sequence[StageSpan], eva
         if curve.smooth:
             axes.plot(curve.steps, curve.values, color=colour, alpha=0.28, linewidth=1.0)
             label = f"{curve.name}, mean of {_SMOOTHING_STEPS} steps"
-            axes.plot(curve.steps, _running_mean(curve.values), color=colour, linewidth=2.0, label=label)
+            axes.plot(
+                curve.steps, _running_mean(curve.values), color=colour, linewidth=2.0, label=label
+            )
         else:
-            axes.plot(curve.steps, curve.values, color=colour, linewidth=1.2, marker="o", markersize=5, label=curve.name)
+            axes.plot(
+                curve.steps,
+                curve.values,
+                color=colour,
+                linewidth=1.2,
+                marker="o",
+                markersize=5,
+                label=curve.name,
+            )
     for number, title in enumerate(dict.fromkeys(point.title for point in evaluations)):
         points = [point for point in evaluations if point.title == title]
         intervals = [point.interval for point in points]
@@ -139,7 +161,9 @@ def learning_curve_png(curves: Sequence[Curve], stages: Sequence[StageSpan], eva
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("success")
     if curves or evaluations:
-        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, fontsize=9)
+        axes.legend(
+            frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, fontsize=9
+        )
     return png_of(figure)
 
 
@@ -155,14 +179,31 @@ def evaluation_png(rows: Sequence[EvaluationRow]) -> bytes:
         places = np.arange(len(keys)) + (number - (len(rows) - 1) / 2) * width
         means = [interval.mean for interval in intervals]
         axes.bar(places, means, width * 0.92, color=colour, label=row.name)
-        axes.errorbar(places, means, yerr=_error_bars(intervals), fmt="none", color=INK, elinewidth=1.1, capsize=3)
+        axes.errorbar(
+            places,
+            means,
+            yerr=_error_bars(intervals),
+            fmt="none",
+            color=INK,
+            elinewidth=1.1,
+            capsize=3,
+        )
         for place, interval in zip(places, intervals, strict=True):
-            axes.text(place, interval.high + 0.02, f"{100 * interval.mean:.1f}", ha="center", fontsize=9, color=INK)
+            axes.text(
+                place,
+                interval.high + 0.02,
+                f"{100 * interval.mean:.1f}",
+                ha="center",
+                fontsize=9,
+                color=INK,
+            )
     axes.set_ylim(0, 1.08)
     axes.set_xticks(range(len(keys)), [label(key) for key in keys])
     axes.tick_params(axis="x", length=0, labelcolor=INK, labelsize=10)
     axes.set_ylabel("success")
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(rows), fontsize=9)
+    axes.legend(
+        frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(rows), fontsize=9
+    )
     return png_of(figure)
 
 
@@ -179,8 +220,10 @@ def report_html(
 ) -> str:
     """The whole report as one page: no script, no network, every text escaped.
 
-    facts: shown as they are, in order; figures: caption -> PNG; timings: part of the run -> seconds;
-    confidence: of the intervals in `rows`; notes: things a reader must know, for example that the data is a stand-in.
+    facts: shown as they are, in order; figures: caption -> PNG; timings: part of the run ->
+    seconds;
+    confidence: of the intervals in `rows`; notes: things a reader must know, for example that the
+    data is a stand-in.
     """
     sections = [
         _headline(rows),
@@ -191,7 +234,12 @@ def report_html(
         _episodes(episodes),
         _facts(facts),
     ]
-    return _PAGE.format(policy=_POLICY, title=escape(title), style=_STYLE, body="\n".join(section for section in sections if section))
+    return _PAGE.format(
+        policy=_POLICY,
+        title=escape(title),
+        style=_STYLE,
+        body="\n".join(section for section in sections if section),
+    )
 
 
 def label(key: str) -> str:
@@ -211,16 +259,21 @@ def _headline(rows: Sequence[EvaluationRow]) -> str:
             continue
         gain = paired[key]
         tiles.append(
-            f'<div class="tile"><span class="name">{escape(label(key))}</span>'
-            f'<span class="value">{_percent(before[key].mean)} <span class="to">→</span> {_percent(after[key].mean)}<small>%</small></span>'
-            f'<span class="gain {_direction(gain)}">{_points(gain.mean)} points</span>'
-            f'<span class="range">{_points(gain.low)} to {_points(gain.high)}</span></div>'
+            f'<div class="tile"><span class="name">{escape(label(key))}</span><span'
+            f' class="value">{_percent(before[key].mean)} <span class="to">→</span>'
+            f' {_percent(after[key].mean)}<small>%</small></span><span class="gain'
+            f' {_direction(gain)}">{_points(gain.mean)} points</span><span'
+            f' class="range">{_points(gain.low)} to {_points(gain.high)}</span></div>'
         )
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 def _notes(notes: Sequence[str]) -> str:
-    return f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>' if notes else ""
+    return (
+        f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>'
+        if notes
+        else ""
+    )
 
 
 def _evaluation_table(rows: Sequence[EvaluationRow], confidence: float) -> str:
@@ -236,13 +289,18 @@ def _evaluation_table(rows: Sequence[EvaluationRow], confidence: float) -> str:
             f"<td>{row.max_turns}</td><td>{_percent(row.coverage)}</td>{cells}</tr>"
         )
     return (
-        '<section><h2>Evaluation</h2><div class="scroll"><table><thead><tr><th>checkpoint</th><th>items</th><th>max_turns</th>'
+        "<section><h2>Evaluation</h2><div"
+        ' class="scroll"><table><thead><tr><th>checkpoint</th><th>items</th><th>max_turns</th>'
         "<th>coverage</th>"
         f"{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-        f'<p class="caption">Success in percent with {100 * confidence:g} % intervals: Wilson for greedy, bootstrap over items for the '
-        f"others. The second line is the mean per-item difference to “{escape(rows[0].title)}” in points; it is coloured where its "
-        "interval excludes 0. pass@k is the unbiased estimate. Coverage is the share of the episodes that count: those whose environment "
-        "failed, or that ran out of time, are left out; where there are any, “failed as failures” says what they would "
+        f'<p class="caption">Success in percent with {100 * confidence:g} % intervals: Wilson for'
+        " greedy, bootstrap over items for the "
+        f"others. The second line is the mean per-item difference to “{escape(rows[0].title)}” in"
+        " points; it is coloured where its "
+        "interval excludes 0. pass@k is the unbiased estimate. Coverage is the share of the"
+        " episodes that count: those whose environment "
+        "failed, or that ran out of time, are left out; where there are any, “failed as failures”"
+        " says what they would "
         "make of it.</p></section>"
     )
 
@@ -251,21 +309,32 @@ def _cell(row: EvaluationRow, key: str) -> str:
     interval = row.summary.get(key)
     if interval is None:
         return "<td>–</td>"
-    text = f"<b>{_percent(interval.mean)}</b> <span class='range'>{_percent(interval.low)} – {_percent(interval.high)}</span>"
+    text = (
+        f"<b>{_percent(interval.mean)}</b> <span class='range'>{_percent(interval.low)} –"
+        f" {_percent(interval.high)}</span>"
+    )
     if interval.num_items < row.num_items:
         text += f" <span class='range'>({interval.num_items} items)</span>"
     if row.coverage < 1 and row.failed is not None and key in row.failed:
-        text += f"<br><span class='range'>failed as failures {_percent(row.failed[key].mean)}</span>"
+        text += (
+            f"<br><span class='range'>failed as failures {_percent(row.failed[key].mean)}</span>"
+        )
     if row.paired is not None and key in row.paired:
         gain = row.paired[key]
         between = f"{_points(gain.low)} to {_points(gain.high)}"
-        text += f"<br><span class='gain {_direction(gain)}'>{_points(gain.mean)}</span> <span class='range'>{between}</span>"
+        text += (
+            f"<br><span class='gain {_direction(gain)}'>{_points(gain.mean)}</span> <span"
+            f" class='range'>{between}</span>"
+        )
     return f"<td>{text}</td>"
 
 
 def _figure_html(caption: str, png: bytes) -> str:
     data = base64.b64encode(png).decode()
-    return f'<section><h2>{escape(caption)}</h2><figure><img src="data:image/png;base64,{data}" alt="{escape(caption)}"></figure></section>'
+    return (
+        f'<section><h2>{escape(caption)}</h2><figure><img src="data:image/png;base64,{data}"'
+        f' alt="{escape(caption)}"></figure></section>'
+    )
 
 
 def _timings_table(timings: Mapping[str, float]) -> str:
@@ -274,14 +343,16 @@ def _timings_table(timings: Mapping[str, float]) -> str:
     total = sum(timings.values())
     shares = {part: 100 * seconds / total if total else 0.0 for part, seconds in timings.items()}
     body = "".join(
-        f'<tr><th scope="row">{escape(part)}</th><td>{_duration(seconds)}</td>'
-        f"<td>{shares[part]:.0f} %</td>"
-        f'<td class="bar"><svg><rect width="{shares[part]:.1f}%" height="100%" rx="2"/></svg></td></tr>'
+        "<tr><th"
+        f' scope="row">{escape(part)}</th><td>{_duration(seconds)}</td><td>{shares[part]:.0f}'
+        f' %</td><td class="bar"><svg><rect width="{shares[part]:.1f}%" height="100%"'
+        ' rx="2"/></svg></td></tr>'
         for part, seconds in timings.items()
     )
     foot = f'<tr><th scope="row">total</th><td>{_duration(total)}</td><td></td><td></td></tr>'
     return (
-        '<section><h2>Time</h2><div class="scroll"><table class="times"><thead><tr><th>part</th><th>time</th><th>share</th><th></th></tr>'
+        '<section><h2>Time</h2><div class="scroll"><table'
+        ' class="times"><thead><tr><th>part</th><th>time</th><th>share</th><th></th></tr>'
         f"</thead><tbody>{body}</tbody><tfoot>{foot}</tfoot></table></div></section>"
     )
 
@@ -300,12 +371,15 @@ def _episode(episode: EpisodeExample, is_open: bool) -> str:
     else:
         badge, outcome = ("good", "solved") if episode.success else ("bad", "not solved")
     turns = "".join(
-        f'<li><code class="action">{escape(action) or "(empty)"}</code><div class="observation">{escape(observation)}</div></li>'
+        f'<li><code class="action">{escape(action) or "(empty)"}</code><div'
+        f' class="observation">{escape(observation)}</div></li>'
         for action, observation in episode.turns
     )
     return (
-        f"<details{' open' if is_open else ''}><summary><span class='badge {badge}'>{outcome}</span> "
-        f"<b>{escape(episode.title)}</b> <span class='meta'>{escape(episode.item_id)} · {escape(episode.status)} · {reward} · "
+        f"<details{' open' if is_open else ''}><summary><span class='badge"
+        f" {badge}'>{outcome}</span> "
+        f"<b>{escape(episode.title)}</b> <span class='meta'>{escape(episode.item_id)} ·"
+        f" {escape(episode.status)} · {reward} · "
         f"{len(episode.turns)} turn{'' if len(episode.turns) == 1 else 's'}</span></summary>"
         f'<div class="observation goal">{escape(episode.goal)}</div><ol>{turns}</ol></details>'
     )
@@ -314,7 +388,9 @@ def _episode(episode: EpisodeExample, is_open: bool) -> str:
 def _facts(facts: Mapping[str, str]) -> str:
     if not facts:
         return ""
-    body = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    body = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items()
+    )
     return f"<section><h2>Run</h2><dl>{body}</dl></section>"
 
 
@@ -342,7 +418,10 @@ def _duration(seconds: float) -> str:
 def _running_mean(values: Sequence[float]) -> list[float]:
     """Mean of the window centred on each value, shorter at the ends; NaN values are passed over."""
     half = _SMOOTHING_STEPS // 2
-    windows = ([v for v in values[max(0, i - half) : i + half + 1] if not math.isnan(v)] for i in range(len(values)))
+    windows = (
+        [v for v in values[max(0, i - half) : i + half + 1] if not math.isnan(v)]
+        for i in range(len(values))
+    )
     return [sum(window) / len(window) if window else math.nan for window in windows]
 
 
@@ -368,7 +447,9 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def style(axes: Any, grid: Literal["x", "y"] = "y") -> None:
-    """The house's look: lines where a value is read off, one quiet spine. grid: across which axis the lines run."""
+    """The house's look: lines where a value is read off, one quiet spine. grid: across which
+    axis the lines run.
+    """
     axes.grid(axis=grid, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -383,7 +464,11 @@ def _shades(num: int) -> list[tuple[float, ...]]:
     from matplotlib.colors import to_rgb
 
     light, dark = np.array(to_rgb("#9dbbdb")), np.array(to_rgb(_SERIES[0]))
-    blues = [tuple(light + (dark - light) * share) for share in np.linspace(0, 1, num - 1)] if num > 2 else [tuple(dark)] * (num - 1)
+    blues = (
+        [tuple(light + (dark - light) * share) for share in np.linspace(0, 1, num - 1)]
+        if num > 2
+        else [tuple(dark)] * (num - 1)
+    )
     return [to_rgb("#b3bdc8"), *blues]
 
 
@@ -404,49 +489,61 @@ def png_of(figure: Any) -> bytes:
 
 
 _STYLE = """
-:root { color-scheme: light; --ink: #1f2933; --muted: #66727f; --line: #e3e7eb; --soft: #f6f8fa; --good: #1f7a4d; --bad: #b3402a; }
+:root { color-scheme: light; --ink: #1f2933; --muted: #66727f; --line: #e3e7eb; --soft: #f6f8fa; \
+--good: #1f7a4d; --bad: #b3402a; }
 * { box-sizing: border-box; }
-body { margin: 0; background: #fff; color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif;
+body { margin: 0; background: #fff; color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", \
+"Helvetica Neue", Arial, sans-serif;
   font-variant-numeric: tabular-nums; }
 main { max-width: 1040px; margin: 0 auto; padding: 40px 24px 64px; }
 h1 { font-size: 26px; line-height: 1.25; margin: 0 0 20px; font-weight: 650; }
 h2 { font-size: 17px; margin: 40px 0 12px; font-weight: 650; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px; }
-.tile { border: 1px solid var(--line); border-radius: 6px; padding: 12px 16px; display: flex; flex-direction: column; }
+.tile { border: 1px solid var(--line); border-radius: 6px; padding: 12px 16px; display: flex; \
+flex-direction: column; }
 .tile .name { color: var(--muted); font-size: 13px; }
 .tile .value { font-size: 24px; font-weight: 600; white-space: nowrap; }
 .tile .to, .tile small { color: var(--muted); font-weight: 400; font-size: 17px; }
-.gain.good { color: var(--good); } .gain.bad { color: var(--bad); } .gain.even { color: var(--muted); }
+.gain.good { color: var(--good); } .gain.bad { color: var(--bad); } .gain.even { color: \
+var(--muted); }
 .gain { font-weight: 600; }
-.notes { margin: 16px 0 0; padding: 10px 16px 10px 34px; background: #fff8e8; border: 1px solid #f0e2bd; border-radius: 6px;
+.notes { margin: 16px 0 0; padding: 10px 16px 10px 34px; background: #fff8e8; border: 1px solid \
+#f0e2bd; border-radius: 6px;
   font-size: 14px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
-th, td { padding: 8px 12px; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; white-space: nowrap; }
-thead th { color: var(--muted); font-weight: 500; font-size: 13px; border-bottom: 1px solid var(--muted); }
+th, td { padding: 8px 12px; text-align: right; border-bottom: 1px solid var(--line); \
+vertical-align: top; white-space: nowrap; }
+thead th { color: var(--muted); font-weight: 500; font-size: 13px; border-bottom: 1px solid \
+var(--muted); }
 th:first-child { text-align: left; padding-left: 0; font-weight: 500; }
 tfoot th, tfoot td { border-bottom: 0; font-weight: 600; }
 .range, .meta { color: var(--muted); font-size: 13px; }
 .caption { color: var(--muted); font-size: 13px; max-width: 80ch; margin: 10px 0 0; }
 .times { max-width: 640px; } .times .bar { width: 45%; vertical-align: middle; }
 .times .bar svg { display: block; width: 100%; height: 8px; fill: #8aa9cc; }
-figure { margin: 0; } img { max-width: 100%; height: auto; display: block; max-height: 480px; margin: 0 auto; }
+figure { margin: 0; } img { max-width: 100%; height: auto; display: block; max-height: 480px; \
+margin: 0 auto; }
 details { border: 1px solid var(--line); border-radius: 6px; margin: 0 0 8px; }
 summary { padding: 10px 14px; cursor: pointer; }
 details ol { margin: 0; padding: 4px 16px 12px 46px; } details li { margin: 8px 0; }
 details li::marker { color: var(--muted); font-size: 13px; }
-.badge { display: inline-block; border-radius: 4px; padding: 0 8px; font-size: 13px; color: #fff; background: var(--bad); }
+.badge { display: inline-block; border-radius: 4px; padding: 0 8px; font-size: 13px; color: #fff; \
+background: var(--bad); }
 .badge.good { background: var(--good); } .badge.none { background: var(--muted); }
-.action, .observation { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 13px;
+.action, .observation { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans \
+Mono", monospace; font-size: 13px;
   white-space: pre-wrap; overflow-wrap: anywhere; }
 .action { font-weight: 600; } .observation { color: #48535f; max-height: 14em; overflow: auto; }
 .goal { margin: 0 14px; padding: 8px 12px; background: var(--soft); border-radius: 4px; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 20px; margin: 0; font-size: 14px; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 20px; margin: 0; font-size: \
+14px; }
 dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 @media print { main { padding: 0; max-width: none; } details, section { break-inside: avoid; } }
 """
 
-# Should some text ever get past the escaping, the page still runs no script, loads nothing and sends nothing.
+# Should some text ever get past the escaping, the page still runs no script, loads nothing and
+# sends nothing.
 _POLICY = "; ".join(
     [
         "default-src 'none'",

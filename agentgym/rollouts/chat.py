@@ -1,6 +1,7 @@
 """Text to token ids and back for one conversation that only ever grows.
 
-The policy's own tokens are never decoded and encoded again: `bridge` gives the ids that follow them.
+The policy's own tokens are never decoded and encoded again: `bridge` gives the ids that follow
+them.
 """
 
 from __future__ import annotations
@@ -22,39 +23,52 @@ _REASONING = "<think>\nprobe thought\n</think>\n\n"  # what some templates strip
 
 
 def _probe(reasoning: str) -> list[dict[str, str]]:
-    return [{**m, "content": reasoning + m["content"]} if m["role"] == "assistant" else m for m in _PROBE]
+    return [
+        {**m, "content": reasoning + m["content"]} if m["role"] == "assistant" else m
+        for m in _PROBE
+    ]
 
 
 class ChatRenderer:
     """Renders conversations exactly as the tokenizer's own chat template would.
 
-    Errors: ValueError where the template rewrites history (strips reasoning, numbers turns, ...), because ids appended
-    turn by turn would then differ from what the model was trained on.
+    Errors: ValueError where the template rewrites history (strips reasoning, numbers turns, ...),
+    because ids appended turn by turn would then differ from what the model was trained on.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: a fast transformers tokenizer with a chat template and an EOS token that ends a turn."""
+        """tokenizer: a fast transformers tokenizer with a chat template and an EOS token that
+        ends a turn.
+        """
         self._tokenizer = tokenizer
         self._render()
         self._check_append_only()
         specials = sorted(map(re.escape, tokenizer.get_added_vocab()), key=len, reverse=True)
         if not specials:
-            raise ValueError("the tokenizer has no special tokens; an assistant turn must end with one that the policy can sample")
+            raise ValueError(
+                "the tokenizer has no special tokens; an assistant turn must end with one that the"
+                " policy can sample"
+            )
         self._special = re.compile(f"({'|'.join(specials)})")
         opening = self._text_of(_PROBE[:1])
         following = self._text_of(_PROBE[:3])[len(opening) :]
         self._opening = self._around(opening, "probe one")
-        self._turn_end, self._next_opening = self._around(following.removeprefix("probe two"), "probe three")
+        self._turn_end, self._next_opening = self._around(
+            following.removeprefix("probe two"), "probe three"
+        )
         stop_text = self._special.match(self._turn_end)
         if stop_text is None:
             raise ValueError(
-                f"chat template closes an assistant turn with {self._turn_end[:20]!r}; expected a special token the policy can sample"
+                f"chat template closes an assistant turn with {self._turn_end[:20]!r}; expected a"
+                " special token the policy can sample"
             )
         self.stop_id: int = tokenizer.convert_tokens_to_ids(stop_text.group())
         self._after_stop = self._turn_end[stop_text.end() :]
 
     def start(self, observation: str, system: str = "") -> list[int]:
-        """Ids of the whole prompt up to where the first action begins; `system` is the task manual, if any."""
+        """Ids of the whole prompt up to where the first action begins; `system` is the task
+        manual, if any.
+        """
         if not system:
             before, after = self._opening
             return self._encode(before, observation, after)
@@ -63,7 +77,9 @@ class ChatRenderer:
         return [*self._encode(before, system, ""), *self._encode(middle, observation, after)]
 
     def bridge(self, observation: str, *, stopped: bool) -> list[int]:
-        """Ids between a sampled action and the next one. `stopped`: the action ended with the stop token itself."""
+        """Ids between a sampled action and the next one.
+        `stopped`: the action ended with the stop token itself.
+        """
         before = self._after_stop if stopped else self._turn_end
         return self._encode(before, observation, self._next_opening)
 
@@ -76,7 +92,9 @@ class ChatRenderer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _encode(self, before: str, observation: str, after: str) -> list[int]:
-        """Special tokens of the template become ids; an observation that spells one stays plain text."""
+        """Special tokens of the template become ids; an observation that spells one stays plain
+        text.
+        """
         pieces = [*self._split(before), ("text", observation), *self._split(after)]
         ids: list[int] = []
         pending = ""
@@ -90,22 +108,34 @@ class ChatRenderer:
 
     def _split(self, template_text: str) -> list[tuple[str, str]]:
         parts = self._special.split(template_text)
-        return [("special" if index % 2 else "text", part) for index, part in enumerate(parts) if part]
+        return [
+            ("special" if index % 2 else "text", part) for index, part in enumerate(parts) if part
+        ]
 
     def _plain(self, text: str) -> list[int]:
         if not text:
             return []
-        return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        return list(
+            self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        )
 
     def _render(self) -> None:
-        """Ask the chat template for all that is ever needed of it: it came with the model, and no episode should wait for it."""
+        """Ask the chat template for all that is ever needed of it: it came with the model, and
+        no episode should wait for it.
+        """
         if not self._tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template; use an instruction-tuned model or set one")
-        asked = [_probe(reasoning)[:count] for reasoning in ("", _REASONING) for count in (1, 3, 5)] + [_WITH_SYSTEM]
+            raise ValueError(
+                "the tokenizer has no chat template; use an instruction-tuned model or set one"
+            )
+        asked = [
+            _probe(reasoning)[:count] for reasoning in ("", _REASONING) for count in (1, 3, 5)
+        ] + [_WITH_SYSTEM]
         self._texts = dict(zip(map(repr, asked), render(self._tokenizer, asked), strict=True))
 
     def _text_of(self, messages: list[dict[str, str]]) -> str:
-        """Of a conversation that `_render` asked for. Errors: ValueError where the template refuses it."""
+        """Of a conversation that `_render` asked for.
+        Errors: ValueError where the template refuses it.
+        """
         text = self._texts[repr(messages)]
         if isinstance(text, ValueError):
             raise text
@@ -115,15 +145,22 @@ class ChatRenderer:
     def _around(text: str, content: str) -> tuple[str, str]:
         before, found, after = text.partition(content)
         if not found:
-            raise ValueError(f"chat template does not show the message {content!r} as it is; it cannot be extended turn by turn")
+            raise ValueError(
+                f"chat template does not show the message {content!r} as it is; it cannot be"
+                " extended turn by turn"
+            )
         return before, after
 
     def _check_append_only(self) -> None:
         for reasoning in ("", _REASONING):
             probe = _probe(reasoning)
             for count in (1, 3):
-                if not self._text_of(probe[: count + 2]).startswith(self._text_of(probe[:count]) + probe[count]["content"]):
+                if not self._text_of(probe[: count + 2]).startswith(
+                    self._text_of(probe[:count]) + probe[count]["content"]
+                ):
                     raise ValueError(
-                        f"the chat template rewrites earlier turns{' that hold reasoning' if reasoning else ''} when the conversation "
-                        "grows; training ids would differ from sampled ids. Use a template that only appends"
+                        "the chat template rewrites earlier"
+                        f" turns{' that hold reasoning' if reasoning else ''} when the conversation"
+                        " grows; training ids would differ from sampled ids. Use a template that"
+                        " only appends"
                     )

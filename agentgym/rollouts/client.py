@@ -1,4 +1,6 @@
-"""Sessions on environment servers: one connection pool, retries that never act twice, and the choice of a server."""
+"""Sessions on environment servers: one connection pool, retries that never act twice, and the
+choice of a server.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,13 @@ RESOLVE_S = 30.0  # how long the addresses of a host name are believed
 
 
 class EnvError(RuntimeError):
-    """An environment server failed for good. `kind` is an `ErrorKind`, `unreachable` or `protocol`."""
+    """An environment server failed for good.
+    `kind` is an `ErrorKind`, `unreachable` or `protocol`.
+    """
 
     def __init__(self, endpoint: str, route: str, session_id: str, kind: str, message: str) -> None:
-        session = f" session {session_id[:8]}" if session_id else ""  # whoever has the whole id can act in it
+        # whoever has the whole id can act in it
+        session = f" session {session_id[:8]}" if session_id else ""
         super().__init__(f"{endpoint}{route}{session}: {kind}: {message}")
         self.endpoint = endpoint
         self.route = route
@@ -95,31 +100,53 @@ class EnvSession:
         self._as_request = SessionRequest(session_id=reply.session_id)
 
     async def step(self, action: str) -> StepReply:
-        """Act once, however often the request has to be sent. Characters beyond the wire's limit are cut: no environment reads so far.
+        """Act once, however often the request has to be sent.
+        Characters beyond the wire's limit are cut: no environment reads so far.
 
         Errors: EnvError.
         """
         text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
         request = StepRequest(session_id=self._id, turn=self.turn + 1, action=text)
-        reply = await self._pool.ask(self.endpoint, "/step", StepReply, request, session_id=self._id)
+        reply = await self._pool.ask(
+            self.endpoint, "/step", StepReply, request, session_id=self._id
+        )
         self.turn = reply.turn
         self.observation = reply.observation
         return reply
 
     async def expert(self) -> str:
-        """What the server's expert would do now. Errors: EnvError, kind `expert_failed` where it has no answer."""
-        return (await self._pool.ask(self.endpoint, "/expert", ExpertReply, self._as_request, session_id=self._id)).action
+        """What the server's expert would do now.
+        Errors: EnvError, kind `expert_failed` where it has no answer.
+        """
+        return (
+            await self._pool.ask(
+                self.endpoint, "/expert", ExpertReply, self._as_request, session_id=self._id
+            )
+        ).action
 
     async def render(self) -> tuple[str, bytes]:
         """(media type, bytes) of the present state. Errors: EnvError."""
-        reply = await self._pool.ask(self.endpoint, f"/render?session_id={self._id}", RenderReply, session_id=self._id)
-        return reply.media_type, reply.data.encode() if reply.media_type == "text/plain" else base64.b64decode(reply.data)
+        reply = await self._pool.ask(
+            self.endpoint, f"/render?session_id={self._id}", RenderReply, session_id=self._id
+        )
+        return reply.media_type, (
+            reply.data.encode()
+            if reply.media_type == "text/plain"
+            else base64.b64decode(reply.data)
+        )
 
     async def close(self) -> None:
         """Best effort, tried once: the server reaps what is left behind."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._pool.ask(self.endpoint, "/close", CloseReply, self._as_request, session_id=self._id, max_retries=0)
+                await self._pool.ask(
+                    self.endpoint,
+                    "/close",
+                    CloseReply,
+                    self._as_request,
+                    session_id=self._id,
+                    max_retries=0,
+                )
         except (EnvError, TimeoutError) as error:
             logger.info("session left to the server's reaper: %s", error)
 
@@ -127,13 +154,25 @@ class EnvSession:
 class EnvPool:
     """Servers of one environment, which may come and go. Use as `async with`."""
 
-    def __init__(self, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4, patience_s: float = 20.0) -> None:
-        """endpoints: URLs; a host name with several addresses stands for a server at each, and is looked up again and again.
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        request_timeout_s: float,
+        max_retries: int = 4,
+        patience_s: float = 20.0,
+    ) -> None:
+        """endpoints: URLs; a host name with several addresses stands for a server at each, and is
+        looked up again and again.
 
-        patience_s: while no server of the pool opens a session, `session` tries at least so long: one may be restarting.
+        patience_s: while no server of the pool opens a session, `session` tries at least so long:
+        one may be restarting.
         """
         if not endpoints:
-            raise ValueError("no environment server given; name at least one endpoint such as http://127.0.0.1:8000")
+            raise ValueError(
+                "no environment server given; name at least one endpoint such as"
+                " http://127.0.0.1:8000"
+            )
         self._configured = tuple(endpoint.rstrip("/") for endpoint in endpoints)
         self.endpoints = self._configured  # as last looked up
         self._tokens = {urlsplit(endpoint).netloc: token_of(endpoint) for endpoint in endpoints}
@@ -146,7 +185,8 @@ class EnvPool:
         self._refused_since: float | None = None  # when the pool last stopped opening sessions
         self._http: aiohttp.ClientSession | None = None
         self._random = random.SystemRandom()  # which server answers changes no result
-        self._load: defaultdict[str, float] = defaultdict(float)  # open sessions; inf where the server takes none
+        # open sessions; inf where the server takes none
+        self._load: defaultdict[str, float] = defaultdict(float)
         self._load_seen_at: defaultdict[str, float] = defaultdict(float)
 
     async def __aenter__(self) -> Self:
@@ -154,31 +194,46 @@ class EnvPool:
         self._http = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._http is not None:
             await self._http.close()
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
-        """Refuse servers that are not what the run was configured for; those that come later are held to the same.
+        """Refuse servers that are not what the run was configured for; those that come later are
+        held to the same.
 
         Result: the task manual. Errors: as `check_endpoints`.
         """
         await self._resolve()
-        found = await check_endpoints(self, expect_env=env.name, allow_expert=allow_expert, expect_options=env.options)
+        found = await check_endpoints(
+            self, expect_env=env.name, allow_expert=allow_expert, expect_options=env.options
+        )
         self._checked = dict(zip(self.endpoints, found, strict=True))
         return found[0].instructions
 
     async def info(self) -> list[InfoReply]:
         """What each endpoint is, in the order given. Errors: EnvError."""
-        return list(await asyncio.gather(*(self.ask(endpoint, "/info", InfoReply) for endpoint in self.endpoints)))
+        return list(
+            await asyncio.gather(
+                *(self.ask(endpoint, "/info", InfoReply) for endpoint in self.endpoints)
+            )
+        )
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[EnvSession]:
-        """An open session on the item, closed at the end. Equal keys mean the same session: use a key once.
+        """An open session on the item, closed at the end.
+        Equal keys mean the same session: use a key once.
 
         Errors: EnvError.
         """
-        endpoint, reply = await self._create(CreateRequest(request_key=request_key, task_id=item.task_id))
+        endpoint, reply = await self._create(
+            CreateRequest(request_key=request_key, task_id=item.task_id)
+        )
         self._load[endpoint] += 1
         session = EnvSession(self, endpoint, reply)
         try:
@@ -209,9 +264,11 @@ class EnvPool:
                 attempt += 1
 
     async def _create(self, request: CreateRequest) -> tuple[str, CreateReply]:
-        """A server that is full, draining or unreachable is left for another one; where all are, they are waited for.
+        """A server that is full, draining or unreachable is left for another one; where all are,
+        they are waited for.
 
-        A lost reply may leave a session behind on the server left: its reaper ends it, and nothing ever acts in it.
+        A lost reply may leave a session behind on the server left: its reaper ends it, and nothing
+        ever acts in it.
         """
         attempt = 0
         while True:
@@ -230,7 +287,9 @@ class EnvPool:
                 attempt += 1
 
     async def _choose(self) -> str:
-        """The less loaded of two servers drawn at random. Errors: EnvError where it has come since the check and is another one."""
+        """The less loaded of two servers drawn at random.
+        Errors: EnvError where it has come since the check and is another one.
+        """
         await self._resolve()
         pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
         if len(pair) > 1:
@@ -241,7 +300,9 @@ class EnvPool:
         return chosen
 
     async def _resolve(self) -> None:
-        """Look host names up, at most once in RESOLVE_S. One that cannot be found keeps the addresses it had."""
+        """Look host names up, at most once in RESOLVE_S. One that cannot be found keeps the
+        addresses it had.
+        """
         if time.monotonic() - self._resolved_at < RESOLVE_S:
             return
         self._resolved_at = time.monotonic()
@@ -251,26 +312,48 @@ class EnvPool:
             addresses: set[tuple[str, int]] = set()
             if parts.scheme == "http" and parts.hostname and not _is_address(parts.hostname):
                 with contextlib.suppress(OSError):
-                    rows = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
-                    addresses = {(f"[{row[4][0]}]" if row[0] is socket.AF_INET6 else str(row[4][0]), int(row[4][1])) for row in rows}
+                    rows = await asyncio.get_running_loop().getaddrinfo(
+                        parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
+                    )
+                    addresses = {
+                        (
+                            f"[{row[4][0]}]" if row[0] is socket.AF_INET6 else str(row[4][0]),
+                            int(row[4][1]),
+                        )
+                        for row in rows
+                    }
                 if not addresses:
-                    logger.warning("%s cannot be found; going on with the addresses known so far", parts.hostname)
-                    found |= {known: name for known, name in self._hosts.items() if name == parts.netloc} or {endpoint: ""}
+                    logger.warning(
+                        "%s cannot be found; going on with the addresses known so far",
+                        parts.hostname,
+                    )
+                    found |= {
+                        known: name for known, name in self._hosts.items() if name == parts.netloc
+                    } or {endpoint: ""}
                     continue
             if len(addresses) < 2:
                 found[endpoint] = ""
             else:
-                found |= {f"http://{host}:{port}{parts.path}": parts.netloc for host, port in sorted(addresses)}
+                found |= {
+                    f"http://{host}:{port}{parts.path}": parts.netloc
+                    for host, port in sorted(addresses)
+                }
         self._hosts = {endpoint: name for endpoint, name in found.items() if name}
         if set(found) != set(self.endpoints):
             logger.info("environment servers are now %s", ", ".join(found))
         self.endpoints = tuple(found)
 
     async def _check_newcomer(self, endpoint: str) -> None:
-        expected, info = next(iter(self._checked.values())), await self.ask(endpoint, "/info", InfoReply)
+        expected, info = (
+            next(iter(self._checked.values())),
+            await self.ask(endpoint, "/info", InfoReply),
+        )
         for name in ("env", "options", "protocol_version", "offers_expert", "instructions"):
             if getattr(info, name) != getattr(expected, name):
-                message = f"a server that came later has {name}={getattr(info, name)!r:.200}, the others {getattr(expected, name)!r:.200}"
+                message = (
+                    f"a server that came later has {name}={getattr(info, name)!r:.200}, the others"
+                    f" {getattr(expected, name)!r:.200}"
+                )
                 raise EnvError(endpoint, "/info", "", "mismatch", f"{message}; make them equal")
         self._checked[endpoint] = info
 
@@ -288,7 +371,9 @@ class EnvPool:
                 logger.warning("%s takes no sessions: %s", endpoint, error)
             self._load[endpoint] = float("inf")
 
-    async def _send(self, endpoint: str, route: str, reply: type[M], body: Message | None, session_id: str) -> M:
+    async def _send(
+        self, endpoint: str, route: str, reply: type[M], body: Message | None, session_id: str
+    ) -> M:
         """Errors: _Retryable, EnvError."""
         assert self._http is not None, "use the pool as `async with EnvPool(...)`"
         data = None if body is None else body.model_dump_json().encode()
@@ -298,8 +383,11 @@ class EnvPool:
             if host:
                 headers["Host"] = host
             method = "GET" if body is None else "POST"
-            # no redirect is followed: the token, and what the policy says, are for the servers that were named
-            async with self._http.request(method, endpoint + route, data=data, headers=headers, allow_redirects=False) as response:
+            # no redirect is followed: the token, and what the policy says, are for the servers that
+            # were named
+            async with self._http.request(
+                method, endpoint + route, data=data, headers=headers, allow_redirects=False
+            ) as response:
                 content = await response.read()
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -310,7 +398,13 @@ class EnvPool:
             failure = ErrorReply.model_validate_json(content)
         except ValidationError as error:
             start = content[:200].decode(errors="replace")
-            raise EnvError(endpoint, route, session_id, "protocol", f"status {status}, unexpected body {start!r}") from error
+            raise EnvError(
+                endpoint,
+                route,
+                session_id,
+                "protocol",
+                f"status {status}, unexpected body {start!r}",
+            ) from error
         if status == 503:
             raise _Retryable(failure.kind, failure.message, failure.retry_after_s or 0.0)
         raise EnvError(endpoint, route, session_id, failure.kind, failure.message)
@@ -326,7 +420,12 @@ class AnyPool(Protocol):
     """Servers of one environment, of whichever dialect."""
 
     async def __aenter__(self) -> Self: ...
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
     def session(self, item: Item, request_key: str) -> AbstractAsyncContextManager[Any]: ...
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> str: ...
 
@@ -344,7 +443,12 @@ class EnvPools:
             await self._stack.enter_async_context(pool)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self._stack.aclose()
 
     @classmethod
@@ -357,11 +461,15 @@ class EnvPools:
         return self._pools[item.env].session(item, request_key)
 
     async def check(self, envs: Sequence[EnvConfig], *, allow_expert: bool) -> dict[str, str]:
-        """Refuse servers that are not what the run was configured for. Result: environment -> its task manual.
+        """Refuse servers that are not what the run was configured for.
+        Result: environment -> its task manual.
 
         Errors: as `check_endpoints`.
         """
-        return {env.name: await self._pools[env.name].check(env, allow_expert=allow_expert) for env in envs}
+        return {
+            env.name: await self._pools[env.name].check(env, allow_expert=allow_expert)
+            for env in envs
+        }
 
 
 def _pool(env: EnvConfig, endpoints: Sequence[str], **settings: Any) -> AnyPool:
@@ -380,24 +488,37 @@ def _pool(env: EnvConfig, endpoints: Sequence[str], **settings: Any) -> AnyPool:
 
 
 def token_of(endpoint: str) -> str:
-    """What this server asks for: a server of ours its own, a configured one what this process's environment says.
+    """What this server asks for: a server of ours its own, a configured one what this process's
+    environment says.
 
     No file or log ever has either, and neither is sent to the other kind.
     """
-    return endpoint.token if isinstance(endpoint, Endpoint) else os.environ.get(TOKEN_VARIABLE, "").strip()
+    return (
+        endpoint.token
+        if isinstance(endpoint, Endpoint)
+        else os.environ.get(TOKEN_VARIABLE, "").strip()
+    )
 
 
 def request_headers(token: str) -> dict[str, str]:
     """Of every request to an environment server."""
-    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+    return {
+        "Content-Type": "application/json",
+        **({"Authorization": f"Bearer {token}"} if token else {}),
+    }
 
 
 async def check_endpoints(
-    pool: EnvPool, *, expect_env: str, allow_expert: bool, expect_options: dict[str, Any] | None = None
+    pool: EnvPool,
+    *,
+    expect_env: str,
+    allow_expert: bool,
+    expect_options: dict[str, Any] | None = None,
 ) -> list[InfoReply]:
     """Refuse servers that are not what the run was configured for.
 
-    expect_options: the configured options; each must be served with this value. Errors: EnvError; ValueError naming the endpoint.
+    expect_options: the configured options; each must be served with this value.
+    Errors: EnvError; ValueError naming the endpoint.
     """
     try:
         replies = await pool.info()
@@ -408,35 +529,55 @@ async def check_endpoints(
                 error.route,
                 "",
                 error.kind,
-                f"{error.message}; expected a {expect_env} server there: start it (python -m envs serve {expect_env} --port PORT), or "
-                "correct env.endpoints (empty: one is started on this machine). Nothing committed is lost: the same command goes on",
+                f"{error.message}; expected a {expect_env} server there: start it (python -m envs"
+                f" serve {expect_env} --port PORT), or correct env.endpoints (empty: one is started"
+                " on this machine). Nothing committed is lost: the same command goes on",
             ) from error
         raise
     for endpoint, info in zip(pool.endpoints, replies, strict=True):
         if info.protocol_version != PROTOCOL_VERSION:
             raise ValueError(
-                f"{endpoint} speaks protocol version {info.protocol_version}, this client {PROTOCOL_VERSION}; update the older one"
+                f"{endpoint} speaks protocol version {info.protocol_version}, this client"
+                f" {PROTOCOL_VERSION}; update the older one"
             )
         if info.env != expect_env:
-            raise ValueError(f"{endpoint} serves {info.env!r}, but env.name is {expect_env!r}; correct env.endpoints or env.name")
+            raise ValueError(
+                f"{endpoint} serves {info.env!r}, but env.name is {expect_env!r}; correct"
+                " env.endpoints or env.name"
+            )
         if info.offers_expert and not allow_expert:
-            raise ValueError(f"{endpoint} offers the expert, so a policy under training could ask it; start the server without --expert")
+            raise ValueError(
+                f"{endpoint} offers the expert, so a policy under training could ask it; start the"
+                " server without --expert"
+            )
         if info.options != replies[0].options:
-            raise ValueError(f"{endpoint} serves options {info.options}, {pool.endpoints[0]} serves {replies[0].options}; make them equal")
+            raise ValueError(
+                f"{endpoint} serves options {info.options}, {pool.endpoints[0]} serves"
+                f" {replies[0].options}; make them equal"
+            )
         for key, value in (expect_options or {}).items():
             if info.options.get(key) != value:
-                raise ValueError(f"{endpoint} serves {key}={info.options.get(key)!r}, but env.options.{key} is {value!r}; make them equal")
+                raise ValueError(
+                    f"{endpoint} serves {key}={info.options.get(key)!r}, but env.options.{key} is"
+                    f" {value!r}; make them equal"
+                )
     return replies
 
 
 def check_env_servers(env: EnvConfig) -> None:
     """Ask the configured endpoints, where there are any, before a run begins.
 
-    Errors: EnvError where one does not answer, ConfigError where it is not what the run was configured for.
+    Errors: EnvError where one does not answer, ConfigError where it is not what the run was
+    configured for.
     """
 
     async def ask() -> None:
-        async with _pool(env, env.endpoints, request_timeout_s=min(env.request_timeout_s, CHECK_TIMEOUT_S), max_retries=2) as pool:
+        async with _pool(
+            env,
+            env.endpoints,
+            request_timeout_s=min(env.request_timeout_s, CHECK_TIMEOUT_S),
+            max_retries=2,
+        ) as pool:
             await pool.check(env, allow_expert=False)
 
     if env.endpoints:
@@ -455,5 +596,9 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _give_up(endpoint: str, route: str, session_id: str, attempt: int, error: _Retryable) -> NoReturn:
-    raise EnvError(endpoint, route, session_id, error.kind, f"{error} (tried {attempt + 1} times)") from error
+def _give_up(
+    endpoint: str, route: str, session_id: str, attempt: int, error: _Retryable
+) -> NoReturn:
+    raise EnvError(
+        endpoint, route, session_id, error.kind, f"{error} (tried {attempt + 1} times)"
+    ) from error

@@ -24,7 +24,8 @@ class RolloutError(RuntimeError):
 class Lockstep:
     """Lets `num_live` episodes go on only when every one of them waits here, in canonical order.
 
-    The engine's batches then depend on the episodes alone, never on which environment answered first.
+    The engine's batches then depend on the episodes alone, never on which environment answered
+    first.
     """
 
     def __init__(self, num_live: int) -> None:
@@ -59,8 +60,10 @@ class Lockstep:
 
 @dataclass(frozen=True, slots=True)
 class _InStep:
-    """A policy whose calls wait for the other episodes first. Waiting does not count against the episode's own deadline:
-    one that hangs would otherwise take all of them with it."""
+    """A policy whose calls wait for the other episodes first.
+    Waiting does not count against the episode's own deadline: one that hangs would otherwise take
+    all of them with it.
+    """
 
     policy: Policy
     barrier: Lockstep
@@ -94,13 +97,16 @@ async def collect(
     first_sample: int = 0,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """`num_samples` trajectories of each item, in admission order: never the first to finish, who are the successful.
+    """`num_samples` trajectories of each item, in admission order: never the first to finish, who
+    are the successful.
 
     progress: called with 1 for each finished episode.
-    Errors: RolloutError where more than `max_env_error_frac` of the episodes failed after `max_attempts` tries each.
+    Errors: RolloutError where more than `max_env_error_frac` of the episodes failed after
+    `max_attempts` tries each.
     """
     admitted = [(item, first_sample + sample) for item in items for sample in range(num_samples)]
-    nonce = uuid.uuid4().hex  # request keys of an earlier, killed attempt at this step must not be met again
+    # request keys of an earlier, killed attempt at this step must not be met again
+    nonce = uuid.uuid4().hex
     slots = asyncio.Semaphore(concurrency)
     failures: list[str] = []  # one for each failed attempt
 
@@ -110,26 +116,40 @@ async def collect(
             trajectory = await _attempt(item, sample, attempt, request_key, barrier)
             if trajectory.status.is_valid:
                 break
-            # a server that is gone takes a whole batch with it: one line each would bury what the end of the command says
+            # a server that is gone takes a whole batch with it: one line each would bury what the
+            # end of the command says
             level = logging.INFO if failures else logging.WARNING
-            failures.append(f"{item.item_id} sample {sample} attempt {attempt}/{max_attempts}: {trajectory.error}")
+            failures.append(
+                f"{item.item_id} sample {sample} attempt {attempt}/{max_attempts}:"
+                f" {trajectory.error}"
+            )
             logger.log(level, "episode %s", failures[-1])
         progress(1)
         return trajectory
 
-    async def _attempt(item: Item, sample: int, attempt: int, request_key: str, barrier: Lockstep | None) -> Trajectory:
+    async def _attempt(
+        item: Item, sample: int, attempt: int, request_key: str, barrier: Lockstep | None
+    ) -> Trajectory:
         episode = Episode(item, sample, settings, first_observation="")
         status: Status | None = None
         try:
-            async with asyncio.timeout(episode_timeout_s) as deadline, pool.session(item, request_key) as session:
+            async with (
+                asyncio.timeout(episode_timeout_s) as deadline,
+                pool.session(item, request_key) as session,
+            ):
                 episode.first_observation = session.observation
                 using = policy if barrier is None else _InStep(policy, barrier, deadline)
                 status = await run_episode(using, session, renderer, episode)
         except EnvError as error:
             return episode.finish(Status.ENV_ERROR, num_attempts=attempt, error=str(error))
         except TimeoutError:
-            if status is None:  # else it had ended, and only the closing of its session took too long
-                return episode.finish(Status.TIMEOUT, num_attempts=attempt, error=f"no end within {episode_timeout_s:g} s")
+            # else it had ended, and only the closing of its session took too long
+            if status is None:
+                return episode.finish(
+                    Status.TIMEOUT,
+                    num_attempts=attempt,
+                    error=f"no end within {episode_timeout_s:g} s",
+                )
         assert status is not None
         return episode.finish(status, num_attempts=attempt)
 
@@ -148,25 +168,38 @@ async def collect(
         for first in range(0, len(admitted), concurrency):
             wave = admitted[first : first + concurrency]
             barrier = Lockstep(len(wave))
-            trajectories += await in_order([in_step(item, sample, barrier) for item, sample in wave])
+            trajectories += await in_order(
+                [in_step(item, sample, barrier) for item, sample in wave]
+            )
     else:
         trajectories = await in_order([free(item, sample) for item, sample in admitted])
-    num_failed = require_valid(trajectories, max_attempts=max_attempts, max_env_error_frac=max_env_error_frac)
+    num_failed = require_valid(
+        trajectories, max_attempts=max_attempts, max_env_error_frac=max_env_error_frac
+    )
     if len(failures) > 1:
         logger.warning(
-            "%d attempts at %d episodes failed, %d episodes for good; last: %s", len(failures), len(trajectories), num_failed, failures[-1]
+            "%d attempts at %d episodes failed, %d episodes for good; last: %s",
+            len(failures),
+            len(trajectories),
+            num_failed,
+            failures[-1],
         )
     return trajectories
 
 
-def require_valid(trajectories: Sequence[Trajectory], *, max_attempts: int, max_env_error_frac: float) -> int:
-    """How many failed, after `max_attempts` tries each. Errors: RolloutError where that is a larger share than may."""
+def require_valid(
+    trajectories: Sequence[Trajectory], *, max_attempts: int, max_env_error_frac: float
+) -> int:
+    """How many failed, after `max_attempts` tries each.
+    Errors: RolloutError where that is a larger share than may.
+    """
     failed = [trajectory for trajectory in trajectories if not trajectory.status.is_valid]
     if len(failed) > max_env_error_frac * len(trajectories):
         raise RolloutError(
-            f"{len(failed)} of {len(trajectories)} episodes failed after {max_attempts} attempts each "
-            f"(limit {max_env_error_frac:.0%}); last, {failed[-1].item.item_id}: {failed[-1].error}; "
-            "see to the environment servers. Nothing committed is lost: the same command goes on"
+            f"{len(failed)} of {len(trajectories)} episodes failed after {max_attempts} attempts"
+            f" each (limit {max_env_error_frac:.0%}); last, {failed[-1].item.item_id}:"
+            f" {failed[-1].error}; see to the environment servers. Nothing committed is lost: the"
+            " same command goes on"
         )
     return len(failed)
 

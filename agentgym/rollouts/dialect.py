@@ -1,9 +1,10 @@
 """A client of AgentGym's own servers: their routes and shapes, behind the same sessions as ours.
 
-What their protocol cannot do is not made up: a step has no number, so a lost reply ends the attempt at the episode (it is
-played again in a session of its own); there is no load, no manual and no expert; a session nobody closes stays for ever.
-Their `done` is one flag for the end of the task and for the simulator's own step limit, so an episode cut by that limit
-counts as terminated here; WebArena's server alone says `truncated`.
+What their protocol cannot do is not made up: a step has no number, so a lost reply ends the attempt
+at the episode (it is played again in a session of its own); there is no load, no manual and no
+expert; a session nobody closes stays for ever.
+Their `done` is one flag for the end of the task and for the simulator's own step limit, so an
+episode cut by that limit counts as terminated here; WebArena's server alone says `truncated`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from typing import Any, Self
 import aiohttp
 
 from agentgym.config import ConfigError, EnvConfig
-from agentgym.rollouts.client import CLOSE_TIMEOUT_S, MAX_BACKOFF_S, EnvError, request_headers, token_of
+from agentgym.rollouts.client import (
+    CLOSE_TIMEOUT_S,
+    MAX_BACKOFF_S,
+    EnvError,
+    request_headers,
+    token_of,
+)
 from agentgym.types import Item
 from envs.wire import MAX_ACTION_CHARS, StepReply
 
@@ -43,18 +50,29 @@ class Shape:
     names_id: str = "id"  # of the environment's id in step and close
     reward: str = "reward"  # of a step's answer
     is_total: bool = False  # that figure is the sum so far
-    full: float = 0.0  # where there is part credit: the total of a solved task; a negative total is a failure
+    # where there is part credit: the total of a solved task; a negative total is a failure
+    full: float = 0.0
     describes: bool = False  # the reset tells the task beside the observation
-    observes: bool = False  # what a policy is shown first is not in the answer to the reset: it is asked for
+    # what a policy is shown first is not in the answer to the reset: it is asked for
+    observes: bool = False
     close_timeout_s: float = CLOSE_TIMEOUT_S
     names_created: str = "id"  # of the environment's id in the answer to create
-    ends: tuple[str, ...] = ("done",)  # of a step's answer: the task is over, and the simulator's limit is reached, where told
+    # of a step's answer: the task is over, and the simulator's limit is reached, where told
+    ends: tuple[str, ...] = ("done",)
     pays_at_end: bool = False  # a reward counts only then
 
 
 SHAPES = {
-    "textcraft": Shape("TextCraft", lambda _: {}, lambda number, task: {"id": number, "data_idx": task}),
-    "babyai": Shape("BabyAI", lambda _: None, lambda number, task: {"id": number, "data_idx": task}, reward="score", is_total=True),
+    "textcraft": Shape(
+        "TextCraft", lambda _: {}, lambda number, task: {"id": number, "data_idx": task}
+    ),
+    "babyai": Shape(
+        "BabyAI",
+        lambda _: None,
+        lambda number, task: {"id": number, "data_idx": task},
+        reward="score",
+        is_total=True,
+    ),
     "sciworld": Shape(
         "ScienceWorld",
         lambda _: None,
@@ -64,7 +82,12 @@ SHAPES = {
         full=100.0,
         describes=True,
     ),
-    "searchqa": Shape(OK, lambda task: {"id": task}, lambda number, task: {"env_idx": number, "id": task}, names_id="env_idx"),
+    "searchqa": Shape(
+        OK,
+        lambda task: {"id": task},
+        lambda number, task: {"env_idx": number, "id": task},
+        names_id="env_idx",
+    ),
     "webarena": Shape(
         OK,
         lambda _: None,
@@ -93,12 +116,15 @@ class AgentGymSession:
     async def step(self, action: str) -> StepReply:
         """Act; never sent twice. Errors: EnvError.
 
-        Where there is no part credit, a positive reward ends the episode: their servers go on, and would pay it again.
+        Where there is no part credit, a positive reward ends the episode: their servers go on, and
+        would pay it again.
         Part credit is scaled to 0..1, a failure to 0.
         """
         shape = self._pool.shape
         text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
-        answer = await self._pool.ask(self.endpoint, "/step", {shape.names_id: self.number, "action": text})
+        answer = await self._pool.ask(
+            self.endpoint, "/step", {shape.names_id: self.number, "action": text}
+        )
         try:
             observation, figure = str(answer["observation"]), float(answer[shape.reward])
             if not math.isfinite(figure):
@@ -106,7 +132,13 @@ class AgentGymSession:
             terminated, *truncated = (bool(answer[name]) for name in shape.ends)
             done = terminated or any(truncated)
         except (KeyError, TypeError, ValueError) as error:
-            raise EnvError(self.endpoint, "/step", "", "protocol", f"unexpected answer {json.dumps(answer)[:200]}") from error
+            raise EnvError(
+                self.endpoint,
+                "/step",
+                "",
+                "protocol",
+                f"unexpected answer {json.dumps(answer)[:200]}",
+            ) from error
         total = figure if shape.is_total else self._total + figure
         if shape.full:
             total = max(total, 0.0) / shape.full
@@ -131,7 +163,13 @@ class AgentGymSession:
         """Best effort, tried once."""
         shape = self._pool.shape
         try:
-            await self._pool.ask(self.endpoint, "/close", {shape.names_id: self.number}, texts=True, timeout_s=shape.close_timeout_s)
+            await self._pool.ask(
+                self.endpoint,
+                "/close",
+                {shape.names_id: self.number},
+                texts=True,
+                timeout_s=shape.close_timeout_s,
+            )
         except EnvError as error:
             logger.warning("a session stays open on a server that has no reaper: %s", error)
 
@@ -139,13 +177,22 @@ class AgentGymSession:
 class AgentGymPool:
     """AgentGym's servers of one environment. Use as `async with`."""
 
-    def __init__(self, env: str, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4) -> None:
-        """Errors: ConfigError where AgentGym has no such server, or its protocol is not known here."""
+    def __init__(
+        self, env: str, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4
+    ) -> None:
+        """Errors: ConfigError where AgentGym has no such server, or its protocol is not known
+        here.
+        """
         if env not in SHAPES:
-            raise ConfigError(f"env.dialect agentgym is known for {', '.join(sorted(SHAPES))}, not for {env!r}; use native servers")
+            raise ConfigError(
+                f"env.dialect agentgym is known for {', '.join(sorted(SHAPES))}, not for {env!r};"
+                " use native servers"
+            )
         self.shape = SHAPES[env]
         self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
-        self._headers = {endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints}
+        self._headers = {
+            endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints
+        }
         self._env = env
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._max_retries = max_retries
@@ -158,53 +205,106 @@ class AgentGymPool:
         self._http = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._http is not None:
             await self._http.close()
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
-        """Refuse servers of another environment. Result: "", they have no manual. Errors: EnvError; ValueError naming the endpoint."""
+        """Refuse servers of another environment. Result: "", they have no manual.
+        Errors: EnvError; ValueError naming the endpoint.
+        """
         for endpoint in self.endpoints:
             greeting = str(await self._repeated(endpoint, "/", None, texts=True))
             expected = self.shape.greeting
             if greeting.strip() != expected and (expected == OK or expected not in greeting):
-                raise ValueError(f"{endpoint} says {greeting[:80]!r}, which no AgentGym server of {env.name} does; correct env.endpoints")
+                raise ValueError(
+                    f"{endpoint} says {greeting[:80]!r}, which no AgentGym server of {env.name}"
+                    " does; correct env.endpoints"
+                )
         return ""
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[AgentGymSession]:
         """An open session on the item, closed at the end. Errors: EnvError."""
-        endpoint = min(self._random.sample(self.endpoints, min(2, len(self.endpoints))), key=self._open.__getitem__)
-        created = await self._repeated(endpoint, "/create", self.shape.create(item.task_id), post=True)
+        endpoint = min(
+            self._random.sample(self.endpoints, min(2, len(self.endpoints))),
+            key=self._open.__getitem__,
+        )
+        created = await self._repeated(
+            endpoint, "/create", self.shape.create(item.task_id), post=True
+        )
         number = created.get(self.shape.names_created) if isinstance(created, dict) else created
         if not isinstance(number, int) or isinstance(number, bool):
-            raise EnvError(endpoint, "/create", "", "protocol", f"unexpected answer {json.dumps(created)[:200]}")
+            raise EnvError(
+                endpoint,
+                "/create",
+                "",
+                "protocol",
+                f"unexpected answer {json.dumps(created)[:200]}",
+            )
         session = AgentGymSession(self, endpoint, number, "")
         self._open[endpoint] += 1
         try:
             shown = await self._repeated(endpoint, "/reset", self.shape.reset(number, item.task_id))
             observation = shown.get("observation") if isinstance(shown, dict) else shown
-            lacking = self.shape.describes and not (isinstance(shown, dict) and "task_description" in shown)
-            if not isinstance(observation, str) or lacking or (isinstance(shown, dict) and shown.get("sites") == "Error"):
-                raise EnvError(endpoint, "/reset", "", "protocol", f"unexpected answer {json.dumps(shown)[:200]}")
+            lacking = self.shape.describes and not (
+                isinstance(shown, dict) and "task_description" in shown
+            )
+            if (
+                not isinstance(observation, str)
+                or lacking
+                or (isinstance(shown, dict) and shown.get("sites") == "Error")
+            ):
+                raise EnvError(
+                    endpoint,
+                    "/reset",
+                    "",
+                    "protocol",
+                    f"unexpected answer {json.dumps(shown)[:200]}",
+                )
             if self.shape.observes:
                 observation = await self._observe(endpoint, number)
-            session.observation = f"{shown['task_description']}\n{observation}" if self.shape.describes else observation
+            session.observation = (
+                f"{shown['task_description']}\n{observation}"
+                if self.shape.describes
+                else observation
+            )
             yield session
         finally:
             self._open[endpoint] -= 1
             await session.close()
 
     async def _observe(self, endpoint: str, number: int) -> str:
-        shown = await self._repeated(endpoint, f"/observation?{self.shape.names_id}={number}", None, texts=True)
+        shown = await self._repeated(
+            endpoint, f"/observation?{self.shape.names_id}={number}", None, texts=True
+        )
         if not isinstance(shown, str):
-            raise EnvError(endpoint, "/observation", "", "protocol", f"unexpected answer {json.dumps(shown)[:200]}")
+            raise EnvError(
+                endpoint,
+                "/observation",
+                "",
+                "protocol",
+                f"unexpected answer {json.dumps(shown)[:200]}",
+            )
         return shown
 
     async def ask(
-        self, endpoint: str, route: str, body: Any, *, post: bool = True, texts: bool = False, timeout_s: float | None = None
+        self,
+        endpoint: str,
+        route: str,
+        body: Any,
+        *,
+        post: bool = True,
+        texts: bool = False,
+        timeout_s: float | None = None,
     ) -> Any:
-        """One request, sent once. texts: an answer that is not JSON is a text; timeout_s: where that is not the pool's.
+        """One request, sent once. texts: an answer that is not JSON is a text; timeout_s: where
+        that is not the pool's.
 
         Errors: EnvError; kind `unreachable` where it may or may not have been carried out.
         """
@@ -213,11 +313,20 @@ class AgentGymPool:
         try:
             data, headers = None if body is None else json.dumps(body), self._headers[endpoint]
             timeout = self._timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
-            request = self._http.request(method, endpoint + route, data=data, headers=headers, allow_redirects=False, timeout=timeout)
+            request = self._http.request(
+                method,
+                endpoint + route,
+                data=data,
+                headers=headers,
+                allow_redirects=False,
+                timeout=timeout,
+            )
             async with request as response:
                 content, status = await response.read(), response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EnvError(endpoint, route, "", "unreachable", f"{type(error).__name__} {error}".strip()) from error
+            raise EnvError(
+                endpoint, route, "", "unreachable", f"{type(error).__name__} {error}".strip()
+            ) from error
         if status == 503:
             raise EnvError(endpoint, route, "", "full", content[:200].decode(errors="replace"))
         try:
@@ -225,20 +334,32 @@ class AgentGymPool:
         except ValueError as error:
             text = content.decode(errors="replace")
             if not texts or status != 200:
-                raise EnvError(endpoint, route, "", "protocol", f"status {status}, {text[:200]!r}") from error
+                raise EnvError(
+                    endpoint, route, "", "protocol", f"status {status}, {text[:200]!r}"
+                ) from error
             return text
         if status != 200 or (isinstance(answer, dict) and "error" in answer):
-            raise EnvError(endpoint, route, "", "env_crashed", f"status {status}: {json.dumps(answer)[:300]}")
+            raise EnvError(
+                endpoint, route, "", "env_crashed", f"status {status}: {json.dumps(answer)[:300]}"
+            )
         return answer
 
-    async def _repeated(self, endpoint: str, route: str, body: Any, *, post: bool = False, texts: bool = False) -> Any:
-        """A request that may be sent again: it opens, resets or asks. A session opened twice is left behind, never acted in."""
+    async def _repeated(
+        self, endpoint: str, route: str, body: Any, *, post: bool = False, texts: bool = False
+    ) -> Any:
+        """A request that may be sent again: it opens, resets or asks.
+        A session opened twice is left behind, never acted in.
+        """
         attempt = 0
         while True:
             try:
-                return await self.ask(endpoint, route, body, post=post or body is not None, texts=texts)
+                return await self.ask(
+                    endpoint, route, body, post=post or body is not None, texts=texts
+                )
             except EnvError as error:
                 if error.kind not in ("unreachable", "full") or attempt >= self._max_retries:
                     raise
-                await asyncio.sleep(min(BACKOFF_S * 2**attempt * (1 + self._random.random()), MAX_BACKOFF_S))
+                await asyncio.sleep(
+                    min(BACKOFF_S * 2**attempt * (1 + self._random.random()), MAX_BACKOFF_S)
+                )
                 attempt += 1

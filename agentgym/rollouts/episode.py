@@ -44,9 +44,11 @@ class EpisodeSettings:
     temperature: float
     max_new_tokens: int
     context_tokens: int
-    manuals: Mapping[str, str] = field(default_factory=dict)  # environment -> task manual its episodes begin with, if any
+    # environment -> task manual its episodes begin with, if any
+    manuals: Mapping[str, str] = field(default_factory=dict)
     action_format: Literal["plain", "react"] = "plain"
-    read_last: bool = False  # append a cut episode's last observation too, where it fits: a critic values that state
+    # append a cut episode's last observation too, where it fits: a critic values that state
+    read_last: bool = False
 
     def manual(self, item: Item) -> str:
         return self.manuals.get(item.env, "")
@@ -79,7 +81,9 @@ class Episode:
         self.action_mask += [True] * len(completion.ids)
         self.logprobs += completion.logprobs
 
-    def finish(self, status: Status, *, num_attempts: int = 1, error: str | None = None) -> Trajectory:
+    def finish(
+        self, status: Status, *, num_attempts: int = 1, error: str | None = None
+    ) -> Trajectory:
         """The episode as a record; a failed environment leaves no reward."""
         return Trajectory(
             item=self.item,
@@ -101,7 +105,9 @@ class Episode:
         )
 
 
-async def run_episode(policy: Policy, session: OpenSession, renderer: ChatRenderer, episode: Episode) -> Status:
+async def run_episode(
+    policy: Policy, session: OpenSession, renderer: ChatRenderer, episode: Episode
+) -> Status:
     """Play until the environment ends the task, the horizon or the context is used up."""
     settings = episode.settings
     episode.read(renderer.start(session.observation, settings.manual(episode.item)))
@@ -110,7 +116,9 @@ async def run_episode(policy: Policy, session: OpenSession, renderer: ChatRender
     for turn in range(settings.max_turns):
         key = SampleKey(settings.seed, settings.step, episode.item.item_id, episode.sample, turn)
         began = time.perf_counter()
-        completion = await policy.generate(list(episode.input_ids), Sampling(key, settings.temperature, settings.max_new_tokens))
+        completion = await policy.generate(
+            list(episode.input_ids), Sampling(key, settings.temperature, settings.max_new_tokens)
+        )
         episode.timing["generate_s"] += time.perf_counter() - began
         start = len(episode.input_ids)
         episode.act(completion)
@@ -118,7 +126,16 @@ async def run_episode(policy: Policy, session: OpenSession, renderer: ChatRender
         began = time.perf_counter()
         reply = await session.step(action)
         episode.timing["env_s"] += time.perf_counter() - began
-        episode.turns.append(Turn(action, reply.observation, reply.reward, start, len(episode.input_ids), completion.version))
+        episode.turns.append(
+            Turn(
+                action,
+                reply.observation,
+                reply.reward,
+                start,
+                len(episode.input_ids),
+                completion.version,
+            )
+        )
         ended = ending(reply)
         episode.success = ended is not None and reply.success
         if ended is Status.TERMINATED:
@@ -130,7 +147,8 @@ async def run_episode(policy: Policy, session: OpenSession, renderer: ChatRender
         room = settings.context_tokens - len(episode.input_ids) - len(following)
         if cut is None and room < settings.max_new_tokens:
             cut = Status.MAX_TOKENS
-        if room >= 0 and (cut is None or settings.read_last):  # a trajectory never exceeds the context
+        # a trajectory never exceeds the context
+        if room >= 0 and (cut is None or settings.read_last):
             episode.read(following)
         if cut:
             return cut
@@ -153,7 +171,9 @@ def reply_naming(action: str, action_format: Literal["plain", "react"]) -> str:
 
 
 def extract_action(reply: str, action_format: Literal["plain", "react"]) -> str:
-    """The action a reply names. react: the rest of the line after the last `Action:`, empty where there is none."""
+    """The action a reply names. react: the rest of the line after the last `Action:`, empty
+    where there is none.
+    """
     if action_format == "plain":
         return reply.strip()
     _, found, rest = reply.rpartition("Action:")

@@ -31,7 +31,9 @@ def stages(config: HorizonConfig) -> tuple[Stage, ...]:
         return (Stage(1, config.max_turns[-1], 1, ends[-1]),)
     return tuple(
         Stage(index + 1, turns, end - steps + 1, end)
-        for index, (turns, steps, end) in enumerate(zip(config.max_turns, config.stage_steps, ends, strict=True))
+        for index, (turns, steps, end) in enumerate(
+            zip(config.max_turns, config.stage_steps, ends, strict=True)
+        )
     )
 
 
@@ -44,9 +46,11 @@ class HorizonState:
 
 
 def max_turns(config: HorizonConfig, step: int, state: HorizonState = HorizonState()) -> int:
-    """The horizon at optimiser step 1, 2, ...: a pure function of step and recorded state, so that a resumed run cannot shift it.
+    """The horizon at optimiser step 1, 2, ...: a pure function of step and recorded state, so that
+    a resumed run cannot shift it.
 
-    After the last stage its horizon stays. Source: ScalingInter-RL, arXiv:2509.08755; adaptive is ours.
+    After the last stage its horizon stays.
+    Source: ScalingInter-RL, arXiv:2509.08755; adaptive is ours.
     """
     if step < 1:
         raise ValueError(f"optimiser steps count from 1, got {step}")
@@ -57,14 +61,19 @@ def max_turns(config: HorizonConfig, step: int, state: HorizonState = HorizonSta
 
 
 def advance(config: HorizonConfig, state: HorizonState, success: float) -> HorizonState:
-    """The state after a step that succeeded with this share: an adaptive horizon grows once success stops growing.
+    """The state after a step that succeeded with this share: an adaptive horizon grows once
+    success stops growing.
 
-    Success of the last `window` steps is compared with that of the `window` before, all at the present level.
+    Success of the last `window` steps is compared with that of the `window` before, all at the
+    present level.
     """
     if config.kind != "adaptive":
         return state
     recent = (*state.recent, success)[-2 * config.window :]
-    stalled = len(recent) == 2 * config.window and fmean(recent[config.window :]) - fmean(recent[: config.window]) < config.min_gain
+    stalled = (
+        len(recent) == 2 * config.window
+        and fmean(recent[config.window :]) - fmean(recent[: config.window]) < config.min_gain
+    )
     if stalled and state.level + 1 < len(config.max_turns):
         return HorizonState(state.level + 1)
     return HorizonState(state.level, recent)

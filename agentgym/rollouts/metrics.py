@@ -1,4 +1,6 @@
-"""Numbers about finished episodes. The audit recomputes them from the stored episodes with the same function."""
+"""Numbers about finished episodes.
+The audit recomputes them from the stored episodes with the same function.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from agentgym.types import Status, Trajectory
 def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Success of one validation; where episodes of several environments meet, of each, too."""
     metrics = rollout_metrics(trajectories)
-    return {name.replace("rollout/", "validation/"): value for name, value in metrics.items() if name.endswith("/success")}
+    return {
+        name.replace("rollout/", "validation/"): value
+        for name, value in metrics.items()
+        if name.endswith("/success")
+    }
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -33,20 +39,32 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     groups: dict[str, list[float]] = defaultdict(list)
     for trajectory in valid:
         groups[trajectory.item.item_id].append(trajectory.reward or 0.0)
-    for env in sorted(envs) if len(envs := {trajectory.item.env for trajectory in trajectories}) > 1 else ():
+    for env in (
+        sorted(envs)
+        if len(envs := {trajectory.item.env for trajectory in trajectories}) > 1
+        else ()
+    ):
         own = [trajectory for trajectory in valid if trajectory.item.env == env]
         metrics[f"rollout/{env}/num_episodes"] = float(len(own))
         if own:
-            metrics[f"rollout/{env}/success"] = sum(trajectory.success for trajectory in own) / len(own)
-            metrics[f"rollout/{env}/reward_mean"] = sum(trajectory.reward or 0.0 for trajectory in own) / len(own)
-            metrics[f"rollout/{env}/turns_mean"] = sum(len(trajectory.turns) for trajectory in own) / len(own)
+            metrics[f"rollout/{env}/success"] = sum(trajectory.success for trajectory in own) / len(
+                own
+            )
+            metrics[f"rollout/{env}/reward_mean"] = sum(
+                trajectory.reward or 0.0 for trajectory in own
+            ) / len(own)
+            metrics[f"rollout/{env}/turns_mean"] = sum(
+                len(trajectory.turns) for trajectory in own
+            ) / len(own)
     count = len(valid)
     return metrics | {
         "rollout/success": sum(trajectory.success for trajectory in valid) / count,
         "rollout/reward_mean": sum(trajectory.reward or 0.0 for trajectory in valid) / count,
         "rollout/turns_mean": sum(len(trajectory.turns) for trajectory in valid) / count,
         "rollout/tokens_mean": sum(len(trajectory.input_ids) for trajectory in valid) / count,
-        "rollout/action_tokens_mean": sum(sum(trajectory.action_mask) for trajectory in valid) / count,
+        "rollout/action_tokens_mean": (
+            sum(sum(trajectory.action_mask) for trajectory in valid) / count
+        ),
         "rollout/max_turns_frac": statuses[Status.MAX_TURNS] / count,
         "rollout/max_tokens_frac": statuses[Status.MAX_TOKENS] / count,
         "rollout/env_limit_frac": statuses[Status.ENV_LIMIT] / count,

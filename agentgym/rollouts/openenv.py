@@ -1,10 +1,12 @@
 """A client of OpenEnv's servers: one WebSocket for each episode, behind the same sessions as ours.
 
-The task's id is the `seed` of the reset, so items mean what the server makes of a seed. What a policy writes goes into the text field
-of the server's actions, and what it is shown is the text field of its observations; `/schema` says which these are.
-What the contract cannot do is not made up: a step has no number, so a lost reply ends the attempt at the episode; there
-is no load and no manual that one could rely on, and options are not told. Success is what the metadata say, else a positive sum of
-rewards at the end; metadata may also say `truncated`.
+The task's id is the `seed` of the reset, so items mean what the server makes of a seed.
+What a policy writes goes into the text field of the server's actions, and what it is shown is the
+text field of its observations; `/schema` says which these are.
+What the contract cannot do is not made up: a step has no number, so a lost reply ends the attempt
+at the episode; there is no load and no manual that one could rely on, and options are not told.
+Success is what the metadata say, else a positive sum of rewards at the end; metadata may also say
+`truncated`.
 """
 
 from __future__ import annotations
@@ -27,16 +29,25 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from agentgym.config import EnvConfig
-from agentgym.rollouts.client import BACKOFF_S, CLOSE_TIMEOUT_S, MAX_BACKOFF_S, EnvError, request_headers, token_of
+from agentgym.rollouts.client import (
+    BACKOFF_S,
+    CLOSE_TIMEOUT_S,
+    MAX_BACKOFF_S,
+    EnvError,
+    request_headers,
+    token_of,
+)
 from agentgym.types import Item
 from envs.wire import MAX_ACTION_CHARS, StepReply
 
 logger = logging.getLogger(__name__)
 _handshakes = logging.getLogger(f"{__name__}.handshakes")
-_handshakes.setLevel(logging.WARNING)  # below that the library writes headers down, the token among them
+# below that the library writes headers down, the token among them
+_handshakes.setLevel(logging.WARNING)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-KINDS = {"CAPACITY_REACHED": "full", "VALIDATION_ERROR": "bad_request"}  # every other code: the environment has failed
+# every other code: the environment has failed
+KINDS = {"CAPACITY_REACHED": "full", "VALIDATION_ERROR": "bad_request"}
 RETRYABLE = ("unreachable", "full")
 COMMON = ("message", "text")  # what text fields are called, where there are several
 
@@ -50,7 +61,9 @@ class Fields:
 
 
 class _Direct(connect):
-    """Follows no redirect: the token, and what the policy says, are for the servers that were named."""
+    """Follows no redirect: the token, and what the policy says, are for the servers that were
+    named.
+    """
 
     def process_redirect(self, exc: Exception) -> Exception:
         return exc
@@ -59,7 +72,9 @@ class _Direct(connect):
 class OpenEnvSession:
     """One open episode. One coroutine at a time uses it."""
 
-    def __init__(self, endpoint: str, fields: Fields, socket: ClientConnection, timeout_s: float) -> None:
+    def __init__(
+        self, endpoint: str, fields: Fields, socket: ClientConnection, timeout_s: float
+    ) -> None:
         self.endpoint = endpoint
         self.observation = ""  # the latest
         self.turn = 0
@@ -83,7 +98,11 @@ class OpenEnvSession:
             reward, done = float(data.get("reward") or 0.0), bool(data["done"])
             if not math.isfinite(reward):
                 raise ValueError(f"reward {reward}")
-            said = {name: told[name] for name in ("success", "truncated") if isinstance(told.get(name), bool)}
+            said = {
+                name: told[name]
+                for name in ("success", "truncated")
+                if isinstance(told.get(name), bool)
+            }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._unexpected("step", data) from error
         self._total += reward
@@ -100,7 +119,9 @@ class OpenEnvSession:
         )
 
     async def close(self) -> None:
-        """Best effort: the server ends the connection once it has given the environment up, and so its place is free."""
+        """Best effort: the server ends the connection once it has given the environment up, and
+        so its place is free.
+        """
         with contextlib.suppress(WebSocketException, OSError, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._socket.send('{"type": "close"}')
@@ -108,21 +129,34 @@ class OpenEnvSession:
         self._socket.transport.abort()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of the observation that answers. Errors: EnvError; after one the session is of no use."""
+        """The data of the observation that answers.
+        Errors: EnvError; after one the session is of no use.
+        """
         try:
             async with asyncio.timeout(self._timeout_s):
-                with contextlib.suppress(WebSocketException):  # a server that is full says so and closes: that is read below
+                # a server that is full says so and closes: that is read below
+                with contextlib.suppress(WebSocketException):
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 raw = await self._socket.recv()
         except (WebSocketException, OSError, TimeoutError) as error:
-            raise EnvError(self.endpoint, f"/ws {kind}", "", "unreachable", f"{type(error).__name__} {error}".strip()) from error
+            raise EnvError(
+                self.endpoint,
+                f"/ws {kind}",
+                "",
+                "unreachable",
+                f"{type(error).__name__} {error}".strip(),
+            ) from error
         try:
             answer = json.loads(raw)
             told = answer["data"]
             if answer["type"] == "error":
                 code = str(told.get("code", ""))[:40]
                 raise EnvError(
-                    self.endpoint, f"/ws {kind}", "", KINDS.get(code, "env_crashed"), f"{code}: {str(told.get('message'))[:300]}"
+                    self.endpoint,
+                    f"/ws {kind}",
+                    "",
+                    KINDS.get(code, "env_crashed"),
+                    f"{code}: {str(told.get('message'))[:300]}",
                 )
             if answer["type"] != "observation" or not isinstance(told, dict):
                 raise self._unexpected(kind, answer)
@@ -138,16 +172,31 @@ class OpenEnvSession:
         return text
 
     def _unexpected(self, kind: str, answer: Any) -> EnvError:
-        return EnvError(self.endpoint, f"/ws {kind}".rstrip(), "", "protocol", f"unexpected answer {str(answer)[:200]!r}")
+        return EnvError(
+            self.endpoint,
+            f"/ws {kind}".rstrip(),
+            "",
+            "protocol",
+            f"unexpected answer {str(answer)[:200]!r}",
+        )
 
 
 class OpenEnvPool:
     """OpenEnv's servers of one environment. Use as `async with`."""
 
-    def __init__(self, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4, patience_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        request_timeout_s: float,
+        max_retries: int = 4,
+        patience_s: float = 20.0,
+    ) -> None:
         """patience_s: servers that are full are asked at least so long."""
         self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
-        self._headers = {endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints}
+        self._headers = {
+            endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints
+        }
         self._timeout_s = request_timeout_s
         self._max_retries = max_retries
         self._patience_s = patience_s
@@ -158,17 +207,26 @@ class OpenEnvPool:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
-        """Refuse servers whose actions or observations are not texts, or not the same. Result: "", there is no manual.
+        """Refuse servers whose actions or observations are not texts, or not the same.
+        Result: "", there is no manual.
 
         Errors: EnvError; ValueError naming the endpoint.
         """
         for endpoint in self.endpoints:
             found, first = await self._fields_of(endpoint), self._fields[self.endpoints[0]]
             if found != first:
-                raise ValueError(f"{endpoint} has text fields {found}, {self.endpoints[0]} has {first}; name servers of one environment")
+                raise ValueError(
+                    f"{endpoint} has text fields {found}, {self.endpoints[0]} has {first}; name"
+                    " servers of one environment"
+                )
         return ""
 
     @asynccontextmanager
@@ -183,16 +241,25 @@ class OpenEnvPool:
             await session.close()
 
     async def _begin(self, task_id: int, episode_id: str) -> OpenEnvSession:
-        """Connect and reset, again where the server is full or lost. What was begun before is closed, never acted in."""
+        """Connect and reset, again where the server is full or lost.
+        What was begun before is closed, never acted in.
+        """
         attempt, until = 0, time.monotonic() + self._patience_s
         while True:
-            endpoint = min(self._random.sample(self.endpoints, min(2, len(self.endpoints))), key=self._open.__getitem__)
+            endpoint = min(
+                self._random.sample(self.endpoints, min(2, len(self.endpoints))),
+                key=self._open.__getitem__,
+            )
             try:
                 return await self._try(endpoint, task_id, episode_id)
             except EnvError as error:
-                if error.kind not in RETRYABLE or (attempt >= self._max_retries and time.monotonic() >= until):
+                if error.kind not in RETRYABLE or (
+                    attempt >= self._max_retries and time.monotonic() >= until
+                ):
                     raise
-            await asyncio.sleep(min(BACKOFF_S * 2 ** min(attempt, 10) * (1 + self._random.random()), MAX_BACKOFF_S))
+            await asyncio.sleep(
+                min(BACKOFF_S * 2 ** min(attempt, 10) * (1 + self._random.random()), MAX_BACKOFF_S)
+            )
             attempt += 1
 
     async def _try(self, endpoint: str, task_id: int, episode_id: str) -> OpenEnvSession:
@@ -214,16 +281,28 @@ class OpenEnvPool:
                 compression=None,
                 proxy=None,
                 open_timeout=self._timeout_s,
-                ping_timeout=None,  # every request has a deadline; a busy loop must not end a session between two
+                # every request has a deadline; a busy loop must not end a session between two
+                ping_timeout=None,
                 close_timeout=CLOSE_TIMEOUT_S,
                 max_size=MAX_MESSAGE_BYTES,
                 logger=_handshakes,
             )
         except InvalidStatus as error:
-            status, body = error.response.status_code, (error.response.body or b"")[:200].decode(errors="replace")
-            raise EnvError(endpoint, "/ws", "", "full" if status == 503 else "protocol", f"status {status}: {body}") from error
+            status, body = (
+                error.response.status_code,
+                (error.response.body or b"")[:200].decode(errors="replace"),
+            )
+            raise EnvError(
+                endpoint,
+                "/ws",
+                "",
+                "full" if status == 503 else "protocol",
+                f"status {status}: {body}",
+            ) from error
         except (WebSocketException, OSError, TimeoutError) as error:
-            raise EnvError(endpoint, "/ws", "", "unreachable", f"{type(error).__name__} {error}".strip()) from error
+            raise EnvError(
+                endpoint, "/ws", "", "unreachable", f"{type(error).__name__} {error}".strip()
+            ) from error
 
     async def _fields_of(self, endpoint: str) -> Fields:
         """Errors: EnvError; ValueError where there is no text field, or it cannot be told which."""
@@ -231,11 +310,15 @@ class OpenEnvPool:
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as http,
-                http.get(f"{endpoint}/schema", headers=self._headers[endpoint], allow_redirects=False) as response,
+                http.get(
+                    f"{endpoint}/schema", headers=self._headers[endpoint], allow_redirects=False
+                ) as response,
             ):
                 content, status = await response.read(), response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EnvError(endpoint, "/schema", "", "unreachable", f"{type(error).__name__} {error}".strip()) from error
+            raise EnvError(
+                endpoint, "/schema", "", "unreachable", f"{type(error).__name__} {error}".strip()
+            ) from error
         try:
             if status != 200:
                 raise ValueError(f"status {status}")
@@ -244,11 +327,20 @@ class OpenEnvPool:
             fields = {"action": _text_fields(schema["action"]), "observation": _text_fields(shown)}
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             start = content[:200].decode(errors="replace")
-            raise EnvError(endpoint, "/schema", "", "protocol", f"no schema of an OpenEnv server: status {status}, {start!r}") from error
+            raise EnvError(
+                endpoint,
+                "/schema",
+                "",
+                "protocol",
+                f"no schema of an OpenEnv server: status {status}, {start!r}",
+            ) from error
         for name, found in fields.items():
             if len(found) != 1:
                 which = f"which of {', '.join(found)} is the text" if found else "no text field"
-                raise ValueError(f"{endpoint}: {which} of its {name}s? An agent writes and reads one text: 'message' or 'text'")
+                raise ValueError(
+                    f"{endpoint}: {which} of its {name}s? An agent writes and reads one text:"
+                    " 'message' or 'text'"
+                )
         self._fields[endpoint] = Fields(fields["action"][0], fields["observation"][0])
         return self._fields[endpoint]
 
@@ -261,4 +353,6 @@ def _text_fields(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _is_text(field: Mapping[str, Any]) -> bool:
-    return field.get("type") == "string" or any(each.get("type") == "string" for each in field.get("anyOf", ()))
+    return field.get("type") == "string" or any(
+        each.get("type") == "string" for each in field.get("anyOf", ())
+    )

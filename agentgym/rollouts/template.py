@@ -1,4 +1,5 @@
-"""Chat templates, which are programs: one that came with a model is run in a process of its own, with limits on all it could use up.
+"""Chat templates, which are programs: one that came with a model is run in a process of its own,
+with limits on all it could use up.
 
 `python -m agentgym.rollouts.template` is that process: it reads one JSON object and writes one.
 """
@@ -15,34 +16,48 @@ from collections.abc import Sequence
 from typing import Any
 
 CHAT_TEMPLATE = (  # of the models made here, and so the one that needs no process
-    "{% for m in messages %}"
-    "{% if m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}<|end|>{% else %}<|user|>{{ m['content'] }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{{ m['content']"
+    " }}<|end|>{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}{% if"
+    " add_generation_prompt %}<|assistant|>{% endif %}"
 )
 CPU_S = 3  # for all conversations together; a template in use takes milliseconds
 MEMORY_BYTES = 1 << 30  # on top of what the process needs before it begins
 MAX_CHARS = 1_000_000  # of all texts
 DEADLINE_S = 120.0  # of the whole process: it imports transformers, on a machine that may be busy
-_KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "LANG")  # of the environment; no secret is among them
+# of the environment; no secret is among them
+_KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 Conversation = Sequence[dict[str, str]]
 
 
 def render(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str | ValueError]:
-    """What the tokenizer's chat template makes of each conversation, an answer's beginning added after a user's message.
+    """What the tokenizer's chat template makes of each conversation, an answer's beginning added
+    after a user's message.
 
     Result: texts, and in place of a text the error where the template refuses the conversation.
     Errors: ValueError where the template takes longer or more than any sound one.
     """
     if tokenizer.chat_template == CHAT_TEMPLATE:
-        return [tokenizer.apply_chat_template(list(each), tokenize=False, add_generation_prompt=_is_asked(each)) for each in conversations]
+        return [
+            tokenizer.apply_chat_template(
+                list(each), tokenize=False, add_generation_prompt=_is_asked(each)
+            )
+            for each in conversations
+        ]
     asked = {
         "template": tokenizer.get_chat_template(),
         "tokens": tokenizer.special_tokens_map,
         "conversations": list(map(list, conversations)),
     }
     texts: list[dict[str, str]] = json.loads(_in_a_process(json.dumps(asked, default=str)))["texts"]
-    return [each["text"] if "text" in each else ValueError(f"the chat template refuses a conversation: {each['error']}") for each in texts]
+    return [
+        (
+            each["text"]
+            if "text" in each
+            else ValueError(f"the chat template refuses a conversation: {each['error']}")
+        )
+        for each in texts
+    ]
 
 
 @functools.lru_cache(maxsize=8)
@@ -51,13 +66,27 @@ def _in_a_process(asked: str) -> str:
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     command = [sys.executable, "-m", "agentgym.rollouts.template"]
     try:
-        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=environment)
+        done = subprocess.run(
+            command,
+            input=asked,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+            env=environment,
+        )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"the model's chat template was not done within {DEADLINE_S:g} s; use one that only appends") from None
+        raise ValueError(
+            f"the model's chat template was not done within {DEADLINE_S:g} s; use one that only"
+            " appends"
+        ) from None
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["it was killed"])[-1][:200]
         limits = f"{CPU_S} s, {MEMORY_BYTES >> 20} MiB, {MAX_CHARS} characters"
-        raise ValueError(f"the model's chat template met a limit ({limits}): {said} (code {done.returncode}); use one that only appends")
+        raise ValueError(
+            f"the model's chat template met a limit ({limits}): {said} (code {done.returncode});"
+            " use one that only appends"
+        )
     return done.stdout
 
 

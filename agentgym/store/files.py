@@ -18,7 +18,9 @@ class StoreFull(OSError):
 
 
 def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
-    """Write `data` durably under a temporary name in `folder`; mode: before the umask. Errors: StoreFull."""
+    """Write `data` durably under a temporary name in `folder`; mode: before the umask.
+    Errors: StoreFull.
+    """
     path = folder / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -30,7 +32,8 @@ def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFull(
                 error.errno,
-                f"no space left for {len(data)} bytes ({os.strerror(error.errno)}); the last commit stays valid, make room and run again",
+                f"no space left for {len(data)} bytes ({os.strerror(error.errno)}); the last commit"
+                " stays valid, make room and run again",
                 str(folder),
             ) from error
         raise
@@ -55,7 +58,9 @@ def full_disk_told(folder: Path) -> Iterator[None]:
 
 
 def create_exclusively(temp: Path, path: Path) -> bool:
-    """Give `temp`'s content the name `path`, durably, unless that name is taken. Result: whether it was given."""
+    """Give `temp`'s content the name `path`, durably, unless that name is taken.
+    Result: whether it was given.
+    """
     try:
         os.link(temp, path)
     except FileExistsError:
@@ -65,7 +70,9 @@ def create_exclusively(temp: Path, path: Path) -> bool:
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
             advice = "put store.path on a file system that has hard links"
-            raise OSError(error.errno, f"cannot link a file ({os.strerror(error.errno)}); {advice}", str(path)) from error
+            raise OSError(
+                error.errno, f"cannot link a file ({os.strerror(error.errno)}); {advice}", str(path)
+            ) from error
         raise
     sync_folder(path.parent)
     return True

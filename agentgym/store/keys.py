@@ -1,4 +1,6 @@
-"""Names that change exactly when a result would: from configuration, inputs and the source that computes."""
+"""Names that change exactly when a result would: from configuration, inputs and the source that
+computes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from typing import Any
 from agentgym.store.manifest import canonical_json, sha256
 
 PACKAGES = ("agentgym", "envs")  # our own code; libraries are pinned elsewhere
-# Modules that carry state or parameters and never compute a result (parameters are in the keys by value): an edit there
-# must not retrain anything.
+# Modules that carry state or parameters and never compute a result (parameters are in the keys by
+# value): an edit there must not retrain anything.
 STATE_ONLY = (
     "agentgym.store",
     "agentgym.tracking",
@@ -31,19 +33,25 @@ STATE_ONLY = (
 def step_key(step: str, *, config: dict[str, Any], inputs: dict[str, str], source: str) -> str:
     """The identity of a step's result, 64 hex digits.
 
-    config: its semantic fields; inputs: name -> digest of data and parent manifests; source: `source_digest` of the
-    modules that compute it.
+    config: its semantic fields; inputs: name -> digest of data and parent manifests; source:
+    `source_digest` of the modules that compute it.
     """
-    return sha256(canonical_json({"step": step, "config": config, "inputs": inputs, "source": source}))
+    return sha256(
+        canonical_json({"step": step, "config": config, "inputs": inputs, "source": source})
+    )
 
 
 def object_name(run_key: str, step: str, attempt: int) -> str:
-    """A name for objects elsewhere, `r<12 hex>-s2-a1` for stage-2: within the limits of Kubernetes and KubeRay.
+    """A name for objects elsewhere, `r<12 hex>-s2-a1` for stage-2: within the limits of Kubernetes
+    and KubeRay.
 
     step: its words become their first letters, its numbers stay; evaluate-warm-start is `ews`.
     """
     if not re.fullmatch(r"[0-9a-f]{12,}", run_key):
-        raise ValueError(f"run key {run_key!r} must be at least 12 lower-case hex digits; pass the key itself, not a name")
+        raise ValueError(
+            f"run key {run_key!r} must be at least 12 lower-case hex digits; pass the key itself,"
+            " not a name"
+        )
     short = "".join(word if word.isdigit() else word[0] for word in step.split("-"))
     return f"r{run_key[:12]}-{short}-a{attempt}"
 
@@ -51,7 +59,8 @@ def object_name(run_key: str, step: str, attempt: int) -> str:
 def source_digest(modules: Sequence[str]) -> str:
     """Digest of these modules and of all they import from our own packages, transitively.
 
-    A package named here brings all modules below it. STATE_ONLY stays out unless named. Read once per process.
+    A package named here brings all modules below it. STATE_ONLY stays out unless named.
+    Read once per process.
     Errors: ValueError for a module that does not exist.
     """
     return _digest_once(tuple(sorted(set(modules))))
@@ -78,15 +87,22 @@ def package_folders() -> dict[str, Path]:
 
 
 def source_files(modules: Sequence[str], folders: Mapping[str, Path]) -> dict[str, Path]:
-    """module name -> file, for `modules` and what they import from the packages in `folders`, sorted by name."""
+    """module name -> file, for `modules` and what they import from the packages in `folders`,
+    sorted by name.
+    """
     found: dict[str, Path] = {}
     waiting: list[str] = []
     for module in modules:
         path = _find(module, folders)
         if path is None:
-            raise ValueError(f"module {module!r} is not in {' or '.join(sorted(folders))}; check its spelling")
+            raise ValueError(
+                f"module {module!r} is not in {' or '.join(sorted(folders))}; check its spelling"
+            )
         below = _below(module, path)
-        waiting += [module, *(name for name in below if _is_state_only(module) or not _is_state_only(name))]
+        waiting += [
+            module,
+            *(name for name in below if _is_state_only(module) or not _is_state_only(name)),
+        ]
     while waiting:
         module = waiting.pop()
         path = _find(module, folders)
@@ -116,7 +132,9 @@ def _below(module: str, path: Path) -> Iterator[str]:
 
 
 def _imports(module: str, path: Path) -> Iterator[str]:
-    """Every name that may be a module, with the packages above it: importing a.b.c runs a and a.b too."""
+    """Every name that may be a module, with the packages above it: importing a.b.c runs a and
+    a.b too.
+    """
     yield from _chain(module.rpartition(".")[0])
     for node in ast.walk(ast.parse(path.read_bytes(), filename=str(path))):
         if isinstance(node, ast.Import):

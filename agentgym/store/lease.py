@@ -1,4 +1,6 @@
-"""Who may write to a step: one live holder at a time, each with a higher epoch than the one before."""
+"""Who may write to a step: one live holder at a time, each with a higher epoch than the one
+before.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class LeaseHeld(RuntimeError):
 
 
 class Fenced(RuntimeError):
-    """Someone newer took this step over; this writer must stop. The newer one's commits are untouched."""
+    """Someone newer took this step over; this writer must stop.
+    The newer one's commits are untouched.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,9 @@ class Holder:
     epoch: int
     token: str  # unguessable, so two holders never look alike
     pid: int
-    started: str | None  # start time of the process, to tell it from a later one of that pid; None where there is no /proc
+    # start time of the process, to tell it from a later one of that pid; None where there is no
+    # /proc
+    started: str | None
     host: str
     space: str  # boot and pid namespace: inside one, a pid means one process; empty where unknown
     since: float  # seconds since 1970
@@ -39,14 +45,24 @@ class Holder:
     @classmethod
     def me(cls, epoch: int) -> Self:
         pid = os.getpid()
-        return cls(epoch, secrets.token_hex(8), pid, process_start(pid), socket.gethostname(), pid_space(), time.time())
+        return cls(
+            epoch,
+            secrets.token_hex(8),
+            pid,
+            process_start(pid),
+            socket.gethostname(),
+            pid_space(),
+            time.time(),
+        )
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} on {self.host}, since {since} (epoch {self.epoch})"
 
     def refuse_if_alive(self, silent_s: float, *, ttl_s: float, what: str) -> None:
-        """Errors: LeaseHeld while this holder lives: its process where it can be seen from here, else its heartbeat."""
+        """Errors: LeaseHeld while this holder lives: its process where it can be seen from
+        here, else its heartbeat.
+        """
         if (self.host, self.space) == (socket.gethostname(), pid_space()):
             if self._runs():
                 raise LeaseHeld(f"{what} is held by {self}; wait for it or stop that process")
@@ -54,10 +70,13 @@ class Holder:
             return
         if silent_s < ttl_s:
             raise LeaseHeld(
-                f"{what} is held by {self}, heard of {max(0.0, silent_s):.1f}s ago; wait for it, stop that process, "
-                f"or try again once it was silent for store.lease_ttl_s {ttl_s:g}"
+                f"{what} is held by {self}, heard of {max(0.0, silent_s):.1f}s ago; wait for it,"
+                " stop that process, or try again once it was silent for store.lease_ttl_s"
+                f" {ttl_s:g}"
             )
-        logger.info("%s: its last holder, %s, was silent for %.0fs; taking over", what, self, silent_s)
+        logger.info(
+            "%s: its last holder, %s, was silent for %.0fs; taking over", what, self, silent_s
+        )
 
     def _runs(self) -> bool:
         if self.started is not None:
@@ -72,15 +91,24 @@ class Holder:
 
 
 def pid_space() -> str:
-    """Equal for processes that can judge each other by pid; hosts may share a name, containers a machine. Empty: unknown."""
+    """Equal for processes that can judge each other by pid; hosts may share a name, containers
+    a machine.
+    Empty: unknown.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/" + os.readlink("/proc/self/ns/pid")
+        return (
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            + "/"
+            + os.readlink("/proc/self/ns/pid")
+        )
     except OSError:
         return ""
 
 
 def process_start(pid: int) -> str | None:
-    """Ticks from boot to the start of a running process; None where it is gone, a zombie, or where there is no /proc."""
+    """Ticks from boot to the start of a running process; None where it is gone, a zombie, or
+    where there is no /proc.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -89,14 +117,18 @@ def process_start(pid: int) -> str | None:
 
 
 class Lease(ABC):
-    """A held lease. A daemon thread keeps it young until `release`; what that takes is the back end's."""
+    """A held lease.
+    A daemon thread keeps it young until `release`; what that takes is the back end's.
+    """
 
     def __init__(self, holder: Holder, ttl_s: float, what: str) -> None:
         """Called last by a back end's own: the heart beats from here on."""
         self.holder = holder
         self._what = what
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._live, args=(ttl_s / 4,), name=f"lease-{holder.epoch}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._live, args=(ttl_s / 4,), name=f"lease-{holder.epoch}", daemon=True
+        )
         self._thread.start()
 
     @abstractmethod
@@ -105,7 +137,9 @@ class Lease(ABC):
 
     @abstractmethod
     def commit(self, seq: int, data: bytes) -> None:
-        """Make `data` the manifest of commit `seq`, durably, after all blobs that were put. Errors: Fenced, with nothing committed."""
+        """Make `data` the manifest of commit `seq`, durably, after all blobs that were put.
+        Errors: Fenced, with nothing committed.
+        """
 
     @abstractmethod
     def sweep(self) -> int:
@@ -120,7 +154,9 @@ class Lease(ABC):
         """Let the next holder know that it need not wait."""
 
     def release(self) -> None:
-        """Stop the heartbeat and give the lease back. A failure is logged, not raised: the lease then ends with this process."""
+        """Stop the heartbeat and give the lease back.
+        A failure is logged, not raised: the lease then ends with this process.
+        """
         self._stop.set()
         self._thread.join()
         try:
@@ -128,7 +164,11 @@ class Lease(ABC):
         except Fenced:
             pass  # somebody else's already
         except (OSError, ValueError) as error:
-            logger.warning("the lease on %s could not be marked as released, it ends with this process: %s", self._what, error)
+            logger.warning(
+                "the lease on %s could not be marked as released, it ends with this process: %s",
+                self._what,
+                error,
+            )
 
     def _live(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
@@ -142,6 +182,6 @@ class Lease(ABC):
 
     def _fenced_by(self, newer: Holder) -> Fenced:
         return Fenced(
-            f"{self._what} was taken over by {newer}; this process ({self.holder.pid}, epoch {self.holder.epoch}) lost its lease "
-            "and must stop, its uncommitted work is dropped"
+            f"{self._what} was taken over by {newer}; this process ({self.holder.pid}, epoch"
+            f" {self.holder.epoch}) lost its lease and must stop, its uncommitted work is dropped"
         )

@@ -1,4 +1,6 @@
-"""What one commit is: the record that owns a step's progress, and the digest that says two of them are equal."""
+"""What one commit is: the record that owns a step's progress, and the digest that says two of
+them are equal.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,24 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # sha256
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be used as it is: unreadable, changed by hand, or of a newer schema."""
+    """A manifest that cannot be used as it is: unreadable, changed by hand, or of a newer
+    schema.
+    """
 
 
 def canonical_json(value: Any) -> bytes:
     """One spelling per value: sorted keys, no spaces, ASCII.
 
-    Errors: ValueError for NaN and infinities, TypeError for what JSON cannot hold; both name the place.
+    Errors: ValueError for NaN and infinities, TypeError for what JSON cannot hold; both name the
+    place.
     """
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{_culprit(value)} is not plain JSON ({error}); use finite numbers, strings, lists and mappings") from None
+        raise type(error)(
+            f"{_culprit(value)} is not plain JSON ({error}); use finite numbers, strings, lists and"
+            " mappings"
+        ) from None
 
 
 def sha256(data: bytes) -> str:
@@ -51,7 +59,9 @@ class Blob(BaseModel):
 
 
 class Manifest(BaseModel):
-    """One commit of one step. Values are kept as JSON would give them back, so a digest survives the disk."""
+    """One commit of one step.
+    Values are kept as JSON would give them back, so a digest survives the disk.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -66,7 +76,8 @@ class Manifest(BaseModel):
     blobs: dict[str, Blob]  # reproducible content
     results: dict[str, Any]  # reported numbers
 
-    records: dict[str, Blob] = Field(default_factory=dict)  # logs of this commit alone; the whole log is their sum over seq
+    # logs of this commit alone; the whole log is their sum over seq
+    records: dict[str, Blob] = Field(default_factory=dict)
     timings: dict[str, float] = Field(default_factory=dict)  # seconds
     epoch: int = 0  # of the lease it was written under
     created_at: float = 0.0  # seconds since 1970
@@ -96,12 +107,15 @@ class Manifest(BaseModel):
 
     @property
     def digest(self) -> str:
-        """sha256 over the identity: equal for two runs that reached equal results, whoever ran them and when."""
+        """sha256 over the identity: equal for two runs that reached equal results, whoever ran
+        them and when.
+        """
         return sha256(canonical_json(self.model_dump(exclude=set(NOT_IDENTITY))))
 
     @property
     def records_digest(self) -> str:
-        """sha256 over everything here, records and times too, and by `follows` over all commits before.
+        """sha256 over everything here, records and times too, and by `follows` over all commits
+        before.
 
         No two runs have an equal one: it says that nobody changed this one's logs since.
         """
@@ -113,7 +127,12 @@ class Manifest(BaseModel):
         if self.follows is None:  # as it was written
             del tree["follows"]
             second = {}
-        return json.dumps({"digest": self.digest, **second, **tree}, indent=1, allow_nan=False).encode() + b"\n"
+        return (
+            json.dumps(
+                {"digest": self.digest, **second, **tree}, indent=1, allow_nan=False
+            ).encode()
+            + b"\n"
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes, *, where: str = "manifest") -> Self:
@@ -121,28 +140,41 @@ class Manifest(BaseModel):
         try:
             tree = json.loads(data)
         except ValueError as error:
-            raise ManifestError(f"{where} is not JSON ({error}); a commit is never half written, so restore it from a copy") from None
+            raise ManifestError(
+                f"{where} is not JSON ({error}); a commit is never half written, so restore it from"
+                " a copy"
+            ) from None
         version = tree.get("schema_version") if isinstance(tree, dict) else None
         if not isinstance(version, int):
-            raise ManifestError(f"{where} has no schema_version; it is no manifest of this project, move it away")
+            raise ManifestError(
+                f"{where} has no schema_version; it is no manifest of this project, move it away"
+            )
         if version > SCHEMA_VERSION:
             raise ManifestError(
-                f"{where} has schema_version {version}, this agentgym reads up to {SCHEMA_VERSION}; upgrade it or use another store"
+                f"{where} has schema_version {version}, this agentgym reads up to {SCHEMA_VERSION};"
+                " upgrade it or use another store"
             )
         written, second = tree.pop("digest", None), tree.pop("records_digest", None)
         try:
             manifest = cls.model_validate(tree)
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
-            place = "".join(f"{part}: " for part in problem["loc"]).encode("unicode_escape").decode()
+            place = (
+                "".join(f"{part}: " for part in problem["loc"]).encode("unicode_escape").decode()
+            )
             reason = problem["msg"].removeprefix("Value error, ")
             raise ManifestError(f"{where}: {place}{reason}; restore it from a copy") from None
         if manifest.digest != written:
-            raise ManifestError(f"{where} says digest {written}, its content has {manifest.digest}: it was changed; restore it from a copy")
-        if (manifest.follows is not None or second is not None) and manifest.records_digest != second:
             raise ManifestError(
-                f"{where} says records digest {second}, its content has {manifest.records_digest}: its records or times were "
-                "changed; restore it from a copy"
+                f"{where} says digest {written}, its content has {manifest.digest}: it was changed;"
+                " restore it from a copy"
+            )
+        if (
+            manifest.follows is not None or second is not None
+        ) and manifest.records_digest != second:
+            raise ManifestError(
+                f"{where} says records digest {second}, its content has {manifest.records_digest}:"
+                " its records or times were changed; restore it from a copy"
             )
         return manifest
 

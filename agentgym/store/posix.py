@@ -1,6 +1,7 @@
 """The RunStore on a POSIX file system: files that are created whole and never changed.
 
-root/steps/<step>-<key[:16]>/leases/<epoch>.json      who may write; never deleted, the heartbeat is its modification time
+root/steps/<step>-<key[:16]>/leases/<epoch>.json      who may write; never deleted, the heartbeat is
+its modification time
                              blobs/<sha256>           content
                              manifests/<seq>.json     one per commit, created exclusively
 """
@@ -16,7 +17,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from agentgym.store.files import TEMP_PREFIX, create_exclusively, discard, make_folder, sync_folder, write_temp
+from agentgym.store.files import (
+    TEMP_PREFIX,
+    create_exclusively,
+    discard,
+    make_folder,
+    sync_folder,
+    write_temp,
+)
 from agentgym.store.lease import Fenced, Holder, Lease
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import RunStore
@@ -60,7 +68,11 @@ class PosixFolder:
             names = os.listdir(self._path / "manifests")
         except FileNotFoundError:
             return {}
-        found = ((int(match["seq"]), f"manifests/{match.string}") for name in names if (match := MANIFEST.fullmatch(name)))
+        found = (
+            (int(match["seq"]), f"manifests/{match.string}")
+            for name in names
+            if (match := MANIFEST.fullmatch(name))
+        )
         return dict(sorted(found))
 
     def read(self, name: str) -> bytes:
@@ -74,12 +86,18 @@ class PosixFolder:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def blobs(self) -> set[str]:
-        return {name for name in os.listdir(self._path / "blobs") if not name.startswith(TEMP_PREFIX)}
+        return {
+            name for name in os.listdir(self._path / "blobs") if not name.startswith(TEMP_PREFIX)
+        }
 
     def put(self, blob: Blob, data: bytes) -> None:
         """What lies there already counts only if it is whole."""
         path = self._path / "blobs" / blob.digest
-        if path.is_file() and path.stat().st_size == blob.size and self.digest(f"blobs/{blob.digest}") == blob.digest:
+        if (
+            path.is_file()
+            and path.stat().st_size == blob.size
+            and self.digest(f"blobs/{blob.digest}") == blob.digest
+        ):
             return
         write_temp(path.parent, data).rename(path)
 
@@ -97,7 +115,8 @@ class PosixFolder:
             try:
                 if epoch and not _released(leases, epoch).exists():
                     last = _lease(leases, epoch)
-                    # the temporary file's time is "now" on the clock of the file system that stamps heartbeats
+                    # the temporary file's time is "now" on the clock of the file system that stamps
+                    # heartbeats
                     silent_s = temp.stat().st_mtime - last.stat().st_mtime
                     _read_holder(last).refuse_if_alive(silent_s, ttl_s=ttl_s, what=what)
                 if create_exclusively(temp, _lease(leases, me.epoch)):
@@ -130,14 +149,19 @@ class PosixLease(Lease):
             if not create_exclusively(temp, path):
                 made = Manifest.from_bytes(path.read_bytes(), where=str(path))
                 raise Fenced(
-                    f"{self._what}: commit {seq} was already made under epoch {made.epoch}, not by this process "
-                    f"({self.holder.pid}, epoch {self.holder.epoch}); stop, and run the step again to continue from it"
+                    f"{self._what}: commit {seq} was already made under epoch {made.epoch}, not by"
+                    f" this process ({self.holder.pid}, epoch {self.holder.epoch}); stop, and run"
+                    " the step again to continue from it"
                 )
         finally:
             discard(temp)
 
     def sweep(self) -> int:
-        litter = [path for name in ("leases", "blobs", "manifests") for path in (self._path / name).glob(f"{TEMP_PREFIX}*")]
+        litter = [
+            path
+            for name in ("leases", "blobs", "manifests")
+            for path in (self._path / name).glob(f"{TEMP_PREFIX}*")
+        ]
         for path in litter:
             self.check()  # a newer holder's may be among them
             discard(path)
@@ -156,7 +180,14 @@ class PosixLease(Lease):
 
 def _newest_epoch(leases: Path) -> int:
     """0 where nobody was ever here."""
-    return max((int(name[:-5]) for name in os.listdir(leases) if name.endswith(".json") and name[:-5].isdigit()), default=0)
+    return max(
+        (
+            int(name[:-5])
+            for name in os.listdir(leases)
+            if name.endswith(".json") and name[:-5].isdigit()
+        ),
+        default=0,
+    )
 
 
 def _lease(leases: Path, epoch: int) -> Path:

@@ -1,7 +1,8 @@
 """The RunStore: progress has one owner, the newest committed manifest.
 
-A step under a key has a folder of its own: blobs named by their sha256 and written first, one manifest per commit written
-last, and a lease that says who may write. Where a folder lies is a back end's business: posix.py, s3.py.
+A step under a key has a folder of its own: blobs named by their sha256 and written first, one
+manifest per commit written last, and a lease that says who may write.
+Where a folder lies is a back end's business: posix.py, s3.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class BlobMissing(LookupError):
 
 
 class Folder(Protocol):
-    """One step's place in a back end. Reading methods raise FileNotFoundError for a name that is not there."""
+    """One step's place in a back end.
+    Reading methods raise FileNotFoundError for a name that is not there.
+    """
 
     place: str  # for people
 
@@ -50,7 +53,9 @@ class Folder(Protocol):
         ...
 
     def blobs(self) -> set[str]:
-        """Digests of all blobs, also of those that no manifest names. Needs a lease to have been taken once."""
+        """Digests of all blobs, also of those that no manifest names.
+        Needs a lease to have been taken once.
+        """
         ...
 
     def put(self, blob: Blob, data: bytes) -> None:
@@ -84,7 +89,9 @@ class RunStore:
     """Commits of steps in one back end. Reading needs no lease and takes none."""
 
     def __init__(self, backend: Backend, *, lease_ttl_s: float) -> None:
-        """lease_ttl_s: a holder this process cannot look at (another host) counts as dead after so many silent seconds."""
+        """lease_ttl_s: a holder this process cannot look at (another host) counts as dead after
+        so many silent seconds.
+        """
         self.root = backend.root
         self.lease_ttl_s = lease_ttl_s
         self._backend = backend
@@ -93,7 +100,9 @@ class RunStore:
         """The newest commit. Errors: ManifestError."""
         folder = self._folder(step, key)
         commits = folder.commits()
-        return _load(folder, max(commits), commits[max(commits)], f"{step}-{key}") if commits else None
+        return (
+            _load(folder, max(commits), commits[max(commits)], f"{step}-{key}") if commits else None
+        )
 
     def final(self, step: str, key: str) -> Manifest | None:
         """The head, where the step is done."""
@@ -129,17 +138,28 @@ class RunStore:
         for name in (*manifest.blobs, *manifest.records):
             folder, blob = self._locate(manifest, name)
             try:
-                self._compare(manifest, name, folder.size(_blob(blob)), functools.partial(folder.digest, _blob(blob)))
+                self._compare(
+                    manifest,
+                    name,
+                    folder.size(_blob(blob)),
+                    functools.partial(folder.digest, _blob(blob)),
+                )
             except FileNotFoundError:
                 raise self._missing(manifest, name) from None
 
     @contextlib.contextmanager
     def open(self, step: str, key: str) -> Iterator[StepWriter]:
-        """Take the step's lease; it is given back on exit, however that comes. Errors: LeaseHeld."""
+        """Take the step's lease; it is given back on exit, however that comes.
+        Errors: LeaseHeld.
+        """
         if not STEP.fullmatch(step):
-            raise ValueError(f"step name {step!r} must be lower-case words joined by dashes, for example stage-1")
+            raise ValueError(
+                f"step name {step!r} must be lower-case words joined by dashes, for example stage-1"
+            )
         if not re.fullmatch(r"[0-9a-f]{64}", key):
-            raise ValueError(f"key {key!r} of step {step} must be 64 hex digits; make it with step_key")
+            raise ValueError(
+                f"key {key!r} of step {step} must be 64 hex digits; make it with step_key"
+            )
         folder = self._folder(step, key)
         lease = folder.acquire(self.lease_ttl_s, f"step {step} ({folder.place})")
         try:
@@ -157,14 +177,20 @@ class RunStore:
             return _load(folder, max(commits), commits[max(commits)], name) if commits else None
 
         matches = [match for name in self._backend.folders() if (match := FOLDER.fullmatch(name))]
-        heads = self._backend.map(head_of, [match.string for match in matches if step in (None, match["step"])])
-        return sorted((head for head in heads if head is not None), key=lambda head: head.created_at)
+        heads = self._backend.map(
+            head_of, [match.string for match in matches if step in (None, match["step"])]
+        )
+        return sorted(
+            (head for head in heads if head is not None), key=lambda head: head.created_at
+        )
 
     def _locate(self, manifest: Manifest, name: str) -> tuple[Folder, Blob]:
         blob = manifest.blobs.get(name) or manifest.records.get(name)
         if blob is None:
             known = ", ".join([*manifest.blobs, *manifest.records]) or "nothing"
-            raise KeyError(f"step {manifest.step} commit {manifest.seq} has no {name!r}; it has {known}")
+            raise KeyError(
+                f"step {manifest.step} commit {manifest.seq} has no {name!r}; it has {known}"
+            )
         return self._folder(manifest.step, manifest.key), blob
 
     def _compare(self, manifest: Manifest, name: str, size: int, digest: Callable[[], str]) -> None:
@@ -177,23 +203,34 @@ class RunStore:
         else:
             return
         raise DigestMismatch(
-            f"{name} of step {manifest.step} commit {manifest.seq} is damaged: {folder.place}/{_blob(blob)}: expected {expected}, "
-            f"got {came}; restore that file, or delete {folder.place} to run the step again"
+            f"{name} of step {manifest.step} commit {manifest.seq} is damaged:"
+            f" {folder.place}/{_blob(blob)}: expected {expected}, got {came}; restore that file, or"
+            f" delete {folder.place} to run the step again"
         )
 
     def _missing(self, manifest: Manifest, name: str) -> BlobMissing:
         folder, blob = self._locate(manifest, name)
-        where = f"{name} of step {manifest.step} commit {manifest.seq} is not there: {folder.place}/{_blob(blob)}"
+        where = (
+            f"{name} of step {manifest.step} commit {manifest.seq} is not there:"
+            f" {folder.place}/{_blob(blob)}"
+        )
         head = self.head(manifest.step, manifest.key)
         if head is not None and head.seq > manifest.seq and name in manifest.blobs:
-            return BlobMissing(f"{where}; only the newest commits keep their blobs (store.keep_checkpoints), use commit {head.seq}")
-        return BlobMissing(f"{where}; restore that file, or delete {folder.place} to run the step again")
+            return BlobMissing(
+                f"{where}; only the newest commits keep their blobs (store.keep_checkpoints), use"
+                f" commit {head.seq}"
+            )
+        return BlobMissing(
+            f"{where}; restore that file, or delete {folder.place} to run the step again"
+        )
 
 
 class StepWriter:
     """The one live writer of a step; made by `RunStore.open`."""
 
-    def __init__(self, folder: Folder, lease: Lease, step: str, key: str, history: list[Manifest]) -> None:
+    def __init__(
+        self, folder: Folder, lease: Lease, step: str, key: str, history: list[Manifest]
+    ) -> None:
         self.step = step
         self.key = key
         self.epoch = lease.holder.epoch
@@ -201,7 +238,8 @@ class StepWriter:
         self._folder = folder
         self._lease = lease
         self._pinned = {blob.digest for manifest in history for blob in manifest.records.values()}
-        self._loose: set[str] | None = None  # blobs that are there and may go one day; None until pruning looked
+        # blobs that are there and may go one day; None until pruning looked
+        self._loose: set[str] | None = None
 
     @property
     def head(self) -> Manifest | None:
@@ -220,9 +258,11 @@ class StepWriter:
         results: dict[str, Any],
         timings: dict[str, float],
     ) -> Manifest:
-        """Make everything durable, the manifest last: a kill before its last line leaves the previous head valid.
+        """Make everything durable, the manifest last: a kill before its last line leaves the
+        previous head valid.
 
-        A `Blob` in `blobs`, taken from the head, says "unchanged". Errors: Fenced, StoreFull, BlobMissing.
+        A `Blob` in `blobs`, taken from the head, says "unchanged". Errors: Fenced, StoreFull,
+        BlobMissing.
         """
         self._lease.check()  # before writing gigabytes for nothing
         manifest = Manifest(
@@ -233,7 +273,10 @@ class StepWriter:
             parents=parents,
             config=config,
             state=state,
-            blobs={name: self._keep(name, value) if isinstance(value, Blob) else self._put(value) for name, value in blobs.items()},
+            blobs={
+                name: self._keep(name, value) if isinstance(value, Blob) else self._put(value)
+                for name, value in blobs.items()
+            },
             results=results,
             records={name: self._put(value) for name, value in records.items()},
             timings=timings,
@@ -250,18 +293,25 @@ class StepWriter:
         return manifest
 
     def prune(self, keep: int) -> int:
-        """Remove blobs that only commits older than the newest `keep` name, and what killed writers left behind.
+        """Remove blobs that only commits older than the newest `keep` name, and what killed
+        writers left behind.
 
-        Manifests and records stay. The folder is looked at once, later calls cost what changed. Result: number of files
-        removed. Errors: Fenced.
+        Manifests and records stay.
+        The folder is looked at once, later calls cost what changed.
+        Result: number of files removed. Errors: Fenced.
         """
         if keep < 1:
-            raise ValueError(f"keep {keep} must be at least 1; the head's blobs are what a resumed run continues from")
+            raise ValueError(
+                f"keep {keep} must be at least 1; the head's blobs are what a resumed run continues"
+                " from"
+            )
         num_swept = 0
         if self._loose is None:
             num_swept = self._lease.sweep()
             self._loose = self._folder.blobs() - self._pinned
-        garbage = self._loose - {blob.digest for manifest in self._history[-keep:] for blob in manifest.blobs.values()}
+        garbage = self._loose - {
+            blob.digest for manifest in self._history[-keep:] for blob in manifest.blobs.values()
+        }
         for digest in sorted(garbage):
             self._lease.check()  # a newer holder may be about to name it
             self._folder.remove(digest)
@@ -286,7 +336,10 @@ class StepWriter:
             size = -1
         if size != blob.size:
             where = f"{self._folder.place}/{_blob(blob)}"
-            raise BlobMissing(f"step {self.step}: {name} was given as unchanged, but {where} is not {blob.size} bytes; pass the bytes")
+            raise BlobMissing(
+                f"step {self.step}: {name} was given as unchanged, but {where} is not {blob.size}"
+                " bytes; pass the bytes"
+            )
         return blob
 
 
@@ -295,13 +348,16 @@ def _blob(blob: Blob) -> str:
 
 
 def _load(folder: Folder, seq: int, name: str, owner: str) -> Manifest:
-    """seq: the commit that `name` stands for; owner: step and key, whole or cut. Errors: ManifestError."""
+    """seq: the commit that `name` stands for; owner: step and key, whole or cut.
+    Errors: ManifestError.
+    """
     manifest = Manifest.from_bytes(folder.read(name), where=f"{folder.place}/{name}")
     if owner not in (f"{manifest.step}-{manifest.key}", f"{manifest.step}-{manifest.key[:16]}"):
         came = f"step {manifest.step} with key {manifest.key}"
         raise ManifestError(f"{folder.place} holds {came}, expected {owner}; move it away")
     if manifest.seq != seq:
         raise ManifestError(
-            f"{folder.place}/{name} holds commit {manifest.seq}: commits were given other places; restore the folder from a copy"
+            f"{folder.place}/{name} holds commit {manifest.seq}: commits were given other places;"
+            " restore the folder from a copy"
         )
     return manifest

@@ -1,13 +1,15 @@
-"""The RunStore on S3: immutable objects, and one small head per step that is replaced only by who holds its ETag.
+"""The RunStore on S3: immutable objects, and one small head per step that is replaced only by who
+holds its ETag.
 
     <prefix>/steps/<step>-<key[:16]>/
         head.json                     who may write, the heartbeat, and which manifests count
         blobs/<sha256>                content
         manifests/<seq>-<epoch>.json  created exclusively; counts once the head says so
 
-Taking a lease, every heartbeat and every commit replace the head under `If-Match`. A writer that was taken over has lost the
-ETag, so nothing it still sends can count. Endpoint and credentials are those of every AWS program (AWS_ENDPOINT_URL,
-AWS_ACCESS_KEY_ID, ...). They must allow to get, put, delete and list objects, and to list and abort multi-part uploads.
+Taking a lease, every heartbeat and every commit replace the head under `If-Match`.
+A writer that was taken over has lost the ETag, so nothing it still sends can count.
+Endpoint and credentials are those of every AWS program (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...).
+They must allow to get, put, delete and list objects, and to list and abort multi-part uploads.
 """
 
 from __future__ import annotations
@@ -47,23 +49,32 @@ _connecting = threading.Lock()  # boto3's default session must not be used by tw
 
 
 class StoreUnreachable(ConnectionError):
-    """S3 did not answer, or only with errors, until all attempts were used up. What was committed before stays valid."""
+    """S3 did not answer, or only with errors, until all attempts were used up.
+    What was committed before stays valid.
+    """
 
 
 def s3_store(uri: str, *, lease_ttl_s: float) -> RunStore:
-    """The store at `s3://bucket/prefix`; the bucket must exist. lease_ttl_s: see RunStore. Nothing is asked of S3 yet."""
+    """The store at `s3://bucket/prefix`; the bucket must exist. lease_ttl_s: see RunStore.
+    Nothing is asked of S3 yet.
+    """
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     return RunStore(S3Backend(Bucket(bucket, connect()), prefix), lease_ttl_s=lease_ttl_s)
 
 
 def connect() -> Any:
-    """A boto3 client with deadlines and bounded retries. Errors: ConfigError where boto3 is not installed."""
+    """A boto3 client with deadlines and bounded retries.
+    Errors: ConfigError where boto3 is not installed.
+    """
     try:
         import boto3
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ModuleNotFoundError as error:
-        raise ConfigError(f"store.uri needs {error.name}; run `pip install agentgym-flow[s3]`, or leave store.uri empty") from None
+        raise ConfigError(
+            f"store.uri needs {error.name}; run `pip install agentgym-flow[s3]`, or leave store.uri"
+            " empty"
+        ) from None
     config = Config(
         connect_timeout=CONNECT_TIMEOUT_S,
         read_timeout=READ_TIMEOUT_S,
@@ -74,13 +85,17 @@ def connect() -> Any:
         with _connecting:
             client = boto3.client("s3", config=config)
     except (BotoCoreError, ValueError) as error:  # an unknown profile, an endpoint that is no URL
-        raise ConfigError(f"store.uri: the AWS settings of this shell cannot be used: {error}") from None
+        raise ConfigError(
+            f"store.uri: the AWS settings of this shell cannot be used: {error}"
+        ) from None
     client.meta.events.register("needs-retry.s3", _retry_when_told_to_slow_down)
     return client
 
 
 def _retry_when_told_to_slow_down(response: Any, attempts: int, **_: Any) -> float | None:
-    """Seconds to wait after a plain 429, which botocore's standard mode takes for an answer; proxies send it."""
+    """Seconds to wait after a plain 429, which botocore's standard mode takes for an answer;
+    proxies send it.
+    """
     if response is None or response[0].status_code != 429 or attempts >= MAX_ATTEMPTS:
         return None
     return min(MAX_BACKOFF_S, random.uniform(0.5, 1) * 2.0 ** (attempts - 1))  # noqa: S311  # spreads retries, keeps no secret
@@ -94,7 +109,9 @@ class Bucket:
         self._client = client
 
     def get(self, key: str) -> tuple[bytes, str, float]:
-        """Content, ETag, and the seconds since it was written, all by the server's clock. Errors: FileNotFoundError."""
+        """Content, ETag, and the seconds since it was written, all by the server's clock.
+        Errors: FileNotFoundError.
+        """
         data, response = self._read(key, lambda body: body.read())
         now = parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
         return data, response["ETag"], (now - response["LastModified"]).total_seconds()
@@ -120,12 +137,16 @@ class Bucket:
             except _transport_errors() as error:
                 logger.info("s3://%s/%s: the answer broke off: %s", self.name, key, error)
                 time.sleep(min(MAX_BACKOFF_S, 0.1 * 2**attempt))
-        raise StoreUnreachable(f"s3://{self.name}/{key}: the answer broke off {MAX_ATTEMPTS} times; the last commit stays valid")
+        raise StoreUnreachable(
+            f"s3://{self.name}/{key}: the answer broke off {MAX_ATTEMPTS} times; the last commit"
+            " stays valid"
+        )
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str | None:
         """Replace the object while it has this ETag; with None create it while it does not exist.
 
-        Result: the new ETag; None where the condition does not hold, or held and the answer to it was lost.
+        Result: the new ETag; None where the condition does not hold, or held and the answer to it
+        was lost.
         """
         from botocore.exceptions import ClientError
 
@@ -133,15 +154,22 @@ class Bucket:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             with self._translated(key):
                 try:
-                    return str(self._client.put_object(Bucket=self.name, Key=key, Body=data, **condition)["ETag"])
+                    return str(
+                        self._client.put_object(Bucket=self.name, Key=key, Body=data, **condition)[
+                            "ETag"
+                        ]
+                    )
                 except ClientError as error:
                     status = error.response["ResponseMetadata"]["HTTPStatusCode"]
                     if status == 412 or error.response["Error"]["Code"] == "NoSuchKey":
                         return None
                     if status != 409:
                         raise
-            time.sleep(min(MAX_BACKOFF_S, 0.1 * 2**attempt))  # two such requests met; the one that is told so was not carried out
-        raise StoreUnreachable(f"s3://{self.name}/{key}: {MAX_ATTEMPTS} conditional writes met others; try again")
+            # two such requests met; the one that is told so was not carried out
+            time.sleep(min(MAX_BACKOFF_S, 0.1 * 2**attempt))
+        raise StoreUnreachable(
+            f"s3://{self.name}/{key}: {MAX_ATTEMPTS} conditional writes met others; try again"
+        )
 
     def upload(self, key: str, data: bytes) -> None:
         """Put, large content in parts. An error aborts the parts that were sent."""
@@ -167,7 +195,11 @@ class Bucket:
     def names(self, prefix: str) -> list[str]:
         """What follows `prefix`, up to the next slash."""
         with self._translated(prefix):
-            pages = list(self._client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix, Delimiter="/"))
+            pages = list(
+                self._client.get_paginator("list_objects_v2").paginate(
+                    Bucket=self.name, Prefix=prefix, Delimiter="/"
+                )
+            )
         objects = [row["Key"] for page in pages for row in page.get("Contents", ())]
         folders = [row["Prefix"] for page in pages for row in page.get("CommonPrefixes", ())]
         return [name.removeprefix(prefix).rstrip("/") for name in (*objects, *folders)]
@@ -175,11 +207,15 @@ class Bucket:
     def abort_uploads(self, prefix: str) -> int:
         """Drop multi-part uploads below `prefix` that nobody completed. Result: how many."""
         with self._translated(prefix):
-            pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.name, Prefix=prefix)
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self.name, Prefix=prefix
+            )
             uploads = [upload for page in pages for upload in page.get("Uploads", ())]
         for upload in uploads:
             with contextlib.suppress(FileNotFoundError), self._translated(upload["Key"]):
-                self._client.abort_multipart_upload(Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"])
+                self._client.abort_multipart_upload(
+                    Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"]
+                )
         return len(uploads)
 
     @contextlib.contextmanager
@@ -190,19 +226,31 @@ class Bucket:
         try:
             yield
         except ClientError as error:
-            code, message = error.response["Error"]["Code"], error.response["Error"].get("Message", "")
+            code, message = (
+                error.response["Error"]["Code"],
+                error.response["Error"].get("Message", ""),
+            )
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             if code == "NoSuchBucket":
-                raise ConfigError(f"store.uri: there is no bucket {self.name}; create it, or correct store.uri") from None
+                raise ConfigError(
+                    f"store.uri: there is no bucket {self.name}; create it, or correct store.uri"
+                ) from None
             if status == 404:
                 raise FileNotFoundError(errno.ENOENT, "no such object", place) from None
             if status in (301, 400, 401, 403, 501):
                 advice = "check the AWS_ variables and what the bucket's policy allows"
-                raise ConfigError(f"store.uri: {place} was refused: {code} ({message}); {advice}") from None
-            raise StoreUnreachable(f"{place}: {code} ({message}) after {MAX_ATTEMPTS} attempts; the last commit stays valid") from None
+                raise ConfigError(
+                    f"store.uri: {place} was refused: {code} ({message}); {advice}"
+                ) from None
+            raise StoreUnreachable(
+                f"{place}: {code} ({message}) after {MAX_ATTEMPTS} attempts; the last commit stays"
+                " valid"
+            ) from None
         except (NoCredentialsError, PartialCredentialsError) as error:
             advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-            raise ConfigError(f"store.uri: no credentials for {place} ({error}); {advice}") from None
+            raise ConfigError(
+                f"store.uri: no credentials for {place} ({error}); {advice}"
+            ) from None
         except _transport_errors() as error:
             advice = "check AWS_ENDPOINT_URL and the network; the last commit stays valid"
             raise StoreUnreachable(f"{place} cannot be reached: {error}; {advice}") from None
@@ -220,7 +268,10 @@ def _transfer() -> Any:
     from boto3.s3.transfer import TransferConfig
 
     return TransferConfig(
-        multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=4, preferred_transfer_client="classic"
+        multipart_threshold=PART_BYTES,
+        multipart_chunksize=PART_BYTES,
+        max_concurrency=4,
+        preferred_transfer_client="classic",
     )
 
 
@@ -244,17 +295,26 @@ class S3Backend:
             return list(pool.map(function, items))
 
     def _prove_conditions(self) -> None:
-        """Some services speak S3 and ignore conditions; a store there would have two writers. Errors: ConfigError."""
+        """Some services speak S3 and ignore conditions; a store there would have two writers.
+        Errors: ConfigError.
+        """
         if self._proven:
             return
         key = f"{self._base}conditions"
-        about = b"Written without a condition, so that writing it under one that does not hold can be seen to fail.\n"
+        about = (
+            b"Written without a condition, so that writing it under one that does not hold can be"
+            b" seen to fail.\n"
+        )
         self._bucket.upload(key, about)
-        for name, etag in (("If-None-Match", None), ("If-Match", '"00000000000000000000000000000000"')):
+        for name, etag in (
+            ("If-None-Match", None),
+            ("If-Match", '"00000000000000000000000000000000"'),
+        ):
             if self._bucket.put_if(key, about, etag) is not None:
                 raise ConfigError(
-                    f"store.uri {self.root}: the service ignores {name} on PutObject, so it cannot keep a second writer out; "
-                    "use one that honours conditional writes, or leave store.uri empty"
+                    f"store.uri {self.root}: the service ignores {name} on PutObject, so it cannot"
+                    " keep a second writer out; use one that honours conditional writes, or leave"
+                    " store.uri empty"
                 )
         self._proven = True
 
@@ -264,7 +324,8 @@ class Head:
     """The one mutable object of a step."""
 
     holder: Holder
-    beat: int = 0  # replacements by this holder: no two heads are equal, so an ETag never comes back
+    # replacements by this holder: no two heads are equal, so an ETag never comes back
+    beat: int = 0
     released: bool = False
     num_commits: int = 0
     spans: tuple[tuple[int, int], ...] = ()  # (first seq, epoch that wrote from there on)
@@ -286,7 +347,9 @@ class Head:
             spans = tuple((int(first), int(epoch)) for first, epoch in tree.pop("spans"))
             return cls(Holder(**tree.pop("holder")), spans=spans, **tree)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ManifestError(f"{where} is no head of a step ({error!r}); restore it from a copy") from None
+            raise ManifestError(
+                f"{where} is no head of a step ({error!r}); restore it from a copy"
+            ) from None
 
 
 def _manifest_name(seq: int, epoch: int) -> str:
@@ -309,7 +372,9 @@ class S3Folder:
             return {}
 
     def head(self) -> tuple[Head, str, float]:
-        """The head, its ETag, and seconds since it was written. Errors: FileNotFoundError, ManifestError."""
+        """The head, its ETag, and seconds since it was written.
+        Errors: FileNotFoundError, ManifestError.
+        """
         data, etag, age_s = self.bucket.get(f"{self.path}/head.json")
         return Head.from_bytes(data, f"{self.place}/head.json"), etag, age_s
 
@@ -332,7 +397,9 @@ class S3Folder:
         return set(self.bucket.names(f"{self.path}/blobs/"))
 
     def put(self, blob: Blob, data: bytes) -> None:
-        """Always sent, so that a damaged one is healed; unchanged content is a `Blob` to the writer and does not come here."""
+        """Always sent, so that a damaged one is healed; unchanged content is a `Blob` to the
+        writer and does not come here.
+        """
         self.bucket.upload(f"{self.path}/blobs/{blob.digest}", data)
 
     def remove(self, digest: str) -> None:
@@ -348,7 +415,8 @@ class S3Folder:
                 me = Holder.me(1)
                 mine, known = Head(me), None
             else:
-                if me is not None and last.holder.token == me.token:  # taken, and the answer was lost
+                # taken, and the answer was lost
+                if me is not None and last.holder.token == me.token:
                     return S3Lease(self, last, etag, ttl_s, what)
                 if not last.released:
                     # S3 tells times in whole seconds, rounded down
@@ -358,7 +426,10 @@ class S3Folder:
             taken = self.replace_head(mine, known)
             if taken is not None:
                 return S3Lease(self, mine, taken, ttl_s, what)
-        raise StoreUnreachable(f"{what}: the lease changed hands {NUM_REPLACEMENTS} times while this process asked for it; try again")
+        raise StoreUnreachable(
+            f"{what}: the lease changed hands {NUM_REPLACEMENTS} times while this process asked for"
+            " it; try again"
+        )
 
 
 class S3Lease(Lease):
@@ -379,8 +450,9 @@ class S3Lease(Lease):
         key = f"{self._folder.path}/{name}"
         if self._folder.bucket.put_if(key, data, None) is None and self._folder.read(name) != data:
             raise Fenced(
-                f"{self._what}: commit {seq} was already begun by this process ({self.holder.pid}, epoch {self.holder.epoch}) and may "
-                "count or not; stop, and run the step again to continue from what counts"
+                f"{self._what}: commit {seq} was already begun by this process ({self.holder.pid},"
+                f" epoch {self.holder.epoch}) and may count or not; stop, and run the step again to"
+                " continue from what counts"
             )
         spans = self._head.spans
         if not spans or spans[-1][1] != self.holder.epoch:
@@ -391,7 +463,11 @@ class S3Lease(Lease):
         self.check()
         num_aborted = self._folder.bucket.abort_uploads(f"{self._folder.path}/")
         counting = set(self._head.commits().values())
-        orphans = [name for name in self._folder.bucket.names(f"{self._folder.path}/manifests/") if f"manifests/{name}" not in counting]
+        orphans = [
+            name
+            for name in self._folder.bucket.names(f"{self._folder.path}/manifests/")
+            if f"manifests/{name}" not in counting
+        ]
         for name in orphans:
             self.check()  # a newer holder's may be among them
             self._folder.bucket.delete(f"{self._folder.path}/manifests/{name}")
@@ -412,17 +488,24 @@ class S3Lease(Lease):
                 if etag is not None:
                     self._head, self._etag = head, etag
                     return
-                self._head, self._etag = self._read()  # still this holder's: the answer to this write or an earlier one was lost
+                # still this holder's: the answer to this write or an earlier one was lost
+                self._head, self._etag = self._read()
                 if self._head == head:
                     return
-        raise StoreUnreachable(f"{self._what}: {self._folder.place}/head.json was changed {NUM_REPLACEMENTS} times by others; run it again")
+        raise StoreUnreachable(
+            f"{self._what}: {self._folder.place}/head.json was changed {NUM_REPLACEMENTS} times by"
+            " others; run it again"
+        )
 
     def _read(self) -> tuple[Head, str]:
         """The head as it is. Errors: Fenced where it is another holder's."""
         try:
             head, etag, _ = self._folder.head()
         except FileNotFoundError:
-            raise Fenced(f"{self._what} was deleted while process {self.holder.pid} wrote to it; run the step again") from None
+            raise Fenced(
+                f"{self._what} was deleted while process {self.holder.pid} wrote to it; run the"
+                " step again"
+            ) from None
         if head.holder.token != self.holder.token:
             raise self._fenced_by(head.holder)
         return head, etag

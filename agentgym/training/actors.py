@@ -1,4 +1,6 @@
-"""What learner ranks and rollout workers have in common: they can be ended, and they say why they failed."""
+"""What learner ranks and rollout workers have in common: they can be ended, and they say why
+they failed.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from agentgym.config import ConfigError, ModelConfig
 
-# keys of a config.json that name code to run, on the hub or in the model's folder; ours is chosen here
+# keys of a config.json that name code to run, on the hub or in the model's folder; ours is chosen
+# here
 _NAMES_CODE = re.compile(r"_?(attn|experts)_implementation(_internal)?|auto_map|custom_pipelines")
 _DTYPES = ("float32", "float16", "bfloat16")
 LAYERS = ("full_attention", "sliding_attention")
@@ -35,8 +36,15 @@ def published_architecture(config: ModelConfig) -> Any:
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         pickles = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
         found = sorted(path.name for path in folder.iterdir() if path.suffix in pickles)
-        there = f"it holds {', '.join(found)}, which are pickles and could run any program" if found else "it holds no weights"
-        raise ConfigError(f"model.name {config.name}: expected weights in *.safetensors; {there}; convert them where you trust them")
+        there = (
+            f"it holds {', '.join(found)}, which are pickles and could run any program"
+            if found
+            else "it holds no weights"
+        )
+        raise ConfigError(
+            f"model.name {config.name}: expected weights in *.safetensors; {there}; convert them"
+            " where you trust them"
+        )
     try:
         text, _ = PretrainedConfig.get_config_dict(config.name, revision=config.revision)
         if not text:
@@ -44,7 +52,8 @@ def published_architecture(config: ModelConfig) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"model.name {config.name!r} is neither a folder with a model nor a repository that can be read: {reason}"
+            f"model.name {config.name!r} is neither a folder with a model nor a repository that can"
+            f" be read: {reason}"
         ) from None
     architecture = read_architecture(json.dumps(text))
     for reason in unsupported(architecture):
@@ -53,9 +62,11 @@ def published_architecture(config: ModelConfig) -> Any:
 
 
 def read_architecture(text: str) -> Any:
-    """A config.json as transformers' object, without what it says about code: whose attention, whose Python files.
+    """A config.json as transformers' object, without what it says about code: whose attention,
+    whose Python files.
 
-    Errors: ConfigError for what is no architecture, for quantized weights and for numbers of another type.
+    Errors: ConfigError for what is no architecture, for quantized weights and for numbers of
+    another type.
     """
     from transformers import AutoConfig
 
@@ -64,14 +75,21 @@ def read_architecture(text: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"the model's config.json is not JSON: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
-        raise ConfigError("the model's config.json names no model_type; expected that of an architecture transformers knows, such as qwen2")
+        raise ConfigError(
+            "the model's config.json names no model_type; expected that of an architecture"
+            " transformers knows, such as qwen2"
+        )
     if found.get("quantization_config") is not None:
         raise ConfigError(
-            "the model's config.json has a quantization_config; quantized weights are not trained here, name the original model"
+            "the model's config.json has a quantization_config; quantized weights are not trained"
+            " here, name the original model"
         )
     for key in ("dtype", "torch_dtype"):
         if found.get(key) is not None and str(found[key]).removeprefix("torch.") not in _DTYPES:
-            raise ConfigError(f"the model's config.json has {key} {str(found[key])[:40]!r}; expected one of {', '.join(_DTYPES)}")
+            raise ConfigError(
+                f"the model's config.json has {key} {str(found[key])[:40]!r}; expected one of"
+                f" {', '.join(_DTYPES)}"
+            )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(found))
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -91,4 +109,7 @@ def unsupported(config: Any) -> Iterator[str]:
     rope = getattr(text, "rope_parameters", None) or {}
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if each.get("rope_type") in ("dynamic", "longrope"):
-            yield (f"rope_type {each['rope_type']!r} depends on the longest row of a batch, which learner and engine do not share")
+            yield (
+                f"rope_type {each['rope_type']!r} depends on the longest row of a batch, which"
+                " learner and engine do not share"
+            )

@@ -10,9 +10,20 @@ from agentgym.rollouts.chat import ChatRenderer
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.training.fidelity import require_faithful
-from agentgym.training.model import TokenizerFiles, model_from_blobs, tokenizer_files, tokenizer_from_files, weights_blob
+from agentgym.training.model import (
+    TokenizerFiles,
+    model_from_blobs,
+    tokenizer_files,
+    tokenizer_from_files,
+    weights_blob,
+)
 
-ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMISER = "config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors"
+ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMISER = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "optimizer.safetensors",
+)
 CRITIC, CRITIC_OPTIMISER = "critic.safetensors", "critic_optimizer.safetensors"
 
 
@@ -36,14 +47,21 @@ class Checkpoint:
 
 
 def new_checkpoint(model: Any, tokenizer: Any) -> Checkpoint:
-    """Wrap a model and its tokenizer. Errors: ValueError where the chat template cannot be extended turn by turn."""
+    """Wrap a model and its tokenizer.
+    Errors: ValueError where the chat template cannot be extended turn by turn.
+    """
     files = json.dumps(tokenizer_files(tokenizer), sort_keys=True).encode()
-    return Checkpoint(model, tokenizer, ChatRenderer(tokenizer), model.config.to_json_string(), files)
+    return Checkpoint(
+        model, tokenizer, ChatRenderer(tokenizer), model.config.to_json_string(), files
+    )
 
 
 def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
     """Errors: BlobMissing, DigestMismatch; ValueError where the model is not supported here."""
-    architecture, tokenizer_json = store.read(manifest, ARCHITECTURE).decode(), store.read(manifest, TOKENIZER)
+    architecture, tokenizer_json = (
+        store.read(manifest, ARCHITECTURE).decode(),
+        store.read(manifest, TOKENIZER),
+    )
     files: TokenizerFiles = json.loads(tokenizer_json)
     tokenizer = tokenizer_from_files(files)
     model = model_from_blobs(architecture, store.read(manifest, WEIGHTS))

@@ -1,8 +1,10 @@
-"""A run spread over processes of a Ray cluster: ranks that hold the weights, workers that play episodes.
+"""A run spread over processes of a Ray cluster: ranks that hold the weights, workers that play
+episodes.
 
-`RayLearner` and `RayEngine` have the methods of `Learner` and `Engine`. A worker that is lost costs the episodes it had not finished:
-they are played again elsewhere, and another worker takes its place. A rank that is lost ends the step, which goes on
-from its last commit when it is run again.
+`RayLearner` and `RayEngine` have the methods of `Learner` and `Engine`.
+A worker that is lost costs the episodes it had not finished: they are played again elsewhere, and
+another worker takes its place.
+A rank that is lost ends the step, which goes on from its last commit when it is run again.
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ class PlacementError(RuntimeError):
 
 @contextmanager
 def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterator[Cluster]:
-    """Room for so many ranks and workers on the configured cluster, or on a local one that ends with the block.
+    """Room for so many ranks and workers on the configured cluster, or on a local one that ends
+    with the block.
 
-    Errors: RayUnreachable; PlacementError after `ray.placement_timeout_s`; ConfigError where Ray is not installed.
+    Errors: RayUnreachable; PlacementError after `ray.placement_timeout_s`; ConfigError where Ray is
+    not installed.
     """
     settings = cfg.ray
     rank = _bundle(settings.rank_cpus, settings.rank_gpus)
@@ -59,11 +63,20 @@ def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterato
 
 
 class Cluster:
-    """A placement group, and what runs in it: first the ranks, then the workers. All their processes start at once."""
+    """A placement group, and what runs in it: first the ranks, then the workers.
+    All their processes start at once.
+    """
 
-    def __init__(self, cfg: RunConfig, group: Any, num_ranks: int, num_workers: int, folder: Path | None) -> None:
+    def __init__(
+        self, cfg: RunConfig, group: Any, num_ranks: int, num_workers: int, folder: Path | None
+    ) -> None:
         """folder: of a local cluster, which nobody else reads."""
-        self._cfg, self._group, self._num_ranks, self._num_workers = cfg, group, num_ranks, num_workers
+        self._cfg, self._group, self._num_ranks, self._num_workers = (
+            cfg,
+            group,
+            num_ranks,
+            num_workers,
+        )
         self._folder = folder
         self._num_slots = -(-cfg.rollout.concurrency // max(1, num_workers))
         settings = cfg.ray
@@ -80,15 +93,23 @@ class Cluster:
         """The plan's learner, spread over the ranks. Errors: RankLost."""
         try:
             settings = self._cfg.ray
-            learner = RayLearner(self._ranks, start_timeout_s=settings.placement_timeout_s, timeout_s=settings.rank_timeout_s)
+            learner = RayLearner(
+                self._ranks,
+                start_timeout_s=settings.placement_timeout_s,
+                timeout_s=settings.rank_timeout_s,
+            )
             learner.join(plan, self._folder)
             yield learner
         finally:
             end(self._ranks)
 
     @contextmanager
-    def engine(self, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int) -> Iterator[RayEngine]:
-        """Workers that hold the checkpoint's weights as `version`. Errors: as their environment client's; WorkersLost."""
+    def engine(
+        self, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
+    ) -> Iterator[RayEngine]:
+        """Workers that hold the checkpoint's weights as `version`.
+        Errors: as their environment client's; WorkersLost.
+        """
         plan = WorkerPlan(self._cfg, checkpoint.files(), endpoints, self._num_slots, node_id())
         loop = LoopThread()
         engine = RayEngine(plan, checkpoint, self._spawn, self._num_workers, loop)
@@ -105,7 +126,13 @@ class Cluster:
     def _new_worker(self, index: int) -> Any:
         settings = self._cfg.ray
         options = {"max_concurrency": self._num_slots + 8}  # beside the episodes: publish, canary
-        return self._actor(self._num_ranks + index, RolloutWorker, settings.worker_cpus, settings.worker_gpus, **options).remote()
+        return self._actor(
+            self._num_ranks + index,
+            RolloutWorker,
+            settings.worker_cpus,
+            settings.worker_gpus,
+            **options,
+        ).remote()
 
     def _actor(self, bundle: int, kind: type, cpus: float, gpus: float, **options: Any) -> Any:
         import ray
@@ -113,26 +140,40 @@ class Cluster:
 
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return ray.remote(kind).options(
-            num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place, max_restarts=0, max_task_retries=0, **options
+            num_cpus=cpus,
+            num_gpus=gpus,
+            scheduling_strategy=place,
+            max_restarts=0,
+            max_task_retries=0,
+            **options,
         )
 
 
 @contextmanager
 def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
-    """This process as a driver of the cluster at `address`, or of a local one of so many logical CPUs where it is empty.
+    """This process as a driver of the cluster at `address`, or of a local one of so many logical
+    CPUs where it is empty.
 
-    A local cluster ends with the block, and with this process if that is killed: its servers die with the thread that
-    started them, its workers with those, and its folder is removed by the next local cluster. Nothing of it listens on
-    other than loopback, and all of it asks for a token of this process. Result: its folder, mode 0700.
+    A local cluster ends with the block, and with this process if that is killed: its servers die
+    with the thread that started them, its workers with those, and its folder is removed by the next
+    local cluster.
+    Nothing of it listens on other than loopback, and all of it asks for a token of this process.
+    Result: its folder, mode 0700.
     Errors: RayUnreachable; ConfigError where Ray is not installed.
     """
     if not _in_use.acquire(blocking=False):
-        raise RuntimeError("another step of this process runs on Ray, which knows one cluster per process; run them one after the other")
+        raise RuntimeError(
+            "another step of this process runs on Ray, which knows one cluster per process; run"
+            " them one after the other"
+        )
     try:
         ray = _import_ray()
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGTERM)
-        with _environment_kept("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"), contextlib.ExitStack() as stack:
+        with (
+            _environment_kept("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"),
+            contextlib.ExitStack() as stack,
+        ):
             forget_token()
             options: dict[str, Any] = {"log_to_driver": True, "configure_logging": False}
             folder = None
@@ -141,14 +182,21 @@ def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
                     _join(ray, address, options)
                 else:
                     folder = stack.enter_context(_temp_folder())
-                    os.environ["RAY_AUTH_TOKEN"] = _token  # of its own, whatever is set for other clusters
-                    for name in ("RAY_AUTH_MODE", "RAY_ADDRESS"):  # Ray's default for a new cluster is to ask for the token
+                    # of its own, whatever is set for other clusters
+                    os.environ["RAY_AUTH_TOKEN"] = _token
+                    # Ray's default for a new cluster is to ask for the token
+                    for name in ("RAY_AUTH_MODE", "RAY_ADDRESS"):
                         os.environ.pop(name, None)
-                    options |= {"num_cpus": max(1, round(num_cpus + 0.5)), "include_dashboard": False}
+                    options |= {
+                        "num_cpus": max(1, round(num_cpus + 0.5)),
+                        "include_dashboard": False,
+                    }
                     with _loopback():
-                        ray.init("local", _temp_dir=str(folder / "r"), **options)  # Ray opens its own folder to everybody
+                        # Ray opens its own folder to everybody
+                        ray.init("local", _temp_dir=str(folder / "r"), **options)
                 if in_main_thread:
-                    signal.signal(signal.SIGTERM, handler)  # Ray's own would end the process without a word
+                    # Ray's own would end the process without a word
+                    signal.signal(signal.SIGTERM, handler)
                 yield folder
             finally:
                 ray.shutdown()
@@ -160,30 +208,46 @@ def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"compute ray needs Ray ({error}); install it with: pip install 'agentgym-flow[cluster]'") from None
+        raise ConfigError(
+            f"compute ray needs Ray ({error}); install it with: pip install"
+            " 'agentgym-flow[cluster]'"
+        ) from None
     return ray
 
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
     """Errors: RayUnreachable, also where a token is missing or wrong."""
-    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    from ray._private.authentication.authentication_token_setup import (
+        maybe_enable_token_auth_if_token_available,
+    )
 
-    advice = "start the cluster, or correct ray.address (host:port of its GCS; this machine must be one of its nodes)"
+    advice = (
+        "start the cluster, or correct ray.address (host:port of its GCS; this machine must be one"
+        " of its nodes)"
+    )
     host, _, port = address.rpartition(":")
     if address != "auto":
         if not (host and port.isdigit()):
-            raise ConfigError(f"ray.address {address!r} must be host:port of a cluster's GCS, auto, or empty for a local cluster")
+            raise ConfigError(
+                f"ray.address {address!r} must be host:port of a cluster's GCS, auto, or empty for"
+                " a local cluster"
+            )
         try:
             socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
         except OSError as error:  # Ray itself would try for minutes, and then end this process
-            raise RayUnreachable(f"no Ray cluster answers at {address} ({error}); {advice}") from None
-    if auth_headers(os.environ):  # clusters ask for a token by default, Ray's clients send one only if told to
+            raise RayUnreachable(
+                f"no Ray cluster answers at {address} ({error}); {advice}"
+            ) from None
+    # clusters ask for a token by default, Ray's clients send one only if told to
+    if auth_headers(os.environ):
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise RayUnreachable(f"the Ray cluster at {address} cannot be joined: {reason}; {advice}") from None
+        raise RayUnreachable(
+            f"the Ray cluster at {address} cannot be joined: {reason}; {advice}"
+        ) from None
 
 
 @contextmanager
@@ -201,7 +265,9 @@ def _environment_kept(*names: str) -> Iterator[None]:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """A cluster that is started meanwhile listens on loopback alone, as Ray has it where it expects no other machine."""
+    """A cluster that is started meanwhile listens on loopback alone, as Ray has it where it
+    expects no other machine.
+    """
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -214,16 +280,22 @@ def _loopback() -> Iterator[None]:
 
 @contextmanager
 def _temp_folder() -> Iterator[Path]:
-    """A short path of mode 0700 and a name nobody can foresee. Those whose process was killed are removed on the way."""
+    """A short path of mode 0700 and a name nobody can foresee.
+    Those whose process was killed are removed on the way.
+    """
     for left in TEMP_ROOT.glob(f"{TEMP_PREFIX}*"):
         _remove(left, _hold(left, wait=False))
-    for _ in range(ATTEMPTS):  # another run may have taken it for one left behind before it was held
+    # another run may have taken it for one left behind before it was held
+    for _ in range(ATTEMPTS):
         own = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=TEMP_ROOT))
         lock = _hold(own, wait=True)
         if lock is not None:
             break
     else:
-        raise RuntimeError(f"no folder for a Ray cluster could be held in {TEMP_ROOT}: each was removed as soon as it was made")
+        raise RuntimeError(
+            f"no folder for a Ray cluster could be held in {TEMP_ROOT}: each was removed as soon as"
+            " it was made"
+        )
     try:
         yield own
     finally:
@@ -231,7 +303,9 @@ def _temp_folder() -> Iterator[Path]:
 
 
 def _hold(folder: Path, *, wait: bool) -> int | None:
-    """A descriptor that locks the folder as long as this process lives; None where it is not ours, is held, gone, or no folder."""
+    """A descriptor that locks the folder as long as this process lives; None where it is not
+    ours, is held, gone, or no folder.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -274,17 +348,29 @@ def _no_room(cfg: RunConfig, bundles: list[dict[str, float]]) -> str:
     from ray._private.state import available_resources_per_node
 
     def spell(resources: dict[str, float]) -> str:
-        return ", ".join(f"{name} {resources.get(name, 0.0):g}" for name in ("CPU", "GPU") if name in resources) or "nothing"
+        return (
+            ", ".join(
+                f"{name} {resources.get(name, 0.0):g}"
+                for name in ("CPU", "GPU")
+                if name in resources
+            )
+            or "nothing"
+        )
 
     free = available_resources_per_node()
     nodes = [
-        f"node {node['NodeManagerAddress']} has {spell(node['Resources'])}, of which free {spell(free.get(node['NodeID'], {}))}"
+        f"node {node['NodeManagerAddress']} has {spell(node['Resources'])}, of which free"
+        f" {spell(free.get(node['NodeID'], {}))}"
         for node in ray.nodes()
         if node["Alive"]
     ]
-    asked = [f"{bundles.count(bundle)} x ({spell(bundle)})" for bundle in {str(bundle): bundle for bundle in bundles}.values()]
+    asked = [
+        f"{bundles.count(bundle)} x ({spell(bundle)})"
+        for bundle in {str(bundle): bundle for bundle in bundles}.values()
+    ]
     return (
-        f"the Ray cluster has no room for this run within ray.placement_timeout_s {cfg.ray.placement_timeout_s:g}: asked for "
-        f"{' and '.join(asked)}; {'; '.join(nodes) or 'no node is alive'}. Lower ray.num_workers, ray.num_ranks or what each takes, "
-        "or add nodes"
+        "the Ray cluster has no room for this run within ray.placement_timeout_s"
+        f" {cfg.ray.placement_timeout_s:g}: asked for {' and '.join(asked)};"
+        f" {'; '.join(nodes) or 'no node is alive'}. Lower ray.num_workers, ray.num_ranks or what"
+        " each takes, or add nodes"
     )

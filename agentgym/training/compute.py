@@ -1,4 +1,6 @@
-"""Where weights are trained and episodes played: in this process or in Ray actors. Who uses them cannot tell."""
+"""Where weights are trained and episodes played: in this process or in Ray actors.
+Who uses them cannot tell.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ class AnyLearner(Protocol):
     """What a training loop asks of `Learner`, wherever its weights are."""
 
     def score(self, batch: Batch) -> Tensor: ...
-    def update(self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int) -> dict[str, float]: ...
+    def update(
+        self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int
+    ) -> dict[str, float]: ...
     def supervised(self, batch: Batch, *, step: int) -> dict[str, float]: ...
-    def prefer(self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int) -> dict[str, float]: ...
+    def prefer(
+        self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
+    ) -> dict[str, float]: ...
     def blobs(self) -> dict[str, bytes]: ...
 
 
@@ -64,7 +70,8 @@ class LearnerPlan:
     critic: bytes | None = None  # weights; empty: a new one on the policy's body
     critic_lr: float | None = None
     reference: bytes | None = None  # weights
-    optimiser_states: Mapping[str, bytes] = field(default_factory=dict)  # by blob name; empty: new ones
+    # by blob name; empty: new ones
+    optimiser_states: Mapping[str, bytes] = field(default_factory=dict)
 
     def build(self, ranks: Ranks | None = None) -> Learner:
         """The learner, or this rank's part of it."""
@@ -74,7 +81,9 @@ class LearnerPlan:
             critic = ValueNet(model_from_blobs(self.architecture, self.weights))
             if self.critic:
                 load_weights(critic, load_safetensors(self.critic))
-        reference = None if self.reference is None else model_from_blobs(self.architecture, self.reference)
+        reference = (
+            None if self.reference is None else model_from_blobs(self.architecture, self.reference)
+        )
         learner = Learner(
             model,
             self.optimiser,
@@ -93,12 +102,16 @@ class LearnerPlan:
 def open_compute(
     cfg: RunConfig, plan: LearnerPlan, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
 ) -> Iterator[tuple[AnyLearner, AnyEngine]]:
-    """A learner, and an engine that holds the checkpoint's weights as `version`. Errors: see `open_engine`, `open_cluster`."""
+    """A learner, and an engine that holds the checkpoint's weights as `version`.
+    Errors: see `open_engine`, `open_cluster`.
+    """
     if cfg.compute == "ray":
         from agentgym.training.cluster import open_cluster
 
         with (
-            open_cluster(cfg, num_ranks=cfg.ray.num_ranks, num_workers=cfg.ray.num_workers) as cluster,
+            open_cluster(
+                cfg, num_ranks=cfg.ray.num_ranks, num_workers=cfg.ray.num_workers
+            ) as cluster,
             cluster.learner(plan) as learner,
             cluster.engine(checkpoint, endpoints, version=version) as engine,
         ):
@@ -116,14 +129,19 @@ def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[AnyLearner]:
     if cfg.compute == "ray":
         from agentgym.training.cluster import open_cluster
 
-        with open_cluster(cfg, num_ranks=cfg.ray.num_ranks, num_workers=0) as cluster, cluster.learner(plan) as learner:
+        with (
+            open_cluster(cfg, num_ranks=cfg.ray.num_ranks, num_workers=0) as cluster,
+            cluster.learner(plan) as learner,
+        ):
             yield learner
     else:
         yield plan.build()
 
 
 @contextmanager
-def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int) -> Iterator[AnyEngine]:
+def open_engine(
+    cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
+) -> Iterator[AnyEngine]:
     """An engine alone. Errors: where a server is not what training may use; see `open_cluster`."""
     if cfg.compute == "ray":
         from agentgym.training.cluster import open_cluster
@@ -138,8 +156,12 @@ def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *,
             yield own
 
 
-def play_validation(cfg: RunConfig, engine: AnyEngine, items: Sequence[Item], step: int) -> list[Trajectory]:
-    """One episode of each validation item under the weights the engine holds; never learned from."""
+def play_validation(
+    cfg: RunConfig, engine: AnyEngine, items: Sequence[Item], step: int
+) -> list[Trajectory]:
+    """One episode of each validation item under the weights the engine holds; never learned
+    from.
+    """
     settings = cfg.validation
     return engine.collect(
         items[: settings.num_items],

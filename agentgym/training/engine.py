@@ -1,4 +1,6 @@
-"""A policy, its environments and one event loop: everything an episode needs, opened and closed together."""
+"""A policy, its environments and one event loop: everything an episode needs, opened and closed
+together.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ T = TypeVar("T")
 ENGINE = TorchPolicy  # what samples; the audit asks it what it promises
 CLOSE_TIMEOUT_S = 30.0
 
-CANARY_TOLERANCE = 1e-4  # nats; fp32 engine and learner agree to 1e-5, a forgotten publish shows as about 100 x the learning rate
+# nats; fp32 engine and learner agree to 1e-5, a forgotten publish shows as about 100 x the learning
+# rate
+CANARY_TOLERANCE = 1e-4
 
 
 class LoopThread:
-    """An event loop in a thread of its own: any thread may run coroutines in it, several at a time."""
+    """An event loop in a thread of its own: any thread may run coroutines in it, several at a
+    time.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -75,7 +81,9 @@ class LoopThread:
 
 @dataclass
 class Engine:
-    """Generates episodes. `publish` and `collect` may be called from two threads: rollouts go on while weights change."""
+    """Generates episodes.
+    `publish` and `collect` may be called from two threads: rollouts go on while weights change.
+    """
 
     cfg: RunConfig
     checkpoint: Checkpoint
@@ -133,7 +141,9 @@ class Engine:
         """
         self.loop.run(self.policy.publish(learner.weights(), version))
         canary = Canary(self.checkpoint.tokenizer)
-        return canary.compare(canary.score(learner), self.loop.run(self._canary(canary.rows)), version)
+        return canary.compare(
+            canary.score(learner), self.loop.run(self._canary(canary.rows)), version
+        )
 
     async def _canary(self, rows: list[list[int]]) -> list[torch.Tensor]:
         return self.policy.score(rows)
@@ -152,16 +162,21 @@ class Canary:
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[starts[:-1]] = False
         zeros, groups = torch.zeros(len(tokens)), torch.zeros(len(self.rows), dtype=torch.int64)
-        scores: torch.Tensor = learner.score(Batch(tokens, starts, mask, zeros, zeros, groups, groups.bool(), 1.0))
+        scores: torch.Tensor = learner.score(
+            Batch(tokens, starts, mask, zeros, zeros, groups, groups.bool(), 1.0)
+        )
         return scores[mask]
 
     @staticmethod
-    def compare(ours: torch.Tensor, theirs: list[torch.Tensor], version: int, engine: str = "the engine") -> float:
+    def compare(
+        ours: torch.Tensor, theirs: list[torch.Tensor], version: int, engine: str = "the engine"
+    ) -> float:
         """The largest difference, nats. Errors: EngineMismatch."""
         gap = float((ours - torch.cat(theirs)).abs().max())
         if not gap <= CANARY_TOLERANCE:
             raise EngineMismatch(
-                f"weights version {version} did not reach {engine}: canary prompts differ by {gap:.3g} nats (limit {CANARY_TOLERANCE:g})"
+                f"weights version {version} did not reach {engine}: canary prompts differ by"
+                f" {gap:.3g} nats (limit {CANARY_TOLERANCE:g})"
             )
         return gap
 
@@ -172,7 +187,9 @@ def canary_rows(tokenizer: Any) -> list[list[int]]:
     return [[(7 * row + 13 * column) % size for column in range(1, 17)] for row in range(4)]
 
 
-def episode_settings(cfg: RunConfig, *, manuals: Mapping[str, str], **collection: Any) -> EpisodeSettings:
+def episode_settings(
+    cfg: RunConfig, *, manuals: Mapping[str, str], **collection: Any
+) -> EpisodeSettings:
     """What the configuration says about every episode, and `collection` about this one."""
     return EpisodeSettings(
         max_new_tokens=cfg.rollout.max_new_tokens,
@@ -184,8 +201,12 @@ def episode_settings(cfg: RunConfig, *, manuals: Mapping[str, str], **collection
 
 
 @contextmanager
-def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int) -> Iterator[Engine]:
-    """An engine that samples with the checkpoint's model, its own from here on. Errors: where a server is not what training may use."""
+def open_engine(
+    cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
+) -> Iterator[Engine]:
+    """An engine that samples with the checkpoint's model, its own from here on.
+    Errors: where a server is not what training may use.
+    """
     policy = ENGINE(
         checkpoint.model,
         stop_id=checkpoint.renderer.stop_id,
@@ -198,8 +219,12 @@ def open_engine(cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *,
 
 
 @contextmanager
-def open_pool(cfg: RunConfig, endpoints: Endpoints, *, allow_expert: bool) -> Iterator[tuple[EnvPools, LoopThread, dict[str, str]]]:
-    """A client of the servers, checked, the event loop it lives in, and the task manuals episodes begin with, by environment."""
+def open_pool(
+    cfg: RunConfig, endpoints: Endpoints, *, allow_expert: bool
+) -> Iterator[tuple[EnvPools, LoopThread, dict[str, str]]]:
+    """A client of the servers, checked, the event loop it lives in, and the task manuals
+    episodes begin with, by environment.
+    """
     loop = LoopThread()
     try:
         pool = EnvPools.of(cfg.envs, endpoints)

@@ -34,7 +34,9 @@ def require_faithful(model: Any) -> None:
     try:
         found = differences(model)
     except Exception as error:
-        raise ValueError(f"model {name} cannot run on packed rows: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"model {name} cannot run on packed rows: {type(error).__name__}: {error}"
+        ) from error
     limit = TOLERANCE.get(next(model.parameters()).dtype, 1e-3)
     for side, difference in found.items():
         if not difference <= limit:
@@ -101,7 +103,9 @@ def _engine(model: Any, rows: list[Tensor]) -> Tensor:
         new = [end - start for start, end in wave]
         layout = CachedRows(cache, slots, [start for start, _ in wave], new)
         ids = torch.cat([row[start:end] for row, (start, end) in zip(rows, wave, strict=True)])
-        logits = model(input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout).logits[0]
+        logits = model(
+            input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout
+        ).logits[0]
         for part, own in zip(parts, logits.split(new), strict=True):
             part.append(own)
     return torch.log_softmax(torch.cat([each for part in parts for each in part]).float(), -1)

@@ -1,7 +1,9 @@
 """What updates the weights, for reinforcement learning, supervised learning and preferences alike.
 
-Every rank runs the same code on the same batch: it computes its share of the rows, and sums over ranks make the rest
-global. Denominators, statistics and the order of updates never depend on how many ranks or micro-batches there are.
+Every rank runs the same code on the same batch: it computes its share of the rows, and sums over
+ranks make the rest global.
+Denominators, statistics and the order of updates never depend on how many ranks or micro-batches
+there are.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from agentgym.training.ranks import Alone, Ranks
 
 MICRO_BATCH_TOKENS = 16_384  # tokens of one forward and backward
 
-Share = tuple[Tensor, bool]  # rows of one micro-batch, and whether they count; ranks without work still join the forward
+# rows of one micro-batch, and whether they count; ranks without work still join the forward
+Share = tuple[Tensor, bool]
 
 
 class EngineMismatch(RuntimeError):
@@ -55,11 +58,15 @@ class Learner:
         critic_lr: float | None = None,
         reference: Any = None,
     ) -> None:
-        """model, reference: causal language models built with RAGGED attention; the reference is never trained."""
+        """model, reference: causal language models built with RAGGED attention; the reference
+        is never trained.
+        """
         self.ranks = ranks or Alone()
         self.model = model.eval()  # no dropout: the engine samples without it
         self._net = PolicyNet(model)
-        self._reference = PolicyNet(reference.eval().requires_grad_(False)) if reference is not None else None
+        self._reference = (
+            PolicyNet(reference.eval().requires_grad_(False)) if reference is not None else None
+        )
         self._critic = critic
         for network in (self._net, self._critic, self._reference):
             if network is not None:
@@ -82,7 +89,10 @@ class Learner:
         """All that a commit must hold for another learner to go on from here."""
         blobs = {WEIGHTS: self._policy.weights_blob(), OPTIMISER: self._policy.state_blob()}
         if self._values is not None:
-            blobs |= {CRITIC: self._values.weights_blob(), CRITIC_OPTIMISER: self._values.state_blob()}
+            blobs |= {
+                CRITIC: self._values.weights_blob(),
+                CRITIC_OPTIMISER: self._values.state_blob(),
+            }
         return blobs
 
     def load_optimisers(self, blobs: Mapping[str, bytes]) -> None:
@@ -95,58 +105,94 @@ class Learner:
         """[N] log-probabilities under the present weights; 0 where action_mask is false."""
         return self._scores(self._net, batch)
 
-    def update(self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int) -> dict[str, float]:
+    def update(
+        self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int
+    ) -> dict[str, float]:
         """One optimiser step of the recipe: `epochs` x `minibatches` updates of the weights.
 
-        step: from 1. Result: metrics by name.
-        Errors: EngineMismatch where engine and learner disagree by more than `max_mismatch_kl`; FloatingPointError where
-        a loss or gradient is not finite (the weights are then unchanged); ValueError for a batch without action tokens,
-        or where the recipe needs a critic or a reference that is not there.
+        step: from 1.
+        Result: metrics by name.
+        Errors: EngineMismatch where engine and learner disagree by more than `max_mismatch_kl`;
+        FloatingPointError where a loss or gradient is not finite (the weights are then unchanged);
+        ValueError for a batch without action tokens, or where the recipe needs a critic or a
+        reference that is not there.
         """
         recipe, acted = RECIPES[config.recipe], batch.action_mask
         if not acted.any():
-            raise ValueError("a batch without a single action token; there is nothing to learn from")
+            raise ValueError(
+                "a batch without a single action token; there is nothing to learn from"
+            )
         row = batch.row[acted]
         old = self.score(batch)
         gap = mismatch(old[acted], batch.logprobs[acted], cap=config.importance_cap)
         if not gap["kl"] <= config.max_mismatch_kl:
             raise EngineMismatch(
-                f"step {step}: engine and learner differ by KL {gap['kl']:.3g} nats per token (limit {config.max_mismatch_kl:g}, largest "
-                f"single difference {gap['max_abs']:.3g}); the engine holds other weights, another precision or another temperature, "
-                "or rollout.max_staleness lets it fall too far behind"
+                f"step {step}: engine and learner differ by KL {gap['kl']:.3g} nats per token"
+                f" (limit {config.max_mismatch_kl:g}, largest single difference"
+                f" {gap['max_abs']:.3g}); the engine holds other weights, another precision or"
+                " another temperature, or rollout.max_staleness lets it fall too far behind"
             )
-        metrics = {f"mismatch/{name}": value for name, value in gap.items()} | {"actor/lr": self._policy.rate(step)}
+        metrics = {f"mismatch/{name}": value for name, value in gap.items()} | {
+            "actor/lr": self._policy.rate(step)
+        }
 
         rewards, reference = batch.rewards[acted], None
         in_loss = (config.kl_place or recipe.kl_place) == "loss"
         estimator = config.kl_estimator or recipe.kl_estimator
         if config.kl_coef:
             if self._reference is None:
-                raise ValueError(f"algorithm.kl_coef {config.kl_coef:g} needs a reference model; none was given to the learner")
+                raise ValueError(
+                    f"algorithm.kl_coef {config.kl_coef:g} needs a reference model; none was given"
+                    " to the learner"
+                )
             reference = self._scores(self._reference, batch)
-            metrics["actor/reference_kl"] = float(kl_penalty(old[acted], reference[acted], "k3").mean())
+            metrics["actor/reference_kl"] = float(
+                kl_penalty(old[acted], reference[acted], "k3").mean()
+            )
             if not in_loss:
-                rewards = rewards - config.kl_coef * kl_penalty(old[acted], reference[acted], estimator)
+                rewards = rewards - config.kl_coef * kl_penalty(
+                    old[acted], reference[acted], estimator
+                )
 
         values = ends = None
         if recipe.needs_critic:
             if self._critic is None:
-                raise ValueError(f"recipe {config.recipe} needs a critic; none was given to the learner")
+                raise ValueError(
+                    f"recipe {config.recipe} needs a critic; none was given to the learner"
+                )
             values, ends = self._estimate(batch)
-            ends = torch.where(batch.cut, ends, 0.0) if (config.truncated or recipe.truncated) == "bootstrap" else torch.zeros_like(ends)
-        experience = Experience(row, rewards, batch.group_ids, config.gamma, config.gae_lambda, values, ends, batch.env_ids)
+            ends = (
+                torch.where(batch.cut, ends, 0.0)
+                if (config.truncated or recipe.truncated) == "bootstrap"
+                else torch.zeros_like(ends)
+            )
+        experience = Experience(
+            row,
+            rewards,
+            batch.group_ids,
+            config.gamma,
+            config.gae_lambda,
+            values,
+            ends,
+            batch.env_ids,
+        )
         given, targets = ADVANTAGES[recipe.advantages](experience)
         advantages = torch.zeros(len(batch.input_ids))
         advantages[acted] = given
 
-        every_row = recipe.needs_critic or bool(config.entropy_coef) or (reference is not None and in_loss)
+        every_row = (
+            recipe.needs_critic or bool(config.entropy_coef) or (reference is not None and in_loss)
+        )
         signal = torch.arange(batch.num_rows) if every_row else torch.unique(row[given != 0])
         metrics["actor/rows_with_signal_frac"] = len(torch.unique(row[given != 0])) / batch.num_rows
         num_minibatches = min(config.minibatches, max(len(signal), 1))
-        # over the whole batch: where few groups carry signal, few tokens must not count for all of it
+        # over the whole batch: where few groups carry signal, few tokens must not count for all of
+        # it
         weight = torch.zeros(len(batch.input_ids))
         aggregation = config.aggregation or recipe.aggregation
-        weight[acted] = num_minibatches * aggregation_weights(row, batch.num_rows, aggregation, config.constant_length)
+        weight[acted] = num_minibatches * aggregation_weights(
+            row, batch.num_rows, aggregation, config.constant_length
+        )
 
         bounds: dict[str, Any] = {
             "clip_low": config.clip_low,
@@ -162,7 +208,9 @@ class Learner:
             if config.entropy_coef:
                 losses = losses - config.entropy_coef * entropy
             if reference is not None and in_loss:
-                losses = losses + config.kl_coef * kl_penalty(logprobs, reference[tokens], estimator)
+                losses = losses + config.kl_coef * kl_penalty(
+                    logprobs, reference[tokens], estimator
+                )
             moved = logprobs.detach() - before
             logged = {
                 "entropy": entropy.detach(),
@@ -179,7 +227,9 @@ class Learner:
             assert targets is not None
             assert values is not None
             own = torch.searchsorted(acted.nonzero()[:, 0], tokens.nonzero()[:, 0])
-            losses = value_loss(self._critic(part)[0], values[own], targets[own], clip=config.value_clip)
+            losses = value_loss(
+                self._critic(part)[0], values[own], targets[own], clip=config.value_clip
+            )
             return (losses * token_weight[tokens]).sum(), {}
 
         warming = recipe.needs_critic and step <= config.critic_warmup_steps
@@ -193,47 +243,84 @@ class Learner:
                 rows = chosen.sort().values
                 if not warming:
                     share = float(weight[torch.isin(batch.row, rows)].sum())
-                    _collect(logs, "actor", self._step(self._net, self._policy, batch, rows, step, policy_loss), share)
+                    _collect(
+                        logs,
+                        "actor",
+                        self._step(self._net, self._policy, batch, rows, step, policy_loss),
+                        share,
+                    )
                 if targets is not None and self._values is not None and self._critic is not None:
-                    _collect(logs, "critic", self._step(self._critic, self._values, batch, rows, step, critic_loss), 1.0)
+                    _collect(
+                        logs,
+                        "critic",
+                        self._step(self._critic, self._values, batch, rows, step, critic_loss),
+                        1.0,
+                    )
         metrics |= {name: float(np.mean(each)) for name, each in logs.items()}
         if values is not None and targets is not None:
             spread = float(targets.var()) if len(targets) > 1 else 0.0
             metrics["critic/value_mean"] = float(values.mean())
-            metrics["critic/explained_variance"] = 1 - float((targets - values).var()) / spread if spread else 0.0
+            metrics["critic/explained_variance"] = (
+                1 - float((targets - values).var()) / spread if spread else 0.0
+            )
         return metrics
 
     def supervised(self, batch: Batch, *, step: int) -> dict[str, float]:
-        """One optimiser step of maximum likelihood on the action tokens of demonstrations. step: from 1."""
+        """One optimiser step of maximum likelihood on the action tokens of demonstrations.
+        step: from 1.
+        """
         num_tokens = int(batch.action_mask.sum())
         if not num_tokens:
-            raise ValueError("a supervised batch without a single action token; check the action mask of the demonstrations")
+            raise ValueError(
+                "a supervised batch without a single action token; check the action mask of the"
+                " demonstrations"
+            )
 
         def loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return -self._net(part)[0].sum() / num_tokens, {}
 
         done = self._step(self._net, self._policy, batch, torch.arange(batch.num_rows), step, loss)
-        return {"sft/loss": done["loss"], "sft/lr": self._policy.rate(step), "sft/grad_norm": done["grad_norm"]}
+        return {
+            "sft/loss": done["loss"],
+            "sft/lr": self._policy.rate(step),
+            "sft/grad_norm": done["grad_norm"],
+        }
 
-    def prefer(self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int) -> dict[str, float]:
-        """One optimiser step of direct preference optimisation: row 2i of the batch is preferred to row 2i + 1.
+    def prefer(
+        self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
+    ) -> dict[str, float]:
+        """One optimiser step of direct preference optimisation: row 2i of the batch is preferred
+        to row 2i + 1.
 
         reference: [N] log-probabilities under the reference policy (`score` of it); step: from 1.
         Errors: ValueError for an odd number of rows or a row without actions.
         """
         if batch.num_rows % 2 or len(torch.unique(batch.row[batch.action_mask])) != batch.num_rows:
-            raise ValueError(f"preferences come as pairs of rows that act, got {batch.num_rows} rows; check the pairs")
+            raise ValueError(
+                f"preferences come as pairs of rows that act, got {batch.num_rows} rows; check the"
+                " pairs"
+            )
         num_pairs = batch.num_rows // 2
 
         def loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             gain = self._net(part)[0] - reference[tokens]
             sums = torch.zeros(part.num_rows).index_add(0, part.row[part.action_mask], gain)
-            losses = preference_loss(sums[0::2], sums[1::2], beta=beta, label_smoothing=label_smoothing) / num_pairs
+            losses = (
+                preference_loss(sums[0::2], sums[1::2], beta=beta, label_smoothing=label_smoothing)
+                / num_pairs
+            )
             margin = (sums[0::2] - sums[1::2]).detach()
-            return losses.sum(), {"accuracy": (margin > 0) / num_pairs, "margin": beta * margin / num_pairs}
+            return losses.sum(), {
+                "accuracy": (margin > 0) / num_pairs,
+                "margin": beta * margin / num_pairs,
+            }
 
-        done = self._step(self._net, self._policy, batch, torch.arange(batch.num_rows), step, loss, unit=2)
-        return {f"dpo/{name}": value for name, value in done.items()} | {"dpo/lr": self._policy.rate(step)}
+        done = self._step(
+            self._net, self._policy, batch, torch.arange(batch.num_rows), step, loss, unit=2
+        )
+        return {f"dpo/{name}": value for name, value in done.items()} | {
+            "dpo/lr": self._policy.rate(step)
+        }
 
     def _step(
         self,
@@ -245,12 +332,16 @@ class Learner:
         loss_of: Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]],
         unit: int = 1,
     ) -> dict[str, float]:
-        """One update of one network. loss_of: (rows of one micro-batch, their action tokens in the batch [N] bool) -> its
-        share of the loss, and of what is logged. unit: so many neighbouring rows stay together."""
+        """One update of one network. loss_of: (rows of one micro-batch, their action tokens in the
+        batch [N] bool) -> its share of the loss, and of what is logged. unit: so many neighbouring
+        rows stay together.
+        """
         optimised.zero_grad()
         sums: dict[str, Tensor] = {}
         for own, counts in self._shares(batch, rows, unit):
-            loss, logged = loss_of(batch.select(own), torch.isin(batch.row, own) & batch.action_mask)
+            loss, logged = loss_of(
+                batch.select(own), torch.isin(batch.row, own) & batch.action_mask
+            )
             (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
             for name, value in {"loss": loss.detach(), **logged}.items():
                 sums[name] = sums.get(name, torch.zeros(())) + value.sum() * counts
@@ -280,17 +371,26 @@ class Learner:
         return self.ranks.all_sum(values)[batch.action_mask], self.ranks.all_sum(ends)
 
     def _shares(self, batch: Batch, rows: Tensor, unit: int = 1) -> Iterator[Share]:
-        """This rank's micro-batches; as many on every rank, because a forward of sharded weights needs all of them."""
-        per_rank = [list(_micro_batches(batch, _deal(rows, rank, self.ranks.size, unit), unit)) for rank in range(self.ranks.size)]
+        """This rank's micro-batches; as many on every rank, because a forward of sharded
+        weights needs all of them.
+        """
+        per_rank = [
+            list(_micro_batches(batch, _deal(rows, rank, self.ranks.size, unit), unit))
+            for rank in range(self.ranks.size)
+        ]
         mine, idle = per_rank[self.ranks.rank], rows[:unit]
         for index in range(max(map(len, per_rank))):
             yield (mine[index], True) if index < len(mine) else (idle, False)
 
 
-def _collect(logs: dict[str, list[float]], prefix: str, done: dict[str, float], share: float) -> None:
+def _collect(
+    logs: dict[str, list[float]], prefix: str, done: dict[str, float], share: float
+) -> None:
     """Loss and norm as they are, weighted sums as means over the rows that took part."""
     for name, value in done.items():
-        logs.setdefault(f"{prefix}/{name}", []).append(value if name in ("loss", "grad_norm") else value / share)
+        logs.setdefault(f"{prefix}/{name}", []).append(
+            value if name in ("loss", "grad_norm") else value / share
+        )
 
 
 def _deal(rows: Tensor, rank: int, size: int, unit: int) -> Tensor:
@@ -298,7 +398,9 @@ def _deal(rows: Tensor, rank: int, size: int, unit: int) -> Tensor:
 
 
 def _micro_batches(batch: Batch, rows: Tensor | None = None, unit: int = 1) -> Iterator[Tensor]:
-    """Consecutive rows whose padded size stays under the token budget; at least `unit` rows each, and a multiple of it."""
+    """Consecutive rows whose padded size stays under the token budget; at least `unit` rows
+    each, and a multiple of it.
+    """
     lengths = (batch.starts[1:] - batch.starts[:-1]).tolist()
     chosen: list[int] = []
     longest = 0

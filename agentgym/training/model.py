@@ -6,7 +6,8 @@ import os
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or weights of a pull request would be taken where a repository has only pickles
+# or weights of a pull request would be taken where a repository has only pickles
+os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 
 import tempfile
 from collections.abc import Iterable
@@ -47,21 +48,26 @@ def set_threads() -> None:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer with our chat template. `vocab_size` is an upper bound: it stops where no pair repeats.
+    """A byte-level BPE tokenizer with our chat template.
+    `vocab_size` is an upper bound: it stops where no pair repeats.
 
-    It is of Qwen2's own class: loaders pick that class for a Qwen2 model whatever the folder says, and another one would
-    split text into other ids without a word.
+    It is of Qwen2's own class: loaders pick that class for a Qwen2 model whatever the folder says,
+    and another one would split text into other ids without a word.
     """
     from transformers import Qwen2Tokenizer
 
-    base = Qwen2Tokenizer(pad_token=PAD, unk_token=PAD, eos_token=END, additional_special_tokens=[USER, ASSISTANT])
+    base = Qwen2Tokenizer(
+        pad_token=PAD, unk_token=PAD, eos_token=END, additional_special_tokens=[USER, ASSISTANT]
+    )
     tokenizer = base.train_new_from_iterator(texts, vocab_size, show_progress=False)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
 def new_model(config: ModelConfig, *, vocab_size: int, eos_id: int, pad_id: int, seed: int) -> Any:
-    """A Qwen2 of the configured size with weights drawn from `seed`, without touching the global generator."""
+    """A Qwen2 of the configured size with weights drawn from `seed`, without touching the
+    global generator.
+    """
     from transformers import Qwen2Config
 
     architecture = Qwen2Config(
@@ -83,9 +89,11 @@ def new_model(config: ModelConfig, *, vocab_size: int, eos_id: int, pad_id: int,
 
 
 def load_hub(config: ModelConfig) -> tuple[Any, Any]:
-    """(model, tokenizer) named by `config.name`: a Hub repository or a local folder. Safetensors only, no remote code.
+    """(model, tokenizer) named by `config.name`: a Hub repository or a local folder.
+    Safetensors only, no remote code.
 
-    Errors: ConfigError as `published_architecture`; ValueError where it computes what is not supported.
+    Errors: ConfigError as `published_architecture`; ValueError where it computes what is not
+    supported.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -98,7 +106,9 @@ def load_hub(config: ModelConfig) -> tuple[Any, Any]:
         trust_remote_code=False,
         dtype="auto",
     )
-    tokenizer = AutoTokenizer.from_pretrained(config.name, revision=config.revision, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.name, revision=config.revision, trust_remote_code=False
+    )
     require_faithful(model)
     return model, tokenizer
 
@@ -117,7 +127,9 @@ def model_from_blobs(architecture: str, weights: bytes) -> Any:
 def _from_config(config: Any, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.RAGGED, dtype=dtype, trust_remote_code=False)
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention.RAGGED, dtype=dtype, trust_remote_code=False
+    )
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
@@ -126,13 +138,22 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 def load_weights(model: Any, weights: dict[str, Tensor]) -> None:
-    """Copy weights in place. Errors: ValueError naming the first parameter that is missing, unknown or of another shape."""
+    """Copy weights in place.
+    Errors: ValueError naming the first parameter that is missing, unknown or of another shape.
+    """
     own = dict(model.named_parameters())
     if own.keys() != weights.keys():
-        raise ValueError(f"weights do not fit the model: parameters {sorted(own.keys() ^ weights.keys())[:3]} are on one side only")
-    for name, parameter in own.items():  # all of them before the first is copied: never half a model
+        raise ValueError(
+            f"weights do not fit the model: parameters {sorted(own.keys() ^ weights.keys())[:3]}"
+            " are on one side only"
+        )
+    # all of them before the first is copied: never half a model
+    for name, parameter in own.items():
         if parameter.shape != weights[name].shape:
-            raise ValueError(f"weights do not fit the model: {name} is {tuple(weights[name].shape)}, expected {tuple(parameter.shape)}")
+            raise ValueError(
+                f"weights do not fit the model: {name} is {tuple(weights[name].shape)}, expected"
+                f" {tuple(parameter.shape)}"
+            )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(weights[name])
@@ -140,18 +161,26 @@ def load_weights(model: Any, weights: dict[str, Tensor]) -> None:
 
 def weights_blob(model: Any) -> bytes:
     """Safetensors bytes; equal weights give equal bytes."""
-    return bytes(save_safetensors({name: tensor.contiguous() for name, tensor in weights_of(model).items()}))
+    return bytes(
+        save_safetensors({name: tensor.contiguous() for name, tensor in weights_of(model).items()})
+    )
 
 
 def tokenizer_files(tokenizer: Any) -> TokenizerFiles:
     """Every file of a fast tokenizer that `save_pretrained` writes, as text."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        return {path.name: path.read_text() for path in sorted(Path(folder).iterdir()) if path.name in _TOKENIZER_NAMES}
+        return {
+            path.name: path.read_text()
+            for path in sorted(Path(folder).iterdir())
+            if path.name in _TOKENIZER_NAMES
+        }
 
 
 def tokenizer_from_files(files: TokenizerFiles) -> Any:
-    """The inverse of `tokenizer_files`. Errors: ValueError for a file that is none of a tokenizer's."""
+    """The inverse of `tokenizer_files`.
+    Errors: ValueError for a file that is none of a tokenizer's.
+    """
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -159,8 +188,12 @@ def tokenizer_from_files(files: TokenizerFiles) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def save_pretrained(folder: Path, *, architecture: str, weights: bytes, tokenizer: TokenizerFiles) -> None:
-    """Write an ordinary Hugging Face model folder: what vLLM, transformers and the registry load."""
+def save_pretrained(
+    folder: Path, *, architecture: str, weights: bytes, tokenizer: TokenizerFiles
+) -> None:
+    """Write an ordinary Hugging Face model folder: what vLLM, transformers and the registry
+    load.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(architecture)
     (folder / "model.safetensors").write_bytes(weights)
@@ -170,6 +203,9 @@ def save_pretrained(folder: Path, *, architecture: str, weights: bytes, tokenize
 def _write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
     for name in files:
         if name not in _TOKENIZER_NAMES:
-            raise ValueError(f"a tokenizer has no file {name[:80]!r}; expected some of {', '.join(sorted(_TOKENIZER_NAMES))}")
+            raise ValueError(
+                f"a tokenizer has no file {name[:80]!r}; expected some of"
+                f" {', '.join(sorted(_TOKENIZER_NAMES))}"
+            )
     for name, text in files.items():
         (folder / name).write_text(text)

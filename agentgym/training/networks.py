@@ -1,4 +1,6 @@
-"""The two networks that are trained: one forward each, so that wrapping them for several ranks wraps all there is."""
+"""The two networks that are trained: one forward each, so that wrapping them for several ranks
+wraps all there is.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,34 @@ class PolicyNet(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) of every action token, [n] each, at the temperature it was sampled at."""
+        """(log-probabilities, entropies) of every action token, [n] each, at the temperature it
+        was sampled at.
+        """
         hidden, positions = _states(self.model.get_decoder(), batch)
 
         def head_logprobs(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            logp = torch.log_softmax(head_logits(self.model, states).float() / batch.temperature, -1)
+            logp = torch.log_softmax(
+                head_logits(self.model, states).float() / batch.temperature, -1
+            )
             spread = logp if entropy_gradient else logp.detach()
-            return logp.gather(1, targets.to(logp.device)[:, None])[:, 0], -(spread.exp() * spread).sum(-1)
+            return logp.gather(1, targets.to(logp.device)[:, None])[:, 0], -(
+                spread.exp() * spread
+            ).sum(-1)
 
         parts = [
-            checkpoint(head_logprobs, hidden[chunk - 1], batch.input_ids[chunk], use_reentrant=False)
-            if len(positions) > HEAD_CHUNK_TOKENS
-            else head_logprobs(hidden[chunk - 1], batch.input_ids[chunk])
+            (
+                checkpoint(
+                    head_logprobs, hidden[chunk - 1], batch.input_ids[chunk], use_reentrant=False
+                )
+                if len(positions) > HEAD_CHUNK_TOKENS
+                else head_logprobs(hidden[chunk - 1], batch.input_ids[chunk])
+            )
             for chunk in torch.split(positions, HEAD_CHUNK_TOKENS)
         ]
         home = batch.input_ids.device  # what is done with them is small, and needs no accelerator
-        return torch.cat([part[0] for part in parts]).to(home), torch.cat([part[1] for part in parts]).to(home)
+        return torch.cat([part[0] for part in parts]).to(home), torch.cat(
+            [part[1] for part in parts]
+        ).to(home)
 
 
 def head_logits(model: Any, states: Tensor) -> Tensor:
@@ -71,11 +85,14 @@ class ValueNet(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """([n] value of the state each action token is chosen in, [B] value of the state at each row's end).
+        """([n] value of the state each action token is chosen in, [B] value of the state at each
+        row's end).
 
-        Values are trained at tokens that an action follows: the end of an observation, or an action's token but its last.
-        A row that ends in an observation is read there. One that ends in an action, because its observation did not fit,
-        is read where that action's last token was chosen: by Bellman's equation the expected value of what came after.
+        Values are trained at tokens that an action follows: the end of an observation, or an
+        action's token but its last.
+        A row that ends in an observation is read there.
+        One that ends in an action, because its observation did not fit, is read where that action's
+        last token was chosen: by Bellman's equation the expected value of what came after.
         """
         hidden, positions = _states(self.body, batch)
         values = self.head(hidden).float()[:, 0].to(batch.input_ids.device)
@@ -85,8 +102,15 @@ class ValueNet(nn.Module):
 
 def _states(decoder: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """([N, H] hidden states of the packed tokens, [n] places of the action tokens)."""
-    assert not batch.action_mask[batch.starts[:-1]].any(), "a row's first token has nothing before it that could have sampled it"
+    assert not batch.action_mask[batch.starts[:-1]].any(), (
+        "a row's first token has nothing before it that could have sampled it"
+    )
     device = next(decoder.parameters()).device
     layout = PackedRows(batch.starts.to(device))
-    hidden = decoder(input_ids=batch.input_ids.to(device)[None], position_ids=layout.position[None], use_cache=False, layout=layout)
+    hidden = decoder(
+        input_ids=batch.input_ids.to(device)[None],
+        position_ids=layout.position[None],
+        use_cache=False,
+        layout=layout,
+    )
     return hidden.last_hidden_state[0], batch.action_mask.nonzero()[:, 0]

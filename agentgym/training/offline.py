@@ -1,7 +1,9 @@
-"""Recipes that learn from a set fixed at the start of each stage: demonstrations (sft), pairs (dpo), successes (agent_evol).
+"""Recipes that learn from a set fixed at the start of each stage: demonstrations (sft), pairs
+(dpo), successes (agent_evol).
 
-dpo and agent_evol first sample train items with the policy the stage begins with, at the stage's horizon; the episodes are
-committed before anything is learned from them. All three then take the stage's optimiser steps on the one learner.
+dpo and agent_evol first sample train items with the policy the stage begins with, at the stage's
+horizon; the episodes are committed before anything is learned from them.
+All three then take the stage's optimiser steps on the one learner.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
 from agentgym.training.checkpoint import OPTIMISER, WEIGHTS, Checkpoint, load_checkpoint
-from agentgym.training.compute import AnyEngine, AnyLearner, LearnerPlan, open_compute, play_validation
+from agentgym.training.compute import (
+    AnyEngine,
+    AnyLearner,
+    LearnerPlan,
+    open_compute,
+    play_validation,
+)
 from agentgym.training.learner import Learner
 from agentgym.training.model import set_threads
 from agentgym.training.sft import DEMOS, demo_rows, demonstrations
@@ -38,11 +46,14 @@ START = "warm-start"  # where every iteration of agent_evol learns from anew
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
-    """Explore where the recipe does, then train to the stage's last optimiser step; goes on from the last commit."""
+    """Explore where the recipe does, then train to the stage's last optimiser step; goes on
+    from the last commit.
+    """
     set_threads()
     cfg = ctx.cfg
     start = next(manifest for name, manifest in ctx.parents.items() if name != "prepare")
-    trained = ctx.head if ctx.head is not None and WEIGHTS in ctx.head.blobs else None  # else it still explores
+    # else it still explores
+    trained = ctx.head if ctx.head is not None and WEIGHTS in ctx.head.blobs else None
     splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
     checkpoint = load_checkpoint(ctx.store, trained or start)
     items = explored_items(cfg, splits, start)
@@ -52,17 +63,23 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
 
     cpu_began = time.process_time()
     plan = _plan_learner(ctx, stage, start, trained, checkpoint)
-    with ctx.environment(False) as endpoints, open_compute(cfg, plan, checkpoint, endpoints, version=step) as (learner, engine):
+    with (
+        ctx.environment(False) as endpoints,
+        open_compute(cfg, plan, checkpoint, endpoints, version=step) as (learner, engine),
+    ):
         episodes = _explore(ctx, stage, engine, items, position - len(items))
         material = material_of(cfg, stage, episodes, _recorded(ctx))
         learn = _lesson(ctx, stage, start, learner, material, episodes)
-        ctx.progress.start(f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1)
+        ctx.progress.start(
+            f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1
+        )
         ctx.progress.advance(step + 1 - stage.first_step)
         while step < stage.last_step:
             step += 1
             began = time.perf_counter()
             metrics = learn(step)
-            metrics["time/cpu_s"] = time.process_time() - cpu_began  # of this process, the first step with exploration; no validation
+            # of this process, the first step with exploration; no validation
+            metrics["time/cpu_s"] = time.process_time() - cpu_began
             if episodes and step == stage.first_step:
                 metrics |= exploration_metrics(episodes, material)
             validation: list[Trajectory] = []
@@ -76,19 +93,32 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             if commits_at(cfg, stage, step):
                 manifest = ctx.commit(
                     done=step == stage.last_step,
-                    state={"global_step": step, "stream_position": position, "consumed": [], "max_turns": stage.max_turns},
+                    state={
+                        "global_step": step,
+                        "stream_position": position,
+                        "consumed": [],
+                        "max_turns": stage.max_turns,
+                    },
                     blobs={**checkpoint.files(), **learner.blobs()},
                     points=points,
                     trajectories=validation,
                 )
                 points = []
-            ctx.progress.advance(1, f"loss {next(value for name, value in metrics.items() if name.endswith('/loss')):.2f}")
+            ctx.progress.advance(
+                1,
+                "loss"
+                f" {next(value for name, value in metrics.items() if name.endswith('/loss')):.2f}",
+            )
     return manifest
 
 
 def commits_at(cfg: RunConfig, stage: Stage, step: int) -> bool:
     """Whether an optimiser step of the stage ends in a commit."""
-    return step == stage.last_step or step % COMMIT_EVERY == 0 or bool(cfg.validation.every and step % cfg.validation.every == 0)
+    return (
+        step == stage.last_step
+        or step % COMMIT_EVERY == 0
+        or bool(cfg.validation.every and step % cfg.validation.every == 0)
+    )
 
 
 def optimiser_of(cfg: RunConfig) -> OptimiserConfig:
@@ -98,13 +128,19 @@ def optimiser_of(cfg: RunConfig) -> OptimiserConfig:
 
 
 def first_rate_step(cfg: RunConfig, stage: Stage) -> int:
-    """The optimiser step before the first one of its schedule: each stage is a problem of its own, but sft is one for all stages."""
+    """The optimiser step before the first one of its schedule: each stage is a problem of its
+    own, but sft is one for all stages.
+    """
     return 0 if RECIPES[cfg.algorithm.recipe].loop == "sft" else stage.first_step - 1
 
 
 def rate_steps(cfg: RunConfig, stage: Stage) -> int:
     """How many optimiser steps the schedule of the learning rate is for."""
-    return sum(cfg.horizon.stage_steps) if RECIPES[cfg.algorithm.recipe].loop == "sft" else stage.last_step - stage.first_step + 1
+    return (
+        sum(cfg.horizon.stage_steps)
+        if RECIPES[cfg.algorithm.recipe].loop == "sft"
+        else stage.last_step - stage.first_step + 1
+    )
 
 
 def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item]:
@@ -114,58 +150,101 @@ def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item
     return train_stream(cfg, splits, start.state).next(cfg.offline.num_items)
 
 
-def preference_pairs(trajectories: Sequence[Trajectory], *, per_item: int, seed: int, step: int) -> list[tuple[Trajectory, Trajectory]]:
-    """(preferred, other) of one item with a higher and a lower reward; at most `per_item` of an item, drawn at random.
+def preference_pairs(
+    trajectories: Sequence[Trajectory], *, per_item: int, seed: int, step: int
+) -> list[tuple[Trajectory, Trajectory]]:
+    """(preferred, other) of one item with a higher and a lower reward; at most `per_item` of an
+    item, drawn at random.
 
     Equal rewards make no pair, whatever the lengths: what a delay costs is for the reward to say.
     """
     drawn = np.random.Generator(np.random.Philox(key=[seed, step + 2_000_000]))
     pairs: list[tuple[Trajectory, Trajectory]] = []
     for group in _by_item(trajectories):
-        found = [(one, other) for one in group for other in group if differ(other.reward or 0.0, one.reward or 0.0)]
+        found = [
+            (one, other)
+            for one in group
+            for other in group
+            if differ(other.reward or 0.0, one.reward or 0.0)
+        ]
         pairs += [found[index] for index in sorted(drawn.permutation(len(found))[:per_item])]
     return pairs
 
 
 def successes(trajectories: Sequence[Trajectory], *, per_item: int) -> list[Trajectory]:
-    """The first `per_item` successful ones of each item, so that easy items do not crowd out the others."""
-    return [trajectory for group in _by_item(trajectories) for trajectory in [each for each in group if each.success][:per_item]]
+    """The first `per_item` successful ones of each item, so that easy items do not crowd out
+    the others.
+    """
+    return [
+        trajectory
+        for group in _by_item(trajectories)
+        for trajectory in [each for each in group if each.success][:per_item]
+    ]
 
 
 def material_of(
-    cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory], recorded: Sequence[Trajectory] = ()
+    cfg: RunConfig,
+    stage: Stage,
+    episodes: Sequence[Trajectory],
+    recorded: Sequence[Trajectory] = (),
 ) -> list[tuple[Trajectory, ...]]:
-    """What the stage learns from its own episodes: pairs (dpo), successes as tuples of one (agent_evol), nothing (sft).
+    """What the stage learns from its own episodes: pairs (dpo), successes as tuples of one
+    (agent_evol), nothing (sft).
 
-    recorded: trajectories of others, which dpo compares with each other and with its own episodes of the same item.
+    recorded: trajectories of others, which dpo compares with each other and with its own episodes
+    of the same item.
     """
     recipe, per_item = RECIPES[cfg.algorithm.recipe], cfg.offline.per_item
     usable = learnable(episodes, truncated=cfg.algorithm.truncated or recipe.truncated)
     if recipe.loop == "dpo":
         theirs = learnable(recorded, truncated=cfg.algorithm.truncated or recipe.truncated)
-        alike = [replace(each, temperature=cfg.rollout.temperature) for each in theirs]  # one batch, one temperature
-        return list(preference_pairs([*usable, *alike], per_item=per_item, seed=cfg.seed, step=stage.first_step))
+        # one batch, one temperature
+        alike = [replace(each, temperature=cfg.rollout.temperature) for each in theirs]
+        return list(
+            preference_pairs(
+                [*usable, *alike], per_item=per_item, seed=cfg.seed, step=stage.first_step
+            )
+        )
     return [(trajectory,) for trajectory in successes(usable, per_item=per_item)]
 
 
-def exploration_metrics(episodes: Sequence[Trajectory], material: Sequence[tuple[Trajectory, ...]]) -> dict[str, float]:
-    """Of a stage's own episodes and what is learned from them; logged at the stage's first optimiser step."""
+def exploration_metrics(
+    episodes: Sequence[Trajectory], material: Sequence[tuple[Trajectory, ...]]
+) -> dict[str, float]:
+    """Of a stage's own episodes and what is learned from them; logged at the stage's first
+    optimiser step.
+    """
     return rollout_metrics(episodes) | {"rollout/num_kept": float(len(material))}
 
 
 def _recorded(ctx: StepContext) -> list[Trajectory]:
     """What others did, for dpo; agent_evol and sft imitate it as demonstrations."""
-    is_dpo = RECIPES[ctx.cfg.algorithm.recipe].loop == "dpo" and ctx.cfg.warm_start.source == "trajectories"
+    is_dpo = (
+        RECIPES[ctx.cfg.algorithm.recipe].loop == "dpo"
+        and ctx.cfg.warm_start.source == "trajectories"
+    )
     return decode_trajectories(ctx.read(ctx.parents["initialise"], DEMOS)) if is_dpo else []
 
 
-def _explore(ctx: StepContext, stage: Stage, engine: AnyEngine, items: Sequence[Item], position: int) -> list[Trajectory]:
-    """The episodes of the stage's first policy on all items: those committed earlier, and the rest, committed in chunks."""
+def _explore(
+    ctx: StepContext, stage: Stage, engine: AnyEngine, items: Sequence[Item], position: int
+) -> list[Trajectory]:
+    """The episodes of the stage's first policy on all items: those committed earlier, and the
+    rest, committed in chunks.
+    """
     cfg = ctx.cfg
-    earlier = [commit for commit in ctx.store.history(ctx.step, ctx.writer.key) if commit.state["consumed"]]
-    episodes = [episode for commit in earlier for episode in decode_trajectories(ctx.read(commit, TRAJECTORIES))]
+    earlier = [
+        commit for commit in ctx.store.history(ctx.step, ctx.writer.key) if commit.state["consumed"]
+    ]
+    episodes = [
+        episode
+        for commit in earlier
+        for episode in decode_trajectories(ctx.read(commit, TRAJECTORIES))
+    ]
     first = sum(len(commit.state["consumed"]) for commit in earlier)
-    ctx.progress.start(f"stage {stage.index} · max_turns {stage.max_turns}", len(items) * cfg.rollout.group_size)
+    ctx.progress.start(
+        f"stage {stage.index} · max_turns {stage.max_turns}", len(items) * cfg.rollout.group_size
+    )
     ctx.progress.advance(len(episodes))
     for begin in range(first, len(items), cfg.offline.chunk_items):
         chunk = items[begin : begin + cfg.offline.chunk_items]
@@ -193,8 +272,15 @@ def _explore(ctx: StepContext, stage: Stage, engine: AnyEngine, items: Sequence[
     return episodes
 
 
-def _plan_learner(ctx: StepContext, stage: Stage, start: Manifest, trained: Manifest | None, checkpoint: Checkpoint) -> LearnerPlan:
-    """As the last commit left it. A stage begins with a new optimiser, agent_evol with the weights of the warm start, too.
+def _plan_learner(
+    ctx: StepContext,
+    stage: Stage,
+    start: Manifest,
+    trained: Manifest | None,
+    checkpoint: Checkpoint,
+) -> LearnerPlan:
+    """As the last commit left it.
+    A stage begins with a new optimiser, agent_evol with the weights of the warm start, too.
 
     sft goes on with weights and optimiser from stage to stage.
     """
@@ -218,23 +304,30 @@ def _lesson(
     material: Sequence[tuple[Trajectory, ...]],
     episodes: Sequence[Trajectory],
 ) -> Callable[[int], dict[str, float]]:
-    """optimiser step -> metrics, having taken it. What a step learns from is a pure function of the step.
+    """optimiser step -> metrics, having taken it.
+    What a step learns from is a pure function of the step.
 
     Errors: RuntimeError where the policy's own episodes hold nothing to learn from.
     """
     cfg, settings, before = ctx.cfg, ctx.cfg.offline, first_rate_step(ctx.cfg, stage)
     if episodes and not material:
-        lacking = "pair of different rewards" if RECIPES[cfg.algorithm.recipe].loop == "dpo" else "success"
+        lacking = (
+            "pair of different rewards"
+            if RECIPES[cfg.algorithm.recipe].loop == "dpo"
+            else "success"
+        )
         success = rollout_metrics(episodes).get("rollout/success", 0.0)
         raise RuntimeError(
-            f"stage {stage.index}: no {lacking} among {len(episodes)} episodes of {settings.num_items} items at max_turns "
-            f"{stage.max_turns} (success {success:.2f}); raise offline.num_items or rollout.group_size, take easier or harder items, "
-            "or another horizon"
+            f"stage {stage.index}: no {lacking} among {len(episodes)} episodes of"
+            f" {settings.num_items} items at max_turns {stage.max_turns} (success {success:.2f});"
+            " raise offline.num_items or rollout.group_size, take easier or harder items, or"
+            " another horizon"
         )
 
     if RECIPES[cfg.algorithm.recipe].loop == "dpo":
         pairs = to_batch([trajectory for pair in material for trajectory in pair])
-        # the reference is the policy that sampled them; also in a resumed stage, whose learner has moved on
+        # the reference is the policy that sampled them; also in a resumed stage, whose learner has
+        # moved on
         policy = Learner(load_checkpoint(ctx.store, start).model, cfg.optimiser, total_steps=1)
         pairs = replace(pairs, logprobs=policy.score(pairs))
         size = min(settings.pairs_per_step, len(material))
@@ -242,14 +335,27 @@ def _lesson(
         def prefer(step: int) -> dict[str, float]:
             chosen = torch.tensor(demo_rows(cfg.seed, step - before, len(material), size))
             batch = pairs.select(torch.stack([2 * chosen, 2 * chosen + 1], 1).flatten())
-            return learner.prefer(batch, batch.logprobs, beta=settings.beta, label_smoothing=settings.label_smoothing, step=step - before)
+            return learner.prefer(
+                batch,
+                batch.logprobs,
+                beta=settings.beta,
+                label_smoothing=settings.label_smoothing,
+                step=step - before,
+            )
 
         return prefer
 
     demos = demonstrations(ctx)
-    # likelihood is that of the policy itself, as in the warm start, whatever temperature its episodes were sampled at
-    pool = to_batch([replace(trajectory, temperature=1.0) for trajectory in [*demos, *(row for rows in material for row in rows)]])
-    size = cfg.rollout.items_per_step * cfg.rollout.group_size  # as many episodes as a step of reinforcement learning
+    # likelihood is that of the policy itself, as in the warm start, whatever temperature its
+    # episodes were sampled at
+    pool = to_batch(
+        [
+            replace(trajectory, temperature=1.0)
+            for trajectory in [*demos, *(row for rows in material for row in rows)]
+        ]
+    )
+    # as many episodes as a step of reinforcement learning
+    size = cfg.rollout.items_per_step * cfg.rollout.group_size
 
     def imitate(step: int) -> dict[str, float]:
         rows = torch.tensor(demo_rows(cfg.seed, step - before, pool.num_rows, size))

@@ -15,13 +15,17 @@ from agentgym.training.ranks import Ranks
 
 
 def learning_rate(config: OptimiserConfig, step: int, total_steps: int) -> float:
-    """The rate at optimiser step 1 .. total_steps: a pure function of the step, never 0 at the first update."""
+    """The rate at optimiser step 1 .. total_steps: a pure function of the step, never 0 at the
+    first update.
+    """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
     progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    shape = (
+        1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    )
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * shape)
 
 
@@ -29,17 +33,24 @@ MASTER = "master"  # name of a master weight among the optimiser's own tensors
 
 
 class Optimised:
-    """The parameters of one network under AdamW. Blobs hold whole tensors by name, whatever the number of ranks.
+    """The parameters of one network under AdamW. Blobs hold whole tensors by name, whatever the
+    number of ranks.
 
-    A parameter narrower than float32 has a float32 master weight. Gradients of micro-batches add up in float32, AdamW
-    steps the master, and the parameter is its rounding: bfloat16 keeps 8 bits, in which a step of a small learning rate
-    rounds to nothing. A float32 parameter is its own master.
+    A parameter narrower than float32 has a float32 master weight.
+    Gradients of micro-batches add up in float32, AdamW steps the master, and the parameter is its
+    rounding: bfloat16 keeps 8 bits, in which a step of a small learning rate rounds to nothing.
+    A float32 parameter is its own master.
     """
 
-    def __init__(self, network: nn.Module, config: OptimiserConfig, *, total_steps: int, ranks: Ranks) -> None:
-        """network: already spread over the ranks. A new optimiser begins at the weights as they are, rounded ones too."""
+    def __init__(
+        self, network: nn.Module, config: OptimiserConfig, *, total_steps: int, ranks: Ranks
+    ) -> None:
+        """network: already spread over the ranks.
+        A new optimiser begins at the weights as they are, rounded ones too.
+        """
         self._config, self._total_steps, self._ranks = config, total_steps, ranks
-        # this rank's parts: after a forward without a backward the network shows other, gathered tensors under these names
+        # this rank's parts: after a forward without a backward the network shows other, gathered
+        # tensors under these names
         self._parameters = dict(network.named_parameters())
 
     @cached_property
@@ -50,7 +61,12 @@ class Optimised:
     @cached_property
     def _optimiser(self) -> torch.optim.AdamW:
         config = self._config
-        return torch.optim.AdamW(self._masters.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+        return torch.optim.AdamW(
+            self._masters.values(),
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
 
     def rate(self, step: int) -> float:
         return learning_rate(self._config, step, self._total_steps)
@@ -61,11 +77,18 @@ class Optimised:
     def apply(self, step: int, loss: float) -> float:
         """Clip, check and take one step. Result: the gradient's norm before clipping.
 
-        Errors: FloatingPointError where loss or gradient is not finite; the weights are then unchanged.
+        Errors: FloatingPointError where loss or gradient is not finite; the weights are then
+        unchanged.
         """
-        norm = float(self._ranks.whole(nn.utils.clip_grad_norm_(self._masters.values(), self._config.grad_clip)))
+        norm = float(
+            self._ranks.whole(
+                nn.utils.clip_grad_norm_(self._masters.values(), self._config.grad_clip)
+            )
+        )
         if not (math.isfinite(norm) and math.isfinite(loss)):
-            raise FloatingPointError(f"loss {loss} with gradient norm {norm} is not finite; the weights were not changed")
+            raise FloatingPointError(
+                f"loss {loss} with gradient norm {norm} is not finite; the weights were not changed"
+            )
         for group in self._optimiser.param_groups:
             group["lr"] = self.rate(step)
         self._optimiser.step()
@@ -73,12 +96,21 @@ class Optimised:
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole parameters by name, detached; a tied tensor appears once, under the name that owns it."""
-        return {name: self._ranks.whole(parameter.detach()) for name, parameter in self._parameters.items()}
+        """Whole parameters by name, detached; a tied tensor appears once, under the name that
+        owns it.
+        """
+        return {
+            name: self._ranks.whole(parameter.detach())
+            for name, parameter in self._parameters.items()
+        }
 
     def weights_blob(self) -> bytes:
         """Safetensors bytes; equal weights give equal bytes."""
-        return bytes(save_safetensors({name: tensor.cpu().contiguous() for name, tensor in self.weights().items()}))
+        return bytes(
+            save_safetensors(
+                {name: tensor.cpu().contiguous() for name, tensor in self.weights().items()}
+            )
+        )
 
     def state_blob(self) -> bytes:
         """The optimiser's state and the master weights as safetensors, by parameter name."""
@@ -90,12 +122,15 @@ class Optimised:
         return bytes(save_safetensors(tensors))
 
     def load_state(self, blob: bytes) -> None:
-        """The inverse of `state_blob`, for a network of the same parameters with the weights of that time.
+        """The inverse of `state_blob`, for a network of the same parameters with the weights of
+        that time.
 
-        Errors: ValueError where a master weight is missing or does not round to the weight: they are of two updates.
+        Errors: ValueError where a master weight is missing or does not round to the weight: they
+        are of two updates.
         """
         narrow, loaded = self._narrow(), set()
-        for entry, whole in sorted(load_safetensors(blob).items()):  # in one order on every rank: gathering is an exchange
+        # in one order on every rank: gathering is an exchange
+        for entry, whole in sorted(load_safetensors(blob).items()):
             name, _, key = entry.rpartition(":")
             master = self._masters[name]
             part = whole if whole.ndim == 0 else self._ranks.part(whole.to(master.device), master)
@@ -104,15 +139,24 @@ class Optimised:
                 continue
             rounded = self._ranks.whole(narrow[name].detach()).cpu()
             if not torch.equal(whole.to(rounded.dtype), rounded):
-                raise ValueError(f"master weight {name} does not round to its weight; take both from one commit")
+                raise ValueError(
+                    f"master weight {name} does not round to its weight; take both from one commit"
+                )
             master.detach().copy_(part)
             loaded.add(name)
         if missing := sorted(narrow.keys() - loaded):
-            raise ValueError(f"the optimiser's state has no master weight of {missing[0]}; it is of a model in float32")
+            raise ValueError(
+                f"the optimiser's state has no master weight of {missing[0]}; it is of a model in"
+                " float32"
+            )
 
     def _narrow(self) -> dict[str, nn.Parameter]:
         """Parameters that have a master weight beside them."""
-        return {name: parameter for name, parameter in self._parameters.items() if parameter is not self._masters[name]}
+        return {
+            name: parameter
+            for name, parameter in self._parameters.items()
+            if parameter is not self._masters[name]
+        }
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -121,7 +165,9 @@ class Optimised:
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """What AdamW steps in the parameter's place; its gradients arrive there and leave the parameter."""
+    """What AdamW steps in the parameter's place; its gradients arrive there and leave the
+    parameter.
+    """
     if not parameter.requires_grad or parameter.dtype.itemsize >= torch.float32.itemsize:
         return parameter
     master = nn.Parameter(parameter.detach().float())

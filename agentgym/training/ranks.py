@@ -1,4 +1,6 @@
-"""How many processes hold the weights. Every rank is given the whole batch and takes its share of the rows."""
+"""How many processes hold the weights.
+Every rank is given the whole batch and takes its share of the rows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from torch import Tensor, nn
 
 
 class Ranks(Protocol):
-    """One process's view of all that train together. Every method but the properties is entered by all ranks or by none."""
+    """One process's view of all that train together.
+    Every method but the properties is entered by all ranks or by none.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -16,7 +20,9 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def shard(self, module: nn.Module) -> None:
-        """Spread the parameters over the ranks, in place; gradients are then summed over them, not averaged."""
+        """Spread the parameters over the ranks, in place; gradients are then summed over them,
+        not averaged.
+        """
         ...
 
     def all_sum(self, tensor: Tensor) -> Tensor:

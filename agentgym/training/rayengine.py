@@ -1,4 +1,6 @@
-"""The engine in several processes: rollout workers, and a facade that sends every episode to one and loses none."""
+"""The engine in several processes: rollout workers, and a facade that sends every episode to
+one and loses none.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,13 @@ class WorkerPlan:
 
 
 class RolloutWorker:
-    """Actor: an engine of its own and its own connections to the environments. Its methods run in one event loop."""
+    """Actor: an engine of its own and its own connections to the environments.
+    Its methods run in one event loop.
+    """
 
-    async def start(self, plan: WorkerPlan, weights: np.ndarray[Any, Any], digest: str, version: int) -> tuple[str, dict[str, str]]:
+    async def start(
+        self, plan: WorkerPlan, weights: np.ndarray[Any, Any], digest: str, version: int
+    ) -> tuple[str, dict[str, str]]:
         """Begin with these weights. Result: (where this is, task manuals by environment)."""
         set_threads()
         self._cfg = cfg = plan.cfg
@@ -64,22 +70,34 @@ class RolloutWorker:
             for endpoint in itertools.chain.from_iterable(plan.endpoints.values()):
                 if urlsplit(endpoint).hostname in ("127.0.0.1", "localhost", "::1"):
                     raise ValueError(
-                        f"environment server {endpoint} can be reached on the machine of the step alone, and this rollout worker is on "
-                        f"{socket.gethostname()}; start servers that every node can reach and name them in env.endpoints"
+                        f"environment server {endpoint} can be reached on the machine of the step"
+                        f" alone, and this rollout worker is on {socket.gethostname()}; start"
+                        " servers that every node can reach and name them in env.endpoints"
                     )
-        model = model_from_blobs(plan.files[ARCHITECTURE].decode(), _received(weights, digest, version))
+        model = model_from_blobs(
+            plan.files[ARCHITECTURE].decode(), _received(weights, digest, version)
+        )
         if cfg.ray.worker_gpus:
             model = model.to("cuda")
         self._renderer = ChatRenderer(tokenizer_from_files(json.loads(plan.files[TOKENIZER])))
-        self._policy = TorchPolicy(model, stop_id=self._renderer.stop_id, num_slots=plan.num_slots, context_tokens=cfg.model.context_tokens)
+        self._policy = TorchPolicy(
+            model,
+            stop_id=self._renderer.stop_id,
+            num_slots=plan.num_slots,
+            context_tokens=cfg.model.context_tokens,
+        )
         self._policy.version = version
         self._pool = EnvPools.of(cfg.envs, plan.endpoints)
         await self._pool.__aenter__()
         manuals = await self._pool.check(cfg.envs, allow_expert=False)
-        return f"process {os.getpid()} on {socket.gethostname()}", manuals if cfg.rollout.system_prompt else {}
+        return f"process {os.getpid()} on {socket.gethostname()}", (
+            manuals if cfg.rollout.system_prompt else {}
+        )
 
     async def play(self, item: Item, sample: int, settings: EpisodeSettings) -> Trajectory:
-        """One episode, with as many attempts as a failing environment may have; each has a session of its own."""
+        """One episode, with as many attempts as a failing environment may have; each has a
+        session of its own.
+        """
         rollout = self._cfg.rollout
         trajectories = await collect(
             [item],
@@ -97,7 +115,9 @@ class RolloutWorker:
         return trajectories[0]
 
     async def publish(self, weights: np.ndarray[Any, Any], digest: str, version: int) -> None:
-        """Change weights between turns. Errors: EngineMismatch where others arrived than were sent."""
+        """Change weights between turns.
+        Errors: EngineMismatch where others arrived than were sent.
+        """
         await self._policy.publish(load_safetensors(_received(weights, digest, version)), version)
 
     async def score(self, rows: list[list[int]]) -> list[Tensor]:
@@ -108,7 +128,10 @@ def _received(weights: np.ndarray[Any, Any], digest: str, version: int) -> bytes
     blob = weights.tobytes()
     came = hashlib.sha256(blob).hexdigest()
     if came != digest:
-        raise EngineMismatch(f"weights version {version} arrived at {socket.gethostname()} with sha256 {came[:12]}, sent was {digest[:12]}")
+        raise EngineMismatch(
+            f"weights version {version} arrived at {socket.gethostname()} with sha256 {came[:12]},"
+            f" sent was {digest[:12]}"
+        )
     return blob
 
 
@@ -137,11 +160,23 @@ class Worker:
 class RayEngine:
     """An `Engine` whose episodes are played by workers, each episode sent to the least busy one."""
 
-    def __init__(self, plan: WorkerPlan, checkpoint: Checkpoint, spawn: Callable[[int], Any], num_workers: int, loop: LoopThread) -> None:
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        checkpoint: Checkpoint,
+        spawn: Callable[[int], Any],
+        num_workers: int,
+        loop: LoopThread,
+    ) -> None:
         """spawn: index -> a new worker's actor."""
         self._plan, self._cfg = plan, plan.cfg
         self.workers: list[Worker] = []
-        self._checkpoint, self._spawn, self._num_workers, self._loop = checkpoint, spawn, num_workers, loop
+        self._checkpoint, self._spawn, self._num_workers, self._loop = (
+            checkpoint,
+            spawn,
+            num_workers,
+            loop,
+        )
         self._canary = Canary(checkpoint.tokenizer)
         self._weights = Published(None, "", -1)
         self._manuals: dict[str, str] = {}
@@ -149,14 +184,18 @@ class RayEngine:
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
-        self._patience_s = self._cfg.rollout.max_attempts * self._cfg.rollout.episode_timeout_s + SLACK_S
+        self._patience_s = (
+            self._cfg.rollout.max_attempts * self._cfg.rollout.episode_timeout_s + SLACK_S
+        )
 
     def start(self, version: int) -> None:
         """Bring up all workers with the checkpoint's weights."""
         import ray
 
         blob = self._checkpoint.blobs()[WEIGHTS]
-        self._weights = Published(ray.put(np.frombuffer(blob, np.uint8)), hashlib.sha256(blob).hexdigest(), version)
+        self._weights = Published(
+            ray.put(np.frombuffer(blob, np.uint8)), hashlib.sha256(blob).hexdigest(), version
+        )
 
         async def all_of_them() -> None:
             await asyncio.gather(*(self._bring_up(index) for index in range(self._num_workers)))
@@ -176,10 +215,18 @@ class RayEngine:
         read_last: bool = False,
         progress: Callable[[int], None] = lambda _: None,
     ) -> list[Trajectory]:
-        """As `Engine.collect`: trajectories in admission order. Errors: RolloutError, WorkersLost."""
+        """As `Engine.collect`: trajectories in admission order.
+        Errors: RolloutError, WorkersLost.
+        """
         rollout = self._cfg.rollout
         settings = episode_settings(
-            self._cfg, manuals=self._manuals, seed=seed, step=step, max_turns=max_turns, temperature=temperature, read_last=read_last
+            self._cfg,
+            manuals=self._manuals,
+            seed=seed,
+            step=step,
+            max_turns=max_turns,
+            temperature=temperature,
+            read_last=read_last,
         )
         slots = asyncio.Semaphore(rollout.concurrency)
 
@@ -190,14 +237,25 @@ class RayEngine:
             return trajectory
 
         async def all_of_them() -> list[Trajectory]:
-            return await in_order([one(item, first_sample + sample) for item in items for sample in range(num_samples)])
+            return await in_order(
+                [
+                    one(item, first_sample + sample)
+                    for item in items
+                    for sample in range(num_samples)
+                ]
+            )
 
         trajectories = self._run(all_of_them())
-        require_valid(trajectories, max_attempts=rollout.max_attempts, max_env_error_frac=rollout.max_env_error_frac)
+        require_valid(
+            trajectories,
+            max_attempts=rollout.max_attempts,
+            max_env_error_frac=rollout.max_env_error_frac,
+        )
         return trajectories
 
     def publish(self, learner: RayLearner, version: int) -> float:
-        """Rank 0 puts the weights into the object store, every worker takes them from there and answers the canary.
+        """Rank 0 puts the weights into the object store, every worker takes them from there and
+        answers the canary.
 
         Result: the largest difference, nats. Errors: EngineMismatch, WorkersLost.
         """
@@ -205,7 +263,9 @@ class RayEngine:
         self._weights = Published(reference, digest, version, self._canary.score(learner))
 
         async def all_of_them() -> float:
-            await asyncio.gather(*(self._survive(worker, self._update(worker)) for worker in tuple(self.workers)))
+            await asyncio.gather(
+                *(self._survive(worker, self._update(worker)) for worker in tuple(self.workers))
+            )
             await self._pick()  # where all were lost, the first replacement has answered
             return max(worker.gap for worker in self.workers)
 
@@ -216,17 +276,22 @@ class RayEngine:
 
         try:
             return self._loop.run(coroutine)
-        except ray.exceptions.RayTaskError as error:  # raised inside a worker; its own kind says more than Ray's
+        except (
+            ray.exceptions.RayTaskError
+        ) as error:  # raised inside a worker; its own kind says more than Ray's
             raise cause_of(error) from None
 
     async def _play(self, item: Item, sample: int, settings: EpisodeSettings) -> Trajectory:
-        """The episode from whichever worker brings it to an end; what a lost worker had of it is dropped."""
+        """The episode from whichever worker brings it to an end; what a lost worker had of it
+        is dropped.
+        """
         while True:
             worker = await self._pick()
             worker.num_episodes += 1
             try:
                 trajectory: Trajectory | None = await self._survive(
-                    worker, _within(worker.actor.play.remote(item, sample, settings), self._patience_s)
+                    worker,
+                    _within(worker.actor.play.remote(item, sample, settings), self._patience_s),
                 )
             finally:
                 worker.num_episodes -= 1
@@ -234,7 +299,9 @@ class RayEngine:
                 return trajectory
 
     async def _pick(self) -> Worker:
-        """The least busy worker; waits where none is left. Errors: what ended the replacing of lost workers."""
+        """The least busy worker; waits where none is left.
+        Errors: what ended the replacing of lost workers.
+        """
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -246,7 +313,8 @@ class RayEngine:
     async def _survive(self, worker: Worker, answer: Awaitable[T]) -> T | None:
         """The worker's answer, or None where it is lost; another one then comes up in its place.
 
-        A worker that cannot be reached counts as lost at once: what it still does is heard by nobody.
+        A worker that cannot be reached counts as lost at once: what it still does is heard by
+        nobody.
         """
         import ray
 
@@ -267,12 +335,18 @@ class RayEngine:
         if self._num_lost > self._cfg.ray.max_lost_workers:
             self._fail(
                 WorkersLost(
-                    f"{self._num_lost} rollout workers were lost (limit ray.max_lost_workers {self._cfg.ray.max_lost_workers}), the last, "
-                    f"{worker.where}: {reason}; run the step again to go on from its last commit"
+                    f"{self._num_lost} rollout workers were lost (limit ray.max_lost_workers"
+                    f" {self._cfg.ray.max_lost_workers}), the last, {worker.where}: {reason}; run"
+                    " the step again to go on from its last commit"
                 )
             )
             return
-        logger.warning("rollout worker %d (%s) is lost: %s; its unfinished episodes are played again", worker.index, worker.where, reason)
+        logger.warning(
+            "rollout worker %d (%s) is lost: %s; its unfinished episodes are played again",
+            worker.index,
+            worker.where,
+            reason,
+        )
         task = asyncio.get_running_loop().create_task(self._replace(worker))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -289,15 +363,20 @@ class RayEngine:
         self._changed.set()
 
     async def _bring_up(self, index: int) -> None:
-        """A new worker with the present weights. One that is lost while it starts counts like any other."""
+        """A new worker with the present weights.
+        One that is lost while it starts counts like any other.
+        """
         import ray
 
         worker = Worker(index, await asyncio.to_thread(self._spawn, index))
         weights = self._weights
         try:
             worker.where, self._manuals = await _within(
-                worker.actor.start.remote(self._plan, weights.reference, weights.digest, weights.version),
-                self._cfg.ray.placement_timeout_s + max(env.start_timeout_s for env in self._cfg.envs),
+                worker.actor.start.remote(
+                    self._plan, weights.reference, weights.digest, weights.version
+                ),
+                self._cfg.ray.placement_timeout_s
+                + max(env.start_timeout_s for env in self._cfg.envs),
             )
             worker.version = weights.version
             await self._update(worker)
@@ -307,20 +386,34 @@ class RayEngine:
             self.workers.append(worker)
             self._lose(worker, error)
             return
-        logger.info("rollout worker %d is %s, weights version %d", index, worker.where, worker.version)
+        logger.info(
+            "rollout worker %d is %s, weights version %d", index, worker.where, worker.version
+        )
         self.workers.append(worker)
         self._changed.set()
 
     async def _update(self, worker: Worker) -> None:
-        """Bring the worker to the newest weights, which may change meanwhile, and compare its canary."""
+        """Bring the worker to the newest weights, which may change meanwhile, and compare its
+        canary.
+        """
         while True:
             weights = self._weights
             if worker.version != weights.version:
-                await _within(worker.actor.publish.remote(weights.reference, weights.digest, weights.version), self._patience_s)
+                await _within(
+                    worker.actor.publish.remote(weights.reference, weights.digest, weights.version),
+                    self._patience_s,
+                )
                 worker.version = weights.version
             if weights.ours is not None:
-                scores = await _within(worker.actor.score.remote(self._canary.rows), self._patience_s)
-                worker.gap = Canary.compare(weights.ours, scores, weights.version, f"rollout worker {worker.index} ({worker.where})")
+                scores = await _within(
+                    worker.actor.score.remote(self._canary.rows), self._patience_s
+                )
+                worker.gap = Canary.compare(
+                    weights.ours,
+                    scores,
+                    weights.version,
+                    f"rollout worker {worker.index} ({worker.where})",
+                )
             if weights is self._weights:
                 return
 

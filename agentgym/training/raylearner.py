@@ -1,4 +1,6 @@
-"""The learner in several processes: one actor per rank, and a facade with the learner's own methods."""
+"""The learner in several processes: one actor per rank, and a facade with the learner's own
+methods.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +60,22 @@ class LearnerRank:
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def serve(self) -> tuple[str, int]:
-        """On rank 0: open the place where the ranks meet, on the address of this node alone. Result: that address."""
+        """On rank 0: open the place where the ranks meet, on the address of this node alone.
+        Result: that address.
+        """
         host = _node_address()
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        with socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ) as listener:
             port, descriptor = listener.getsockname()[1], listener.detach()
         self._meeting = TCPStore(
-            host, port, self._size, is_master=True, timeout=self._timeout, wait_for_workers=False, master_listen_fd=descriptor
+            host,
+            port,
+            self._size,
+            is_master=True,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
         )
         return host, port
 
@@ -75,12 +87,16 @@ class LearnerRank:
             store = FileStore(str(place), self._size)
             store.set_timeout(self._timeout)
         else:
-            store = self._meeting or TCPStore(*place, self._size, is_master=False, timeout=self._timeout)
+            store = self._meeting or TCPStore(
+                *place, self._size, is_master=False, timeout=self._timeout
+            )
         name = interface_of(_node_address())
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
             os.environ.setdefault(variable, name)  # what they exchange goes where Ray goes
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size, timeout=self._timeout)
+        dist.init_process_group(
+            backend, store=store, rank=self._rank, world_size=self._size, timeout=self._timeout
+        )
         self._learner = plan.build(Sharded(self._device))
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
@@ -93,7 +109,11 @@ class LearnerRank:
         import ray
 
         blob = self._learner.weights_blob()
-        return (hashlib.sha256(blob).hexdigest(), [ray.put(np.frombuffer(blob, np.uint8))]) if self._rank == 0 else None
+        return (
+            (hashlib.sha256(blob).hexdigest(), [ray.put(np.frombuffer(blob, np.uint8))])
+            if self._rank == 0
+            else None
+        )
 
 
 def _node_address() -> str:
@@ -103,9 +123,14 @@ def _node_address() -> str:
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that has an IPv4 address, any of 127.0.0.0/8 included; "" where none is found."""
+    """Name of the network interface that has an IPv4 address, any of 127.0.0.0/8 included; ""
+    where none is found.
+    """
     for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+            contextlib.suppress(OSError),
+        ):
             reply = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(_IFREQ_BYTES, b"\0"))
             found = socket.inet_ntoa(reply[_ADDRESS])
             if found == address or (found.startswith("127.") and address.startswith("127.")):
@@ -124,23 +149,35 @@ class RayLearner:
     def join(self, plan: LearnerPlan, folder: Path | None) -> None:
         """Let the ranks meet and build the learner.
 
-        folder: of this user alone and seen by all ranks, where they are on one machine: they then meet in a file of it,
-        which nobody else can open. None: at a port of rank 0's node, which asks for no secret.
+        folder: of this user alone and seen by all ranks, where they are on one machine: they then
+        meet in a file of it, which nobody else can open.
+        None: at a port of rank 0's node, which asks for no secret.
         Errors: RankLost.
         """
         import ray
 
-        self._where = self._gather([actor.where.remote() for actor in self._actors], self._start_timeout_s)
-        place = self._gather([self._actors[0].serve.remote()])[0] if folder is None else folder / f"ranks-{secrets.token_hex(8)}"
+        self._where = self._gather(
+            [actor.where.remote() for actor in self._actors], self._start_timeout_s
+        )
+        place = (
+            self._gather([self._actors[0].serve.remote()])[0]
+            if folder is None
+            else folder / f"ranks-{secrets.token_hex(8)}"
+        )
         shared = ray.put(plan)
         self._gather([actor.join.remote(place, shared) for actor in self._actors])
-        logger.info("learner: %s", "; ".join(f"rank {rank} is {where}" for rank, where in enumerate(self._where)))
+        logger.info(
+            "learner: %s",
+            "; ".join(f"rank {rank} is {where}" for rank, where in enumerate(self._where)),
+        )
 
     def score(self, batch: Batch) -> Tensor:
         result: Tensor = self._call("score", batch)
         return result
 
-    def update(self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int) -> dict[str, float]:
+    def update(
+        self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int
+    ) -> dict[str, float]:
         result: dict[str, float] = self._call("update", batch, config, step=step, seed=seed)
         return result
 
@@ -148,8 +185,12 @@ class RayLearner:
         result: dict[str, float] = self._call("supervised", batch, step=step)
         return result
 
-    def prefer(self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int) -> dict[str, float]:
-        result: dict[str, float] = self._call("prefer", batch, reference, beta=beta, label_smoothing=label_smoothing, step=step)
+    def prefer(
+        self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
+    ) -> dict[str, float]:
+        result: dict[str, float] = self._call(
+            "prefer", batch, reference, beta=beta, label_smoothing=label_smoothing, step=step
+        )
         return result
 
     def blobs(self) -> dict[str, bytes]:
@@ -165,10 +206,13 @@ class RayLearner:
         import ray
 
         shared = [ray.put(each) for each in arguments]
-        return self._gather([actor.call.remote(method, *shared, **named) for actor in self._actors])[0]
+        return self._gather(
+            [actor.call.remote(method, *shared, **named) for actor in self._actors]
+        )[0]
 
     def _gather(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """What each rank answered. One that fails alone leaves the others in an exchange it never enters: then all end.
+        """What each rank answered.
+        One that fails alone leaves the others in an exchange it never enters: then all end.
 
         Errors: the ranks' own where it is one of ours; RankLost naming who died, hangs or failed.
         """
@@ -176,9 +220,14 @@ class RayLearner:
 
         results: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
-        waiting, deadline = list(references), time.monotonic() + (timeout_s or self._timeout_s) + SLACK_S
+        waiting, deadline = (
+            list(references),
+            time.monotonic() + (timeout_s or self._timeout_s) + SLACK_S,
+        )
         while waiting:
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            ready, waiting = ray.wait(
+                waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 break
             rank = references.index(ready[0])
@@ -200,8 +249,12 @@ class RayLearner:
         """The culprit first: who died, then who is silent, then who complains about the others."""
         import ray
 
-        died = [rank for rank, cause in causes.items() if isinstance(cause, ray.exceptions.RayError)]
-        lines = [f"rank {rank} ({self._where[rank]}) died: {first_line(causes[rank])}" for rank in died]
+        died = [
+            rank for rank, cause in causes.items() if isinstance(cause, ray.exceptions.RayError)
+        ]
+        lines = [
+            f"rank {rank} ({self._where[rank]}) died: {first_line(causes[rank])}" for rank in died
+        ]
         lines += [f"rank {rank} ({self._where[rank]}) does not answer" for rank in silent]
         lines += [
             f"rank {rank} ({self._where[rank]}) failed: {type(cause).__name__}: {first_line(cause)}"

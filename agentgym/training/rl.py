@@ -1,4 +1,6 @@
-"""Multi-turn reinforcement learning: generate, prepare experience, train; one stage of the curriculum at a time."""
+"""Multi-turn reinforcement learning: generate, prepare experience, train; one stage of the
+curriculum at a time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
-from agentgym.training.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS, Checkpoint, load_checkpoint
+from agentgym.training.checkpoint import (
+    CRITIC,
+    CRITIC_OPTIMISER,
+    OPTIMISER,
+    WEIGHTS,
+    Checkpoint,
+    load_checkpoint,
+)
 from agentgym.training.compute import AnyEngine, LearnerPlan, open_compute, play_validation
 from agentgym.training.model import set_threads
 from agentgym.types import Item, Trajectory
@@ -27,23 +36,31 @@ MAX_SKIPPED = 10  # optimiser steps in a row without an episode to learn from
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
-    """Train from the last commit, or from the parent's weights, to the stage's last optimiser step; commit each step."""
+    """Train from the last commit, or from the parent's weights, to the stage's last optimiser
+    step; commit each step.
+    """
     set_threads()
     cfg, algorithm = ctx.cfg, resolved(ctx.cfg)
-    start = ctx.head or next(manifest for name, manifest in ctx.parents.items() if name != "prepare")
+    start = ctx.head or next(
+        manifest for name, manifest in ctx.parents.items() if name != "prepare"
+    )
     splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
     checkpoint = load_checkpoint(ctx.store, start)
     step = int(start.state["global_step"])
     horizon = horizon_state(start)
     stream = train_stream(cfg, splits, start.state)
     skipped = 0
-    ctx.progress.start(f"stage {stage.index} · max_turns {stage.max_turns}", stage.last_step - stage.first_step + 1)
+    ctx.progress.start(
+        f"stage {stage.index} · max_turns {stage.max_turns}", stage.last_step - stage.first_step + 1
+    )
     ctx.progress.advance(step + 1 - stage.first_step)
 
     with (
         ctx.environment(False) as endpoints,
         ThreadPoolExecutor(1) as ahead,
-        open_compute(cfg, plan_learner(ctx, start, checkpoint), checkpoint, endpoints, version=step) as (learner, engine),
+        open_compute(
+            cfg, plan_learner(ctx, start, checkpoint), checkpoint, endpoints, version=step
+        ) as (learner, engine),
     ):
         pending: Future[Rollouts] | None = None
         while step < stage.last_step:
@@ -57,16 +74,24 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             metrics = rollout_metrics(rollouts.trajectories)
             horizon = advance(cfg.horizon, horizon, metrics.get("rollout/success", 0.0))
             if cfg.rollout.max_staleness and step < stage.last_step:
-                pending = ahead.submit(generate, cfg, engine, stream, step + 1, max_turns(cfg.horizon, step + 1, horizon))
+                pending = ahead.submit(
+                    generate,
+                    cfg,
+                    engine,
+                    stream,
+                    step + 1,
+                    max_turns(cfg.horizon, step + 1, horizon),
+                )
 
             # prepare experience
             kept = learnable(rollouts.kept, truncated=algorithm.truncated or "zero")
             skipped = 0 if kept else skipped + 1
             if skipped > MAX_SKIPPED:
                 raise RuntimeError(
-                    f"step {step}: no episode to learn from in {skipped} optimiser steps in a row (recipe {algorithm.recipe}, truncated "
-                    f"{algorithm.truncated}, success {metrics.get('rollout/success', 0.0):.2f}); every group had equal rewards or was cut. "
-                    "Use easier or harder items, a longer horizon, or another recipe"
+                    f"step {step}: no episode to learn from in {skipped} optimiser steps in a row"
+                    f" (recipe {algorithm.recipe}, truncated {algorithm.truncated}, success"
+                    f" {metrics.get('rollout/success', 0.0):.2f}); every group had equal rewards or"
+                    " was cut. Use easier or harder items, a longer horizon, or another recipe"
                 )
 
             # train
@@ -79,13 +104,23 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 metrics |= learner.update(batch, algorithm, step=step, seed=cfg.seed)
             updated = time.perf_counter()
             metrics["sync/canary_max_abs"] = engine.publish(learner, step)
-            metrics["time/cpu_s"] = time.process_time() - cpu_began  # of this process: neither servers nor validation
+            # of this process: neither servers nor validation
+            metrics["time/cpu_s"] = time.process_time() - cpu_began
             validation = []
             if cfg.validation.every and step % cfg.validation.every == 0:
                 validation = play_validation(cfg, engine, splits.validation, step)
                 metrics |= validation_metrics(validation)
             metrics |= {
-                "sync/staleness_max": float(max((step - 1 - turn.version for t in rollouts.trajectories for turn in t.turns), default=0)),
+                "sync/staleness_max": float(
+                    max(
+                        (
+                            step - 1 - turn.version
+                            for t in rollouts.trajectories
+                            for turn in t.turns
+                        ),
+                        default=0,
+                    )
+                ),
                 "time/generate_s": rollouts.seconds,
                 "time/wait_s": waited,
                 "time/update_s": updated - updating,
@@ -104,7 +139,12 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 points=[Point(step, now_ms(), metrics)],
                 trajectories=[*rollouts.trajectories, *validation],
             )
-            logger.info("step %d: success %.2f in %.1f s", step, metrics.get("rollout/success", 0.0), metrics["time/step_s"])
+            logger.info(
+                "step %d: success %.2f in %.1f s",
+                step,
+                metrics.get("rollout/success", 0.0),
+                metrics["time/step_s"],
+            )
             ctx.progress.advance(1, f"success {metrics.get('rollout/success', 0.0):.2f}")
     return manifest
 
@@ -120,8 +160,12 @@ class Rollouts:
     seconds: float
 
 
-def generate(cfg: RunConfig, engine: AnyEngine, stream: ItemStream, step: int, turns: int) -> Rollouts:
-    """`items_per_step` groups; with dynamic sampling those of equal rewards are replaced, as often as the recipe allows."""
+def generate(
+    cfg: RunConfig, engine: AnyEngine, stream: ItemStream, step: int, turns: int
+) -> Rollouts:
+    """`items_per_step` groups; with dynamic sampling those of equal rewards are replaced, as
+    often as the recipe allows.
+    """
     began, rollout, recipe = time.perf_counter(), cfg.rollout, RECIPES[cfg.algorithm.recipe]
     items: list[Item] = []
     trajectories: list[Trajectory] = []
@@ -153,19 +197,29 @@ def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> L
     Errors: ConfigError where `start` was trained without the critic the recipe needs.
     """
     cfg, recipe = ctx.cfg, RECIPES[ctx.cfg.algorithm.recipe]
-    goes_on = "stream_position" in start.state  # a stage went before; the warm start's optimiser is another one
+    # a stage went before; the warm start's optimiser is another one
+    goes_on = "stream_position" in start.state
     critic = reference = None
     if recipe.needs_critic:
         critic = ctx.read(start, CRITIC) if CRITIC in start.blobs else b""
         if goes_on and not critic:
             raise ConfigError(
-                f"recipe {cfg.algorithm.recipe} needs a critic, and {start.step} commit {start.seq} has no {CRITIC}: it was trained "
-                "without one; train that stage with this recipe too, or use a recipe without a critic"
+                f"recipe {cfg.algorithm.recipe} needs a critic, and {start.step} commit {start.seq}"
+                f" has no {CRITIC}: it was trained without one; train that stage with this recipe"
+                " too, or use a recipe without a critic"
             )
     if cfg.algorithm.kl_coef:
-        base = next(manifest for name, manifest in ctx.parents.items() if name in ("warm-start", "initialise"))
+        base = next(
+            manifest
+            for name, manifest in ctx.parents.items()
+            if name in ("warm-start", "initialise")
+        )
         reference = ctx.read(base, WEIGHTS)
-    states = {name: ctx.read(start, name) for name in (OPTIMISER, CRITIC_OPTIMISER) if goes_on and name in start.blobs}
+    states = {
+        name: ctx.read(start, name)
+        for name in (OPTIMISER, CRITIC_OPTIMISER)
+        if goes_on and name in start.blobs
+    }
     return LearnerPlan(
         architecture=checkpoint.architecture,
         weights=ctx.read(start, WEIGHTS),
@@ -182,8 +236,14 @@ def resolved(cfg: RunConfig) -> AlgorithmConfig:
     """The algorithm's settings with the recipe's own where none is given."""
     recipe, algorithm = RECIPES[cfg.algorithm.recipe], cfg.algorithm
     longest = cfg.rollout.max_new_tokens * max(cfg.horizon.max_turns)
-    own = {"truncated": recipe.truncated, "aggregation": recipe.aggregation, "constant_length": longest}
-    return algorithm.model_copy(update={name: value for name, value in own.items() if getattr(algorithm, name) is None})
+    own = {
+        "truncated": recipe.truncated,
+        "aggregation": recipe.aggregation,
+        "constant_length": longest,
+    }
+    return algorithm.model_copy(
+        update={name: value for name, value in own.items() if getattr(algorithm, name) is None}
+    )
 
 
 def horizon_state(manifest: Manifest) -> HorizonState:

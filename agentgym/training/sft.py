@@ -1,4 +1,6 @@
-"""The start of training: expert demonstrations, a model, and supervised learning of the one from the other."""
+"""The start of training: expert demonstrations, a model, and supervised learning of the one
+from the other.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +45,45 @@ def initialise(ctx: StepContext) -> Manifest:
             players: list[_Player] = [_Expert(item) for item in expert_items(cfg, splits)]
         else:
             recorded = recorded_for(cfg, decode(ctx.read(ctx.parents["prepare"], RECORDED)))
-            players = [_Replay(each, index, cfg.rollout.action_format) for index, each in enumerate(recorded)]
-        ctx.progress.start("expert demonstrations" if is_expert else "trajectories played again", len(players))
-        with ctx.environment(is_expert) as endpoints, open_pool(cfg, endpoints, allow_expert=is_expert) as (pool, loop, manuals):
-            texts = loop.run(_demonstrate(pool, players, cfg.rollout.concurrency, cfg.rollout.episode_timeout_s, ctx.progress.advance))
+            players = [
+                _Replay(each, index, cfg.rollout.action_format)
+                for index, each in enumerate(recorded)
+            ]
+        ctx.progress.start(
+            "expert demonstrations" if is_expert else "trajectories played again", len(players)
+        )
+        with (
+            ctx.environment(is_expert) as endpoints,
+            open_pool(cfg, endpoints, allow_expert=is_expert) as (pool, loop, manuals),
+        ):
+            texts = loop.run(
+                _demonstrate(
+                    pool,
+                    players,
+                    cfg.rollout.concurrency,
+                    cfg.rollout.episode_timeout_s,
+                    ctx.progress.advance,
+                )
+            )
     if cfg.model.source == "hub":
         model, tokenizer = load_hub(cfg.model)
     else:
         if not texts:
-            raise ValueError("model.source tiny trains its tokenizer on demonstrations; set warm_start.enabled or use model.source hub")
+            raise ValueError(
+                "model.source tiny trains its tokenizer on demonstrations; set warm_start.enabled"
+                " or use model.source hub"
+            )
         # each distinct text once per occurrence keeps frequent words whole
-        tokenizer = train_tokenizer((text for episode in texts for text in episode.texts()), cfg.model.vocab_size)
-        model = new_model(cfg.model, vocab_size=len(tokenizer), eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id, seed=cfg.seed)
+        tokenizer = train_tokenizer(
+            (text for episode in texts for text in episode.texts()), cfg.model.vocab_size
+        )
+        model = new_model(
+            cfg.model,
+            vocab_size=len(tokenizer),
+            eos_id=tokenizer.eos_token_id,
+            pad_id=tokenizer.pad_token_id,
+            seed=cfg.seed,
+        )
     checkpoint = new_checkpoint(model, tokenizer)
     demos = [episode.tokenise(checkpoint.renderer, _settings(ctx, manuals)) for episode in texts]
     if not is_expert:
@@ -62,10 +91,17 @@ def initialise(ctx: StepContext) -> Manifest:
     for env in cfg.envs if texts else ():
         own = [demo for demo in demos if demo.item.env == env.name]
         if not any(demo.success for demo in own):
-            who = f"the expert of {env.name} solved" if is_expert else f"of trajectories that fit model.context_tokens, {env.name}'s solve"
-            raise ValueError(f"{who} none of {len(own)} tasks; nothing to start from. Check its options")
+            who = (
+                f"the expert of {env.name} solved"
+                if is_expert
+                else f"of trajectories that fit model.context_tokens, {env.name}'s solve"
+            )
+            raise ValueError(
+                f"{who} none of {len(own)} tasks; nothing to start from. Check its options"
+            )
     num_solved = sum(demo.success for demo in demos)
-    kept = [demo for demo in demos if demo.success or not is_expert]  # dpo compares with what failed, too
+    # dpo compares with what failed, too
+    kept = [demo for demo in demos if demo.success or not is_expert]
     return ctx.commit(
         done=True,
         state={"global_step": 0},
@@ -75,7 +111,11 @@ def initialise(ctx: StepContext) -> Manifest:
             "expert_success": num_solved / len(demos) if demos else 0.0,
             "vocab_size": len(tokenizer),
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-            **({} if is_expert else {"num_played": len(texts), "num_too_long": len(texts) - len(demos)}),
+            **(
+                {}
+                if is_expert
+                else {"num_played": len(texts), "num_too_long": len(texts) - len(demos)}
+            ),
         },
     )
 
@@ -83,22 +123,34 @@ def initialise(ctx: StepContext) -> Manifest:
 def expert_items(cfg: RunConfig, splits: Splits) -> list[Item]:
     """The train items an expert shows."""
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len(splits.train))
-    return interleave([splits.train[index] for index in order], cfg.weights)[: cfg.warm_start.num_demos]
+    return interleave([splits.train[index] for index in order], cfg.weights)[
+        : cfg.warm_start.num_demos
+    ]
 
 
 def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]:
-    """Those of them a run plays again, in its order. A trajectory's `sample` is its place among them."""
-    order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len({each.item for each in recorded}))
+    """Those of them a run plays again, in its order.
+    A trajectory's `sample` is its place among them.
+    """
+    order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(
+        len({each.item for each in recorded})
+    )
     return chosen(recorded, cfg.weights, order.tolist(), cfg.warm_start.num_demos)
 
 
 def demonstrations(ctx: StepContext) -> list[Trajectory]:
     """The successful ones, to imitate."""
-    return [demo for demo in decode_trajectories(ctx.read(ctx.parents["initialise"], DEMOS)) if demo.success]
+    return [
+        demo
+        for demo in decode_trajectories(ctx.read(ctx.parents["initialise"], DEMOS))
+        if demo.success
+    ]
 
 
 def warm_start(ctx: StepContext) -> Manifest:
-    """Supervised learning on the demonstrations' action tokens; stands in for a pretrained model."""
+    """Supervised learning on the demonstrations' action tokens; stands in for a pretrained
+    model.
+    """
     set_threads()
     settings = ctx.cfg.warm_start
     start = ctx.head or ctx.parents["initialise"]
@@ -110,7 +162,9 @@ def warm_start(ctx: StepContext) -> Manifest:
         weights=ctx.read(start, WEIGHTS),
         optimiser=settings.optimiser,
         total_steps=settings.steps,
-        optimiser_states={OPTIMISER: ctx.read(start, OPTIMISER)} if OPTIMISER in start.blobs else {},
+        optimiser_states=(
+            {OPTIMISER: ctx.read(start, OPTIMISER)} if OPTIMISER in start.blobs else {}
+        ),
     )
     ctx.progress.start("warm start", settings.steps)
     ctx.progress.advance(step)
@@ -119,7 +173,12 @@ def warm_start(ctx: StepContext) -> Manifest:
         while step < settings.steps:
             step += 1
             metrics = learner.supervised(
-                to_batch([demos[index] for index in demo_rows(ctx.cfg.seed, step, len(demos), settings.batch_size)]),
+                to_batch(
+                    [
+                        demos[index]
+                        for index in demo_rows(ctx.cfg.seed, step, len(demos), settings.batch_size)
+                    ]
+                ),
                 step=step,
             )
             points.append(Point(step, now_ms(), metrics))
@@ -137,12 +196,16 @@ def warm_start(ctx: StepContext) -> Manifest:
 
 
 def demo_rows(seed: int, step: int, num_demos: int, batch_size: int) -> list[int]:
-    """Which demonstrations optimiser step 1, 2, ... learns from: epochs of seeded shuffles, a pure function of the step."""
+    """Which demonstrations optimiser step 1, 2, ... learns from: epochs of seeded shuffles, a
+    pure function of the step.
+    """
     first = (step - 1) * batch_size
     rows: list[int] = []
     while len(rows) < batch_size:
         epoch, offset = divmod(first + len(rows), num_demos)
-        order = np.random.Generator(np.random.Philox(key=[seed, epoch + 1_000_000])).permutation(num_demos)
+        order = np.random.Generator(np.random.Philox(key=[seed, epoch + 1_000_000])).permutation(
+            num_demos
+        )
         rows += order[offset : offset + batch_size - len(rows)].tolist()
     return rows
 
@@ -153,7 +216,8 @@ class Step(NamedTuple):
     action: str
     observation: str
     reward: float
-    reply: str = ""  # all that was said to take the action; empty: no more than the action format asks for
+    # all that was said to take the action; empty: no more than the action format asks for
+    reply: str = ""
 
 
 class _TextEpisode:
@@ -165,18 +229,36 @@ class _TextEpisode:
         self.status, self.success = Status.TERMINATED, False
 
     def texts(self) -> list[str]:
-        return [self.first_observation, *(text for step in self.steps for text in (step.reply or step.action, step.observation))]
+        return [
+            self.first_observation,
+            *(
+                text
+                for step in self.steps
+                for text in (step.reply or step.action, step.observation)
+            ),
+        ]
 
     def tokenise(self, renderer: ChatRenderer, settings: EpisodeSettings) -> Trajectory:
         """The ids a policy would have produced, had it played this."""
         settings = replace(settings, max_turns=max(1, len(self.steps)))
-        episode = Episode(self.item, self.sample, settings, self.first_observation, success=self.success, timing={})
+        episode = Episode(
+            self.item,
+            self.sample,
+            settings,
+            self.first_observation,
+            success=self.success,
+            timing={},
+        )
         episode.read(renderer.start(self.first_observation, settings.manual(self.item)))
         for index, step in enumerate(self.steps):
-            ids = tuple(renderer.action_ids(step.reply or reply_naming(step.action, settings.action_format)))
+            ids = tuple(
+                renderer.action_ids(step.reply or reply_naming(step.action, settings.action_format))
+            )
             start = len(episode.input_ids)
             episode.act(Completion(ids, (0.0,) * len(ids), "stop", 0))
-            episode.turns.append(Turn(step.action, step.observation, step.reward, start, len(episode.input_ids), 0))
+            episode.turns.append(
+                Turn(step.action, step.observation, step.reward, start, len(episode.input_ids), 0)
+            )
             if index + 1 < len(self.steps):
                 episode.read(renderer.bridge(step.observation, stopped=True))
         return episode.finish(self.status)
@@ -189,7 +271,9 @@ class _Player(Protocol):
     sample: int
 
     async def next_reply(self, session: Any) -> tuple[str, str] | None:
-        """(reply, action); an empty reply says no more than the action, None gives up. Errors: EnvError."""
+        """(reply, action); an empty reply says no more than the action, None gives up.
+        Errors: EnvError.
+        """
         ...
 
 
@@ -213,7 +297,9 @@ class _Expert:
 class _Replay:
     """Somebody's recorded actions."""
 
-    def __init__(self, recorded: Recorded, sample: int, action_format: Literal["plain", "react"]) -> None:
+    def __init__(
+        self, recorded: Recorded, sample: int, action_format: Literal["plain", "react"]
+    ) -> None:
         self.item, self.sample = recorded.item, sample
         self._replies = iter(replies_of(recorded, action_format))
 
@@ -221,10 +307,20 @@ class _Replay:
         return next(self._replies, None)
 
 
-def replies_of(recorded: Recorded, action_format: Literal["plain", "react"]) -> list[tuple[str, str]]:
-    """(reply, action): with react what was said as it is; else the action alone, of whatever format it came in."""
-    said = [(reply.strip(), extract_action(reply, "react") if "Action:" in reply else reply.strip()) for reply in recorded.replies]
-    return [(reply if action_format == "react" and "Action:" in reply else "", action) for reply, action in said]
+def replies_of(
+    recorded: Recorded, action_format: Literal["plain", "react"]
+) -> list[tuple[str, str]]:
+    """(reply, action): with react what was said as it is; else the action alone, of whatever
+    format it came in.
+    """
+    said = [
+        (reply.strip(), extract_action(reply, "react") if "Action:" in reply else reply.strip())
+        for reply in recorded.replies
+    ]
+    return [
+        (reply if action_format == "react" and "Action:" in reply else "", action)
+        for reply, action in said
+    ]
 
 
 def _settings(ctx: StepContext, manuals: dict[str, str]) -> EpisodeSettings:
@@ -242,9 +338,14 @@ def _settings(ctx: StepContext, manuals: dict[str, str]) -> EpisodeSettings:
 
 
 async def _demonstrate(
-    pool: EnvPools, players: Sequence[_Player], concurrency: int, timeout_s: float, progress: Callable[[int], None]
+    pool: EnvPools,
+    players: Sequence[_Player],
+    concurrency: int,
+    timeout_s: float,
+    progress: Callable[[int], None],
 ) -> list[_TextEpisode]:
-    """One episode of each player, in their order; where one gives up before the task ends, its episode has no success.
+    """One episode of each player, in their order; where one gives up before the task ends, its
+    episode has no success.
 
     Errors: EnvError, TimeoutError.
     """

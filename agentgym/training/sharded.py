@@ -1,4 +1,6 @@
-"""Several processes that hold the weights together. Apart from `ranks.py`: one process need not pay for the import."""
+"""Several processes that hold the weights together.
+Apart from `ranks.py`: one process need not pay for the import.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,31 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class Sharded:
-    """The `Ranks` of processes that joined `torch.distributed`, each holding a part of every parameter (FSDP2)."""
+    """The `Ranks` of processes that joined `torch.distributed`, each holding a part of every
+    parameter (FSDP2).
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """Entered by every process once its group is there: gloo for CPUs, NCCL for CUDA devices."""
+        """Entered by every process once its group is there: gloo for CPUs, NCCL for CUDA
+        devices.
+        """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._device = device
         self._mesh = init_device_mesh(device.type, (self.size,))
 
     def shard(self, module: nn.Module) -> None:
         module.to(self._device)
-        precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # of sums over ranks, whatever the weights'
-        for layers in [each for each in module.modules() if isinstance(each, nn.ModuleList)]:  # of a decoder
+        # of sums over ranks, whatever the weights'
+        precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        # of a decoder
+        for layers in [each for each in module.modules() if isinstance(each, nn.ModuleList)]:
             for layer in layers:
                 fully_shard(layer, mesh=self._mesh, mp_policy=precision)
         fully_shard(module, mesh=self._mesh, mp_policy=precision)
         for each in module.modules():
             if isinstance(each, FSDPModule):
-                each.set_gradient_divide_factor(1.0)  # the denominators of our losses are global already
+                # the denominators of our losses are global already
+                each.set_gradient_divide_factor(1.0)
                 each.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
     def all_sum(self, tensor: Tensor) -> Tensor:
@@ -41,4 +50,5 @@ class Sharded:
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         assert isinstance(like, DTensor)
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)  # every rank has the whole
+        # every rank has the whole
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

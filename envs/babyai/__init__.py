@@ -10,7 +10,12 @@ from envs.babyai.world import Options, World
 from envs.env import EnvSpec
 from envs.options import choose, nearest
 
-DEFAULTS: dict[str, Any] = {"levels": ["GoToObj", "GoToRedBallNoDists"], "view": "compact", "actions": "low", "reward": "binary"}
+DEFAULTS: dict[str, Any] = {
+    "levels": ["GoToObj", "GoToRedBallNoDists"],
+    "view": "compact",
+    "actions": "low",
+    "reward": "binary",
+}
 
 _LOW_MANUAL = """\
 Each turn, answer with one of these actions:
@@ -18,31 +23,39 @@ turn left, turn right - turn a quarter on the spot
 move forward - one cell, if nothing is in the way
 pickup - take the ball, box or key right in front of you; you can carry one thing
 drop - put what you carry on the free cell in front of you
-toggle - open or close the door in front of you (a locked one needs the key of its colour in your hands), or open a box"""
+toggle - open or close the door in front of you (a locked one needs the key of its colour in your \
+hands), or open a box"""
 
 _HIGH_MANUAL = """\
-Each turn, answer with one of these actions. Objects of the same name are numbered from 1, the nearest first.
+Each turn, answer with one of these actions. Objects of the same name are numbered from 1, the \
+nearest first.
 turn left, turn right - turn a quarter on the spot
 move forward - one cell, if nothing is in the way
 go to <color> <object> <number> - walk up to something you see, for example: go to red ball 1
-pickup <color> <object> <number> - walk up to a ball, box or key and take it; you can carry one thing
+pickup <color> <object> <number> - walk up to a ball, box or key and take it; you can carry one \
+thing
 drop - put what you carry on the free cell in front of you
 toggle - open or close the door in front of you, or open a box
 go through <color> open door <number> - walk into an open doorway
-toggle and go through <color> closed door <number> - open it and walk into the doorway; if locked, say locked and carry the key of its color
+toggle and go through <color> closed door <number> - open it and walk into the doorway; if locked, \
+say locked and carry the key of its color
 check available actions - list what is possible now"""
 
 _COMPACT_MANUAL = """\
-The first observation names your goal. After that you are told what you see, nearest first, as steps ahead of you and to your left or right.
-'carry' is what you hold. 'invalid action' means your last answer was not understood or cannot be done, and nothing happened."""
+The first observation names your goal. After that you are told what you see, nearest first, as \
+steps ahead of you and to your left or right.
+'carry' is what you hold. 'invalid action' means your last answer was not understood or cannot be \
+done, and nothing happened."""
 
 _AGENTGYM_MANUAL = """\
 The first observation names your goal. After that you are told what you see, how far the wall or box
-ahead of you is, what you carry and which actions are available. If an action cannot be done, you are told why and what is available."""
+ahead of you is, what you carry and which actions are available. If an action cannot be done, you \
+are told why and what is available."""
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Options: levels (list of names, or "agentgym"), view, actions, reward; the README says what they mean.
+    """Options: levels (list of names, or "agentgym"), view, actions, reward; the README says what
+    they mean.
 
     Errors: ValueError naming the key or value and the nearest known one.
     """
@@ -52,7 +65,10 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         known = get_args(types[key])
         if chosen[key] not in known:
             near = nearest(str(chosen[key]), list(known))
-            raise ValueError(f"babyai option {key}: unknown value {chosen[key]!r}; did you mean {near!r}? known: {', '.join(known)}")
+            raise ValueError(
+                f"babyai option {key}: unknown value {chosen[key]!r}; did you mean {near!r}? known:"
+                f" {', '.join(known)}"
+            )
     parsed = Options(_levels(chosen["levels"]), chosen["view"], chosen["actions"], chosen["reward"])
     served = _served(chosen, parsed)
     theirs = Options(AGENTGYM_LEVELS, "agentgym", "high", "minigrid", limited=False)
@@ -61,7 +77,10 @@ def spec(options: dict[str, Any]) -> EnvSpec:
 
 def _served(chosen: dict[str, Any], parsed: Options) -> EnvSpec:
     manual = (
-        "You are in a grid of rooms and follow an instruction. You look one way and see up to six cells ahead, never through walls.",
+        (
+            "You are in a grid of rooms and follow an instruction. You look one way and see up to"
+            " six cells ahead, never through walls."
+        ),
         _COMPACT_MANUAL if parsed.view == "compact" else _AGENTGYM_MANUAL,
         _LOW_MANUAL if parsed.actions == "low" else _HIGH_MANUAL,
     )
@@ -78,8 +97,15 @@ def _served(chosen: dict[str, Any], parsed: Options) -> EnvSpec:
 def _levels(value: Any) -> tuple[str, ...]:
     if value == "agentgym":
         return AGENTGYM_LEVELS
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) for name in value):
-        raise ValueError(f'babyai option levels: expected "agentgym" or a list of level names such as ["GoToObj"], got {value!r}')
+    if (
+        not isinstance(value, list | tuple)
+        or not value
+        or not all(isinstance(name, str) for name in value)
+    ):
+        raise ValueError(
+            'babyai option levels: expected "agentgym" or a list of level names such as'
+            f' ["GoToObj"], got {value!r}'
+        )
     for name in value:
         check_level(name)
     return tuple(value)

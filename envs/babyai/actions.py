@@ -1,4 +1,6 @@
-"""From an action's text to minigrid's moves: the low grammar names one move, the high one plans a path through what is seen."""
+"""From an action's text to minigrid's moves: the low grammar names one move, the high one plans
+a path through what is seen.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ UNREADABLE = "The action is not recognized. Please check valid actions."
 
 _COMMAND = re.compile(
     r"(?P<verb>go to|pickup|pick up|go through|toggle and go through) (?:the )?"
-    r"(?P<color>[a-z]+) (?:(?P<state>open|closed|locked) )?(?P<kind>ball|box|key|door)(?: (?P<number>\d{1,3}))?"
+    r"(?P<color>[a-z]+) (?:(?P<state>open|closed|locked) )?(?P<kind>ball|box|key|door)(?:"
+    r" (?P<number>\d{1,3}))?"
 )
 _RIGHTWARD, _DOWNWARD, _LEFTWARD = range(3)  # minigrid's numbers of the ways the agent can look
 
@@ -53,7 +56,9 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an action cannot be carried out; `readable` is false where the text is no action at all."""
+    """Why an action cannot be carried out; `readable` is false where the text is no action at
+    all.
+    """
 
     reason: str
     readable: bool = True
@@ -73,7 +78,8 @@ def plan_low(text: str) -> list[Move] | Refusal:
 def plan_high(text: str, view: View, offered: Mapping[str, Command]) -> Sequence[Move] | Refusal:
     """The moves a command stands for. Empty: it asks for what is the case already.
 
-    Accepted beside what is offered: `pick up`, `the`, a name without its number or state, and `toggle` before any door or box.
+    Accepted beside what is offered: `pick up`, `the`, a name without its number or state, and
+    `toggle` before any door or box.
     """
     if text in offered:
         return offered[text].moves
@@ -89,7 +95,12 @@ def plan_high(text: str, view: View, offered: Mapping[str, Command]) -> Sequence
         command = offered.get(f"{verb} {name} {nth}")
         if command is not None:
             return command.moves
-    named = [s for s in view.objects if (s.color, s.kind) == (match["color"], match["kind"]) and match["state"] in (None, s.state)]
+    named = [
+        s
+        for s in view.objects
+        if (s.color, s.kind) == (match["color"], match["kind"])
+        and match["state"] in (None, s.state)
+    ]
     if not 1 <= nth <= len(named):
         return Refusal(f"You cannot {text}, as you see no such object.")
     return Refusal(f"You cannot {text}, as {_obstacle(verb, named[nth - 1], view)}.")
@@ -98,7 +109,8 @@ def plan_high(text: str, view: View, offered: Mapping[str, Command]) -> Sequence
 def offer(view: View, compass: int) -> dict[str, Command]:
     """AgentGym's commands in its order. compass: minigrid's number of the way the agent looks.
 
-    What can be reached is numbered for `pickup` and `go to`, all doors in view for the commands that go through them.
+    What can be reached is numbered for `pickup` and `go to`, all doors in view for the commands
+    that go through them.
     """
     facing, entering = find_paths(view, compass)
     reachable = number([seen for seen in view.objects if seen.cell in facing])
@@ -108,7 +120,9 @@ def offer(view: View, compass: int) -> dict[str, Command]:
     if not view.carrying:
         for seen, count in reachable:
             if seen.kind in PORTABLE:
-                commands[f"pickup {seen.agentgym_name} {count}"] = Command((*facing[seen.cell], Move.PICKUP), seen.cell)
+                commands[f"pickup {seen.agentgym_name} {count}"] = Command(
+                    (*facing[seen.cell], Move.PICKUP), seen.cell
+                )
     elif (1, 0) not in view.blocked:
         commands["drop"] = Command((Move.DROP,))
     for seen, count in number([seen for seen in view.objects if seen.kind == "door"]):
@@ -117,7 +131,9 @@ def offer(view: View, compass: int) -> dict[str, Command]:
             commands[f"go through {name}"] = Command(entering[seen.cell], seen.cell)
         elif seen.state != "open" and seen.cell in facing and _can_open(seen, view):
             path = facing[seen.cell]
-            commands[f"toggle and go through {name}"] = Command((*path, Move.TOGGLE, Move.FORWARD), seen.cell)
+            commands[f"toggle and go through {name}"] = Command(
+                (*path, Move.TOGGLE, Move.FORWARD), seen.cell
+            )
             if not path:
                 commands["toggle"] = Command((Move.TOGGLE,))
     for seen, count in reachable:
@@ -127,11 +143,14 @@ def offer(view: View, compass: int) -> dict[str, Command]:
 
 
 def find_paths(view: View, compass: int) -> tuple[dict[Cell, Path], dict[Cell, Path]]:
-    """Ways to stand before each object and face it, and ways into each open door; what cannot be reached is left out.
+    """Ways to stand before each object and face it, and ways into each open door; what cannot be
+    reached is left out.
 
     Breadth first; cells nobody sees and closed doors count as free: the walk will tell.
-    AgentGym's search finds a state again and again until it expands it, and keeps the predecessor that found it last.
-    So each layer is walked in two orders: by first finding, which decides where a way ends, and by last finding, which decides the way.
+    AgentGym's search finds a state again and again until it expands it, and keeps the predecessor
+    that found it last.
+    So each layer is walked in two orders: by first finding, which decides where a way ends, and by
+    last finding, which decides the way.
     """
     to_face = {_place(seen.cell): seen.cell for seen in view.objects}
     to_enter = {_place(seen.cell): seen.cell for seen in view.objects if seen.state == "open"}
@@ -150,7 +169,10 @@ def find_paths(view: View, compass: int) -> tuple[dict[Cell, Path], dict[Cell, P
                 faced[to_face.pop(front)] = state
             if state // 4 in to_enter:
                 entered[to_enter.pop(state // 4)] = state
-        found = {state: [n for n in _NEXT[state] if n not in visited and n // 4 in floor] for state in firsts}
+        found = {
+            state: [n for n in _NEXT[state] if n not in visited and n // 4 in floor]
+            for state in firsts
+        }
         next_lasts: dict[int, None] = {}
         for state in lasts:
             for following in found[state]:
@@ -159,10 +181,13 @@ def find_paths(view: View, compass: int) -> tuple[dict[Cell, Path], dict[Cell, P
                 next_lasts[following] = None
         firsts = list(dict.fromkeys(following for state in firsts for following in found[state]))
         lasts = list(next_lasts)
-    return {cell: _path(state, came) for cell, state in faced.items()}, {cell: _path(state, came) for cell, state in entered.items()}
+    return {cell: _path(state, came) for cell, state in faced.items()}, {
+        cell: _path(state, came) for cell, state in entered.items()
+    }
 
 
-# the search's places are the cells -1..6 ahead and -4..3 to the left, numbered; a state is 4 * place + quarter turns to the right
+# the search's places are the cells -1..6 ahead and -4..3 to the left, numbered; a state is 4 *
+# place + quarter turns to the right
 def _place(cell: Cell) -> int:
     return 8 * (cell[0] + 1) + cell[1] + 4
 
@@ -177,7 +202,9 @@ def _following(state: int) -> tuple[int, int, int]:
 
 
 def _window(compass: int) -> frozenset[int]:
-    """Where AgentGym looks for ways: looking some ways, one row behind or one column to the right of the view as well."""
+    """Where AgentGym looks for ways: looking some ways, one row behind or one column to the
+    right of the view as well.
+    """
     rows = range(-1 if compass in (_RIGHTWARD, _DOWNWARD) else 0, VIEW_SIZE)
     columns = range(-4 if compass in (_DOWNWARD, _LEFTWARD) else -3, VIEW_SIZE // 2 + 1)
     return frozenset(_place((ahead, left)) for ahead in rows for left in columns)
@@ -209,7 +236,8 @@ def _refuse_plain(text: str, view: View) -> Refusal:
         return Refusal(f"You cannot move forward, as a {view.barrier[0]} stands in front of you.")
     if text == "drop":
         return Refusal(
-            "You cannot drop anything, as " + ("the cell in front of you is taken." if view.carrying else "your hands are empty.")
+            "You cannot drop anything, as "
+            + ("the cell in front of you is taken." if view.carrying else "your hands are empty.")
         )
     if text == "toggle":
         return Refusal("There is nothing in front of you to toggle.")

@@ -12,7 +12,8 @@ from typing import Any
 import gymnasium
 import minigrid  # noqa: F401  (registers the levels)
 
-# rejected layouts are reported with print(): a module attribute hides the builtin there, for all threads alike
+# rejected layouts are reported with print(): a module attribute hides the builtin there, for all
+# threads alike
 _generator = importlib.import_module("minigrid.envs.babyai.core.roomgrid_level")
 _generator.print = lambda *args, **kwargs: None  # type: ignore[attr-defined]
 
@@ -75,17 +76,27 @@ def check_level(name: str) -> None:
 
 
 def make_level(name: str) -> Any:
-    """A fresh minigrid environment without gymnasium's wrappers; it must be reset with a seed before use."""
+    """A fresh minigrid environment without gymnasium's wrappers; it must be reset with a seed
+    before use.
+    """
     return _registered()[name]()
 
 
 def told_whole(levels: Sequence[str], task_id: int) -> str:
-    """The world a task begins in: mission, size, agent, what it carries, and every cell. Many ids of a small level begin in one world."""
+    """The world a task begins in: mission, size, agent, what it carries, and every cell.
+    Many ids of a small level begin in one world.
+    """
     level, seed = pick_level(levels, task_id)
     world = make_level(level)
     world.reset(seed=seed)
     agent = [*world.agent_pos, world.agent_dir, _told(world.carrying)]
-    whole = [world.mission, world.width, world.height, agent, [_told(thing) for thing in world.grid.grid]]
+    whole = [
+        world.mission,
+        world.width,
+        world.height,
+        agent,
+        [_told(thing) for thing in world.grid.grid],
+    ]
     world.close()
     return json.dumps(whole, default=int)  # numpy's whole numbers
 
@@ -102,7 +113,8 @@ def _registered() -> dict[str, Any]:
     specs = [spec for spec in gymnasium.registry.values() if spec.id.startswith("BabyAI-")]
     for spec in sorted(specs, key=lambda spec: spec.version or 0):
         makers[spec.name.removeprefix("BabyAI-")] = _maker(spec.entry_point, **spec.kwargs)
-    # v0 was withdrawn: it was registered with the room size of S4 by mistake, and AgentGym's ids mean that world
+    # v0 was withdrawn: it was registered with the room size of S4 by mistake, and AgentGym's ids
+    # mean that world
     makers["GoToObjS6-v0"] = _maker("minigrid.envs.babyai:GoToObj", room_size=4)
     return makers
 

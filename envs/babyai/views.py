@@ -33,12 +33,16 @@ class Seen:
     @property
     def name(self) -> str:
         """`red ball`, `closed red door`."""
-        return f"{self.state} {self.color} {self.kind}" if self.state else f"{self.color} {self.kind}"
+        return (
+            f"{self.state} {self.color} {self.kind}" if self.state else f"{self.color} {self.kind}"
+        )
 
     @property
     def agentgym_name(self) -> str:
         """`red ball`, `red closed door`."""
-        return f"{self.color} {self.state} {self.kind}" if self.state else f"{self.color} {self.kind}"
+        return (
+            f"{self.color} {self.state} {self.kind}" if self.state else f"{self.color} {self.kind}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,12 @@ class View:
 
     @property
     def barrier(self) -> tuple[str, int] | None:
-        """What AgentGym says the agent faces: the nearest wall or box straight ahead, past balls, keys and doors."""
-        ahead = [("box", seen.ahead) for seen in self.objects if seen.kind == "box" and seen.left == 0]
+        """What AgentGym says the agent faces: the nearest wall or box straight ahead, past
+        balls, keys and doors.
+        """
+        ahead = [
+            ("box", seen.ahead) for seen in self.objects if seen.kind == "box" and seen.left == 0
+        ]
         if self.wall_ahead is not None:
             ahead.append(("wall", self.wall_ahead))
         return min(ahead, key=lambda barrier: barrier[1], default=None)
@@ -83,7 +91,9 @@ def number(objects: Iterable[Seen]) -> list[tuple[Seen, int]]:
 
 
 def decode(image: Any) -> View:
-    """image: [7, 7, 3] of (object, color, state), the agent at column 3 of the last row, looking up."""
+    """image: [7, 7, 3] of (object, color, state), the agent at column 3 of the last row,
+    looking up.
+    """
     objects, walls = [], []
     rows = image.tolist()
     carried = rows[VIEW_SIZE // 2][VIEW_SIZE - 1]
@@ -95,9 +105,19 @@ def decode(image: Any) -> View:
             if kind == _WALL:
                 walls.append((ahead, left))
             elif kind not in (_EMPTY, _FLOOR):
-                objects.append(Seen(IDX_TO_OBJECT[kind], IDX_TO_COLOR[color], _DOOR_STATES[state] if kind == _DOOR else "", ahead, left))
+                objects.append(
+                    Seen(
+                        IDX_TO_OBJECT[kind],
+                        IDX_TO_COLOR[color],
+                        _DOOR_STATES[state] if kind == _DOOR else "",
+                        ahead,
+                        left,
+                    )
+                )
     objects.sort(key=lambda seen: (seen.ahead + abs(seen.left), abs(seen.left), -seen.left))
-    carrying = f"{IDX_TO_COLOR[carried[1]]} {IDX_TO_OBJECT[carried[0]]}" if carried[0] > _DOOR else ""
+    carrying = (
+        f"{IDX_TO_COLOR[carried[1]]} {IDX_TO_OBJECT[carried[0]]}" if carried[0] > _DOOR else ""
+    )
     return View(tuple(objects), frozenset(walls), carrying)
 
 
@@ -119,15 +139,24 @@ def compact(view: View, *, goal: str = "", note: str = "", actions: Sequence[str
 
 
 def agentgym(view: View, *, goal: str = "", closing: str = "", actions: Sequence[str] = ()) -> str:
-    """AgentGym's structure: the goal, what there is in whole sentences, the list of actions that are possible now."""
-    sentences = [f"There is a {seen.agentgym_name} {count} {_where_in_words(seen)}." for seen, count in number(view.objects)]
+    """AgentGym's structure: the goal, what there is in whole sentences, the list of actions
+    that are possible now.
+    """
+    sentences = [
+        f"There is a {seen.agentgym_name} {count} {_where_in_words(seen)}."
+        for seen, count in number(view.objects)
+    ]
     if sentences:
         sentences.insert(0, "In front of you in this room, you can see several objects:")
     if view.walls:
         sentences.append("The room has walls around you.")
     if view.barrier is not None:
         sentences.append("You are facing a {} {} steps away.".format(*view.barrier))
-    sentences.append(f"You are carrying a {view.carrying}." if view.carrying else "You are not carrying anything.")
+    sentences.append(
+        f"You are carrying a {view.carrying}."
+        if view.carrying
+        else "You are not carrying anything."
+    )
     lines = [f"Your goal: {goal}"] if goal else []
     lines.append(" ".join(sentences))
     lines += [closing] if closing else []

@@ -1,4 +1,6 @@
-"""One BabyAI episode behind the `Simulator` protocol, and the scripted bot that can solve most of them."""
+"""One BabyAI episode behind the `Simulator` protocol, and the scripted bot that can solve most
+of them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from minigrid.utils.baby_ai_bot import BabyAIBot
 from PIL import Image
 
 from envs.babyai import views
-from envs.babyai.actions import CHECK, LOW, Command, Move, Refusal, normalise, offer, plan_high, plan_low
+from envs.babyai.actions import (
+    CHECK,
+    LOW,
+    Command,
+    Move,
+    Refusal,
+    normalise,
+    offer,
+    plan_high,
+    plan_low,
+)
 from envs.babyai.levels import make_level, pick_level
 from envs.babyai.views import View, decode
 from envs.env import Expert, ExpertFailed, StepResult
@@ -33,7 +45,9 @@ class Options:
 
 
 class World:
-    """A fresh minigrid environment per reset: whatever happened before cannot leak into the next episode."""
+    """A fresh minigrid environment per reset: whatever happened before cannot leak into the
+    next episode.
+    """
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -66,7 +80,11 @@ class World:
         text = normalise(action)
         if self.options.actions == "high" and "check" in text:
             return self._stay(self._checked())
-        plan = plan_low(text) if self.options.actions == "low" else plan_high(text, self.view, self.offered)
+        plan = (
+            plan_low(text)
+            if self.options.actions == "low"
+            else plan_high(text, self.view, self.offered)
+        )
         if isinstance(plan, Refusal):
             return self._stay(self._refused(plan))
         return self._carry_out(plan) if plan else self._stay(self._unmoved())
@@ -85,21 +103,29 @@ class World:
             self.env = None
 
     def _first_view(self) -> View:
-        """Reset's own picture misses what some levels put into the agent's hands: it still lies where it was taken from.
+        """Reset's own picture misses what some levels put into the agent's hands: it still lies
+        where it was taken from.
 
         AgentGym tells that picture, so its view does.
         """
         view = decode(self.env.gen_obs()["image"])
-        return view if self.options.view == "compact" else replace(decode(self._image), carrying=view.carrying)
+        return (
+            view
+            if self.options.view == "compact"
+            else replace(decode(self._image), carrying=view.carrying)
+        )
 
     def _stay(self, observation: str) -> StepResult:
         return StepResult(observation, reward=0.0, terminated=False)
 
     def _carry_out(self, plan: Sequence[Move]) -> StepResult:
-        """A plan is given up at the first move that does not change the picture. What counts is how its last move left the mission.
+        """A plan is given up at the first move that does not change the picture.
+        What counts is how its last move left the mission.
 
-        As in AgentGym, a success in the middle of a plan that walks on is lost, and a failed mission may still be repaired:
-        in the high grammar only success and minigrid's limit end an episode. Long after that limit a success costs, there and here.
+        As in AgentGym, a success in the middle of a plan that walks on is lost, and a failed
+        mission may still be repaired: in the high grammar only success and minigrid's limit end an
+        episode.
+        Long after that limit a success costs, there and here.
         """
         terminated = truncated = False
         reward = 0.0
@@ -118,7 +144,11 @@ class World:
         self._ended = terminated or truncated
         paid = (1.0 if self.options.reward == "binary" else float(reward)) if success else 0.0
         return StepResult(
-            self._told(closing="The task is completed." if success else ""), paid, terminated, truncated and not terminated, success
+            self._told(closing="The task is completed." if success else ""),
+            paid,
+            terminated,
+            truncated and not terminated,
+            success,
         )
 
     def _told(self, *, goal: str = "", closing: str = "") -> str:
@@ -132,12 +162,20 @@ class World:
         return views.agentgym_reply("This is what you can do now.", self._possible())
 
     def _unmoved(self) -> str:
-        return self._told() if self.options.view == "compact" else views.agentgym_reply("You are there already.", self._possible())
+        return (
+            self._told()
+            if self.options.view == "compact"
+            else views.agentgym_reply("You are there already.", self._possible())
+        )
 
     def _refused(self, refusal: Refusal) -> str:
         if self.options.view == "agentgym":
             return views.agentgym_reply(refusal.reason, self._possible())
-        note = "invalid action" if self.options.actions == "low" or not refusal.readable else "invalid action: not possible here"
+        note = (
+            "invalid action"
+            if self.options.actions == "low" or not refusal.readable
+            else "invalid action: not possible here"
+        )
         return views.compact(self.view, note=note)
 
     def _possible(self) -> list[str]:
@@ -145,9 +183,11 @@ class World:
 
 
 class Bot:
-    """minigrid's BabyAIBot in the grammar of the world it plays. It may think for ever: whoever asks sets the time limit.
+    """minigrid's BabyAIBot in the grammar of the world it plays.
+    It may think for ever: whoever asks sets the time limit.
 
-    Asked again in the same state it repeats itself; after moves it did not follow it starts again from what it sees now.
+    Asked again in the same state it repeats itself; after moves it did not follow it starts again
+    from what it sees now.
     """
 
     def __init__(self, world: World) -> None:
@@ -167,24 +207,39 @@ class Bot:
         try:
             if self._bot is not None and self._world.num_moves == self._asked_at + 1:
                 return Move(self._bot.replan(self._world.last_move))
-        except Exception:  # the bot asserts where a foreign move broke its plan: a new one may still find a way
+        except (
+            Exception
+        ):  # the bot asserts where a foreign move broke its plan: a new one may still find a way
             self._bot = None
         try:
             self._bot = BabyAIBot(self._world.env)
             return Move(self._bot.replan())
         except Exception as error:
             self._bot = None
-            raise ExpertFailed(f"BabyAIBot has no plan for {self._world.env.mission!r}: {type(error).__name__} {error}") from error
+            raise ExpertFailed(
+                f"BabyAIBot has no plan for {self._world.env.mission!r}: {type(error).__name__}"
+                f" {error}"
+            ) from error
 
     def _shortcut(self) -> str:
-        """In the high grammar a goal in view is one command away, if the plan holds: where it does not, the bot takes over."""
+        """In the high grammar a goal in view is one command away, if the plan holds: where it
+        does not, the bot takes over.
+        """
         instruction = self._world.env.instrs
-        if self._took_shortcut or self._world.options.actions != "high" or not isinstance(instruction, GoToInstr | PickupInstr):
+        if (
+            self._took_shortcut
+            or self._world.options.actions != "high"
+            or not isinstance(instruction, GoToInstr | PickupInstr)
+        ):
             return ""
         verb = "go to" if isinstance(instruction, GoToInstr) else "pickup"
         if verb == "pickup" and self._world.view.carrying:
             return ""
-        wanted = {self._world.env.relative_coords(*obj.cur_pos) for obj in instruction.desc.obj_set if obj.cur_pos is not None}
+        wanted = {
+            self._world.env.relative_coords(*obj.cur_pos)
+            for obj in instruction.desc.obj_set
+            if obj.cur_pos is not None
+        }
         for text, command in self._world.offered.items():
             if command.target is None or not command.moves or not text.startswith(verb):
                 continue
@@ -195,12 +250,22 @@ class Bot:
         return ""
 
     def _in_words(self, move: Move) -> str:
-        """`done` has no word. Low: a pickup or drop that cannot happen looks around just as well. High: turn away, and back."""
+        """`done` has no word.
+        Low: a pickup or drop that cannot happen looks around just as well.
+        High: turn away, and back.
+        """
         high = self._world.options.actions == "high"
         if move is Move.DONE:
             if high:
                 return "turn left"
             move = Move.PICKUP if self._world.view.carrying else Move.DROP
         if high and move is Move.PICKUP:
-            return next((text for text, command in self._world.offered.items() if command.moves == (Move.PICKUP,)), CHECK)
+            return next(
+                (
+                    text
+                    for text, command in self._world.offered.items()
+                    if command.moves == (Move.PICKUP,)
+                ),
+                CHECK,
+            )
         return _TEXT_OF[move]

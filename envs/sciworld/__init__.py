@@ -14,29 +14,39 @@ from envs.sciworld.world import Options, Reward, World
 DEFAULTS: dict[str, Any] = {"tasks": "agentgym", "max_moves": 100, "reward": "normalised"}
 
 MANUAL = """\
-You are in a house with a laboratory and are given a science task. Rooms are joined by doors. Each turn, answer with one action:
+You are in a house with a laboratory and are given a science task. Rooms are joined by doors. Each \
+turn, answer with one action:
 look around, look at OBJECT, look in OBJECT, read OBJECT, inventory, task
 go to ROOM, open OBJECT, close OBJECT (doors and containers too)
-pick up OBJECT, put down OBJECT, move OBJECT to OBJECT, pour OBJECT into OBJECT, dunk OBJECT into OBJECT, mix OBJECT
-activate OBJECT, deactivate OBJECT, use OBJECT, use OBJECT on OBJECT, connect OBJECT to OBJECT, disconnect OBJECT, eat OBJECT, flush OBJECT
-focus on OBJECT - says that this is the one the task is about; focusing on a wrong one fails the task at once
+pick up OBJECT, put down OBJECT, move OBJECT to OBJECT, pour OBJECT into OBJECT, dunk OBJECT into \
+OBJECT, mix OBJECT
+activate OBJECT, deactivate OBJECT, use OBJECT, use OBJECT on OBJECT, connect OBJECT to OBJECT, \
+disconnect OBJECT, eat OBJECT, flush OBJECT
+focus on OBJECT - says that this is the one the task is about; focusing on a wrong one fails the \
+task at once
 wait - ten moves pass; wait1 - one move passes
-An OBJECT is a name you were shown, if need be with its place: substance in metal pot. If several fit, you are asked which: answer with \
+An OBJECT is a name you were shown, if need be with its place: substance in metal pot. If several \
+fit, you are asked which: answer with \
 its number alone. There is a limit on moves."""
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
     """Options: tasks, max_moves, reward; the README says what they mean.
 
-    Errors: ValueError in one line, naming the key or value and the nearest known one, or what is not installed and how to.
+    Errors: ValueError in one line, naming the key or value and the nearest known one, or what is
+    not installed and how to.
     """
     chosen = choose("sciworld", options, DEFAULTS)
     moves = chosen["max_moves"]
     if not isinstance(moves, int) or isinstance(moves, bool) or moves < 1:
-        raise ValueError(f"sciworld option max_moves: expected a whole number from 1, got {moves!r}")
+        raise ValueError(
+            f"sciworld option max_moves: expected a whole number from 1, got {moves!r}"
+        )
     if chosen["reward"] not in get_args(Reward):
         near = nearest(str(chosen["reward"]), list(get_args(Reward)))
-        raise ValueError(f"sciworld option reward: unknown value {chosen['reward']!r}; did you mean {near!r}?")
+        raise ValueError(
+            f"sciworld option reward: unknown value {chosen['reward']!r}; did you mean {near!r}?"
+        )
     parsed = Options(_tasks(chosen["tasks"]), moves, chosen["reward"])
     pool = make_pool()
     served = EnvSpec(
@@ -50,7 +60,10 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         offers_hints=True,
         gauges={
             "env_jvms": ("Java processes", lambda: len(pool.pids)),
-            "env_jvm_restarts": ("Java processes that were lost or replaced", lambda: pool.restarts),
+            "env_jvm_restarts": (
+                "Java processes that were lost or replaced",
+                lambda: pool.restarts,
+            ),
             "env_engine_cpu_seconds": ("CPU seconds of the engine itself", lambda: pool.engine_s),
         },
         warm=pool.warm,
@@ -64,8 +77,15 @@ def spec(options: dict[str, Any]) -> EnvSpec:
 def _tasks(value: Any) -> tuple[str, ...]:
     if value == "agentgym":
         return PUBLISHED
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) for name in value):
-        raise ValueError(f'sciworld option tasks: expected "agentgym" or a list of task names such as ["boil"], got {value!r}')
+    if (
+        not isinstance(value, list | tuple)
+        or not value
+        or not all(isinstance(name, str) for name in value)
+    ):
+        raise ValueError(
+            'sciworld option tasks: expected "agentgym" or a list of task names such as ["boil"],'
+            f" got {value!r}"
+        )
     for name in value:
         check_name(name)
     return tuple(value)

@@ -35,8 +35,13 @@ class Recording:
     def next_action(self) -> str:
         way = solution(self._task)
         if not way:
-            raise ExpertFailed(f"no solution of {self._task.name} {self._task.variation} is recorded")
+            raise ExpertFailed(
+                f"no solution of {self._task.name} {self._task.variation} is recorded"
+            )
         turn = len(self._played)
         if list(self._played) != way[:turn] or turn == len(way):
-            raise ExpertFailed(f"the episode left the recorded solution of {self._task.name} {self._task.variation}")
+            raise ExpertFailed(
+                f"the episode left the recorded solution of {self._task.name}"
+                f" {self._task.variation}"
+            )
         return way[turn]

@@ -1,4 +1,6 @@
-"""One Java process with several games in it, each spoken to over two pipes of its own; `java/Slots.java` is the other side."""
+"""One Java process with several games in it, each spoken to over two pipes of its own;
+`java/Slots.java` is the other side.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ INSTALL_JAVA = "apt-get install default-jre-headless"
 EXIT_TIMEOUT_S = 5.0
 READ_BYTES = 65536  # what a pipe holds
 _REQUEST = struct.Struct(">ci")  # operation, number of texts
-_REPLY = struct.Struct(">i?qi")  # bytes that follow the first field, failed, CPU nanoseconds of the engine, number of texts
+# bytes that follow the first field, failed, CPU nanoseconds of the engine, number of texts
+_REPLY = struct.Struct(">i?qi")
 _INT = struct.Struct(">i")
 
 
@@ -44,24 +47,36 @@ class Answer:
 
 
 def find_java() -> str:
-    """Path of `java`: of JAVA_HOME, else of PATH. Errors: ValueError with the command that installs one."""
+    """Path of `java`: of JAVA_HOME, else of PATH. Errors: ValueError with the command that
+    installs one.
+    """
     home = os.environ.get("JAVA_HOME", "")
     java = shutil.which("java", path=os.path.join(home, "bin")) if home else shutil.which("java")
     if java is None:
-        raise ValueError(f"sciworld needs a Java runtime and found no `java` in {home or 'PATH'}; install one: {INSTALL_JAVA}")
+        raise ValueError(
+            f"sciworld needs a Java runtime and found no `java` in {home or 'PATH'}; install one:"
+            f" {INSTALL_JAVA}"
+        )
     return java
 
 
 def find_engine() -> Path:
-    """The engine's archive in the package scienceworld, which is not imported. Errors: ValueError."""
+    """The engine's archive in the package scienceworld, which is not imported.
+    Errors: ValueError.
+    """
     spec = find_spec("scienceworld")
     if spec is None or spec.origin is None:
-        raise ValueError("sciworld needs the package scienceworld; install it: pip install 'agentgym-flow[sciworld]'")
+        raise ValueError(
+            "sciworld needs the package scienceworld; install it: pip install"
+            " 'agentgym-flow[sciworld]'"
+        )
     return Path(spec.origin).with_name("scienceworld.jar")
 
 
 def java_options(heap_mib: int) -> list[str]:
-    """Repeatable (equal identity hashes: the engine walks through hash sets of objects), small, and gone when memory runs out."""
+    """Repeatable (equal identity hashes: the engine walks through hash sets of objects), small,
+    and gone when memory runs out.
+    """
     return [
         "-XX:+UnlockExperimentalVMOptions",
         "-XX:hashCode=2",
@@ -75,7 +90,9 @@ def java_options(heap_mib: int) -> list[str]:
 
 
 class Line:
-    """The two pipes of one slot. A call holds the lock, and so does who closes them: no descriptor is closed under a call."""
+    """The two pipes of one slot.
+    A call holds the lock, and so does who closes them: no descriptor is closed under a call.
+    """
 
     def __init__(self) -> None:
         their_requests, self._requests = _pipe()
@@ -86,7 +103,9 @@ class Line:
         self.engine_s = 0.0  # CPU seconds of the slot's games so far
 
     def ask(self, request: bytes, timeout_s: float) -> bytes:
-        """Errors: TimeoutError; EOFError, OSError or ValueError where the other end or this one is closed."""
+        """Errors: TimeoutError; EOFError, OSError or ValueError where the other end or this one
+        is closed.
+        """
         deadline, answer = time.monotonic() + timeout_s, bytearray()
         with self._lock:
             for pipe, event in self._exchange(request, answer):
@@ -123,7 +142,9 @@ class Line:
             answer += part
 
     def close(self) -> None:
-        """Leaves them to the call that is under way, if any: it sees that the process is gone, and closes again."""
+        """Leaves them to the call that is under way, if any: it sees that the process is gone,
+        and closes again.
+        """
         if self._lock.acquire(blocking=False):
             self._requests.close()
             self._answers.close()
@@ -138,7 +159,11 @@ def _pipe() -> tuple[FileIO, FileIO]:
 
 async def _ready(pipe: FileIO, event: int) -> None:
     loop = asyncio.get_running_loop()
-    add, remove = (loop.add_reader, loop.remove_reader) if event == select.POLLIN else (loop.add_writer, loop.remove_writer)
+    add, remove = (
+        (loop.add_reader, loop.remove_reader)
+        if event == select.POLLIN
+        else (loop.add_writer, loop.remove_writer)
+    )
     ready = asyncio.Event()
     add(pipe, ready.set)
     try:
@@ -160,7 +185,15 @@ class Jvm:
 
     def __init__(self, heap_mib: int, num_slots: int) -> None:
         engine = find_engine()
-        command = [find_java(), *java_options(heap_mib), "-cp", f"{engine}{os.pathsep}{WRAPPER}", "Slots", str(WRAPPER), str(engine)]
+        command = [
+            find_java(),
+            *java_options(heap_mib),
+            "-cp",
+            f"{engine}{os.pathsep}{WRAPPER}",
+            "Slots",
+            str(WRAPPER),
+            str(engine),
+        ]
         self._lines = [Line() for _ in range(num_slots)]
         theirs = [pipe for line in self._lines for pipe in line.theirs]
         descriptors = [pipe.fileno() for pipe in theirs]
@@ -170,7 +203,8 @@ class Jvm:
                 [*command, *map(str, descriptors)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                cwd=engine.parent,  # the engine reads a table that lies there, and would write it where it is missing
+                # the engine reads a table that lies there, and would write it where it is missing
+                cwd=engine.parent,
                 start_new_session=True,
                 pass_fds=descriptors,
             )
@@ -193,8 +227,12 @@ class Jvm:
         """CPU seconds of all games so far."""
         return sum(line.engine_s for line in self._lines)
 
-    def call(self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float) -> Answer:
-        """Errors: GameFailed; JvmLost. No answer in time ends the process: nothing else stops a game that loops."""
+    def call(
+        self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float
+    ) -> Answer:
+        """Errors: GameFailed; JvmLost.
+        No answer in time ends the process: nothing else stops a game that loops.
+        """
         try:
             answer = self._lines[slot].ask(_request(operation, texts), timeout_s)
         except (EOFError, OSError, ValueError) as error:
@@ -202,8 +240,12 @@ class Jvm:
             raise JvmLost(self._lost) from None
         return self._told(slot, answer)
 
-    async def call_async(self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float) -> Answer:
-        """As `call`. One that is cancelled ends the process too: its answer would be taken for the next one's."""
+    async def call_async(
+        self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float
+    ) -> Answer:
+        """As `call`.
+        One that is cancelled ends the process too: its answer would be taken for the next one's.
+        """
         try:
             answer = await self._lines[slot].ask_async(_request(operation, texts), timeout_s)
         except (EOFError, OSError, ValueError) as error:
@@ -261,4 +303,8 @@ class Jvm:
 
     def _ended(self, code: int) -> None:
         if self._lose(f"the Java process ended with code {code}"):
-            logger.error("the Java process %d ended by itself with code %s; its games are lost", self.pid, code)
+            logger.error(
+                "the Java process %d ended by itself with code %s; its games are lost",
+                self.pid,
+                code,
+            )

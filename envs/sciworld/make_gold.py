@@ -1,8 +1,11 @@
-"""Writes `gold.json.gz`: actions that solve each task, asked of the engine and played. `python -m envs.sciworld.make_gold FOLDER`.
+"""Writes `gold.json.gz`: actions that solve each task, asked of the engine and played.
+`python -m envs.sciworld.make_gold FOLDER`.
 
-The engine finds them by playing the game inside, which takes a second or so; a server must not. What it proposes is played in the
-same process options as a server's, cut where the task is solved, and kept only if it is. FOLDER holds what is known so far, so
-that it can be stopped and run again; hours of one core for all of them.
+The engine finds them by playing the game inside, which takes a second or so; a server must not.
+What it proposes is played in the same process options as a server's, cut where the task is solved,
+and kept only if it is.
+FOLDER holds what is known so far, so that it can be stopped and run again; hours of one core for
+all of them.
 """
 
 from __future__ import annotations
@@ -31,20 +34,35 @@ def solve(slot: Slot, task: str, variation: int) -> tuple[list[str], str]:
         _, score, completed, moves = slot.call("s", action).texts
         done.append(action)
         if completed == "true" or float(score) < 0:
-            return (done, "") if float(score) >= 0.995 else ([], f"ended at {float(score):.2f} after {moves} moves")
+            return (
+                (done, "")
+                if float(score) >= 0.995
+                else ([], f"ended at {float(score):.2f} after {moves} moves")
+            )
     return [], f"not solved after {len(done)} actions"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--first", type=int, default=10**6, help="variations of each task, in order")
+    parser.add_argument(
+        "--first", type=int, default=10**6, help="variations of each task, in order"
+    )
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     known_path = arguments.folder / "known.jsonl"
-    rows = [json.loads(line) for line in known_path.read_text().splitlines()] if known_path.exists() else []
+    rows = (
+        [json.loads(line) for line in known_path.read_text().splitlines()]
+        if known_path.exists()
+        else []
+    )
     known = {(row["task"], row["variation"]) for row in rows}
-    wanted = [(name, v) for v in range(max(VARIATIONS.values())) for name in PUBLISHED if v < min(VARIATIONS[name], arguments.first)]
+    wanted = [
+        (name, v)
+        for v in range(max(VARIATIONS.values()))
+        for name in PUBLISHED
+        if v < min(VARIATIONS[name], arguments.first)
+    ]
     pool = SlotPool(slots_per_jvm=16, call_timeout_s=TIMEOUT_S)
     began = time.monotonic()
     try:
@@ -57,11 +75,16 @@ def main() -> None:
                     actions, failure = [], f"{type(error).__name__} {error}"
                 finally:
                     pool.release(slot)
-                rows.append({"task": task, "variation": variation, "actions": actions, "failure": failure})
+                rows.append(
+                    {"task": task, "variation": variation, "actions": actions, "failure": failure}
+                )
                 file.write(json.dumps(rows[-1]) + "\n")
                 file.flush()
                 if count % 50 == 0:
-                    sys.stdout.write(f"{time.monotonic() - began:.0f}s {len(rows)} known, last {task} {variation} {failure}\n")
+                    sys.stdout.write(
+                        f"{time.monotonic() - began:.0f}s {len(rows)} known, last {task}"
+                        f" {variation} {failure}\n"
+                    )
                     sys.stdout.flush()
     finally:
         pool.close()

@@ -1,4 +1,6 @@
-"""Builds `slots.jar` from `java/`: `python -m envs.sciworld.make_jar`. Needs a JDK; a server needs only the archive this makes."""
+"""Builds `slots.jar` from `java/`: `python -m envs.sciworld.make_jar`.
+Needs a JDK; a server needs only the archive this makes.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,29 @@ JDK = "17"  # made the shipped archive; another compiler may order the same code
 
 
 def build(target: Path) -> None:
-    """Equal sources and compilers give equal bytes. Errors: FileNotFoundError without a JDK, CalledProcessError."""
+    """Equal sources and compilers give equal bytes.
+    Errors: FileNotFoundError without a JDK, CalledProcessError.
+    """
     with tempfile.TemporaryDirectory() as folder:
         sources = sorted(str(path) for path in SOURCES.rglob("*.java"))
-        command = ["javac", "--release", JAVA_VERSION, "-Xlint:-options", "-cp", str(find_engine()), "-d", folder, *sources]
+        command = [
+            "javac",
+            "--release",
+            JAVA_VERSION,
+            "-Xlint:-options",
+            "-cp",
+            str(find_engine()),
+            "-d",
+            folder,
+            *sources,
+        ]
         subprocess.run(command, check=True)
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
             for path in sorted(Path(folder).rglob("*.class")):
-                archive.writestr(zipfile.ZipInfo(path.relative_to(folder).as_posix(), (1980, 1, 1, 0, 0, 0)), path.read_bytes())
+                archive.writestr(
+                    zipfile.ZipInfo(path.relative_to(folder).as_posix(), (1980, 1, 1, 0, 0, 0)),
+                    path.read_bytes(),
+                )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A few Java processes with reusable slots, one game each: who gets which, and that a bad process is replaced."""
+"""A few Java processes with reusable slots, one game each: who gets which, and that a bad
+process is replaced.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ from envs.sciworld.jvm import Answer, GameFailed, Jvm, JvmLost
 logger = logging.getLogger(__name__)
 
 SLOTS_PER_JVM = 8
-CALL_TIMEOUT_S = 60.0  # of one call: what takes longer is stuck; also for loading a new slot's classes on a busy machine
+# of one call: what takes longer is stuck; also for loading a new slot's classes on a busy machine
+CALL_TIMEOUT_S = 60.0
 HEAP_MIB = (96, 24)  # of one process: to begin with, and for each slot
 IDLE_S = 60.0  # a process nobody needed for so long ends, but the first
-WARM_TASKS = ("boil", "test-conductivity")  # loading these two leaves little of what other tasks load for the first time
-GROWN = 2.5  # a process that holds more than this times its heap is replaced: half of that is its classes and compiled code
+# loading these two leaves little of what other tasks load for the first time
+WARM_TASKS = ("boil", "test-conductivity")
+# a process that holds more than this times its heap is replaced: half of that is its classes and
+# compiled code
+GROWN = 2.5
 
 
 class Place(Protocol):
@@ -51,7 +57,9 @@ class Pool(Protocol):
         ...
 
     def warm(self, num_games: int) -> None:
-        """Have places for so many games ready, as far as that is worth its memory. Errors: GameFailed, JvmLost."""
+        """Have places for so many games ready, as far as that is worth its memory.
+        Errors: GameFailed, JvmLost.
+        """
         ...
 
     def acquire(self) -> Place: ...
@@ -67,7 +75,8 @@ class Pool(Protocol):
 class Process:
     jvm: Jvm
     num_slots: int
-    free: list[Slot] = field(default_factory=list)  # the one used last at the end, those never used at the beginning
+    # the one used last at the end, those never used at the beginning
+    free: list[Slot] = field(default_factory=list)
     retired: bool = False  # gets no new sessions; ends with its last one
     idle_since: float = math.inf
 
@@ -89,7 +98,9 @@ class Slot:
     def call(self, operation: str, *texts: str) -> Answer:
         """Errors: GameFailed, JvmLost; either way the slot is not used again."""
         try:
-            return self.process.jvm.call(operation, self.number, texts, timeout_s=self.pool._call_timeout_s)
+            return self.process.jvm.call(
+                operation, self.number, texts, timeout_s=self.pool._call_timeout_s
+            )
         except (GameFailed, JvmLost):
             self.broken = True
             raise
@@ -97,16 +108,23 @@ class Slot:
     async def call_async(self, operation: str, *texts: str) -> Answer:
         """As `call`, without a thread."""
         try:
-            return await self.process.jvm.call_async(operation, self.number, texts, timeout_s=self.pool._call_timeout_s)
+            return await self.process.jvm.call_async(
+                operation, self.number, texts, timeout_s=self.pool._call_timeout_s
+            )
         except (GameFailed, JvmLost):
             self.broken = True
             raise
 
 
 class SlotPool:
-    """Thread-safe. Processes start when they are needed and stay for a while: a used slot opens the next game in a tenth of the time."""
+    """Thread-safe.
+    Processes start when they are needed and stay for a while: a used slot opens the next game in a
+    tenth of the time.
+    """
 
-    def __init__(self, slots_per_jvm: int = SLOTS_PER_JVM, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(
+        self, slots_per_jvm: int = SLOTS_PER_JVM, call_timeout_s: float = CALL_TIMEOUT_S
+    ) -> None:
         self._slots_per_jvm = slots_per_jvm
         self._heap_mib = HEAP_MIB[0] + HEAP_MIB[1] * slots_per_jvm
         self._call_timeout_s = call_timeout_s
@@ -132,7 +150,9 @@ class SlotPool:
             return self._ended_engine_s + sum(process.jvm.engine_s for process in self._processes)
 
     def acquire(self) -> Slot:
-        """A free slot, of the first process that has one, else of a new one. Errors: GameFailed, JvmLost."""
+        """A free slot, of the first process that has one, else of a new one.
+        Errors: GameFailed, JvmLost.
+        """
         slot = self._take()
         try:
             self._open(slot)
@@ -142,7 +162,8 @@ class SlotPool:
         return slot
 
     def warm(self, num_games: int) -> None:
-        """Open up to one process's slots and load each twice: a slot's classes are its own, and so is their compiled code.
+        """Open up to one process's slots and load each twice: a slot's classes are its own, and so
+        is their compiled code.
 
         Errors: GameFailed, JvmLost.
         """
@@ -159,9 +180,17 @@ class SlotPool:
     def release(self, slot: Slot) -> None:
         process = slot.process
         with self._gate:
-            if process.jvm.alive and process.jvm.rss_mib() > GROWN * self._heap_mib and not process.retired:
+            if (
+                process.jvm.alive
+                and process.jvm.rss_mib() > GROWN * self._heap_mib
+                and not process.retired
+            ):
                 process.retired = True
-                logger.warning("Java process %d holds %.0f MiB; it is replaced", process.jvm.pid, process.jvm.rss_mib())
+                logger.warning(
+                    "Java process %d holds %.0f MiB; it is replaced",
+                    process.jvm.pid,
+                    process.jvm.rss_mib(),
+                )
             if slot.broken:
                 process.free.insert(0, Slot(process, slot.number, self))
             else:
@@ -182,7 +211,17 @@ class SlotPool:
     def _take(self) -> Slot:
         with self._gate:
             self._bury()
-            process = next((process for process in self._processes if process.free and not process.retired), None) or self._start()
+            process = (
+                next(
+                    (
+                        process
+                        for process in self._processes
+                        if process.free and not process.retired
+                    ),
+                    None,
+                )
+                or self._start()
+            )
             return process.free.pop()
 
     def _open(self, slot: Slot) -> None:
@@ -195,14 +234,26 @@ class SlotPool:
         process = Process(Jvm(self._heap_mib, self._slots_per_jvm), self._slots_per_jvm)
         process.free += [Slot(process, number, self) for number in range(self._slots_per_jvm)]
         self._processes.append(process)
-        logger.info("Java process %d started: up to %d games, heap %d MiB", process.jvm.pid, self._slots_per_jvm, self._heap_mib)
+        logger.info(
+            "Java process %d started: up to %d games, heap %d MiB",
+            process.jvm.pid,
+            self._slots_per_jvm,
+            self._heap_mib,
+        )
         return process
 
     def _bury(self) -> None:
-        """Forget processes that are gone, and those but the first that nobody needed for a while. Holds the gate."""
+        """Forget processes that are gone, and those but the first that nobody needed for a
+        while.
+        Holds the gate.
+        """
         dead = [process for process in self._processes if not process.jvm.alive]
         long_ago = time.monotonic() - IDLE_S
-        idle = [process for process in self._processes[1:] if process.idle and process.idle_since < long_ago]
+        idle = [
+            process
+            for process in self._processes[1:]
+            if process.idle and process.idle_since < long_ago
+        ]
         for process in {*dead, *idle}:
             self._processes.remove(process)
             self._ended_engine_s += process.jvm.engine_s

@@ -1,4 +1,7 @@
-"""Without our wrapper: one Java process for each game, through the engine's own interface and py4j. Slow and large, but right."""
+"""Without our wrapper: one Java process for each game, through the engine's own interface and
+py4j.
+Slow and large, but right.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from envs.sciworld.jvm import EXIT_TIMEOUT_S, WRAPPER, Answer, GameFailed, JvmLost, find_engine, find_java, java_options
+from envs.sciworld.jvm import (
+    EXIT_TIMEOUT_S,
+    WRAPPER,
+    Answer,
+    GameFailed,
+    JvmLost,
+    find_engine,
+    find_java,
+    java_options,
+)
 from envs.sciworld.slots import CALL_TIMEOUT_S, Pool, SlotPool
 
 logger = logging.getLogger(__name__)
@@ -25,7 +37,11 @@ def make_pool() -> Pool:
     find_engine()
     if WRAPPER.exists():
         return SlotPool()
-    logger.warning("%s is missing: one Java process for each session, about 145 MiB; make it: python -m envs.sciworld.make_jar", WRAPPER)
+    logger.warning(
+        "%s is missing: one Java process for each session, about 145 MiB; make it: python -m"
+        " envs.sciworld.make_jar",
+        WRAPPER,
+    )
     return StockPool()
 
 
@@ -72,7 +88,8 @@ class StockSlot:
 
     def call(self, operation: str, *texts: str) -> Answer:
         """Errors: GameFailed, JvmLost."""
-        from py4j.protocol import Py4JError, Py4JNetworkError  # only here: the package comes with the engine
+        # only here: the package comes with the engine
+        from py4j.protocol import Py4JError, Py4JNetworkError
 
         try:
             return Answer(tuple(self._carry_out(operation, texts)), 0.0)
@@ -82,9 +99,13 @@ class StockSlot:
             raise GameFailed(str(error)) from error
 
     async def call_async(self, operation: str, *texts: str) -> Answer:
-        """As `call`, with a deadline: a process that gives no answer ends with its game, and with it the thread."""
+        """As `call`, with a deadline: a process that gives no answer ends with its game, and
+        with it the thread.
+        """
         try:
-            return await asyncio.wait_for(asyncio.to_thread(self.call, operation, *texts), CALL_TIMEOUT_S)
+            return await asyncio.wait_for(
+                asyncio.to_thread(self.call, operation, *texts), CALL_TIMEOUT_S
+            )
         except TimeoutError:
             raise JvmLost(f"a game gave no answer within {CALL_TIMEOUT_S:g} s") from None
 
@@ -130,5 +151,9 @@ def start() -> StockSlot:
         create_new_process_group=True,
         return_proc=True,
     )
-    gateway = JavaGateway(gateway_parameters=GatewayParameters(port=port, auth_token=token, auto_field=True, auto_convert=True))
+    gateway = JavaGateway(
+        gateway_parameters=GatewayParameters(
+            port=port, auth_token=token, auto_field=True, auto_convert=True
+        )
+    )
     return StockSlot(process, gateway, gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface())

@@ -41,7 +41,8 @@ VARIATIONS = {
     "mendelian-genetics-unknown-plant": 480,
 }
 NOT_PUBLISHED = ("grow-", "inclined-plane-", "mendelian-genetics-")
-PUBLISHED = tuple(name for name in VARIATIONS if not name.startswith(NOT_PUBLISHED))  # 23 of the 30, 4,639 variations
+# 23 of the 30, 4,639 variations
+PUBLISHED = tuple(name for name in VARIATIONS if not name.startswith(NOT_PUBLISHED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,18 @@ class Task:
 
 
 def find_task(names: tuple[str, ...], index: int) -> Task:
-    """All variations of the first task, then of the second ... Errors: UnknownTask beyond the last."""
+    """All variations of the first task, then of the second ... Errors: UnknownTask beyond the
+    last.
+    """
     left = index
     for name in names:
         if left < VARIATIONS[name]:
             return Task(name, left)
         left -= VARIATIONS[name]
-    raise UnknownTask(f"sciworld task {index}: these {len(names)} kinds of task have the indices 0 to {num_tasks(names) - 1}")
+    raise UnknownTask(
+        f"sciworld task {index}: these {len(names)} kinds of task have the indices 0 to"
+        f" {num_tasks(names) - 1}"
+    )
 
 
 def num_tasks(names: tuple[str, ...]) -> int:

@@ -15,7 +15,8 @@ from envs.sciworld.tasks import Task, find_task
 
 logger = logging.getLogger(__name__)
 
-LONGEST = 1_000  # characters of an action that the engine reads: 16,000 of some letters take it seconds
+# characters of an action that the engine reads: 16,000 of some letters take it seconds
+LONGEST = 1_000
 BROKEN = "The laboratory broke on this action. The episode is over."
 Reward = Literal["normalised", "agentgym"]
 
@@ -29,7 +30,8 @@ class Options:
     tasks: tuple[str, ...]
     max_moves: int
     reward: Reward
-    paid_at_reset: bool = False  # the first observation's score was told with it; else the first turn pays it
+    # the first observation's score was told with it; else the first turn pays it
+    paid_at_reset: bool = False
 
 
 class World:
@@ -43,7 +45,8 @@ class World:
         self.task = Task("", 0)
         self.description = ""
         self.room = ""  # the first look around
-        self.score = 0  # 0..100, some at the first look already; below 0 where the task was failed for good
+        # 0..100, some at the first look already; below 0 where the task was failed for good
+        self.score = 0
         self.moves = 0
         self._paid = 0.0  # sum of the rewards so far
 
@@ -51,7 +54,9 @@ class World:
         """Errors: UnknownTask for an index beyond the last."""
         self.task = find_task(self._options.tasks, task_id)
         self._slot = self._slot or self._pool.acquire()
-        self.description, self.room, score, *_ = self._slot.call("l", self.task.name, str(self.task.variation)).texts
+        self.description, self.room, score, *_ = self._slot.call(
+            "l", self.task.name, str(self.task.variation)
+        ).texts
         self._played, self.score, self.moves = [], _points(score), 0
         self._paid = self._value() if self._options.paid_at_reset else 0.0
         return f"{self.description}\n{self.room}"
@@ -71,11 +76,23 @@ class World:
             return self._broken(action, error)
 
     def _broken(self, action: str, error: GameFailed) -> StepResult:
-        """An action on which the engine raises ends the episode, worth nothing: it must not be a way out of a lost one."""
+        """An action on which the engine raises ends the episode, worth nothing: it must not be
+        a way out of a lost one.
+        """
         logger.error(
-            "task %s %d: the engine raised on %.200r; the episode scores 0", self.task.name, self.task.variation, action, exc_info=error
+            "task %s %d: the engine raised on %.200r; the episode scores 0",
+            self.task.name,
+            self.task.variation,
+            action,
+            exc_info=error,
         )
-        info = {"score": 0, "moves": self.moves, "task": self.task.name, "variation": self.task.variation, "failed": str(error)[:200]}
+        info = {
+            "score": 0,
+            "moves": self.moves,
+            "task": self.task.name,
+            "variation": self.task.variation,
+            "failed": str(error)[:200],
+        }
         return StepResult(BROKEN, -self._paid, terminated=True, info=info)
 
     def _stepped(self, action: str, answer: Answer) -> StepResult:
@@ -91,15 +108,24 @@ class World:
             terminated=over,
             truncated=not over and self.moves > self._options.max_moves,
             success=solved,
-            info={"score": self.score, "moves": self.moves, "task": self.task.name, "variation": self.task.variation},
+            info={
+                "score": self.score,
+                "moves": self.moves,
+                "task": self.task.name,
+                "variation": self.task.variation,
+            },
         )
 
     def _value(self) -> float:
         """The episode's outcome so far: the sum of its rewards."""
-        return float(self.score) if self._options.reward == "agentgym" else max(self.score, 0) / SOLVED
+        return (
+            float(self.score) if self._options.reward == "agentgym" else max(self.score, 0) / SOLVED
+        )
 
     def render(self) -> tuple[str, bytes]:
-        """JSON: the task, where the agent is, what it holds, and every room with what stands in it."""
+        """JSON: the task, where the agent is, what it holds, and every room with what stands in
+        it.
+        """
         rooms = json.loads(self._ours().call("u").texts[0])["contents"].values()
         inside = next((room for room in rooms if _agent(room)), None)
         held = _contents(_agent(inside)) if inside else []
@@ -109,8 +135,14 @@ class World:
             "score": self.score,
             "moves": self.moves,
             "room": inside["name"] if inside else "",
-            "inventory": next((thing["contents"] for thing in held if thing["name"] == "inventory"), []),
-            "rooms": [{"name": room["name"], "objects": _contents(room, but="agent")} for room in rooms if _is_shown(room)],
+            "inventory": next(
+                (thing["contents"] for thing in held if thing["name"] == "inventory"), []
+            ),
+            "rooms": [
+                {"name": room["name"], "objects": _contents(room, but="agent")}
+                for room in rooms
+                if _is_shown(room)
+            ],
         }
         return "application/json", json.dumps(picture).encode()
 
@@ -155,13 +187,19 @@ def _agent(room: dict[str, Any]) -> Any:
 
 def _contents(thing: dict[str, Any], but: str = "") -> list[dict[str, Any]]:
     inner = [part for part in thing["contents"].values() if _is_shown(part) and part["name"] != but]
-    return [{"name": part["name"], **_matter(part), "contents": _contents(part, but)} for part in inner]
+    return [
+        {"name": part["name"], **_matter(part), "contents": _contents(part, but)} for part in inner
+    ]
 
 
 def _matter(thing: dict[str, Any]) -> dict[str, Any]:
     matter = thing.get("propMaterial") or {}
     shown = {"temperature_c": round(matter["temperatureC"], 1)} if "temperatureC" in matter else {}
-    return {**shown, "state": matter["stateOfMatter"]} if matter.get("stateOfMatter") in STATES else shown
+    return (
+        {**shown, "state": matter["stateOfMatter"]}
+        if matter.get("stateOfMatter") in STATES
+        else shown
+    )
 
 
 def _is_shown(thing: dict[str, Any]) -> bool:

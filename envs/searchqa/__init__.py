@@ -28,39 +28,50 @@ DEFAULTS: dict[str, Any] = {
 }
 _CHOICES = {"mode": ("strict", "agentgym"), "protocol": ("own", "agentgym")}
 _MAX_TOPK = 100
-_MAX_TIMEOUT_S = 50.0  # a query may wait as long again for its turn, and the server gives a step 120 s
+# a query may wait as long again for its turn, and the server gives a step 120 s
+_MAX_TIMEOUT_S = 50.0
 
 _MANUAL = """\
 You are asked a question and can look things up in a collection of documents before you answer.
 Think as long as you like between <think> and </think>. Then end your reply with one of these two:
-<search>what to look for</search> - you are shown the {topk} best documents between <information> and </information>. Name the person, \
+<search>what to look for</search> - you are shown the {topk} best documents between <information> \
+and </information>. Name the person, \
 place or thing you want to read about. What one document tells may be needed for the next search.
-<answer>the answer</answer> - a name, a number or a few words, without explanation. For example: <answer>1867</answer>
+<answer>the answer</answer> - a name, a number or a few words, without explanation. For example: \
+<answer>1867</answer>
 Only the first of the two that a reply contains counts."""
 _ONE_ANSWER = "You can answer once."
 _MANY_ANSWERS = "You are told whether your answer is right. If not, search further or answer again."
 
 # asks for what the prompt of AgentGym's server asks for, in that order; the sentences are ours
 _AGENTGYM_MANUAL = """\
-Begin every reply with your reasoning, inside <think>...</think>. If you lack knowledge for the answer, write one \
-<search>...</search> and end the reply there: write neither <information> nor <answer> after it, and wait until you are given \
-<information>...</information>. When it has come, reason again inside <think>; once you are confident, write your final answer \
-inside <answer>...</answer>. Write no <answer> before any <information> unless you are entirely confident. If nothing needs to be \
-looked up, answer at once inside <answer> and </answer>, with the answer alone and no explanation. For example: \
+Begin every reply with your reasoning, inside <think>...</think>. If you lack knowledge for the \
+answer, write one \
+<search>...</search> and end the reply there: write neither <information> nor <answer> after it, \
+and wait until you are given \
+<information>...</information>. When it has come, reason again inside <think>; once you are \
+confident, write your final answer \
+inside <answer>...</answer>. Write no <answer> before any <information> unless you are entirely \
+confident. If nothing needs to be \
+looked up, answer at once inside <answer> and </answer>, with the answer alone and no explanation. \
+For example: \
 <answer> Lisbon </answer>. Keep to this at every turn.
 """
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Options: mode, protocol, topk, max_doc_chars, questions, retriever, retriever_timeout_s; the README says what they mean.
+    """Options: mode, protocol, topk, max_doc_chars, questions, retriever, retriever_timeout_s; the
+    README says what they mean.
 
-    Errors: ValueError naming the key or value and the nearest known one, or the file that is missing.
+    Errors: ValueError naming the key or value and the nearest known one, or the file that is
+    missing.
     """
     chosen = choose("searchqa", options, DEFAULTS)
     for key, known in _CHOICES.items():
         if chosen[key] not in known:
             raise ValueError(
-                f"searchqa option {key}: unknown value {chosen[key]!r}; did you mean {nearest(str(chosen[key]), list(known))!r}?"
+                f"searchqa option {key}: unknown value {chosen[key]!r}; did you mean"
+                f" {nearest(str(chosen[key]), list(known))!r}?"
             )
     parsed = Options(
         mode=chosen["mode"],
@@ -71,7 +82,8 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     asked, retriever = _questions(chosen["questions"]), _retriever(chosen)
     if isinstance(asked, FlashRag) and isinstance(retriever, retrievers.Bm25):
         raise ValueError(
-            "searchqa: the embedded corpus does not answer the questions of the benchmarks; give retriever the URL of an index"
+            "searchqa: the embedded corpus does not answer the questions of the benchmarks; give"
+            " retriever the URL of an index"
         )
 
     def served(options: Options) -> EnvSpec:
@@ -81,7 +93,8 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             make=partial(Episode, asked, retriever, options),
             options=chosen,
             probe_actions=("<search>town</search>", "<answer>none</answer>"),
-            blocking=not isinstance(retriever, retrievers.Bm25),  # a search of the embedded corpus takes 0.1 ms
+            # a search of the embedded corpus takes 0.1 ms
+            blocking=not isinstance(retriever, retrievers.Bm25),
             identity=lambda task_id: " ".join(asked[task_id].text.lower().split()),
         )
 
@@ -99,10 +112,15 @@ def _questions(value: Any) -> Questions:
     if value == "embedded":
         return questions.embedded()
     if not isinstance(value, str) or not value:
-        raise ValueError(f'searchqa option questions: expected "embedded" or a folder with train.parquet and test.parquet, got {value!r}')
+        raise ValueError(
+            'searchqa option questions: expected "embedded" or a folder with train.parquet and'
+            f" test.parquet, got {value!r}"
+        )
     folder = Path(value)
     if not folder.is_dir():
-        hint = "; did you mean 'embedded'?" if difflib.get_close_matches(value, ["embedded"]) else ""
+        hint = (
+            "; did you mean 'embedded'?" if difflib.get_close_matches(value, ["embedded"]) else ""
+        )
         raise ValueError(f"searchqa option questions: there is no folder {value!r}{hint}")
     found = FlashRag(folder)
     found[0]  # a server plays task 0 before it says it is ready
@@ -111,18 +129,30 @@ def _questions(value: Any) -> Questions:
 
 def _retriever(chosen: dict[str, Any]) -> Retriever:
     value, timeout_s = chosen["retriever"], chosen["retriever_timeout_s"]
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _MAX_TIMEOUT_S:
-        raise ValueError(f"searchqa option retriever_timeout_s: expected seconds up to {_MAX_TIMEOUT_S:g}, got {timeout_s!r}")
+    if (
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, int | float)
+        or not 0 < timeout_s <= _MAX_TIMEOUT_S
+    ):
+        raise ValueError(
+            f"searchqa option retriever_timeout_s: expected seconds up to {_MAX_TIMEOUT_S:g}, got"
+            f" {timeout_s!r}"
+        )
     if value == "bm25":
         return retrievers.embedded()
     if not isinstance(value, str) or "://" not in value:
         hint = "; did you mean 'bm25'?" if difflib.get_close_matches(str(value), ["bm25"]) else ""
-        raise ValueError(f'searchqa option retriever: expected "bm25" or a URL such as http://127.0.0.1:8000/retrieve, got {value!r}{hint}')
+        raise ValueError(
+            'searchqa option retriever: expected "bm25" or a URL such as'
+            f" http://127.0.0.1:8000/retrieve, got {value!r}{hint}"
+        )
     return SearchR1(value, float(timeout_s))
 
 
 def _whole(chosen: dict[str, Any], key: str, low: int, high: int) -> int:
     value = chosen[key]
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"searchqa option {key}: expected a whole number from {low} to {high}, got {value!r}")
+        raise ValueError(
+            f"searchqa option {key}: expected a whole number from {low} to {high}, got {value!r}"
+        )
     return value

@@ -1,4 +1,6 @@
-"""One question behind the `Simulator` protocol, and the expert that knows where its answer stands."""
+"""One question behind the `Simulator` protocol, and the expert that knows where its answer
+stands.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,10 @@ PROTOCOLS = {
         right="Your answer is right.",
         wrong="Your answer is not right.",
         try_again="Your answer is not right. Search further or try again.",
-        neither="Your reply has neither a complete <search> nor a complete <answer>."
-        " To look something up, write <search>your query</search>; to finish, write <answer>your answer</answer>.",
+        neither=(
+            "Your reply has neither a complete <search> nor a complete <answer>. To look something"
+            " up, write <search>your query</search>; to finish, write <answer>your answer</answer>."
+        ),
         thoughts_act=False,
         searches_nothing=False,
     ),
@@ -47,8 +51,10 @@ PROTOCOLS = {
         right="Well done! That is the right answer.",
         wrong="Unfortunately that is not the right answer.",
         try_again="Unfortunately that is not the right answer. Have another try.",
-        neither="That was not a valid action. A query belongs between <search> and </search>, a final answer between"
-        " <answer> and </answer>. Have another try.",
+        neither=(
+            "That was not a valid action. A query belongs between <search> and </search>, a final"
+            " answer between <answer> and </answer>. Have another try."
+        ),
         thoughts_act=True,
         searches_nothing=True,
     ),
@@ -98,14 +104,26 @@ class Episode:
             return self._result(self._protocol.neither)
         if said.kind == "search":
             return self._search(_CONTROL.sub(" ", said.text).strip()[:MAX_QUERY_CHARS])
-        return self._answer(said.text if self.options.mode == "strict" else last_answer(action, thoughts_act=thoughts_act))
+        return self._answer(
+            said.text
+            if self.options.mode == "strict"
+            else last_answer(action, thoughts_act=thoughts_act)
+        )
 
     def render(self) -> tuple[str, bytes]:
         lines = [f"Question ({self.question.data_source}): {self.question.text}"]
         for number, search in enumerate(self.searched, start=1):
             lines += ["", f"Search {number}: {search.query}"]
-            lines += [f"  {document.title}: {document.text}" for document in search.documents] or ["  nothing found"]
-        lines += ["", *(f"Answer: {answer} ({'right' if right else 'wrong'})" for answer, right in self.answers)]
+            lines += [f"  {document.title}: {document.text}" for document in search.documents] or [
+                "  nothing found"
+            ]
+        lines += [
+            "",
+            *(
+                f"Answer: {answer} ({'right' if right else 'wrong'})"
+                for answer, right in self.answers
+            ),
+        ]
         return "text/plain", "\n".join(lines).rstrip().encode()
 
     def expert(self) -> Expert:
@@ -129,18 +147,28 @@ class Episode:
         self.ended = right or self.options.mode == "strict"
         says = self._protocol
         text = says.right if right else says.wrong if self.ended else says.try_again
-        return self._result(text, right=right, f1=round(f1(answer, self.question.answers), 4), em=float(right))
+        return self._result(
+            text, right=right, f1=round(f1(answer, self.question.answers), 4), em=float(right)
+        )
 
     def _result(self, text: str, *, right: bool = False, **scores: float) -> StepResult:
-        info = {"data_source": self.question.data_source, "num_searches": len(self.searched), **scores}
-        return StepResult(text, 1.0 if right else 0.0, terminated=self.ended, success=right, info=info)
+        info = {
+            "data_source": self.question.data_source,
+            "num_searches": len(self.searched),
+            **scores,
+        }
+        return StepResult(
+            text, 1.0 if right else 0.0, terminated=self.ended, success=right, info=info
+        )
 
 
 class Researcher:
     """Searches for each hop in turn and answers with what the documents told.
 
-    It knows which document tells what. Of a question whose way is not known it searches for the question itself, and gives the golden
-    answer only where a document that came back contains it. Any state will do to go on from: it looks at what was shown so far.
+    It knows which document tells what.
+    Of a question whose way is not known it searches for the question itself, and gives the golden
+    answer only where a document that came back contains it.
+    Any state will do to go on from: it looks at what was shown so far.
     """
 
     def __init__(self, episode: Episode) -> None:
@@ -162,14 +190,22 @@ class Researcher:
         for query in queries:
             if query not in tried:
                 return f"<search>{query}</search>"
-        raise ExpertFailed(f"no document tells what {self._episode.question.text!r} needs; searched for: {'; '.join(tried)}")
+        raise ExpertFailed(
+            f"no document tells what {self._episode.question.text!r} needs; searched for:"
+            f" {'; '.join(tried)}"
+        )
 
     def _shown(self, answer: str, title: str = "") -> bool:
-        """Whether the policy was shown these words, by the document of this title if one is given."""
+        """Whether the policy was shown these words, by the document of this title if one is
+        given.
+        """
         limit = self._episode.options.max_doc_chars
         for search in self._episode.searched:
             for document in search.documents:
                 text = f"{document.title} {cut(document.text, limit)}"
-                if title in ("", document.title) and f" {normalise(answer)} " in f" {normalise(text)} ":
+                if (
+                    title in ("", document.title)
+                    and f" {normalise(answer)} " in f" {normalise(text)} "
+                ):
                     return True
         return False

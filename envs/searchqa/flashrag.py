@@ -1,4 +1,6 @@
-"""The benchmarks' own questions: FlashRAG parquet files as AgentGym's set-up writes them, under the ids it publishes."""
+"""The benchmarks' own questions: FlashRAG parquet files as AgentGym's set-up writes them, under
+the ids it publishes.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +43,24 @@ RANGES = (
 
 
 class FlashRag:
-    """`train.parquet` and `test.parquet` of one folder; either may be missing until an id of it is asked for.
+    """`train.parquet` and `test.parquet` of one folder; either may be missing until an id of it is
+    asked for.
 
-    A row's id is the first id of its data set plus `extra_info.index` (its row number within the data set; counted where the column is
-    not there), so that an extract of the files serves the same questions under the same ids.
+    A row's id is the first id of its data set plus `extra_info.index` (its row number within the
+    data set; counted where the column is not there), so that an extract of the files serves the
+    same questions under the same ids.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Errors: ValueError where no file is there, a column is missing, or rows contradict the published ranges."""
+        """Errors: ValueError where no file is there, a column is missing, or rows contradict
+        the published ranges.
+        """
         try:
             import pyarrow.parquet as parquet
         except ImportError as error:
-            raise ValueError("questions from parquet files need pyarrow: pip install 'agentgym-flow[searchqa]'") from error
+            raise ValueError(
+                "questions from parquet files need pyarrow: pip install 'agentgym-flow[searchqa]'"
+            ) from error
         self.folder = folder
         self._tables: dict[str, Any] = {}
         self._rows: dict[int, int] = {}  # task id -> row of the split's table
@@ -62,13 +70,20 @@ class FlashRag:
                 continue
             try:
                 present = set(parquet.read_schema(path).names)
-                table = parquet.read_table(path, columns=[name for name in COLUMNS if name in present])
+                table = parquet.read_table(
+                    path, columns=[name for name in COLUMNS if name in present]
+                )
             except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
                 raise ValueError(f"{path} cannot be read as parquet: {error}") from error
             if missing := {"question", "data_source"} - present:
-                raise ValueError(f"{path} has no column {', '.join(sorted(missing))}; expected: {', '.join(COLUMNS)}")
+                raise ValueError(
+                    f"{path} has no column {', '.join(sorted(missing))}; expected:"
+                    f" {', '.join(COLUMNS)}"
+                )
             if not present & {"reward_model", "golden_answers"}:
-                raise ValueError(f"{path} has no answers: neither reward_model nor golden_answers is a column")
+                raise ValueError(
+                    f"{path} has no answers: neither reward_model nor golden_answers is a column"
+                )
             self._tables[split] = table
             self._number(split, table, path)
         if not self._tables:
@@ -85,23 +100,35 @@ class FlashRag:
             path = self.folder / f"{place.split}.parquet"
             there = "has no such row" if place.split in self._tables else "is not there"
             row = task_id - place.first
-            raise UnknownTask(f"task id {task_id} is row {row} of {place.data_source} ({place.split}), but {path} {there}")
+            raise UnknownTask(
+                f"task id {task_id} is row {row} of {place.data_source} ({place.split}), but {path}"
+                f" {there}"
+            )
         return _question(self._tables[place.split].slice(row, 1).to_pylist()[0], task_id)
 
     def _number(self, split: str, table: Any, path: Path) -> None:
         ranges = {place.data_source: place for place in RANGES if place.split == split}
         counted = dict.fromkeys(ranges, 0)
         sources = table.column("data_source").to_pylist()
-        extra = table.column("extra_info").to_pylist() if "extra_info" in table.column_names else [None] * len(sources)
+        extra = (
+            table.column("extra_info").to_pylist()
+            if "extra_info" in table.column_names
+            else [None] * len(sources)
+        )
         for row, (source, facts) in enumerate(zip(sources, extra, strict=True)):
             if source not in ranges:
-                raise ValueError(f"{path}, row {row}: unknown data_source {source!r}; known: {', '.join(ranges)}")
+                raise ValueError(
+                    f"{path}, row {row}: unknown data_source {source!r}; known: {', '.join(ranges)}"
+                )
             place = ranges[source]
             index = facts.get("index") if isinstance(facts, Mapping) else None
             index = counted[source] if index is None else index
             counted[source] += 1
             if not isinstance(index, int) or not 0 <= index < place.count:
-                raise ValueError(f"{path}, row {row}: index {index!r} of {source}, which has {place.count} questions ({split})")
+                raise ValueError(
+                    f"{path}, row {row}: index {index!r} of {source}, which has {place.count}"
+                    f" questions ({split})"
+                )
             if self._rows.setdefault(place.first + index, row) != row:
                 raise ValueError(f"{path}, row {row}: index {index} of {source} comes twice")
 
@@ -121,4 +148,6 @@ def _question(row: Mapping[str, Any], task_id: int) -> Question:
     if not answers:
         raise ValueError(f"task id {task_id}: the row has no golden answer")
     text = str(row["question"]).strip()
-    return Question(text if text.endswith("?") else f"{text}?", tuple(answers), str(row["data_source"]))
+    return Question(
+        text if text.endswith("?") else f"{text}?", tuple(answers), str(row["data_source"])
+    )

@@ -24,12 +24,17 @@ class Action:
 
 
 def parse(reply: str, *, thoughts_act: bool = False) -> Action | None:
-    """The first `<search>..</search>` or `<answer>..</answer>`, outside of thoughts unless these act; None where there is neither.
+    """The first `<search>..</search>` or `<answer>..</answer>`, outside of thoughts unless these
+    act; None where there is neither.
 
     A tag that is never closed is text. Time is linear in the length of the reply.
     """
     said = reply if thoughts_act else without_thoughts(reply)
-    first = [(start, Action(kind, text)) for kind in _KINDS for start, text in islice(_pairs(said, kind), 1)]
+    first = [
+        (start, Action(kind, text))
+        for kind in _KINDS
+        for start, text in islice(_pairs(said, kind), 1)
+    ]
     return min(first, key=lambda item: item[0])[1] if first else None
 
 
@@ -40,7 +45,8 @@ def last_answer(reply: str, *, thoughts_act: bool = False) -> str:
 
 
 def without_thoughts(reply: str) -> str:
-    """Without `<think>..</think>`, and without what precedes a `</think>` that a chat template opened.
+    """Without `<think>..</think>`, and without what precedes a `</think>` that a chat template
+    opened.
 
     A `<think>` that is never closed hides nothing: what follows it counts.
     """
@@ -48,7 +54,9 @@ def without_thoughts(reply: str) -> str:
     if closed >= 0 and (opened < 0 or closed < opened):
         reply = reply[closed + len(_THOUGHT) :]
     parts, position = [], 0
-    while (opened := reply.find(_THINK, position)) >= 0 and (closed := reply.find(_THOUGHT, opened)) >= 0:
+    while (opened := reply.find(_THINK, position)) >= 0 and (
+        closed := reply.find(_THOUGHT, opened)
+    ) >= 0:
         parts.append(reply[position:opened])
         position = closed + len(_THOUGHT)
     return "".join(parts) + reply[position:]
@@ -56,7 +64,10 @@ def without_thoughts(reply: str) -> str:
 
 def information(documents: Sequence[Document], max_doc_chars: int = 0) -> str:
     """What a search answers, the text of each document cut to max_doc_chars."""
-    lines = [f'Doc {n}(Title: "{d.title}") {cut(d.text, max_doc_chars)}' for n, d in enumerate(documents, start=1)]
+    lines = [
+        f'Doc {n}(Title: "{d.title}") {cut(d.text, max_doc_chars)}'
+        for n, d in enumerate(documents, start=1)
+    ]
     return f"<information>{chr(10).join(lines) or 'No document matches.'}</information>"
 
 

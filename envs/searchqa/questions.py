@@ -1,6 +1,8 @@
-"""Questions by task id: the embedded ones, and the ranges in which AgentGym numbers those of the benchmarks.
+"""Questions by task id: the embedded ones, and the ranges in which AgentGym numbers those of the
+benchmarks.
 
-Ids below 51713 are eval, the others train, in both sets: a published id list means the right split either way.
+Ids below 51713 are eval, the others train, in both sets: a published id list means the right split
+either way.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ FIRST_TRAIN_ID = 51_713
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One search of the way to the answer: what to ask, the title of the document that tells, and what it tells."""
+    """One search of the way to the answer: what to ask, the title of the document that tells,
+    and what it tells.
+    """
 
     query: str
     title: str
@@ -43,7 +47,9 @@ class Questions(Protocol):
 
 
 class Embedded:
-    """The questions over the embedded corpus: every id >= 0 is valid, ids of a split repeat after the length of its list."""
+    """The questions over the embedded corpus: every id >= 0 is valid, ids of a split repeat
+    after the length of its list.
+    """
 
     def __init__(self, train: Sequence[Question], evaluation: Sequence[Question]) -> None:
         self.train = tuple(train)
@@ -66,5 +72,7 @@ def embedded() -> Embedded:
             row = json.loads(line)
             hops = tuple(Hop(**hop) for hop in row["hops"])
             source = "embedded_one_hop" if len(hops) == 1 else "embedded_two_hop"
-            splits[row["split"]].append(Question(row["question"], tuple(row["answers"]), source, hops))
+            splits[row["split"]].append(
+                Question(row["question"], tuple(row["answers"]), source, hops)
+            )
     return Embedded(splits["train"], splits["eval"])

@@ -20,7 +20,8 @@ logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for every debug lin
 PASSAGES = Path(__file__).resolve().parent / "corpus" / "passages.jsonl.gz"
 _K1, _B = 1.2, 0.75
 _SMALL_WORDS = """
-    a an and are as at be by did do does for from had has have he her his how in into is it its of on or she that the their there they
+    a an and are as at be by did do does for from had has have he her his how in into is it its of \
+on or she that the their there they
     this to was were what when where which who whom whose why will with
 """
 _STOPWORDS = frozenset(_SMALL_WORDS.split())
@@ -40,23 +41,33 @@ class Retriever(Protocol):
     """Used by all sessions of a server, from several threads at once."""
 
     def search(self, query: str, topk: int) -> Sequence[Document]:
-        """At most `topk` documents, best first; none where nothing matches. Errors: RetrieverError."""
+        """At most `topk` documents, best first; none where nothing matches.
+        Errors: RetrieverError.
+        """
         ...
 
 
 class Bm25:
-    """BM25 (Lucene's variant, k1 1.2, b 0.75) over title and text. Read only once built, so threads share it without a lock.
+    """BM25 (Lucene's variant, k1 1.2, b 0.75) over title and text.
+    Read only once built, so threads share it without a lock.
 
-    Equal queries give equal documents in equal order on every machine: scores are compared to four decimals, ties go to the earlier one.
+    Equal queries give equal documents in equal order on every machine: scores are compared to four
+    decimals, ties go to the earlier one.
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self._documents = tuple(documents)
         vocabulary: dict[str, int] = {}
         ids = [
-            [vocabulary.setdefault(token, len(vocabulary)) for token in tokens(f"{d.title} {d.title} {d.text}")] for d in self._documents
+            [
+                vocabulary.setdefault(token, len(vocabulary))
+                for token in tokens(f"{d.title} {d.title} {d.text}")
+            ]
+            for d in self._documents
         ]
-        self._index = bm25s.BM25(k1=_K1, b=_B, method="lucene", backend="numpy", csc_backend="numpy")
+        self._index = bm25s.BM25(
+            k1=_K1, b=_B, method="lucene", backend="numpy", csc_backend="numpy"
+        )
         self._index.index((ids, vocabulary), create_empty_token=False, show_progress=False)
         self._vocabulary = vocabulary
 

@@ -1,4 +1,6 @@
-"""Exact match and F1 of short answers, as SQuAD's evaluation defines them (arXiv:1606.05250, section 6.1)."""
+"""Exact match and F1 of short answers, as SQuAD's evaluation defines them (arXiv:1606.05250,
+section 6.1).
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,31 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def normalise(text: str) -> str:
     """Lower case; ASCII punctuation and the articles a, an, the removed; white space collapsed."""
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_WITHOUT_PUNCTUATION)).split())
+    return " ".join(
+        re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_WITHOUT_PUNCTUATION)).split()
+    )
 
 
 def exact_match(prediction: str, golden: Iterable[str]) -> bool:
-    """Whether it equals one of the golden answers after normalisation; an empty prediction never does.
+    """Whether it equals one of the golden answers after normalisation; an empty prediction never
+    does.
 
-    A golden answer of which normalisation leaves nothing ("A") is compared as it stands, in lower case.
+    A golden answer of which normalisation leaves nothing ("A") is compared as it stands, in lower
+    case.
     """
     plain, normal = prediction.strip().lower(), normalise(prediction)
-    return bool(plain) and any(normal == normalise(answer) if normalise(answer) else plain == answer.strip().lower() for answer in golden)
+    return bool(plain) and any(
+        normal == normalise(answer) if normalise(answer) else plain == answer.strip().lower()
+        for answer in golden
+    )
 
 
 def f1(prediction: str, golden: Iterable[str]) -> float:
     """Best harmonic mean of word precision and recall over the golden answers, 0 to 1."""
-    return max((_f1(normalise(prediction).split(), normalise(answer).split()) for answer in golden), default=0.0)
+    return max(
+        (_f1(normalise(prediction).split(), normalise(answer).split()) for answer in golden),
+        default=0.0,
+    )
 
 
 def _f1(predicted: list[str], expected: list[str]) -> float:

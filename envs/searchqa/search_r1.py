@@ -1,7 +1,9 @@
-"""A retriever behind HTTP: the client of the Search-R1 retrieval API, as its `retrieval_server.py` and many others serve it.
+"""A retriever behind HTTP: the client of the Search-R1 retrieval API, as its `retrieval_server.py`
+and many others serve it.
 
-`POST {"queries": [..], "topk": k, "return_scores": true}` -> `{"result": [[{"document": {"contents": ".."}, "score": ..}, ..], ..]}`, one
-list per query. `contents` is the title in quotes, a line break and the text.
+`POST {"queries": [..], "topk": k, "return_scores": true}` -> `{"result": [[{"document":
+{"contents": ".."}, "score": ..}, ..], ..]}`, one list per query.
+`contents` is the title in quotes, a line break and the text.
 """
 
 from __future__ import annotations
@@ -65,11 +67,14 @@ class _Asked:
 class SearchR1:
     """One retrieval server, shared by all threads.
 
-    Queries are gathered: one request is under way at a time, and whoever gets the turn next takes along all that wait.
+    Queries are gathered: one request is under way at a time, and whoever gets the turn next takes
+    along all that wait.
     """
 
     def __init__(self, url: str, timeout_s: float = 20.0) -> None:
-        """timeout_s: of a request, retries included; a query waits as long again for its turn. Errors: ValueError for no URL."""
+        """timeout_s: of a request, retries included; a query waits as long again for its turn.
+        Errors: ValueError for no URL.
+        """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"retriever: {url!r} is no URL such as http://127.0.0.1:8000/retrieve")
@@ -90,7 +95,10 @@ class SearchR1:
             if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 with contextlib.suppress(ValueError):  # it may be in the request under way
                     self._waiting.remove(asked)
-                raise RetrieverError(f"retriever {self.url}: no turn within {self._timeout_s:g} s, it is too slow for its load")
+                raise RetrieverError(
+                    f"retriever {self.url}: no turn within {self._timeout_s:g} s, it is too slow"
+                    " for its load"
+                )
             try:
                 if not asked.done:
                     self._serve_waiting()
@@ -104,7 +112,8 @@ class SearchR1:
         """Answer everybody who waits, the caller among them unless there are too many."""
         time.sleep(WINDOW_S)
         batch: list[_Asked] = []
-        with contextlib.suppress(IndexError):  # until nobody is left: who gave up waiting may go at any moment
+        # until nobody is left: who gave up waiting may go at any moment
+        with contextlib.suppress(IndexError):
             while len(batch) < MAX_BATCH:
                 batch.append(self._waiting.popleft())
         try:
@@ -121,7 +130,9 @@ class SearchR1:
                 asked.done = True
 
     def _serve_alone(self, batch: Sequence[_Asked]) -> None:
-        """One refused query must not cost the others theirs; it finds nothing, where the server does answer another one."""
+        """One refused query must not cost the others theirs; it finds nothing, where the server
+        does answer another one.
+        """
         try:
             self._ask([CONTROL], 1)
             for asked in batch:
@@ -143,13 +154,17 @@ class SearchR1:
             except _Again as error:
                 pause_s = BACKOFF_S * 2 ** (attempt - 1)
                 if attempt == ATTEMPTS or time.monotonic() + pause_s >= deadline:
-                    raise RetrieverError(f"retriever {self.url}: {error} ({attempt} attempts)") from error
+                    raise RetrieverError(
+                        f"retriever {self.url}: {error} ({attempt} attempts)"
+                    ) from error
                 logger.warning("retriever %s: %s; trying again in %.1f s", self.url, error, pause_s)
                 time.sleep(pause_s)
         raise AssertionError("unreachable")
 
     def _post(self, body: bytes, timeout_s: float) -> bytes:
-        """The body of a reply with status 200. A timer cuts the connection when time is up, however slowly bytes trickle in."""
+        """The body of a reply with status 200.
+        A timer cuts the connection when time is up, however slowly bytes trickle in.
+        """
         if timeout_s <= 0:
             raise _Again("no time left")
         late = threading.Event()
@@ -161,12 +176,21 @@ class SearchR1:
             connection.connect()
             connected = connection.sock  # the connection forgets it when the reply begins
             timer.start()
-            connection.request("POST", self._path, body, {"Content-Type": "application/json", "Connection": "close"})
+            connection.request(
+                "POST",
+                self._path,
+                body,
+                {"Content-Type": "application/json", "Connection": "close"},
+            )
             reply = connection.getresponse()
             content = reply.read(MAX_REPLY_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
             slow = late.is_set() or isinstance(error, TimeoutError)
-            raise _Again(f"no answer within {timeout_s:.3g} s" if slow else f"{type(error).__name__} {error}".strip()) from error
+            raise _Again(
+                f"no answer within {timeout_s:.3g} s"
+                if slow
+                else f"{type(error).__name__} {error}".strip()
+            ) from error
         finally:
             timer.cancel()
             connection.close()
@@ -176,9 +200,14 @@ class SearchR1:
             raise _Again(f"status {reply.status}")
         if reply.status != 200:
             kind = _Refused if reply.status in REFUSALS else RetrieverError
-            raise kind(f"retriever {self.url}: status {reply.status}: {content[:200].decode(errors='replace')}")
+            raise kind(
+                f"retriever {self.url}: status {reply.status}:"
+                f" {content[:200].decode(errors='replace')}"
+            )
         if len(content) > MAX_REPLY_BYTES:
-            raise RetrieverError(f"retriever {self.url}: the reply is longer than {MAX_REPLY_BYTES} bytes")
+            raise RetrieverError(
+                f"retriever {self.url}: the reply is longer than {MAX_REPLY_BYTES} bytes"
+            )
         if reply.length:  # read(n) does not complain about a body that ends early
             raise _Again(f"the connection was cut {reply.length} bytes before the end")
         return content
@@ -189,9 +218,13 @@ class SearchR1:
         except ValidationError as error:
             problem = error.errors(include_url=False, include_context=False)[0]
             where = ".".join(str(part) for part in problem["loc"]) or "body"
-            raise RetrieverError(f"retriever {self.url}: not a reply of the Search-R1 API: {where}: {problem['msg']}") from None
+            raise RetrieverError(
+                f"retriever {self.url}: not a reply of the Search-R1 API: {where}: {problem['msg']}"
+            ) from None
         if len(result) != num_queries:
-            raise RetrieverError(f"retriever {self.url}: {len(result)} lists of documents for {num_queries} queries")
+            raise RetrieverError(
+                f"retriever {self.url}: {len(result)} lists of documents for {num_queries} queries"
+            )
         return [[_document(hit.document.contents) for hit in hits] for hits in result]
 
 

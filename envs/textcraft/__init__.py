@@ -10,23 +10,36 @@ from envs.textcraft.planner import Choices, shortest
 from envs.textcraft.recipes import Book, load_book, plain
 from envs.textcraft.world import Options, World, goals_of
 
-DEFAULTS: dict[str, Any] = {"recipes": "", "digest": "", "min_depth": 1, "max_depth": 0, "goals": [], "distractors": 10, "max_steps": 0}
+DEFAULTS: dict[str, Any] = {
+    "recipes": "",
+    "digest": "",
+    "min_depth": 1,
+    "max_depth": 0,
+    "goals": [],
+    "distractors": 10,
+    "max_steps": 0,
+}
 LEAST = {"min_depth": 1, "max_depth": 0, "distractors": 0, "max_steps": 0}
 
 MANUAL = """\
-You are given a list of crafting commands and a goal: an item that you have to craft. You start with nothing. Not every command is needed.
+You are given a list of crafting commands and a goal: an item that you have to craft. You start \
+with nothing. Not every command is needed.
 Each turn, answer with one of these actions:
-get <number> <item> - take an item that no command crafts, as many as you like, for example: get 2 oak log
-craft <number> <item> using <number> <item>, <number> <item> - one command of the list with exactly its numbers, for example: \
+get <number> <item> - take an item that no command crafts, as many as you like, for example: get 2 \
+oak log
+craft <number> <item> using <number> <item>, <number> <item> - one command of the list with \
+exactly its numbers, for example: \
 craft 4 oak planks using 1 oak log; repeat it if you need more. You must hold everything it uses
 inventory - look at what you hold
-Where a command uses planks, wool or another kind of thing of which the list crafts several, use one of these, for example: \
+Where a command uses planks, wool or another kind of thing of which the list crafts several, use \
+one of these, for example: \
 craft 4 stick using 2 oak planks
 Anything else changes nothing. The task is over as soon as you have crafted the goal."""
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Options: recipes, digest, min_depth, max_depth, goals, distractors, max_steps; the README says what they mean.
+    """Options: recipes, digest, min_depth, max_depth, goals, distractors, max_steps; the README
+    says what they mean.
 
     Errors: ValueError in one line, naming the key or value and the nearest known one.
     """
@@ -34,14 +47,17 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     for key, least in LEAST.items():
         value = chosen[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"textcraft option {key}: expected a whole number from {least}, got {value!r}")
+            raise ValueError(
+                f"textcraft option {key}: expected a whole number from {least}, got {value!r}"
+            )
     for key in ("recipes", "digest"):
         if not isinstance(chosen[key], str):
             raise ValueError(f"textcraft option {key}: expected text, got {chosen[key]!r}")
     book = load_book(chosen["recipes"])
     if chosen["digest"] not in ("", book.digest):
         raise ValueError(
-            f"textcraft option digest: {book.source} has digest {book.digest}, not {chosen['digest']}: other recipes, other tasks"
+            f"textcraft option digest: {book.source} has digest {book.digest}, not"
+            f" {chosen['digest']}: other recipes, other tasks"
         )
     parsed = Options(_goals(book, chosen), chosen["distractors"], chosen["max_steps"])
     return EnvSpec(
@@ -50,7 +66,8 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         make=lambda: World(book, parsed),
         options={**chosen, "digest": book.digest},
         probe_actions=("inventory", *solution(book, parsed.goals[0]))[: parsed.max_steps or None],
-        identity=lambda task_id: parsed.goals[task_id % len(parsed.goals)],  # other distractors make no other task
+        # other distractors make no other task
+        identity=lambda task_id: parsed.goals[task_id % len(parsed.goals)],
     )
 
 
@@ -60,17 +77,31 @@ def solution(book: Book, goal: str) -> list[str]:
 
 
 def _goals(book: Book, chosen: dict[str, Any]) -> tuple[str, ...]:
-    """Task id -> goal is this list's order; it is the book's whatever order the option names them in."""
+    """Task id -> goal is this list's order; it is the book's whatever order the option names
+    them in.
+    """
     wanted = chosen["goals"]
     if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
-        raise ValueError(f'textcraft option goals: expected a list of items such as ["stick"], got {wanted!r}')
+        raise ValueError(
+            f'textcraft option goals: expected a list of items such as ["stick"], got {wanted!r}'
+        )
     wanted = [plain(name) for name in wanted]
     for name in wanted:
         if name not in book.by_output:
-            raise ValueError(f"textcraft option goals: no recipe crafts {name!r}; did you mean {nearest(name, book.goals)!r}?")
+            raise ValueError(
+                f"textcraft option goals: no recipe crafts {name!r}; did you mean"
+                f" {nearest(name, book.goals)!r}?"
+            )
     least, most = chosen["min_depth"], chosen["max_depth"]
-    goals = tuple(goal for goal in goals_of(book, min_depth=least, max_depth=most) if not wanted or goal in wanted)
+    goals = tuple(
+        goal
+        for goal in goals_of(book, min_depth=least, max_depth=most)
+        if not wanted or goal in wanted
+    )
     if not goals:
         deepest = book.depth[book.goals[-1]]
-        raise ValueError(f"textcraft options min_depth {least}, max_depth {most}: no goal is left; depths here go from 1 to {deepest}")
+        raise ValueError(
+            f"textcraft options min_depth {least}, max_depth {most}: no goal is left; depths here"
+            f" go from 1 to {deepest}"
+        )
     return goals

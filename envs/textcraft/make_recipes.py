@@ -1,12 +1,17 @@
-"""Make `recipes.json`, the recipes that ship, from the crafting recipes of Minecraft in the PyPI package `minecraft-data`.
+"""Make `recipes.json`, the recipes that ship, from the crafting recipes of Minecraft in the PyPI
+package `minecraft-data`.
 
-The package is a tool of this script alone, no server needs it: `pip install minecraft-data==3.20.0`, then
-`python -m envs.textcraft.make_recipes`. It lists a recipe once for every combination of concrete ingredients; recipes that
-differ in one ingredient only are put together again:
+The package is a tool of this script alone, no server needs it: `pip install
+minecraft-data==3.20.0`, then `python -m envs.textcraft.make_recipes`.
+It lists a recipe once for every combination of concrete ingredients; recipes that differ in one
+ingredient only are put together again:
 
-- its variants form a family where they occur in recipes of several items, or are four and more, or are part of such a family;
-- a family whose members can all be crafted and share the last word of their names becomes a generic ingredient, `#planks`;
-- of any other family with members that nobody crafts, the one most recipes use stands for all: `oak_log`, `coal`;
+- its variants form a family where they occur in recipes of several items, or are four and more, or
+  are part of such a family;
+- a family whose members can all be crafted and share the last word of their names becomes a generic
+  ingredient, `#planks`;
+- of any other family with members that nobody crafts, the one most recipes use stands for all:
+  `oak_log`, `coal`;
 - what is left stays a recipe of its own: a dye of several flowers.
 """
 
@@ -24,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 Cells = tuple[str, ...]  # the item in every used cell of the crafting grid, row by row
-Slots = tuple[frozenset[str], ...]  # what may stand for each different ingredient, in the order in which they appear
+# what may stand for each different ingredient, in the order in which they appear
+Slots = tuple[frozenset[str], ...]
 
 VERSION = "1.16.2"
 MANY = 4
@@ -40,31 +46,53 @@ def main() -> int:
     try:
         minecraft_data: Any = importlib.import_module("minecraft_data")
     except ImportError:
-        sys.stderr.write("this script needs the package minecraft-data: pip install minecraft-data==3.20.0\n")
+        sys.stderr.write(
+            "this script needs the package minecraft-data: pip install minecraft-data==3.20.0\n"
+        )
         return 2
     game = minecraft_data(arguments.version)
-    kinds, recipes = condense(read(game.recipes, {item["id"]: item["name"] for item in game.items_list}))
-    source = f"Minecraft {arguments.version}, PyPI minecraft-data {importlib.metadata.version('minecraft-data')}"
+    kinds, recipes = condense(
+        read(game.recipes, {item["id"]: item["name"] for item in game.items_list})
+    )
+    source = (
+        f"Minecraft {arguments.version}, PyPI minecraft-data"
+        f" {importlib.metadata.version('minecraft-data')}"
+    )
     arguments.target.write_text(dump(source, kinds, recipes))
-    sys.stdout.write(f"{arguments.target}: {len(recipes)} recipes, generic ingredients: {', '.join(kinds)}\n")
+    sys.stdout.write(
+        f"{arguments.target}: {len(recipes)} recipes, generic ingredients: {', '.join(kinds)}\n"
+    )
     return 0
 
 
-def read(recipes: dict[str, list[dict[str, Any]]], names: dict[int, str]) -> Iterator[tuple[str, int, str, Cells]]:
-    """(output, count, shape, cells) of every listed recipe; equal shapes have the same cells filled with the same pattern."""
+def read(
+    recipes: dict[str, list[dict[str, Any]]], names: dict[int, str]
+) -> Iterator[tuple[str, int, str, Cells]]:
+    """(output, count, shape, cells) of every listed recipe; equal shapes have the same cells
+    filled with the same pattern.
+    """
     for variants in recipes.values():
         for variant in variants:
             rows = variant.get("inShape") or [variant["ingredients"]]
             cells = tuple(names[cell] for row in rows for cell in row if cell is not None)
             order = list(dict.fromkeys(cells))
-            shape = ["/".join("".join("." if cell is None else str(order.index(names[cell])) for cell in row) for row in rows)]
+            shape = [
+                "/".join(
+                    "".join("." if cell is None else str(order.index(names[cell])) for cell in row)
+                    for row in rows
+                )
+            ]
             if "inShape" not in variant:
                 shape = ["any order", *shape]
             yield names[variant["result"]["id"]], variant["result"]["count"], " ".join(shape), cells
 
 
-def condense(listed: Iterable[tuple[str, int, str, Cells]]) -> tuple[dict[str, list[str]], list[tuple[str, int, dict[str, int]]]]:
-    """({generic ingredient: its members}, [(output, count, {ingredient: count})]), both in alphabetical order."""
+def condense(
+    listed: Iterable[tuple[str, int, str, Cells]],
+) -> tuple[dict[str, list[str]], list[tuple[str, int, dict[str, int]]]]:
+    """({generic ingredient: its members}, [(output, count, {ingredient: count})]), both in
+    alphabetical order.
+    """
     variants: dict[tuple[str, int, str], list[Cells]] = defaultdict(list)
     for output, count, shape, cells in listed:
         variants[output, count, shape].append(cells)
@@ -73,14 +101,27 @@ def condense(listed: Iterable[tuple[str, int, str, Cells]]) -> tuple[dict[str, l
     for (output, _, _), factored in slots.items():
         for family in factored:
             makes[family].add(output)
-    families = [family for family, outputs in makes.items() if len(family) > 1 and (len(outputs) > 1 or len(family) >= MANY)]
-    popularity = Counter(member for family, outputs in makes.items() for member in family for _ in outputs)
-    crafted = {output for (output, _, _), found in variants.items() for cells in found if not unpacks(cells)}
+    families = [
+        family
+        for family, outputs in makes.items()
+        if len(family) > 1 and (len(outputs) > 1 or len(family) >= MANY)
+    ]
+    popularity = Counter(
+        member for family, outputs in makes.items() for member in family for _ in outputs
+    )
+    crafted = {
+        output
+        for (output, _, _), found in variants.items()
+        for cells in found
+        if not unpacks(cells)
+    }
 
     kinds: dict[str, list[str]] = {}
     result: set[tuple[str, int, tuple[tuple[str, int], ...]]] = set()
     for (output, count, shape), factored in slots.items():
-        choices = [ingredients_for(family, families, crafted, popularity, kinds) for family in factored]
+        choices = [
+            ingredients_for(family, families, crafted, popularity, kinds) for family in factored
+        ]
         pattern = [int(cell) for cell in shape.split()[-1] if cell.isdigit()]
         for choice in itertools.product(*choices):
             counts = {name: sum(choice[cell] == name for cell in pattern) for name in choice}
@@ -102,12 +143,27 @@ def factor(variants: list[Cells]) -> Slots:
 
 
 def ingredients_for(
-    family: frozenset[str], families: list[frozenset[str]], crafted: set[str], popularity: Counter[str], kinds: dict[str, list[str]]
+    family: frozenset[str],
+    families: list[frozenset[str]],
+    crafted: set[str],
+    popularity: Counter[str],
+    kinds: dict[str, list[str]],
 ) -> list[str]:
-    """What a recipe asks for where any of the family will do: one name, or several for as many recipes. Adds to kinds."""
-    inside = max((known for known in families if known < family and generic_name(known, crafted)), key=len, default=None)
-    if inside is not None:  # a generic ingredient and something else: sticks are made of planks or bamboo
-        return [*ingredients_for(inside, families, crafted, popularity, kinds), *sorted(family - inside)]
+    """What a recipe asks for where any of the family will do: one name, or several for as many
+    recipes.
+    Adds to kinds.
+    """
+    inside = max(
+        (known for known in families if known < family and generic_name(known, crafted)),
+        key=len,
+        default=None,
+    )
+    # a generic ingredient and something else: sticks are made of planks or bamboo
+    if inside is not None:
+        return [
+            *ingredients_for(inside, families, crafted, popularity, kinds),
+            *sorted(family - inside),
+        ]
     if len(family) > 1 and any(family <= known for known in families):
         name = generic_name(family, crafted)
         if name:
@@ -120,7 +176,9 @@ def ingredients_for(
 
 
 def generic_name(family: frozenset[str], crafted: set[str]) -> str:
-    """The members' last word, or nothing where they have no such word in common or one of them cannot be crafted."""
+    """The members' last word, or nothing where they have no such word in common or one of them
+    cannot be crafted.
+    """
     words = {member.rpartition("_")[2] for member in family}
     if len(words) > 1 or not family <= crafted:
         return ""
@@ -133,11 +191,18 @@ def unpacks(cells: Cells) -> bool:
     return len(set(cells)) == 1 and cells[0].endswith("_block")
 
 
-def dump(source: str, kinds: dict[str, list[str]], recipes: list[tuple[str, int, dict[str, int]]]) -> str:
+def dump(
+    source: str, kinds: dict[str, list[str]], recipes: list[tuple[str, int, dict[str, int]]]
+) -> str:
     """One line per recipe, so that a change can be read."""
-    kind_lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(members)}" for name, members in kinds.items())
+    kind_lines = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(members)}" for name, members in kinds.items()
+    )
     recipe_lines = ",\n".join(f"  {json.dumps(recipe)}" for recipe in recipes)
-    return f'{{\n "source": {json.dumps(source)},\n "kinds": {{\n{kind_lines}\n }},\n "recipes": [\n{recipe_lines}\n ]\n}}\n'
+    return (
+        f'{{\n "source": {json.dumps(source)},\n "kinds": {{\n{kind_lines}\n }},\n "recipes":'
+        f" [\n{recipe_lines}\n ]\n}}\n"
+    )
 
 
 if __name__ == "__main__":

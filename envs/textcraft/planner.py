@@ -1,4 +1,6 @@
-"""Knows how to craft anything: which recipes, which members of a kind, how much of everything, in which order."""
+"""Knows how to craft anything: which recipes, which members of a kind, how much of everything,
+in which order.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from envs.textcraft.recipes import Book, Recipe
 
 @dataclass(slots=True)
 class Choices:
-    """Which recipe makes an item and which member stands for a kind; the first known where nothing was chosen."""
+    """Which recipe makes an item and which member stands for a kind; the first known where
+    nothing was chosen.
+    """
 
     book: Book
     recipes: dict[str, Recipe] = field(default_factory=dict)
@@ -24,10 +28,14 @@ class Choices:
         """The item that is meant by an ingredient."""
         if name not in self.book.members:
             return name
-        return self.members.get(name) or min(self.book.members[name], key=lambda member: (self.book.depth[member], member))
+        return self.members.get(name) or min(
+            self.book.members[name], key=lambda member: (self.book.depth[member], member)
+        )
 
     def others(self, item: str) -> Iterator[Choices]:
-        """Other ways to make one item: by each of its recipes, with each member of one of the kinds in that."""
+        """Other ways to make one item: by each of its recipes, with each member of one of the
+        kinds in that.
+        """
         for recipe in self.book.by_output.get(item, ()):
             recipes = {**self.recipes, item: recipe}
             yield Choices(self.book, recipes, self.members)
@@ -51,7 +59,9 @@ class Act:
     def text(self) -> str:
         if not self.takes:
             return f"get {self.n} {self.item}"
-        return f"craft {self.n} {self.item} using " + ", ".join(f"{n} {name}" for name, n in self.takes.items())
+        return f"craft {self.n} {self.item} using " + ", ".join(
+            f"{n} {name}" for name, n in self.takes.items()
+        )
 
     def after(self, inventory: Mapping[str, int]) -> dict[str, int]:
         left = Counter(inventory)
@@ -73,9 +83,11 @@ class Need:
 
 
 class Plan:
-    """The acts that lead from an inventory to the goal under the given choices: every ingredient before what it goes into.
+    """The acts that lead from an inventory to the goal under the given choices: every ingredient
+    before what it goes into.
 
-    Things of one sort are fetched all at once, and what a recipe makes too much of goes into the next one that needs it.
+    Things of one sort are fetched all at once, and what a recipe makes too much of goes into the
+    next one that needs it.
     """
 
     def __init__(self, goal: str, inventory: Mapping[str, int], choices: Choices) -> None:
@@ -111,7 +123,9 @@ class Plan:
 
 
 def shortest(goal: str, inventory: Mapping[str, int], choices: Choices) -> Plan:
-    """The plan that no other way to make one of its items makes shorter; never longer than under the choices given."""
+    """The plan that no other way to make one of its items makes shorter; never longer than
+    under the choices given.
+    """
     best = Plan(goal, inventory, choices)
     improved = True
     while improved:
@@ -125,7 +139,9 @@ def shortest(goal: str, inventory: Mapping[str, int], choices: Choices) -> Plan:
 
 
 class Planner:
-    """The expert of one episode. It repeats itself while nothing happens, and plans anew after acts that were not its own."""
+    """The expert of one episode.
+    It repeats itself while nothing happens, and plans anew after acts that were not its own.
+    """
 
     def __init__(self, book: Book, goal: str, inventory: dict[str, int]) -> None:
         self._goal = goal
@@ -139,17 +155,29 @@ class Planner:
             self._before, self._ahead = dict(self._inventory), self._ahead[1:]
         elif not self._ahead or self._inventory != self._before:
             plan = shortest(self._goal, self._inventory, self._choices)
-            self._choices, self._ahead, self._before = plan.choices, plan.acts, dict(self._inventory)
+            self._choices, self._ahead, self._before = (
+                plan.choices,
+                plan.acts,
+                dict(self._inventory),
+            )
         return self._ahead[0].text
 
 
 def tree_lines(book: Book, goal: str, inventory: Mapping[str, int]) -> list[str]:
-    """The tree of the shortest plan, one line per ingredient: how many, of which how many are held, and how the rest is had."""
+    """The tree of the shortest plan, one line per ingredient: how many, of which how many are
+    held, and how the rest is had.
+    """
     lines = []
     for need in shortest(goal, inventory, Choices(book)).needs:
         kind = f" (any {need.name})" if need.name != need.item else ""
         missing = need.n - need.held
-        how = "held" if not missing else need.recipe.text if need.recipe else f"get {missing} {need.item}"
+        how = (
+            "held"
+            if not missing
+            else need.recipe.text
+            if need.recipe
+            else f"get {missing} {need.item}"
+        )
         share = f", {need.held} held" if missing and need.held else ""
         lines.append(f"{'  ' * need.level}{need.n} {need.item}{kind}{share}: {how}")
     return lines

@@ -1,4 +1,6 @@
-"""The recipes of a TextCraft world: read from a file or folder, freed of cycles, and everything known about them before anyone plays."""
+"""The recipes of a TextCraft world: read from a file or folder, freed of cycles, and everything
+known about them before anyone plays.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ class Recipe:
 class Book:
     """All recipes, in the order of their drafts.
 
-    raw: what can be fetched. members: of every kind. depth: of items and kinds, 0 where nothing has to be crafted.
+    raw: what can be fetched. members: of every kind. depth: of items and kinds, 0 where nothing has
+    to be crafted.
     goals: every craftable item, by depth and then by name.
     """
 
@@ -75,14 +78,18 @@ class Book:
                 users[name].append(recipe)
         self.by_output = dict(self.by_output)
         self._users = dict(users)
-        self.raw = frozenset(name for name in users if name not in self.by_output and name not in self.members)
+        self.raw = frozenset(
+            name for name in users if name not in self.by_output and name not in self.members
+        )
         self.depth = self._measure()
         self.goals = sorted(self.by_output, key=lambda name: (self.depth[name], name))
         self.digest = hashlib.sha256("\n".join(self._lines()).encode()).hexdigest()[:16]
         self._told: dict[str, tuple[list[str], list[str]]] = {}
 
     def told(self, goal: str) -> tuple[list[str], list[str]]:
-        """(the recipes of the goal's tree, other uses of what is in it) as commands; a kind is followed to all of its members."""
+        """(the recipes of the goal's tree, other uses of what is in it) as commands; a kind is
+        followed to all of its members.
+        """
         if goal not in self._told:
             seen = {goal}
             tree: list[Recipe] = []
@@ -90,13 +97,21 @@ class Book:
             for name in queue:  # grows
                 own = self.by_output.get(name, [])
                 tree += own
-                for part in [*sorted(self.members.get(name, ())), *(part for recipe in own for part, _ in recipe.ingredients)]:
+                for part in [
+                    *sorted(self.members.get(name, ())),
+                    *(part for recipe in own for part, _ in recipe.ingredients),
+                ]:
                     if part not in seen:
                         seen.add(part)
                         queue.append(part)
             used = dict.fromkeys(part for recipe in tree for part, _ in recipe.ingredients)
             texts = dict.fromkeys(recipe.text for recipe in tree)
-            others = dict.fromkeys(recipe.text for part in used for recipe in self._users[part] if recipe.text not in texts)
+            others = dict.fromkeys(
+                recipe.text
+                for part in used
+                for recipe in self._users[part]
+                if recipe.text not in texts
+            )
             self._told[goal] = [*texts], [*others]
         return self._told[goal]
 
@@ -104,11 +119,16 @@ class Book:
         """The recipe that makes this from exactly that, items by name and how many of each."""
         recipe = self._exact.get((output, frozenset(given.items())))
         if recipe is None:
-            recipe = next((each for each in self._loose.get(output, ()) if each.accepts(given, self.members)), None)
+            recipe = next(
+                (each for each in self._loose.get(output, ()) if each.accepts(given, self.members)),
+                None,
+            )
         return recipe
 
     def _measure(self) -> dict[str, int]:
-        """The least number of crafting levels below each name: recipes by their deepest ingredient, items by their shallowest recipe."""
+        """The least number of crafting levels below each name: recipes by their deepest
+        ingredient, items by their shallowest recipe.
+        """
         depth = dict.fromkeys(self.raw, 0)
         changed = True
         while changed:
@@ -128,14 +148,17 @@ class Book:
         return depth
 
     def _lines(self) -> list[str]:
-        kinds = [f"{kind}: {', '.join(sorted(members))}" for kind, members in sorted(self.members.items())]
+        kinds = [
+            f"{kind}: {', '.join(sorted(members))}"
+            for kind, members in sorted(self.members.items())
+        ]
         return [*(recipe.text for recipe in self.recipes), *kinds]
 
 
 @cache
 def load_book(path: str = "") -> Book:
-    """path: empty for the recipes that ship, a file of their form, or a folder of Minecraft's recipe files (AgentGym's `recipes/`);
-    `invented:N` for those that ship and N made-up ones.
+    """path: empty for the recipes that ship, a file of their form, or a folder of Minecraft's
+    recipe files (AgentGym's `recipes/`); `invented:N` for those that ship and N made-up ones.
 
     A folder is read in the order of its files' names, whatever order the disk lists them in.
     Errors: ValueError in one line.
@@ -163,9 +186,14 @@ def item_id(name: str) -> str:
 
 def _with_invented(number: str) -> Book:
     if not _NUMBER.fullmatch(number) or int(number) > MOST:
-        raise ValueError(f"textcraft option recipes: expected {INVENTED}N with N from 1 to {MOST}, got {INVENTED + number!r}")
+        raise ValueError(
+            f"textcraft option recipes: expected {INVENTED}N with N from 1 to {MOST}, got"
+            f" {INVENTED + number!r}"
+        )
     shipped = _read_file(SHIPPED)
-    return Book([*shipped, *invent(int(number), shipped)], f"{SHIPPED} and {number} invented recipes")
+    return Book(
+        [*shipped, *invent(int(number), shipped)], f"{SHIPPED} and {number} invented recipes"
+    )
 
 
 def _read_file(path: Path) -> list[Draft]:
@@ -174,15 +202,24 @@ def _read_file(path: Path) -> list[Draft]:
     try:
         kind_of = {member: kind for kind, members in content["kinds"].items() for member in members}
         return [
-            Draft(str(output), int(count), tuple((str(name), int(n)) for name, n in ingredients.items()), kind_of.get(output, ""))
+            Draft(
+                str(output),
+                int(count),
+                tuple((str(name), int(n)) for name, n in ingredients.items()),
+                kind_of.get(output, ""),
+            )
             for output, count, ingredients in content["recipes"]
         ]
     except _MALFORMED as error:
-        raise ValueError(f"textcraft option recipes: {path} is no recipe file ({type(error).__name__} {error})") from error
+        raise ValueError(
+            f"textcraft option recipes: {path} is no recipe file ({type(error).__name__} {error})"
+        ) from error
 
 
 def _read_folder(folder: Path) -> list[Draft]:
-    """Recipe files of this folder, or of `recipes` in it. Kinds of recipe other than crafting are passed over."""
+    """Recipe files of this folder, or of `recipes` in it.
+    Kinds of recipe other than crafting are passed over.
+    """
     inner = folder / "recipes"
     files = sorted((inner if inner.is_dir() else folder).glob("*.json"), key=lambda file: file.name)
     drafts = []
@@ -191,7 +228,9 @@ def _read_folder(folder: Path) -> list[Draft]:
         try:
             draft = _draft(content)
         except _MALFORMED as error:
-            raise ValueError(f"textcraft option recipes: {file} is no recipe ({type(error).__name__} {error})") from error
+            raise ValueError(
+                f"textcraft option recipes: {file} is no recipe ({type(error).__name__} {error})"
+            ) from error
         if draft is not None:
             drafts.append(draft)
     return drafts
@@ -201,7 +240,11 @@ def _draft(content: Any) -> Draft | None:
     match content["type"].removeprefix(NAMESPACE):
         case "crafting_shaped":
             cells = Counter("".join(content["pattern"]))
-            names = [_ingredient(value) for key, value in content["key"].items() for _ in range(cells[key])]
+            names = [
+                _ingredient(value)
+                for key, value in content["key"].items()
+                for _ in range(cells[key])
+            ]
         case "crafting_shapeless":
             names = [_ingredient(value) for value in content["ingredients"]]
         case _:
@@ -211,7 +254,12 @@ def _draft(content: Any) -> Draft | None:
         result = {"item": result}
     output = _bare(result["item"] if "item" in result else result["id"])
     kind = content.get("group", "")
-    return Draft(output, int(result.get("count") or 1), tuple(Counter(names).items()), "" if kind == output else kind)
+    return Draft(
+        output,
+        int(result.get("count") or 1),
+        tuple(Counter(names).items()),
+        "" if kind == output else kind,
+    )
 
 
 def _ingredient(value: Any) -> str:
@@ -240,7 +288,9 @@ def _unpacks_block(draft: Draft) -> bool:
 
 
 def _without_cycles(drafts: Sequence[Draft]) -> list[Draft]:
-    """Every recipe except those that would need, at some remove, what they make; of a cycle the last one read goes."""
+    """Every recipe except those that would need, at some remove, what they make; of a cycle the
+    last one read goes.
+    """
     below: dict[str, set[str]] = defaultdict(set)
     for draft in drafts:
         if draft.kind:
@@ -268,11 +318,16 @@ def _reachable(names: Iterable[str], below: Mapping[str, set[str]]) -> set[str]:
 def _resolve(drafts: Sequence[Draft]) -> tuple[list[Recipe], dict[str, frozenset[str]]]:
     """(recipes, members by kind).
 
-    A kind of which no recipe makes a member is an item like any other. One named like an item has that as a member, too, and is
-    told as `any sand`.
+    A kind of which no recipe makes a member is an item like any other.
+    One named like an item has that as a member, too, and is told as `any sand`.
     """
     used = {name for draft in drafts for name, _ in draft.ingredients if name.startswith("#")}
-    items = {name for draft in drafts for name in (draft.output, *(part for part, _ in draft.ingredients)) if name not in used}
+    items = {
+        name
+        for draft in drafts
+        for name in (draft.output, *(part for part, _ in draft.ingredients))
+        if name not in used
+    }
     by_kind: dict[str, set[str]] = defaultdict(set)
     for draft in drafts:
         if f"#{draft.kind}" in used:
@@ -289,19 +344,32 @@ def _resolve(drafts: Sequence[Draft]) -> tuple[list[Recipe], dict[str, frozenset
             continue
         output = plain(draft.output)
         parts = ", ".join(f"{n} {name}" for name, n in ingredients.items())
-        recipe = Recipe(output, draft.count, tuple(ingredients.items()), f"craft {draft.count} {output} using {parts}")
+        recipe = Recipe(
+            output,
+            draft.count,
+            tuple(ingredients.items()),
+            f"craft {draft.count} {output} using {parts}",
+        )
         recipes.setdefault((output, frozenset(ingredients.items())), recipe)
-    return list(recipes.values()), {names[kind]: frozenset(map(plain, found)) for kind, found in sorted(by_kind.items())}
+    return list(recipes.values()), {
+        names[kind]: frozenset(map(plain, found)) for kind, found in sorted(by_kind.items())
+    }
 
 
 def _fits(items: Mapping[str, int], slots: Sequence[tuple[frozenset[str], int]]) -> bool:
-    """Whether the items fill the slots, (who may enter, how many) each; both add up to the same number.
+    """Whether the items fill the slots, (who may enter, how many) each; both add up to the same
+    number.
 
     They do where no set of slots is too small for the items that fit nowhere else (Hall's theorem).
     """
     for chosen in itertools.product((True, False), repeat=len(slots)):
         room = sum(n for (_, n), inside in zip(slots, chosen, strict=True) if inside)
-        elsewhere = [members for (members, _), inside in zip(slots, chosen, strict=True) if not inside]
-        if sum(n for name, n in items.items() if not any(name in members for members in elsewhere)) > room:
+        elsewhere = [
+            members for (members, _), inside in zip(slots, chosen, strict=True) if not inside
+        ]
+        if (
+            sum(n for name, n in items.items() if not any(name in members for members in elsewhere))
+            > room
+        ):
             return False
     return True

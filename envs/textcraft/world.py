@@ -1,4 +1,6 @@
-"""One TextCraft episode behind the `Simulator` protocol: a goal, a list of crafting commands and an inventory."""
+"""One TextCraft episode behind the `Simulator` protocol: a goal, a list of crafting commands
+and an inventory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ ECHO_CHARS = 200  # of an action that could not be read
 EMPTY = "You are not carrying anything."
 
 _ACTION = re.compile(
-    r"get (?P<n>[1-9][0-9]{0,5}) (?P<item>.+)|craft (?:[0-9]{1,6} )?(?P<output>.+?) using (?P<given>.+)|(?P<look>inventory.*)"
+    r"get (?P<n>[1-9][0-9]{0,5}) (?P<item>.+)|craft (?:[0-9]{1,6} )?(?P<output>.+?) using"
+    r" (?P<given>.+)|(?P<look>inventory.*)"
 )
 _PART = re.compile(r"([1-9][0-9]{0,5}) (.+)")
 
@@ -53,13 +56,17 @@ class World:
     def step(self, action: str) -> StepResult:
         assert not self._ended, "the episode is over"
         self.num_steps += 1
-        observation, success = self._act(normalise(action)) if len(action) <= LONGEST else (_unreadable(action), False)
+        observation, success = (
+            self._act(normalise(action)) if len(action) <= LONGEST else (_unreadable(action), False)
+        )
         truncated = not success and self.num_steps == self.options.max_steps
         self._ended = success or truncated
         return StepResult(observation, 1.0 if success else 0.0, success, truncated, success)
 
     def render(self) -> tuple[str, bytes]:
-        title = f"Goal: {self.goal} (depth {self.book.depth[self.goal]}), {self.num_steps} steps taken"
+        title = (
+            f"Goal: {self.goal} (depth {self.book.depth[self.goal]}), {self.num_steps} steps taken"
+        )
         lines = [title, self._look(), "", *tree_lines(self.book, self.goal, self.inventory)]
         return "text/plain", "\n".join(lines).encode()
 
@@ -106,17 +113,25 @@ class World:
         return f"Crafted {recipe.count} {item_id(output)}", output == self.goal
 
     def _look(self) -> str:
-        return "Inventory: " + (" ".join(f"[{name}] ({n})" for name, n in self.inventory.items()) or EMPTY)
+        return "Inventory: " + (
+            " ".join(f"[{name}] ({n})" for name, n in self.inventory.items()) or EMPTY
+        )
 
 
 def normalise(text: str) -> str:
-    """Lower case, single blanks, names without `minecraft:` and underscores, no closing full stop."""
+    """Lower case, single blanks, names without `minecraft:` and underscores, no closing full
+    stop.
+    """
     return " ".join(text.lower().replace("minecraft:", "").replace("_", " ").split()).rstrip(". ")
 
 
 def goals_of(book: Book, *, min_depth: int, max_depth: int) -> Sequence[str]:
     """In the book's order. max_depth: 0 means no limit."""
-    return [goal for goal in book.goals if min_depth <= book.depth[goal] and (not max_depth or book.depth[goal] <= max_depth)]
+    return [
+        goal
+        for goal in book.goals
+        if min_depth <= book.depth[goal] and (not max_depth or book.depth[goal] <= max_depth)
+    ]
 
 
 def _unreadable(text: str) -> str:

@@ -1,4 +1,6 @@
-"""WebArena: a browser, some web sites and an instruction. Embedded sites and tasks, or any deployment of WebArena's own."""
+"""WebArena: a browser, some web sites and an instruction.
+Embedded sites and tasks, or any deployment of WebArena's own.
+"""
 
 from __future__ import annotations
 
@@ -44,30 +46,39 @@ NAMES = {  # what WebArena's policies see instead of the addresses of its sites
 }
 
 _MANUAL = """\
-You act in a web browser to reach an objective. You are shown the page as an accessibility tree: each line has the id of an element, its \
-role and its name. You also see the open tabs, the address of the page, the objective and your previous action.
-Think first if you like. Then end your reply with one action in triple backticks, for example ```click [12]```:
+You act in a web browser to reach an objective. You are shown the page as an accessibility tree: \
+each line has the id of an element, its \
+role and its name. You also see the open tabs, the address of the page, the objective and your \
+previous action.
+Think first if you like. Then end your reply with one action in triple backticks, for example \
+```click [12]```:
 click [id]: click the element. An option of a list is chosen by a click on it.
 hover [id]: move the mouse over it.
-type [id] [text] [1 or 0]: click the element and type the text; with 1 (also if left out) Enter is pressed after it, with 0 it is not.
+type [id] [text] [1 or 0]: click the element and type the text; with 1 (also if left out) Enter is \
+pressed after it, with 0 it is not.
 press [keys]: press a key or a combination such as Control+a.
 scroll [down] or scroll [up]: move the page by one screen.
 new_tab, tab_focus [number], close_tab: open a tab, go to one, close the current one.
 goto [url], go_back, go_forward: move between pages.
-stop [answer]: the objective is reached; give the answer in brackets if one is asked for. If the objective cannot be reached, say N/A.
-Only elements that are shown can be used; ids change when a new page is opened. Do one thing at a time."""
+stop [answer]: the objective is reached; give the answer in brackets if one is asked for. If the \
+objective cannot be reached, say N/A.
+Only elements that are shown can be used; ids change when a new page is opened. Do one thing at a \
+time."""
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
     """Options: the README says what they mean.
 
-    Errors: ValueError naming the option, the nearest known one, the task and field that is wrong, or what to install.
+    Errors: ValueError naming the option, the nearest known one, the task and field that is wrong,
+    or what to install.
     """
     chosen = choose("webarena", options, DEFAULTS)
     try:
         import playwright.async_api  # noqa: F401
     except ImportError:
-        raise ValueError("webarena needs Playwright: pip install 'agentgym-flow[webarena]'") from None
+        raise ValueError(
+            "webarena needs Playwright: pip install 'agentgym-flow[webarena]'"
+        ) from None
     from envs.webarena.chromium import find_browser, use_sandbox
     from envs.webarena.episode import Episode, Setting
     from envs.webarena.helpers import check_calls
@@ -77,12 +88,18 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     executable = find_browser(_text(chosen, "browser"))
     embedded = chosen["sites"] == "embedded"
     sites = Embedded.addresses() if embedded else _addresses(chosen["sites"])
-    tasks = load(_tasks_file(chosen), sites, skip_missing=_one_of(chosen, "missing_sites", ("refuse", "skip")) == "skip")
+    tasks = load(
+        _tasks_file(chosen),
+        sites,
+        skip_missing=_one_of(chosen, "missing_sites", ("refuse", "skip")) == "skip",
+    )
     check_calls(tasks.values(), embedded=embedded)
     concurrency = _whole(chosen, "concurrency", 0, 1024) or 2 * (os.cpu_count() or 1)
     seed = _whole(chosen, "seed", 0, 2**31 - 1)
     make: Callable[[], Place] = (
-        (lambda: Embedded(executable, concurrency, seed)) if embedded else (lambda: Deployed(executable, concurrency, sites))
+        (lambda: Embedded(executable, concurrency, seed))
+        if embedded
+        else (lambda: Deployed(executable, concurrency, sites))
     )
     if not embedded:
         Deployed(executable, concurrency, sites)  # refuses addresses that are none; starts nothing
@@ -96,7 +113,9 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         max_chars=_whole(chosen, "max_observation_chars", 100, 1_000_000),
         judge=_judge(chosen["judge"]),
         gold=embedded_gold(sites) if chosen["tasks"] == "embedded" and embedded else {},
-        storage=_storage(chosen, any(task.storage_state for task in tasks.values()) and not embedded),
+        storage=_storage(
+            chosen, any(task.storage_state for task in tasks.values()) and not embedded
+        ),
     )
     return EnvSpec(
         name="webarena",
@@ -117,7 +136,11 @@ def _tasks_file(chosen: Mapping[str, Any]) -> Path:
         return Path(__file__).with_name("tasks.json")
     path = Path(_text(chosen, "tasks"))
     if not path.exists():
-        hint = "; did you mean 'embedded'?" if difflib.get_close_matches(str(path), ["embedded"]) else ""
+        hint = (
+            "; did you mean 'embedded'?"
+            if difflib.get_close_matches(str(path), ["embedded"])
+            else ""
+        )
         raise ValueError(f"webarena option tasks: there is no file or folder {str(path)!r}{hint}")
     return path
 
@@ -125,34 +148,56 @@ def _tasks_file(chosen: Mapping[str, Any]) -> Path:
 def _addresses(value: Any) -> dict[str, str]:
     from envs.webarena.tasks import SITE_NAMES
 
-    if not isinstance(value, dict) or not value or not all(isinstance(url, str) for url in value.values()):
+    if (
+        not isinstance(value, dict)
+        or not value
+        or not all(isinstance(url, str) for url in value.values())
+    ):
         raise ValueError(
-            f'webarena option sites: expected "embedded" or an object such as {{"shopping": "http://host:7770"}}, got {value!r}'
+            'webarena option sites: expected "embedded" or an object such as {"shopping":'
+            f' "http://host:7770"}}, got {value!r}'
         )
     for name in value:
         if name not in SITE_NAMES:
             near = nearest(name, SITE_NAMES)
-            raise ValueError(f"webarena option sites: unknown site {name!r}; did you mean {near!r}?")
+            raise ValueError(
+                f"webarena option sites: unknown site {name!r}; did you mean {near!r}?"
+            )
     return {name: url.rstrip("/") for name, url in value.items()}
 
 
 def _names(value: Any, sites: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """(real address, shown address), longest first."""
     if not isinstance(value, dict) or not all(isinstance(url, str) for url in value.values()):
-        raise ValueError(f'webarena option names: expected an object such as {{"shopping": "http://onestopmarket.com"}}, got {value!r}')
+        raise ValueError(
+            'webarena option names: expected an object such as {"shopping":'
+            f' "http://onestopmarket.com"}}, got {value!r}'
+        )
     for name in value:
         if name not in sites:
-            raise ValueError(f"webarena option names: {name!r} is no configured site; there are: {', '.join(sorted(sites))}")
+            raise ValueError(
+                f"webarena option names: {name!r} is no configured site; there are:"
+                f" {', '.join(sorted(sites))}"
+            )
     shown = {**NAMES, **{name: url.rstrip("/") for name, url in value.items()}}
-    return tuple(sorted(((url, shown[name]) for name, url in sites.items()), key=lambda pair: -len(pair[0])))
+    return tuple(
+        sorted(((url, shown[name]) for name, url in sites.items()), key=lambda pair: -len(pair[0]))
+    )
 
 
 def _limits(chosen: Mapping[str, Any]) -> Limits:
     from envs.webarena.tabs import Limits
 
     size = chosen["viewport"]
-    if not (isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(side, int) and 200 <= side <= 4000 for side in size)):
-        raise ValueError(f"webarena option viewport: expected [width, height], each from 200 to 4000, got {size!r}")
+    if not (
+        isinstance(size, list | tuple)
+        and len(size) == 2
+        and all(isinstance(side, int) and 200 <= side <= 4000 for side in size)
+    ):
+        raise ValueError(
+            "webarena option viewport: expected [width, height], each from 200 to 4000, got"
+            f" {size!r}"
+        )
     return Limits(
         width=size[0],
         height=size[1],
@@ -170,12 +215,22 @@ def _judge(value: Any) -> Judge:
         return Rules()
     known = {"base_url", "model", "api_key_env", "timeout_s"}
     if not isinstance(value, dict) or not {"base_url", "model"} <= value.keys() <= known:
-        raise ValueError(f"webarena option judge: expected base_url, model and perhaps api_key_env and timeout_s, got {value!r}")
+        raise ValueError(
+            "webarena option judge: expected base_url, model and perhaps api_key_env and"
+            f" timeout_s, got {value!r}"
+        )
     if not str(value["base_url"]).startswith(("http://", "https://")):
-        raise ValueError(f"webarena option judge: base_url {value['base_url']!r} is no http(s) address")
+        raise ValueError(
+            f"webarena option judge: base_url {value['base_url']!r} is no http(s) address"
+        )
     named = value.get("api_key_env", "")
     variable = secret_variable("webarena option judge: api_key_env", named) if named != "" else ""
-    return Endpoint(str(value["base_url"]), str(value["model"]), variable, min(60.0, float(value.get("timeout_s", 40.0))))
+    return Endpoint(
+        str(value["base_url"]),
+        str(value["model"]),
+        variable,
+        min(60.0, float(value.get("timeout_s", 40.0))),
+    )
 
 
 def _storage(chosen: Mapping[str, Any], needed: bool) -> Path | None:
@@ -184,7 +239,8 @@ def _storage(chosen: Mapping[str, Any], needed: bool) -> Path | None:
         return None
     if not value:
         raise ValueError(
-            'webarena option storage_state: the tasks need logins; name the folder of their files, or "none" to play logged out'
+            "webarena option storage_state: the tasks need logins; name the folder of their files,"
+            ' or "none" to play logged out'
         )
     if not Path(value).is_dir():
         raise ValueError(f"webarena option storage_state: there is no folder {value!r}")
@@ -200,14 +256,18 @@ def _text(chosen: Mapping[str, Any], key: str) -> str:
 def _one_of(chosen: Mapping[str, Any], key: str, known: tuple[str, ...]) -> str:
     if chosen[key] not in known:
         near = nearest(str(chosen[key]), known)
-        raise ValueError(f"webarena option {key}: unknown value {chosen[key]!r}; did you mean {near!r}?")
+        raise ValueError(
+            f"webarena option {key}: unknown value {chosen[key]!r}; did you mean {near!r}?"
+        )
     return str(chosen[key])
 
 
 def _whole(chosen: Mapping[str, Any], key: str, low: int, high: int) -> int:
     value = chosen[key]
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"webarena option {key}: expected a whole number from {low} to {high}, got {value!r}")
+        raise ValueError(
+            f"webarena option {key}: expected a whole number from {low} to {high}, got {value!r}"
+        )
     return value
 
 

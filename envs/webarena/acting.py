@@ -1,4 +1,6 @@
-"""Carrying out one action in the tabs of a session, by fresh coordinates and never by a selector."""
+"""Carrying out one action in the tabs of a session, by fresh coordinates and never by a
+selector.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ _CHOOSE = """function() {
   list.dispatchEvent(new Event('change', {bubbles: true}));
   return true;
 }"""
-_SCROLL = """by => { const e = document.scrollingElement || document.body; if (e) e.scrollTop += by * window.innerHeight; }"""
+_SCROLL = """by => { const e = document.scrollingElement || document.body; if (e) e.scrollTop += \
+by * window.innerHeight; }"""
 
 
 async def act(tabs: Tabs, action: Action, element: Element | None) -> None:
-    """element: what click, hover and type mean. Errors: Refusal where it cannot be done, with the reason; BrowserLost."""
+    """element: what click, hover and type mean.
+    Errors: Refusal where it cannot be done, with the reason; BrowserLost.
+    """
     tab = tabs.current
     try:
         match action.kind:
@@ -74,17 +79,32 @@ async def _at(tabs: Tabs, action: Action, element: Element) -> None:
 
 
 async def _choose(tabs: Tabs, tab: Tab, element: Element) -> bool:
-    """An option of a select box has no place to click. False where the option belongs to something else."""
-    handle = (await tabs.ask(tab.send("DOM.resolveNode", backendNodeId=element.backend_id)))["object"]["objectId"]
-    answer = await tabs.ask(tab.send("Runtime.callFunctionOn", objectId=handle, functionDeclaration=_CHOOSE, returnByValue=True))
+    """An option of a select box has no place to click.
+    False where the option belongs to something else.
+    """
+    handle = (await tabs.ask(tab.send("DOM.resolveNode", backendNodeId=element.backend_id)))[
+        "object"
+    ]["objectId"]
+    answer = await tabs.ask(
+        tab.send(
+            "Runtime.callFunctionOn",
+            objectId=handle,
+            functionDeclaration=_CHOOSE,
+            returnByValue=True,
+        )
+    )
     return bool(answer["result"].get("value"))
 
 
 async def _middle(tabs: Tabs, tab: Tab, element: Element) -> tuple[float, float]:
-    """Of its largest visible part, scrolled into view if need be. Errors: Refusal where it has none."""
+    """Of its largest visible part, scrolled into view if need be.
+    Errors: Refusal where it has none.
+    """
     try:
         await tabs.ask(tab.send("DOM.scrollIntoViewIfNeeded", backendNodeId=element.backend_id))
-        quads = (await tabs.ask(tab.send("DOM.getContentQuads", backendNodeId=element.backend_id)))["quads"]
+        quads = (await tabs.ask(tab.send("DOM.getContentQuads", backendNodeId=element.backend_id)))[
+            "quads"
+        ]
     except Error as error:
         raise Refusal(f"{element} is not visible any more, so it cannot be reached") from error
     best, largest = None, 0.0

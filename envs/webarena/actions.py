@@ -1,4 +1,7 @@
-"""The action grammar: one reply of a policy to one action, read in full or refused with the reason. Nothing is evaluated."""
+"""The action grammar: one reply of a policy to one action, read in full or refused with the
+reason.
+Nothing is evaluated.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,20 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["click", "hover", "type", "press", "scroll", "goto", "new_tab", "tab_focus", "close_tab", "go_back", "go_forward", "stop"]
+Kind = Literal[
+    "click",
+    "hover",
+    "type",
+    "press",
+    "scroll",
+    "goto",
+    "new_tab",
+    "tab_focus",
+    "close_tab",
+    "go_back",
+    "go_forward",
+    "stop",
+]
 MAX_TEXT = 4_000  # characters typed by one action
 MAX_KEYS = 5  # pressed together: each costs two messages to the browser
 
@@ -14,7 +30,19 @@ _FENCED = re.compile(r"```(.*?)```", re.DOTALL)
 _NAMED_KEYS = {
     name.lower(): name
     for name in (
-        *("Backspace", "Tab", "Delete", "Escape", "End", "Enter", "Home", "Insert", "PageDown", "PageUp", "Space"),
+        *(
+            "Backspace",
+            "Tab",
+            "Delete",
+            "Escape",
+            "End",
+            "Enter",
+            "Home",
+            "Insert",
+            "PageDown",
+            "PageUp",
+            "Space",
+        ),
         *("ArrowDown", "ArrowLeft", "ArrowRight", "ArrowUp", "Shift", "Control", "Alt", "Meta"),
         *(f"F{number}" for number in range(1, 13)),
     )
@@ -52,7 +80,10 @@ _FORMS = {
 _PATTERNS = {
     "click": r"click ?\[(?P<id>\d+)\]",
     "hover": r"hover ?\[(?P<id>\d+)\]",
-    "type": r"type ?\[(?P<id>\d+)\] ?\[(?P<text>.+?)\] ?\[(?P<flag>\d+)\]|type ?\[(?P<id_>\d+)\] ?\[(?P<text_>.+)\]",
+    "type": (
+        r"type ?\[(?P<id>\d+)\] ?\[(?P<text>.+?)\] ?\[(?P<flag>\d+)\]|type ?\[(?P<id_>\d+)\]"
+        r" ?\[(?P<text_>.+)\]"
+    ),
     "press": r"press ?\[(?P<text>.+)\]",
     "scroll": r"scroll ?(?:\[(?P<text>up|down)\]|(?P<text_>up|down))",
     "goto": r"goto ?\[(?P<text>.+)\]",
@@ -72,7 +103,9 @@ class NoAction(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """number: an element's id or a tab's place; text: typed, pressed (playwright's key names), opened, or answered."""
+    """number: an element's id or a tab's place; text: typed, pressed (playwright's key names),
+    opened, or answered.
+    """
 
     kind: Kind
     number: int = -1
@@ -91,16 +124,26 @@ class Action:
 
 
 def parse(reply: str) -> Action:
-    """The action between the first triple backticks; without any, the reply's last line is the action. Errors: NoAction."""
+    """The action between the first triple backticks; without any, the reply's last line is the
+    action.
+    Errors: NoAction.
+    """
     text = _action_text(reply)
     word = re.match(r"[A-Za-z_]*", text)
     kind = "tab_focus" if word and word[0] == "page_focus" else word[0] if word else ""
     if kind not in _COMPILED:
-        raise NoAction(f"There is no action in the reply. Write one in triple backticks, for example ```click [12]```. Got: {_short(text)}")
+        raise NoAction(
+            "There is no action in the reply. Write one in triple backticks, for example ```click"
+            f" [12]```. Got: {_short(text)}"
+        )
     found = _COMPILED[kind].fullmatch(text)
     if found is None:
-        raise NoAction(f"The action cannot be read; the form is ```{_FORMS[kind]}```. Got: {_short(text)}")
-    parts = {name.rstrip("_"): value for name, value in found.groupdict().items() if value is not None}
+        raise NoAction(
+            f"The action cannot be read; the form is ```{_FORMS[kind]}```. Got: {_short(text)}"
+        )
+    parts = {
+        name.rstrip("_"): value for name, value in found.groupdict().items() if value is not None
+    }
     digits = parts.get("id", "")
     number = int(digits) if 0 < len(digits) < 10 else -1
     said = parts.get("text", "")
@@ -126,7 +169,10 @@ def _key(name: str) -> str:
         return name
     known = _ALIASES.get(name.lower()) or _NAMED_KEYS.get(name.lower())
     if known is None:
-        raise NoAction(f"There is no key {_short(name)}. Keys are single characters and names such as Enter, Control, ArrowDown, F5.")
+        raise NoAction(
+            f"There is no key {_short(name)}. Keys are single characters and names such as Enter,"
+            " Control, ArrowDown, F5."
+        )
     return known
 
 

@@ -1,5 +1,6 @@
-"""One Chromium for all sessions of a server, behind an event loop in a thread of its own: launched when first needed, launched
-again after it died, replaced when it is old and nobody uses it, gone without a trace when the server is.
+"""One Chromium for all sessions of a server, behind an event loop in a thread of its own: launched
+when first needed, launched again after it died, replaced when it is old and nobody uses it, gone
+without a trace when the server is.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ _given: ContextVar[dict[str, str] | None] = ContextVar("environment of the drive
 def _drivers_environment() -> dict[str, str]:
     """Playwright gives its driver everything this process has, and no way to say otherwise."""
     theirs, given = _playwrights_environment(), _given.get()
-    return theirs if given is None else {**given, **{name: theirs[name] for name in theirs if name.startswith(("PW_LANG_", "PW_CLI_"))}}
+    return (
+        theirs
+        if given is None
+        else {
+            **given,
+            **{name: theirs[name] for name in theirs if name.startswith(("PW_LANG_", "PW_CLI_"))},
+        }
+    )
 
 
 transport.get_driver_env = _drivers_environment  # type: ignore[attr-defined]  # where it is asked for
@@ -52,7 +60,9 @@ class BrowserLost(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One launch: driver, browser, their folder for temporary files and the process that removes it."""
+    """One launch: driver, browser, their folder for temporary files and the process that
+    removes it.
+    """
 
     playwright: Playwright
     browser: Browser
@@ -68,7 +78,9 @@ class Running:
 
 
 class Chromium:
-    """May be used from any thread through `run`, from any loop through `run_async`; what is handed to them runs on its loop."""
+    """May be used from any thread through `run`, from any loop through `run_async`; what is
+    handed to them runs on its loop.
+    """
 
     def __init__(self, executable: str, switches: Sequence[str], concurrency: int) -> None:
         self._executable = executable
@@ -81,7 +93,9 @@ class Chromium:
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """The coroutine's result. Errors: its own; TimeoutError after timeout_s."""
-        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._started())
+        future = asyncio.run_coroutine_threadsafe(
+            asyncio.wait_for(work, timeout_s), self._started()
+        )
         try:
             return future.result(timeout_s + CLOSE_S)
         except TimeoutError:
@@ -90,14 +104,18 @@ class Chromium:
 
     async def run_async(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """As `run`, without holding a thread."""
-        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._started())
+        future = asyncio.run_coroutine_threadsafe(
+            asyncio.wait_for(work, timeout_s), self._started()
+        )
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s + CLOSE_S)
         except TimeoutError:
             raise TimeoutError(f"the browser gave no answer within {timeout_s:g} s") from None
 
     def stop(self) -> None:
-        """End browser, driver and loop, and wait until their files are gone. Harmless where nothing runs; it may be used again."""
+        """End browser, driver and loop, and wait until their files are gone.
+        Harmless where nothing runs; it may be used again.
+        """
         with self._starting:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
@@ -110,7 +128,9 @@ class Chromium:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Held during the expensive part of a step; given back after TURN_S, for a page that does not answer only waits."""
+        """Held during the expensive part of a step; given back after TURN_S, for a page that
+        does not answer only waits.
+        """
         await self._slots.acquire()
         holds = True
 
@@ -128,7 +148,9 @@ class Chromium:
             give_back()
 
     async def context(self, **settings: Any) -> tuple[Running, BrowserContext]:
-        """A new context of a living browser. Give it back with `release`. Errors: BrowserLost where none can be launched."""
+        """A new context of a living browser. Give it back with `release`.
+        Errors: BrowserLost where none can be launched.
+        """
         for attempt in (1, 2):
             running = await self._current()
             running.opened += 1
@@ -157,15 +179,23 @@ class Chromium:
                 self._loop = asyncio.new_event_loop()
                 self._slots = asyncio.Semaphore(self._concurrency)
                 self._launching = asyncio.Lock()
-                self._thread = threading.Thread(target=self._loop.run_forever, name="browser", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name="browser", daemon=True
+                )
                 self._thread.start()
             return self._loop
 
     async def _current(self) -> Running:
         async with self._launching:
             running = self._running
-            if running is not None and (not running.alive or (running.opened >= RECYCLE_AFTER and running.open == 0)):
-                logger.warning("the browser is replaced after %d sessions%s", running.opened, "" if running.alive else ": it died")
+            if running is not None and (
+                not running.alive or (running.opened >= RECYCLE_AFTER and running.open == 0)
+            ):
+                logger.warning(
+                    "the browser is replaced after %d sessions%s",
+                    running.opened,
+                    "" if running.alive else ": it died",
+                )
                 await self._retire()
             if self._running is None:
                 self._running = await self._launch()
@@ -173,11 +203,16 @@ class Chromium:
 
     async def _launch(self) -> Running:
         if len(tempfile.gettempdir()) > MAX_TMPDIR:
-            raise BrowserLost(f"TMPDIR {tempfile.gettempdir()!r} is too long for Chromium's sockets; at most {MAX_TMPDIR} characters")
+            raise BrowserLost(
+                f"TMPDIR {tempfile.gettempdir()!r} is too long for Chromium's sockets; at most"
+                f" {MAX_TMPDIR} characters"
+            )
         sandbox = use_sandbox()
         if not sandbox:
             logger.warning(
-                "Chromium runs without its sandbox, as root or by %s=off; better start the server as another user", SANDBOX_VARIABLE
+                "Chromium runs without its sandbox, as root or by %s=off; better start the server"
+                " as another user",
+                SANDBOX_VARIABLE,
             )
         folder = tempfile.mkdtemp(prefix=PREFIX)
         own = environment(folder)
@@ -197,7 +232,8 @@ class Chromium:
                 browser = await playwright.chromium.launch(
                     executable_path=self._executable,
                     args=self._switches,
-                    ignore_default_args=["--disable-popup-blocking"],  # one window for each click, as in anybody's browser
+                    # one window for each click, as in anybody's browser
+                    ignore_default_args=["--disable-popup-blocking"],
                     timeout=LAUNCH_S * 1000,
                     env={**own},
                     chromium_sandbox=sandbox,
@@ -214,10 +250,13 @@ class Chromium:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             if sandbox and "No usable sandbox" in str(error):
                 reason = [
-                    "its sandbox needs user namespaces, which this machine or container does not allow; allow them, or, where something"
-                    f" else isolates this server, set {SANDBOX_VARIABLE}=off"
+                    "its sandbox needs user namespaces, which this machine or container does not"
+                    " allow; allow them, or, where something else isolates this server, set"
+                    f" {SANDBOX_VARIABLE}=off"
                 ]
-            raise BrowserLost(f"Chromium ({self._executable}) does not start: {reason[0]}") from error
+            raise BrowserLost(
+                f"Chromium ({self._executable}) does not start: {reason[0]}"
+            ) from error
 
     async def _retire(self) -> None:
         running, self._running = self._running, None
@@ -237,7 +276,9 @@ async def _pid(browser: Browser) -> int:
 
 
 def is_closed(error: Error) -> bool:
-    """Whether page, context, browser or driver is gone. Playwright does not export the error's class."""
+    """Whether page, context, browser or driver is gone.
+    Playwright does not export the error's class.
+    """
     return type(error).__name__ == "TargetClosedError"
 
 

@@ -1,4 +1,6 @@
-"""One task in a browser behind the `Simulator` protocol: from its start page to the score of what was left behind."""
+"""One task in a browser behind the `Simulator` protocol: from its start page to the score of
+what was left behind.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from envs.webarena.tasks import Task, find_task
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-NO_VERDICT = (BrowserLost, TimeoutError, Error, JudgeFailed, HelperFailed)  # the environment's failures
+# the environment's failures
+NO_VERDICT = (BrowserLost, TimeoutError, Error, JudgeFailed, HelperFailed)
 START_S = 100.0  # for a session's first observation
 STEP_S = 90.0  # for one action
 JUDGE_S = 120.0  # for the verdict
@@ -40,7 +43,10 @@ MAX_ELEMENTS = 50_000  # of a page that is looked at
 MAX_PAGE_CHARS = 4_000_000
 _JUDGING = ThreadPoolExecutor(16, "judge")  # evaluators and judges wait for pages and endpoints
 OVER = "The episode is over."
-_SIZE = "() => [document.getElementsByTagName('*').length, (document.documentElement || {textContent: ''}).textContent.length]"
+_SIZE = (
+    "() => [document.getElementsByTagName('*').length, (document.documentElement || {textContent:"
+    " ''}).textContent.length]"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ class Episode:
         self.task: Task
         self.elements: dict[int, Element] = {}  # of the last observation
         self.shown: list[Element] = []  # the same, in page order
-        self._numbers: dict[tuple[Tab, int, int], int] = {}  # (tab, document, backend id) -> printed id
+        # (tab, document, backend id) -> printed id
+        self._numbers: dict[tuple[Tab, int, int], int] = {}
         self._last_number = 0
         self.previous = "None"
         self.actions: list[str] = []  # as they came, one for each turn
@@ -79,14 +86,22 @@ class Episode:
         """Errors: UnknownTask; BrowserLost; OSError where a storage file cannot be read."""
         self.close()
         task = find_task(self._setting.tasks, task_id)
-        self.task, self.previous, self.actions, self._gold, self.ended = task, "None", [], None, False
+        self.task, self.previous, self.actions, self._gold, self.ended = (
+            task,
+            "None",
+            [],
+            None,
+            False,
+        )
         self._numbers, self._last_number = {}, 0
         self._sites = self._setting.sites()
         self._headers = self._sites.open()
         return self._run(self._start(self._sites), START_S)
 
     def step(self, action: str) -> StepResult:
-        """Errors: BrowserLost and TimeoutError where the session is lost; JudgeFailed, HelperFailed where there is no verdict."""
+        """Errors: BrowserLost and TimeoutError where the session is lost; JudgeFailed,
+        HelperFailed where there is no verdict.
+        """
         read = self._read_action(action)
         if isinstance(read, StepResult):
             return read
@@ -168,7 +183,9 @@ class Episode:
 
     async def _start(self, sites: Place) -> str:
         assert self._headers is not None
-        settings: dict[str, Any] = {"extra_http_headers": dict(self._headers)} if self._headers else {}
+        settings: dict[str, Any] = (
+            {"extra_http_headers": dict(self._headers)} if self._headers else {}
+        )
         if self._setting.storage is not None and self.task.storage_state:
             file = self._setting.storage / self.task.storage_state
             settings["storage_state"] = json.loads(await asyncio.to_thread(file.read_text))
@@ -189,24 +206,42 @@ class Episode:
             return await self._observe()
 
     async def _act(self, action: Action) -> StepResult:
-        tabs, element = self._living(), self.elements.get(action.number) if action.kind in ("click", "hover", "type") else None
+        tabs, element = (
+            self._living(),
+            (
+                self.elements.get(action.number)
+                if action.kind in ("click", "hover", "type")
+                else None
+            ),
+        )
         async with tabs.chromium.turn():
             tabs.begin_step()
             error = ""
             try:
                 if element is not None and element.document != tabs.current.document:
                     raise Refusal(f"there is no element {element.id} in the current page any more")
-                opened = Action("goto", text=self.real(action.text)) if action.kind == "goto" else action
+                opened = (
+                    Action("goto", text=self.real(action.text)) if action.kind == "goto" else action
+                )
                 await act(tabs, opened, element)
             except Refusal as refused:
                 error = "refused"
                 tabs.notes.append(f"{str(refused)[:1].upper()}{str(refused)[1:]}.")
             await tabs.settle()
-            self.previous = f"{action} where [{element.id}] is {element}" if element is not None else str(action)
-            return StepResult(await self._observe(), 0.0, terminated=False, info={"error": error} if error else {})
+            self.previous = (
+                f"{action} where [{element.id}] is {element}"
+                if element is not None
+                else str(action)
+            )
+            return StepResult(
+                await self._observe(), 0.0, terminated=False, info={"error": error} if error else {}
+            )
 
     async def _observe(self) -> str:
-        """WebArena's blocks. A page that is changing while it is read is read again, so is one that turns out to have left the sites."""
+        """WebArena's blocks.
+        A page that is changing while it is read is read again, so is one that turns out to have
+        left the sites.
+        """
         tabs = self._living()
         lines: list[str] = []
         for attempt in (1, 2, 3):
@@ -228,7 +263,10 @@ class Episode:
         text, _ = cut_lines([" | ".join(titles), "", *lines], self._setting.max_chars)
         notes = "".join(f"{note}\n" for note in dict.fromkeys(tabs.notes))
         url = self.public(tabs.current.page.url)
-        return utf8(f"{notes}OBSERVATION:\n{text}\nURL: {url}\nOBJECTIVE: {self.task.intent}\nPREVIOUS ACTION: {self.previous}")
+        return utf8(
+            f"{notes}OBSERVATION:\n{text}\nURL: {url}\nOBJECTIVE: {self.task.intent}\nPREVIOUS"
+            f" ACTION: {self.previous}"
+        )
 
     async def _title(self, tabs: Tabs, tab: Tab) -> str:
         try:
@@ -243,25 +281,38 @@ class Episode:
         elements, characters = await tabs.ask(tab.page.evaluate(_SIZE))
         if elements > MAX_ELEMENTS or characters > MAX_PAGE_CHARS:
             self.elements, self.shown = {}, []
-            return [f"This page is too large to be shown: {elements} elements, {characters} characters of text."]
+            return [
+                f"This page is too large to be shown: {elements} elements, {characters} characters"
+                " of text."
+            ]
         document = tab.document
         tree, snapshot = await tabs.ask(
-            asyncio.gather(tab.send("Accessibility.getFullAXTree"), tab.send("DOMSnapshot.captureSnapshot", computedStyles=[])), READ_S
+            asyncio.gather(
+                tab.send("Accessibility.getFullAXTree"),
+                tab.send("DOMSnapshot.captureSnapshot", computedStyles=[]),
+            ),
+            READ_S,
         )
         layout = read_layout(snapshot, tabs.limits.width, tabs.limits.height)
         trees = {"": tree["nodes"]}
         for frame in layout.frames.values():
             with contextlib.suppress(Error):  # it went away, or is another process's
-                trees[frame] = (await tabs.ask(tab.send("Accessibility.getFullAXTree", frameId=frame)))["nodes"]
+                trees[frame] = (
+                    await tabs.ask(tab.send("Accessibility.getFullAXTree", frameId=frame))
+                )["nodes"]
         if tab.document != document:  # another one came meanwhile: the trees may be of two pages
             return await self._read(tabs)
-        lines, found = read_page(trees, layout, lambda backend: self._number(tab, document, backend))
+        lines, found = read_page(
+            trees, layout, lambda backend: self._number(tab, document, backend)
+        )
         self.shown = [Element(e.id, e.role, e.name, e.backend_id, document) for e in found]
         self.elements = {element.id: element for element in self.shown}
         return lines
 
     def _number(self, tab: Tab, document: int, backend_id: int) -> int:
-        """Small, the same as long as the document lives, never used for anything else in this episode."""
+        """Small, the same as long as the document lives, never used for anything else in this
+        episode.
+        """
         key = (tab, document, backend_id)
         if key not in self._numbers:
             self._last_number += 1
@@ -292,7 +343,9 @@ class Episode:
         except NO_VERDICT:
             raise
         except Exception as error:
-            logger.exception("task %d: judging broke on the answer %.200r; it scores 0", self.task.id, answer)
+            logger.exception(
+                "task %d: judging broke on the answer %.200r; it scores 0", self.task.id, answer
+            )
             return Verdict(0.0, {"failed": f"{type(error).__name__} {error}"[:200]})
 
 

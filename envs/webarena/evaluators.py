@@ -1,7 +1,10 @@
-"""How an outcome is judged: WebArena's three evaluators as rules over texts, a page behind a protocol, and a judge for free answers.
+"""How an outcome is judged: WebArena's three evaluators as rules over texts, a page behind a
+protocol, and a judge for free answers.
 
-Each part is 0 or 1 and the score is their product. Source: evaluation_harness of web-arena-x/webarena; what it does with odd cases is kept
-(substrings count, a one-character reference must be a whole token, ` |OR| ` is split in pages and addresses but not in answers).
+Each part is 0 or 1 and the score is their product.
+Source: evaluation_harness of web-arena-x/webarena; what it does with odd cases is kept (substrings
+count, a one-character reference must be a whole token, ` |OR| ` is split in pages and addresses but
+not in answers).
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 from envs.webarena.tasks import LAST_URL, Target, Task, parse_call
 
 OR = " |OR| "
-_LONG_REFERENCE = re.compile(r"&#\d{100,};?")  # no character; above 4,300 digits `html.unescape` raises
+# no character; above 4,300 digits `html.unescape` raises
+_LONG_REFERENCE = re.compile(r"&#\d{100,};?")
 NOT_ACHIEVABLE = "n/a"
 
 
@@ -36,7 +40,9 @@ class Page(Protocol):
 
 
 class ScriptFailed(Exception):
-    """A task file's script threw in the page; where WebArena looks for a text, that counts as an empty one."""
+    """A task file's script threw in the page; where WebArena looks for a text, that counts as
+    an empty one.
+    """
 
 
 class Judge(Protocol):
@@ -64,7 +70,9 @@ class Verdict:
 
 
 def evaluate(task: Task, answer: str, page: Page, helpers: Helpers, judge: Judge) -> Verdict:
-    """answer: of the stop action. The parts are judged in the file's order: program_html leaves the page."""
+    """answer: of the stop action.
+    The parts are judged in the file's order: program_html leaves the page.
+    """
     rules, verdict = task.evaluation, Verdict(1.0)
     for kind in rules.types:
         if kind == "string_match":
@@ -99,7 +107,9 @@ def must_include(reference: str, prediction: str, *, whole_token: bool = False) 
 
 
 def url_match(url: str, references: str) -> float:
-    """Some reference's host and path is part of the page's; and for every key in a query of any reference, one of its values is there."""
+    """Some reference's host and path is part of the page's; and for every key in a query of any
+    reference, one of its values is there.
+    """
     base, query = _split(url)
     pooled: dict[str, set[str]] = {}
     bases = []
@@ -109,7 +119,9 @@ def url_match(url: str, references: str) -> float:
         for key, values in reference_query.items():
             pooled.setdefault(key, set()).update(values)
     in_base = any(reference in base for reference in bases)
-    return float(in_base and all(values & set(query.get(key, ())) for key, values in pooled.items()))
+    return float(
+        in_base and all(values & set(query.get(key, ())) for key, values in pooled.items())
+    )
 
 
 def _split(url: str) -> tuple[str, dict[str, list[str]]]:
@@ -125,16 +137,23 @@ def _string(task: Task, answer: str, judge: Judge) -> tuple[float, dict[str, flo
         score *= parts["exact_match"]
     if rules.must_include is not None:
         whole = len(rules.must_include) == 1
-        parts["must_include"] = float(all(must_include(text, prediction, whole_token=whole) for text in rules.must_include))
+        parts["must_include"] = float(
+            all(must_include(text, prediction, whole_token=whole) for text in rules.must_include)
+        )
         score *= parts["must_include"]
     if isinstance(rules.fuzzy, str) and clean(rules.fuzzy) == NOT_ACHIEVABLE:
         if clean(prediction) == NOT_ACHIEVABLE:
             parts["not_achievable"] = 1.0
             return score, parts
-        score = parts["fuzzy_match"] = float(judge.same_reason(task.intent, rules.string_note, prediction))  # replaces what was so far
+        # replaces what was so far
+        score = parts["fuzzy_match"] = float(
+            judge.same_reason(task.intent, rules.string_note, prediction)
+        )
     elif rules.fuzzy is not None:
         references = [rules.fuzzy] if isinstance(rules.fuzzy, str) else rules.fuzzy
-        parts["fuzzy_match"] = float(all(judge.same_answer(task.intent, reference, prediction) for reference in references))
+        parts["fuzzy_match"] = float(
+            all(judge.same_answer(task.intent, reference, prediction) for reference in references)
+        )
         score *= parts["fuzzy_match"]
     return score, parts
 
@@ -148,7 +167,12 @@ def _target(target: Target, page: Page, helpers: Helpers) -> float:
     found = html.unescape(_LONG_REFERENCE.sub("\ufffd", _located(target, page, helpers)))
     if target.exact is not None:
         return exact_match(target.exact, found)
-    return float(all(any(must_include(text, found) for text in entry.split(OR)) for entry in target.must_include))
+    return float(
+        all(
+            any(must_include(text, found) for text in entry.split(OR))
+            for entry in target.must_include
+        )
+    )
 
 
 def _located(target: Target, page: Page, helpers: Helpers) -> str:
@@ -173,7 +197,9 @@ def _called(text: str, page: Page, helpers: Helpers) -> str:
     if not text.startswith("func:"):
         return text
     call = parse_call(text)
-    return helpers.call(call.name, [argument.replace(LAST_URL, page.url) for argument in call.arguments], page)
+    return helpers.call(
+        call.name, [argument.replace(LAST_URL, page.url) for argument in call.arguments], page
+    )
 
 
 _SPLITS = (
@@ -188,7 +214,9 @@ _SPLITS = (
 
 
 def tokens(text: str) -> list[str]:
-    """Words and punctuation of English text as the Penn Treebank splits them: a number keeps its point and comma, `$` and `%` do not."""
+    """Words and punctuation of English text as the Penn Treebank splits them: a number keeps
+    its point and comma, `$` and `%` do not.
+    """
     text = f" {text} "
     for pattern, replacement in _SPLITS:
         text = pattern.sub(replacement, text)

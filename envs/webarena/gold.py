@@ -1,4 +1,6 @@
-"""An expert that plays back how a task is done, written down once: elements by role and name instead of ids."""
+"""An expert that plays back how a task is done, written down once: elements by role and name
+instead of ids.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _NAMED = re.compile(r"(click|hover|type) \[(\S+) '(.*?)'(?: #(\d+))?\](.*)", re.
 
 
 class Gold:
-    """The next of the written actions, with the id that its element has; scrolls down to an element that is not in the window.
+    """The next of the written actions, with the id that its element has; scrolls down to an
+    element that is not in the window.
 
     It knows one way, from the start of the task: it has nothing to say once somebody went another.
     """
@@ -26,18 +29,27 @@ class Gold:
         self._next = 0
         self._given: list[str] = []  # one for each turn
         self._page = 0  # id of its root
-        self._seen: dict[tuple[str, str], dict[int, None]] = {}  # (role, name) -> ids in this page, in page order
+        # (role, name) -> ids in this page, in page order
+        self._seen: dict[tuple[str, str], dict[int, None]] = {}
         self._scrolls = 0
 
     def next_action(self) -> str:
-        """Errors: ExpertFailed where the way is not known, was left, or the page does not look as it should."""
+        """Errors: ExpertFailed where the way is not known, was left, or the page does not look
+        as it should.
+        """
         done = self._episode.actions
         if len(self._given) == len(done) + 1:
             return self._given[-1]  # asked twice
         if self._given != done:
-            raise ExpertFailed(f"task {self._episode.task.id}: the way is known from the start only, and another one was taken")
+            raise ExpertFailed(
+                f"task {self._episode.task.id}: the way is known from the start only, and another"
+                " one was taken"
+            )
         if self._next >= len(self._actions):
-            raise ExpertFailed(f"task {self._episode.task.id}: nobody wrote down what to do after {self._next} actions")
+            raise ExpertFailed(
+                f"task {self._episode.task.id}: nobody wrote down what to do after {self._next}"
+                " actions"
+            )
         self._look()
         action = self._resolved(self._actions[self._next])
         self._given.append(action)
@@ -62,5 +74,8 @@ class Gold:
             return f"{kind} [{same[wanted - 1]}]{rest}"
         self._scrolls += 1
         if self._scrolls > MAX_SCROLLS:
-            raise ExpertFailed(f"task {self._episode.task.id}: {action}: there are {len(same)} of {role} {name!r} in the page")
+            raise ExpertFailed(
+                f"task {self._episode.task.id}: {action}: there are {len(same)} of {role} {name!r}"
+                " in the page"
+            )
         return "scroll [up]" if len(same) >= wanted else "scroll [down]"

@@ -1,6 +1,8 @@
-"""The functions WebArena's task files may name: newest order, newest review, a member's role, the address of a post.
+"""The functions WebArena's task files may name: newest order, newest review, a member's role, the
+address of a post.
 
-For the embedded sites they ask the state of the session's sites; for real ones the shop's REST API or the page itself.
+For the embedded sites they ask the state of the session's sites; for real ones the shop's REST API
+or the page itself.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ KNOWN = {
 _POST = re.compile(r"/f/[^/]+/\d+(?=/|$)")
 _ROLE = """name => {
   const rows = [...document.querySelectorAll('tr')];
-  const row = rows.find(r => [...r.querySelectorAll('span')].some(s => s.innerText.trim() === '@' + name));
+  const row = rows.find(r => [...r.querySelectorAll('span')].some(s => s.innerText.trim() === '@' \
++ name));
   const role = row && row.querySelector("td.col-max-role span, [data-label='Max role'] span");
   return role ? role.innerText : '';
 }"""
@@ -45,17 +48,27 @@ class HelperFailed(RuntimeError):
 
 
 def check_calls(tasks: Iterable[Task], *, embedded: bool) -> None:
-    """Errors: ValueError where a task names an unknown helper, or one that cannot work as things are set."""
+    """Errors: ValueError where a task names an unknown helper, or one that cannot work as
+    things are set.
+    """
     for task in tasks:
         for target in task.evaluation.targets:
             for text in (target.url, target.locator):
                 if text.startswith("func:"):
                     call = parse_call(text)
                     if KNOWN.get(call.name) != len(call.arguments):
-                        raise ValueError(f"webarena task {task.id}: eval.program_html: no helper {text!r}; known: {', '.join(KNOWN)}")
-                    if call.name.startswith("shopping_") and not embedded and PASSWORD_VARIABLE not in os.environ:
                         raise ValueError(
-                            f"webarena task {task.id}: {call.name} asks the shop's REST API; put its password into {PASSWORD_VARIABLE}"
+                            f"webarena task {task.id}: eval.program_html: no helper {text!r};"
+                            f" known: {', '.join(KNOWN)}"
+                        )
+                    if (
+                        call.name.startswith("shopping_")
+                        and not embedded
+                        and PASSWORD_VARIABLE not in os.environ
+                    ):
+                        raise ValueError(
+                            f"webarena task {task.id}: {call.name} asks the shop's REST API; put"
+                            f" its password into {PASSWORD_VARIABLE}"
                         )
 
 
@@ -67,7 +80,9 @@ def post_url(url: str) -> str:
 
 
 class StateHelpers:
-    """Of the embedded sites. queries: functions by name, asked with the session's state and the arguments."""
+    """Of the embedded sites. queries: functions by name, asked with the session's state and the
+    arguments.
+    """
 
     def __init__(self, state: Any, queries: Any) -> None:
         self._state = state

@@ -1,7 +1,8 @@
-"""Outlives a browser's owner, however that ends, by the seconds it takes to end what is left and to remove its folder.
+"""Outlives a browser's owner, however that ends, by the seconds it takes to end what is left and
+to remove its folder.
 
-Run as `python -I -S keeper.py FOLDER` with the owner's pipe as standard input, which may say the browser's process number; needs only the
-standard library.
+Run as `python -I -S keeper.py FOLDER` with the owner's pipe as standard input, which may say the
+browser's process number; needs only the standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ END_S = 10.0  # after which a folder that will not go is left
 
 
 def left(folder: str, browser: tuple[int, int] | None) -> list[int]:
-    """Processes of this user that name the folder on their command line or in their TMPDIR, and all of the browser's session.
+    """Processes of this user that name the folder on their command line or in their TMPDIR, and
+    all of the browser's session.
 
     browser: its process number and when it started. What it starts may hide its environment.
     """
@@ -29,7 +31,9 @@ def left(folder: str, browser: tuple[int, int] | None) -> list[int]:
             with contextlib.suppress(OSError):
                 pid = int(entry.name)
                 state, session, started = stat(pid)
-                is_reused = is_reused or (browser is not None and pid == browser[0] and started != browser[1])
+                is_reused = is_reused or (
+                    browser is not None and pid == browser[0] and started != browser[1]
+                )
                 if state == "Z":
                     continue
                 if names(pid, folder):
@@ -41,19 +45,25 @@ def left(folder: str, browser: tuple[int, int] | None) -> list[int]:
 
 def stat(pid: int) -> tuple[str, int, int]:
     """State, session and start time in clock ticks. Errors: OSError where it is gone."""
-    words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # before it stands a name of any bytes
+    # before it stands a name of any bytes
+    words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return words[0].decode(), int(words[3]), int(words[19])
 
 
 def names(pid: int, folder: str) -> bool:
     """Not where it is gone or does not let us look."""
     with contextlib.suppress(OSError):
-        return any(folder.encode() in Path(f"/proc/{pid}/{file}").read_bytes() for file in ("cmdline", "environ"))
+        return any(
+            folder.encode() in Path(f"/proc/{pid}/{file}").read_bytes()
+            for file in ("cmdline", "environ")
+        )
     return False
 
 
 def checked(pid: int, folder: str) -> tuple[int, int] | None:
-    """(number, start time) of a process that leads its session and names the folder; a browser behind a wrapper may give another number."""
+    """(number, start time) of a process that leads its session and names the folder; a browser
+    behind a wrapper may give another number.
+    """
     with contextlib.suppress(OSError):
         _, session, started = stat(pid)
         if session == pid and names(pid, folder):

@@ -1,6 +1,9 @@
-"""A page as text, in WebArena's form: the accessibility tree of what the window shows, joined with where things are.
+"""A page as text, in WebArena's form: the accessibility tree of what the window shows, joined with
+where things are.
 
-Two trees come from the browser: the accessibility tree says what a node is, the layout snapshot where. They share `backendNodeId`.
+Two trees come from the browser: the accessibility tree says what a node is, the layout snapshot
+where.
+They share `backendNodeId`.
 Source: the printed form of WebArena, arXiv:2307.13854, section 2.3 and figure 3.
 """
 
@@ -13,9 +16,30 @@ from typing import Any
 Json = dict[str, Any]
 MAX_NAME = 2_000  # characters of one name; pages in use stay far below
 MAX_OPTIONS = 100  # printed of one select box
-_HIDDEN_PROPERTIES = {"focusable", "editable", "readonly", "level", "settable", "multiline", "invalid", "url"}
+_HIDDEN_PROPERTIES = {
+    "focusable",
+    "editable",
+    "readonly",
+    "level",
+    "settable",
+    "multiline",
+    "invalid",
+    "url",
+}
 _EMPTY_ROLES = {
-    *("generic", "img", "list", "strong", "paragraph", "banner", "navigation", "Section", "LabelText", "Legend", "listitem"),
+    *(
+        "generic",
+        "img",
+        "list",
+        "strong",
+        "paragraph",
+        "banner",
+        "navigation",
+        "Section",
+        "LabelText",
+        "Legend",
+        "listitem",
+    ),
     *("none", "MenuListPopup"),
 }
 _DROPPED_ROLES = {"InlineTextBox", "ListMarker", "LineBreak"}
@@ -33,7 +57,10 @@ class Box:
 
     def cut(self, other: Box) -> Box:
         x, y = max(self.x, other.x), max(self.y, other.y)
-        right, bottom = min(self.x + self.width, other.x + other.width), min(self.y + self.height, other.y + other.height)
+        right, bottom = (
+            min(self.x + self.width, other.x + other.width),
+            min(self.y + self.height, other.y + other.height),
+        )
         return Box(x, y, max(0.0, right - x), max(0.0, bottom - y))
 
     @property
@@ -57,15 +84,21 @@ class Element:
 
 @dataclass(slots=True)
 class Layout:
-    """Where the nodes of all frames are. `frames` maps the owner of an inner frame to the frame's id."""
+    """Where the nodes of all frames are.
+    `frames` maps the owner of an inner frame to the frame's id.
+    """
 
-    boxes: dict[int, Box] = field(default_factory=dict)  # by backend id, already cut to the window; only what is inside
-    placed: set[int] = field(default_factory=set)  # backend ids of all nodes that have a place, inside the window or not
+    # by backend id, already cut to the window; only what is inside
+    boxes: dict[int, Box] = field(default_factory=dict)
+    # backend ids of all nodes that have a place, inside the window or not
+    placed: set[int] = field(default_factory=set)
     frames: dict[int, str] = field(default_factory=dict)
 
 
 def read_layout(snapshot: Json, width: int, height: int) -> Layout:
-    """snapshot: of DOMSnapshot.captureSnapshot. Boxes of inner frames are moved to where their frame is and cut to it."""
+    """snapshot: of DOMSnapshot.captureSnapshot.
+    Boxes of inner frames are moved to where their frame is and cut to it.
+    """
     layout, documents, strings = Layout(), snapshot["documents"], snapshot["strings"]
 
     def read(index: int, frame: Box, seen: frozenset[int]) -> None:
@@ -74,7 +107,9 @@ def read_layout(snapshot: Json, width: int, height: int) -> Layout:
         left, top = document.get("scrollOffsetX", 0), document.get("scrollOffsetY", 0)
         origin_x, origin_y = frame.x, frame.y
         visible = frame.cut(Box(0, 0, width, height))
-        for node, (x, y, w, h) in zip(document["layout"]["nodeIndex"], document["layout"]["bounds"], strict=True):
+        for node, (x, y, w, h) in zip(
+            document["layout"]["nodeIndex"], document["layout"]["bounds"], strict=True
+        ):
             box = Box(x - left + origin_x, y - top + origin_y, w, h)
             shown = box.cut(visible)
             layout.placed.add(ids[node])
@@ -88,39 +123,57 @@ def read_layout(snapshot: Json, width: int, height: int) -> Layout:
     contents = {
         (index, node): inner
         for index, document in enumerate(documents)
-        for node, inner in zip(*(document["nodes"].get("contentDocumentIndex", {}).get(key, ()) for key in ("index", "value")), strict=True)
+        for node, inner in zip(
+            *(
+                document["nodes"].get("contentDocumentIndex", {}).get(key, ())
+                for key in ("index", "value")
+            ),
+            strict=True,
+        )
     }
     if documents:
         read(0, Box(0, 0, width, height), frozenset({0}))
     return layout
 
 
-def read_page(trees: Mapping[str, list[Json]], layout: Layout, number: Callable[[int], int]) -> tuple[list[str], list[Element]]:
+def read_page(
+    trees: Mapping[str, list[Json]], layout: Layout, number: Callable[[int], int]
+) -> tuple[list[str], list[Element]]:
     """The printed lines and what they stand for, in page order.
 
-    trees: accessibility nodes by frame id, the main frame's under "". number: backend id -> id to print.
+    trees: accessibility nodes by frame id, the main frame's under "". number: backend id -> id to
+    print.
     """
     lines: list[str] = []
     elements: list[Element] = []
     for depth, node in _shown("", trees, layout):
         role, name = _role(node), _name(node)
-        if role == "StaticText" and node["backendDOMNodeId"] in layout.placed and _repeats(name, lines):  # but what is typed is shown
+        # but what is typed is shown
+        if (
+            role == "StaticText"
+            and node["backendDOMNodeId"] in layout.placed
+            and _repeats(name, lines)
+        ):
             continue
         element = Element(number(node["backendDOMNodeId"]), role, name, node["backendDOMNodeId"])
         properties = [
             f"{entry['name']}: {entry['value'].get('value', '')}"
             for entry in node.get("properties", ())
-            if entry["name"] not in _HIDDEN_PROPERTIES and not entry["value"]["type"].startswith(("idref", "node"))
+            if entry["name"] not in _HIDDEN_PROPERTIES
+            and not entry["value"]["type"].startswith(("idref", "node"))
         ]
         lines.append("\t" * depth + " ".join([f"[{element.id}] {element}", *properties]))
         elements.append(element)
     return lines, elements
 
 
-def _shown(frame: str, trees: Mapping[str, list[Json]], layout: Layout, depth: int = 0) -> Iterator[tuple[int, Json]]:
+def _shown(
+    frame: str, trees: Mapping[str, list[Json]], layout: Layout, depth: int = 0
+) -> Iterator[tuple[int, Json]]:
     """Nodes to print with their depth; a node that is left out hands its depth to its children.
 
-    What has no place of its own (options of a select box, the text in a field) is where its parent is.
+    What has no place of its own (options of a select box, the text in a field) is where its parent
+    is.
     """
     nodes = {node["nodeId"]: node for node in trees.get(frame, ())}
     stack = [(depth, node, True) for node in reversed(nodes.values()) if "parentId" not in node]
@@ -130,7 +183,12 @@ def _shown(frame: str, trees: Mapping[str, list[Json]], layout: Layout, depth: i
         if role in _DROPPED_ROLES:
             continue
         inside = backend in layout.boxes or (backend not in layout.placed and parent_inside)
-        if inside and backend is not None and not node.get("ignored") and _says_something(node, role):
+        if (
+            inside
+            and backend is not None
+            and not node.get("ignored")
+            and _says_something(node, role)
+        ):
             yield level, node
             level += 1
         if backend in layout.frames:
@@ -169,5 +227,8 @@ def cut_lines(lines: list[str], max_chars: int) -> tuple[str, int]:
     for count, line in enumerate(lines):
         used += len(line) + 1
         if used > max_chars:
-            return "\n".join([*lines[:count], f"... {len(lines) - count} more lines, not shown"]), len(lines) - count
+            return (
+                "\n".join([*lines[:count], f"... {len(lines) - count} more lines, not shown"]),
+                len(lines) - count,
+            )
     return "\n".join(lines), 0

@@ -1,4 +1,6 @@
-"""Where the tasks play: the embedded sites, started with the browser by the first session, or sites that run somewhere already."""
+"""Where the tasks play: the embedded sites, started with the browser by the first session, or
+sites that run somewhere already.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Place(Protocol):
 
 
 class Shared:
-    """One place for all sessions: made by the first, ended by `stop`, made again where a session follows."""
+    """One place for all sessions: made by the first, ended by `stop`, made again where a
+    session follows.
+    """
 
     def __init__(self, make: Callable[[], Place]) -> None:
         self._make = make
@@ -61,7 +65,11 @@ class Embedded:
         self._header = sites.TENANT_HEADER
         self._server = sites.SiteServer(seed)
         port = self._server.start()
-        self.chromium = Chromium(executable, switches((f"{host}:80", f"127.0.0.1:{port}") for host in sites.SITES.values()), concurrency)
+        self.chromium = Chromium(
+            executable,
+            switches((f"{host}:80", f"127.0.0.1:{port}") for host in sites.SITES.values()),
+            concurrency,
+        )
         self.allowed = Allowed(list(self.addresses().values()))
 
     @staticmethod
@@ -94,7 +102,9 @@ class Deployed:
         self._sites = sites
         self.allowed = Allowed(list(sites.values()))
         reached = sorted({_host_port(url) for url in sites.values()})
-        self.chromium = Chromium(executable, switches((address, address) for address in reached), concurrency)
+        self.chromium = Chromium(
+            executable, switches((address, address) for address in reached), concurrency
+        )
 
     def open(self) -> Mapping[str, str]:
         return {}

@@ -1,4 +1,6 @@
-"""The tabs of one session: what may be opened, when a page has come to rest, and what its pages are not allowed to do."""
+"""The tabs of one session: what may be opened, when a page has come to rest, and what its pages
+are not allowed to do.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from playwright.async_api import BrowserContext, CDPSession, Dialog, Download, Error, Frame, Page, Request
+from playwright.async_api import (
+    BrowserContext,
+    CDPSession,
+    Dialog,
+    Download,
+    Error,
+    Frame,
+    Page,
+    Request,
+)
 
 from envs.webarena.browser import BrowserLost, Chromium, Running, is_closed
 
@@ -20,7 +31,8 @@ T = TypeVar("T")
 
 MAX_DIALOGS = 20  # of one step; the tab that opens more is closed
 PAGE_S = 15.0  # for a page to answer one question
-TAKEN_S, INPUT_S = 0.3, 10.0  # for it to take a few keys or a click, and to show that it lives if it does not
+# for it to take a few keys or a click, and to show that it lives if it does not
+TAKEN_S, INPUT_S = 0.3, 10.0
 BLANK = "about:blank"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d)")
 _ODD = re.compile(r"[\x00-\x20\x7f\\]")
@@ -53,7 +65,10 @@ class Allowed:
         """origins: URLs of the sites. Errors: ValueError where one is no http(s) URL."""
         self._origins = {self._origin(url) for url in origins}
         if None in self._origins:
-            raise ValueError(f"sites: expected http:// or https:// addresses, got {', '.join(map(repr, origins))}")
+            raise ValueError(
+                "sites: expected http:// or https:// addresses, got"
+                f" {', '.join(map(repr, origins))}"
+            )
 
     def check(self, url: str) -> str:
         """The URL as it may be opened; http:// where it has no scheme. Errors: Refusal."""
@@ -111,23 +126,33 @@ class Tab:
     async def send(self, method: str, **params: Any) -> dict[str, Any]:
         """Errors: playwright's Error.
 
-        The session's inner object: the outer one looks for handles in every value of the answer, which costs more than all else in a step.
+        The session's inner object: the outer one looks for handles in every value of the answer,
+        which costs more than all else in a step.
         """
         session: Any = await self.cdp()
         result: dict[str, Any] = await session._impl_obj.send(method, params, None)
         return result
 
     async def settle(self, limits: Limits) -> None:
-        """Wait until no request has been in flight for quiet_s, and until a new document is loaded; at most settle_s."""
+        """Wait until no request has been in flight for quiet_s, and until a new document is
+        loaded; at most settle_s.
+        """
         clock = asyncio.get_running_loop().time
         began = self._last = clock()
-        while (left := began + limits.settle_s - clock()) > 0 and not self.page.is_closed() and not self.crashed:
+        while (
+            (left := began + limits.settle_s - clock()) > 0
+            and not self.page.is_closed()
+            and not self.crashed
+        ):
             quiet_for = clock() - self._last
             if not self._in_flight and quiet_for >= limits.quiet_s:
                 break
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left if self._in_flight else min(left, limits.quiet_s - quiet_for))
+                await asyncio.wait_for(
+                    self._changed.wait(),
+                    left if self._in_flight else min(left, limits.quiet_s - quiet_for),
+                )
         left = max(0.05, began + limits.settle_s - clock())
         with contextlib.suppress(Error):  # a page that never finishes is looked at as it is
             await self.page.wait_for_load_state("load", timeout=1000 * left)
@@ -150,7 +175,11 @@ class Tab:
         if frame.parent_frame is not None:
             return
         waiting = list(self._in_flight)
-        opened = [i for i, request in enumerate(waiting) if request.is_navigation_request() and request.frame == frame]
+        opened = [
+            i
+            for i, request in enumerate(waiting)
+            if request.is_navigation_request() and request.frame == frame
+        ]
         for request in waiting[: opened[-1] if opened else 0]:
             self._in_flight.pop(request, None)
         self._touch()
@@ -221,7 +250,10 @@ class Tabs:
         return self.open
 
     async def ask(self, question: Awaitable[T], timeout_s: float = PAGE_S) -> T:
-        """Its answer. Errors: BrowserLost where the page or the browser died or does not answer; playwright's Error otherwise."""
+        """Its answer.
+        Errors: BrowserLost where the page or the browser died or does not answer; playwright's
+        Error otherwise.
+        """
         try:
             return await asyncio.wait_for(question, timeout_s)
         except TimeoutError:
@@ -233,7 +265,9 @@ class Tabs:
             raise
 
     async def input(self, sent: Awaitable[None]) -> None:
-        """A few keys or a click. A page that goes away under them never says that they arrived: that is no failure of the browser's.
+        """A few keys or a click.
+        A page that goes away under them never says that they arrived: that is no failure of the
+        browser's.
 
         Errors: as `ask`; Refusal where the page lives and did not take them.
         """
@@ -242,7 +276,8 @@ class Tabs:
             await asyncio.wait((taken,), timeout=TAKEN_S)
             if not taken.done():
                 with contextlib.suppress(Error):  # it has just become another page
-                    await self.ask(self.current.page.evaluate("0"), INPUT_S)  # answered after what came before it
+                    # answered after what came before it
+                    await self.ask(self.current.page.evaluate("0"), INPUT_S)
                 await asyncio.wait((taken,), timeout=TAKEN_S)
             if not taken.done():
                 self.check_alive()
@@ -259,7 +294,9 @@ class Tabs:
             raise BrowserLost("the page crashed")
 
     def astray(self) -> list[Tab]:
-        """The tabs that show something off the list; a navigation may end only after the page seemed to rest."""
+        """The tabs that show something off the list; a navigation may end only after the page
+        seemed to rest.
+        """
         return [tab for tab in self.living() if not self.allowed.admits(tab.page.url)]
 
     def begin_step(self) -> None:
@@ -269,23 +306,32 @@ class Tabs:
             tab.dialogs = tab.downloads = 0
 
     async def goto(self, url: str) -> None:
-        """Open a checked URL in the current tab; a failure is a note. Errors: Refusal, BrowserLost."""
+        """Open a checked URL in the current tab; a failure is a note.
+        Errors: Refusal, BrowserLost.
+        """
         checked = self.allowed.check(url)
         try:
             await self.ask(
-                self.current.page.goto(checked, wait_until="domcontentloaded", timeout=1000 * self.limits.goto_s), self.limits.goto_s + 1
+                self.current.page.goto(
+                    checked, wait_until="domcontentloaded", timeout=1000 * self.limits.goto_s
+                ),
+                self.limits.goto_s + 1,
             )
         except Error as error:
             self.notes.append(f"{url.strip()[:200]} could not be opened: {reason(error)}")
 
     async def settle(self) -> None:
-        """Let the current page come to rest, then bring every tab back that left the sites. Errors: BrowserLost."""
+        """Let the current page come to rest, then bring every tab back that left the sites.
+        Errors: BrowserLost.
+        """
         await self.current.settle(self.limits)
         self.check_alive()
         for tab in list(self.open):
             if tab.dialogs:
                 closed = " The tab was closed." if tab.dialogs > MAX_DIALOGS else ""
-                self.notes.append(f"The page opened {_number(tab.dialogs, 'dialog')}, dismissed.{closed}")
+                self.notes.append(
+                    f"The page opened {_number(tab.dialogs, 'dialog')}, dismissed.{closed}"
+                )
             if tab.downloads:
                 self.notes.append("Downloads are switched off.")
         for tab in self.astray():
@@ -295,8 +341,12 @@ class Tabs:
             self.current = living[-1] if living else await self.new_tab()
 
     async def _bring_back(self, tab: Tab) -> None:
-        """The address is checked again each time: a page may send whoever comes back away once more."""
-        self.notes.append(f"{_short(tab.page.url)} cannot be visited; the tab is back where it was.")
+        """The address is checked again each time: a page may send whoever comes back away once
+        more.
+        """
+        self.notes.append(
+            f"{_short(tab.page.url)} cannot be visited; the tab is back where it was."
+        )
         with contextlib.suppress(Error, TimeoutError):
             await asyncio.wait_for(tab.page.go_back(wait_until="commit", timeout=5000), 6)
             await tab.settle(self.limits)

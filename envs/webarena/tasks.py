@@ -1,6 +1,8 @@
-"""WebArena's task files, read as they are published: sites, start, intent and how the outcome is judged.
+"""WebArena's task files, read as they are published: sites, start, intent and how the outcome is
+judged.
 
-Source: config_files/test.raw.json of web-arena-x/webarena (812 tasks); the format is described in arXiv:2307.13854, section 3.
+Source: config_files/test.raw.json of web-arena-x/webarena (812 tasks); the format is described in
+arXiv:2307.13854, section 3.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Evaluation:
     types: tuple[str, ...]
     exact: str | None = None
     must_include: tuple[str, ...] | None = None
-    fuzzy: tuple[str, ...] | str | None = None  # "N/A": the task cannot be done, string_note says why
+    # "N/A": the task cannot be done, string_note says why
+    fuzzy: tuple[str, ...] | str | None = None
     reference_url: str = ""
     targets: tuple[Target, ...] = ()
     string_note: str = ""
@@ -63,7 +66,10 @@ class _Field:
     name: str = ""
 
     def wrong(self, expected: str) -> ValueError:
-        return ValueError(f"webarena task {self.task}: {self.name}: expected {expected}, got {json.dumps(self.value)[:80]}")
+        return ValueError(
+            f"webarena task {self.task}: {self.name}: expected {expected}, got"
+            f" {json.dumps(self.value)[:80]}"
+        )
 
     def get(self, key: str) -> _Field:
         if not isinstance(self.value, dict):
@@ -82,30 +88,39 @@ class _Field:
             return []
         if not isinstance(self.value, list):
             raise self.wrong("a list")
-        return [_Field(value, self.task, f"{self.name}[{index}]") for index, value in enumerate(self.value)]
+        return [
+            _Field(value, self.task, f"{self.name}[{index}]")
+            for index, value in enumerate(self.value)
+        ]
 
     def texts(self) -> tuple[str, ...]:
         return tuple(row.text() for row in self.rows())
 
 
 def load(path: Path, sites: Mapping[str, str], *, skip_missing: bool) -> dict[int, Task]:
-    """Tasks by id, placeholders replaced. path: a JSON list, or a folder with one file for each task. sites: name -> URL.
+    """Tasks by id, placeholders replaced. path: a JSON list, or a folder with one file for each
+    task. sites: name -> URL.
 
-    skip_missing: leave out tasks of sites that are not configured. Errors: ValueError naming file, task and field.
+    skip_missing: leave out tasks of sites that are not configured.
+    Errors: ValueError naming file, task and field.
     """
     tasks: dict[int, Task] = {}
     for row in _read(path):
         task_id = row.get("task_id") if isinstance(row, dict) else None
         if isinstance(task_id, bool) or not isinstance(task_id, int) or task_id < 0:
-            raise ValueError(f"{path}: a task has no task_id, a whole number from 0; got {json.dumps(task_id)[:40]}")
+            raise ValueError(
+                f"{path}: a task has no task_id, a whole number from 0; got"
+                f" {json.dumps(task_id)[:40]}"
+            )
         if task_id in tasks:
             raise ValueError(f"{path}: task {task_id} stands there twice")
         missing = _missing(row, sites)
         if missing and not skip_missing:
             known = ", ".join(sorted(sites))
             raise ValueError(
-                f"webarena task {task_id}: sites: {', '.join(missing)} is not configured (there are: {known});"
-                ' add its URL to option sites, or set option missing_sites to "skip"'
+                f"webarena task {task_id}: sites: {', '.join(missing)} is not configured (there"
+                f" are: {known}); add its URL to option sites, or set option missing_sites to"
+                ' "skip"'
             )
         if not missing:
             tasks[task_id] = _task(_filled(row, sites), task_id)
@@ -119,14 +134,19 @@ def find_task(tasks: Mapping[int, Task], task_id: int) -> Task:
     task = tasks.get(task_id)
     if task is None:
         known = sorted(tasks)
-        raise UnknownTask(f"there is no task {task_id}; {len(known)} tasks have ids from {known[0]} to {known[-1]}")
+        raise UnknownTask(
+            f"there is no task {task_id}; {len(known)} tasks have ids from {known[0]} to"
+            f" {known[-1]}"
+        )
     return task
 
 
 def identity(tasks: Mapping[int, Task], task_id: int) -> str:
     """What is asked, where it starts and as whom. Errors: UnknownTask."""
     task = find_task(tasks, task_id)
-    return json.dumps([task.intent, task.start_urls, task.storage_state, dict(task.geolocation or {})])
+    return json.dumps(
+        [task.intent, task.start_urls, task.storage_state, dict(task.geolocation or {})]
+    )
 
 
 def embedded_gold(sites: Mapping[str, str]) -> dict[int, tuple[str, ...]]:
@@ -137,7 +157,10 @@ def embedded_gold(sites: Mapping[str, str]) -> dict[int, tuple[str, ...]]:
 
 def _read(path: Path) -> list[Json]:
     if path.is_dir():
-        files = sorted((file for file in path.glob("*.json") if file.stem.isdigit()), key=lambda file: int(file.stem))
+        files = sorted(
+            (file for file in path.glob("*.json") if file.stem.isdigit()),
+            key=lambda file: int(file.stem),
+        )
         rows: list[Json] = [_parsed(file) for file in files]
     else:
         rows = _parsed(path)
@@ -150,7 +173,9 @@ def _parsed(file: Path) -> Json:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"webarena option tasks: {file} cannot be read: {error.strerror}") from None
+        raise ValueError(
+            f"webarena option tasks: {file} cannot be read: {error.strerror}"
+        ) from None
     except ValueError as error:
         raise ValueError(f"webarena option tasks: {file} is not JSON: {error}") from None
 
@@ -159,7 +184,9 @@ def _missing(row: Json, sites: Mapping[str, str]) -> list[str]:
     """Sites that the task names, in its list or as placeholders, and that have no URL."""
     listed = row.get("sites")
     named = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    named += [name.lower() for name in _PLACEHOLDER.findall(json.dumps(row)) if name.lower() in SITE_NAMES]
+    named += [
+        name.lower() for name in _PLACEHOLDER.findall(json.dumps(row)) if name.lower() in SITE_NAMES
+    ]
     return [name for name in dict.fromkeys(named) if name not in sites]
 
 
@@ -175,7 +202,10 @@ def _filled(value: Json, sites: Mapping[str, str]) -> Json:
 
 def _task(row: Json, task_id: int) -> Task:
     top = _Field(row, str(task_id))
-    sites, starts = top.get("sites").texts(), tuple(url.strip() for url in top.get("start_url").text().split(" |AND| "))
+    sites, starts = (
+        top.get("sites").texts(),
+        tuple(url.strip() for url in top.get("start_url").text().split(" |AND| ")),
+    )
     if not sites or not all(starts):
         raise (top.get("start_url") if sites else top.get("sites")).wrong("at least one")
     return Task(
@@ -206,10 +236,22 @@ def _evaluation(row: _Field) -> Evaluation:
     return Evaluation(
         types,
         exact=answers.get("exact_match").text() if "exact_match" in answers.value else None,
-        must_include=answers.get("must_include").texts() if "must_include" in answers.value else None,
-        fuzzy=fuzzy.text() if isinstance(fuzzy.value, str) else fuzzy.texts() if fuzzy.value is not None else None,
+        must_include=(
+            answers.get("must_include").texts() if "must_include" in answers.value else None
+        ),
+        fuzzy=(
+            fuzzy.text()
+            if isinstance(fuzzy.value, str)
+            else fuzzy.texts()
+            if fuzzy.value is not None
+            else None
+        ),
         reference_url=row.get("reference_url").text("") if "url_match" in types else "",
-        targets=tuple(_target(target) for target in row.get("program_html").rows()) if "program_html" in types else (),
+        targets=(
+            tuple(_target(target) for target in row.get("program_html").rows())
+            if "program_html" in types
+            else ()
+        ),
         string_note=row.get("string_note").text(""),
     )
 
@@ -217,9 +259,14 @@ def _evaluation(row: _Field) -> Evaluation:
 def _target(row: _Field) -> Target:
     locator = row.get("locator").text("").strip()
     if locator and not locator.startswith(("document.", "[...document.", "func:")):
-        raise row.get("locator").wrong("nothing, or what begins with document., [...document. or func:")
+        raise row.get("locator").wrong(
+            "nothing, or what begins with document., [...document. or func:"
+        )
     required = row.get("required_contents")
-    if not isinstance(required.value, dict) or not required.value.keys() & {"exact_match", "must_include"}:
+    if not isinstance(required.value, dict) or not required.value.keys() & {
+        "exact_match",
+        "must_include",
+    }:
         raise required.wrong("an object with exact_match or must_include")
     exact = required.get("exact_match").text() if "exact_match" in required.value else None
     included = required.get("must_include").texts() if exact is None else ()
@@ -228,8 +275,12 @@ def _target(row: _Field) -> Target:
             try:
                 parse_call(field.text())
             except ValueError as error:
-                raise field.wrong(str(error).removeprefix("expected ").partition(", got ")[0]) from None
-    return Target(row.get("url").text().strip(), locator, exact, included, row.get("prep_actions").texts())
+                raise field.wrong(
+                    str(error).removeprefix("expected ").partition(", got ")[0]
+                ) from None
+    return Target(
+        row.get("url").text().strip(), locator, exact, included, row.get("prep_actions").texts()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +306,9 @@ def parse_call(text: str) -> Call:
     while rest:
         argument = _ARGUMENT.match(rest)
         if argument is None:
-            raise ValueError(f"expected texts in quotes or __page__ between the brackets, got {text[:80]!r}")
+            raise ValueError(
+                f"expected texts in quotes or __page__ between the brackets, got {text[:80]!r}"
+            )
         arguments.append(next(part for part in argument.groups()[:3] if part is not None))
         rest = rest[argument.end() :]
     return Call(found[1], tuple(arguments))

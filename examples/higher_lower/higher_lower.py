@@ -5,7 +5,10 @@ from typing import Any
 
 from envs.env import EnvSpec, StepResult
 
-MANUAL = "Find the number from 0 to 99. Answer with one number; you are told whether the one sought is higher or lower."
+MANUAL = (
+    "Find the number from 0 to 99. Answer with one number; you are told whether the one sought is"
+    " higher or lower."
+)
 
 
 class Game:
@@ -49,5 +52,13 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     """Option limit: numbers are below it. Errors: ValueError."""
     limit = options.get("limit", 100)
     if set(options) - {"limit"} or not isinstance(limit, int) or not 1 < limit < 10**6:
-        raise ValueError(f"higher-lower has the one option limit, a whole number from 2 to 999999, got {options}")
-    return EnvSpec("higher-lower", MANUAL, lambda: Game(limit), {"limit": limit}, probe_actions=("50", "no number"))
+        raise ValueError(
+            f"higher-lower has the one option limit, a whole number from 2 to 999999, got {options}"
+        )
+    return EnvSpec(
+        "higher-lower",
+        MANUAL,
+        lambda: Game(limit),
+        {"limit": limit},
+        probe_actions=("50", "no number"),
+    )

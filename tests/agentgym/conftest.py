@@ -1,4 +1,6 @@
-"""A whole run, small enough for a test: a minute of everything in seconds, with rewards and learning signal in it."""
+"""A whole run, small enough for a test: a minute of everything in seconds, with rewards and
+learning signal in it.
+"""
 
 import importlib.util
 import json
@@ -14,29 +16,61 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 TINY = {
-    "env": {"options": {"levels": ["GoToRedBallNoDists"], "view": "compact", "actions": "low", "reward": "binary"}},
-    "model": {"context_tokens": 512, "hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 64},
+    "env": {
+        "options": {
+            "levels": ["GoToRedBallNoDists"],
+            "view": "compact",
+            "actions": "low",
+            "reward": "binary",
+        }
+    },
+    "model": {
+        "context_tokens": 512,
+        "hidden_size": 32,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "mlp_size": 64,
+    },
     "warm_start": {"num_demos": 60, "steps": 100, "batch_size": 16, "optimiser": {"lr": 0.005}},
     "rollout": {"items_per_step": 4, "group_size": 4, "temperature": 0.7, "concurrency": 8},
     "optimiser": {"warmup_steps": 1},
     "horizon": {"max_turns": [5, 7], "stage_steps": [2, 2]},
     "offline": {"num_items": 8, "chunk_items": 6, "pairs_per_step": 4},
     "validation": {"every": 2, "num_items": 4, "max_turns": 7},
-    "evaluation": {"num_items": 8, "num_samples": 2, "k": [1, 2], "max_turns": 7, "num_bootstrap": 200, "chunk_items": 4},
+    "evaluation": {
+        "num_items": 8,
+        "num_samples": 2,
+        "k": [1, 2],
+        "max_turns": 7,
+        "num_bootstrap": 200,
+        "chunk_items": 4,
+    },
 }
 
 
 @pytest.fixture(scope="session")
 def tiny_params(tmp_path_factory):
-    """path, {dotted name: value} -> a params file of a tiny run whose state lies beside the file."""
+    """path, {dotted name: value} -> a params file of a tiny run whose state lies beside the
+    file.
+    """
     data = tmp_path_factory.mktemp("data")
-    for name, first, count in (("train/babyai_train.json", 0, 240), ("eval/babyai_test.json", 1000, 12)):
+    for name, first, count in (
+        ("train/babyai_train.json", 0, 240),
+        ("eval/babyai_test.json", 1000, 12),
+    ):
         (data / name).parent.mkdir()
-        (data / name).write_text(json.dumps([{"item_id": f"babyai_{task}"} for task in range(first, first + count)]))
+        (data / name).write_text(
+            json.dumps([{"item_id": f"babyai_{task}"} for task in range(first, first + count)])
+        )
 
     def write(folder, **changes):
         folder.mkdir(parents=True, exist_ok=True)
-        tree = {"extends": str(ROOT / "params.yaml"), **TINY, "data": {"path": str(data)}, "store": {"path": str(folder / "store")}}
+        tree = {
+            "extends": str(ROOT / "params.yaml"),
+            **TINY,
+            "data": {"path": str(data)},
+            "store": {"path": str(folder / "store")},
+        }
         (folder / "params.yaml").write_text(yaml.safe_dump({**tree, **changes}))
         return folder / "params.yaml"
 
@@ -45,7 +79,10 @@ def tiny_params(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole_run(tmp_path_factory, tiny_params):
-    """The folder of a deterministic tiny run that nobody touched; `half` in it is the same run after stage 1. Copy it, leave it whole."""
+    """The folder of a deterministic tiny run that nobody touched; `half` in it is the same run
+    after stage 1.
+    Copy it, leave it whole.
+    """
     from agentgym.config import load_config
     from agentgym.steps import run_step, steps_of
 
@@ -60,17 +97,30 @@ def whole_run(tmp_path_factory, tiny_params):
 
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory):
-    """A Ray cluster of one node with a dashboard and a token, as somebody else would run it; one for all tests."""
+    """A Ray cluster of one node with a dashboard and a token, as somebody else would run it;
+    one for all tests.
+    """
     import tempfile
 
     from agentgym.deploy.owned import owned_process, tail
 
-    log, place = tmp_path_factory.mktemp("cluster") / "log", tmp_path_factory.mktemp("address") / "json"
+    log, place = (
+        tmp_path_factory.mktemp("cluster") / "log",
+        tmp_path_factory.mktemp("address") / "json",
+    )
     token = secrets.token_hex(32)
-    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": ""}
+    environment = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": "",
+    }
     with (
-        tempfile.TemporaryDirectory(prefix="agr-", dir="/tmp") as folder,  # a long path would not fit a socket's name
-        owned_process([sys.executable, "-c", CLUSTER, folder, str(place)], log_path=log, env=environment) as process,
+        # a long path would not fit a socket's name
+        tempfile.TemporaryDirectory(prefix="agr-", dir="/tmp") as folder,
+        owned_process(
+            [sys.executable, "-c", CLUSTER, folder, str(place)], log_path=log, env=environment
+        ) as process,
     ):
         deadline = time.monotonic() + 180
         while not place.exists():
@@ -85,8 +135,10 @@ import json, os, sys
 os.environ["RAY_TMPDIR"] = sys.argv[1]
 os.mkdir(sys.argv[1] + "/ray")
 from ray.cluster_utils import Cluster
-free = {"dashboard_port": 0, "dashboard_agent_listen_port": 0}  # another cluster on this machine has the usual ones
-cluster = Cluster(True, head_node_args={"num_cpus": 16, "include_dashboard": True, "object_store_memory": 200_000_000, **free})
+free = {"dashboard_port": 0, "dashboard_agent_listen_port": 0}  # another cluster on this machine \
+has the usual ones
+cluster = Cluster(True, head_node_args={"num_cpus": 16, "include_dashboard": True, \
+"object_store_memory": 200_000_000, **free})
 with open(sys.argv[2] + ".new", "w") as file:
     json.dump({"address": cluster.address, "dashboard": "http://" + cluster.webui_url}, file)
 os.rename(sys.argv[2] + ".new", sys.argv[2])

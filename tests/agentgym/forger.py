@@ -5,7 +5,13 @@ import sqlite3
 from dataclasses import replace
 
 from agentgym.audit import audit
-from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES, decode_trajectories, encode_trajectories
+from agentgym.context import (
+    METRICS,
+    OUTCOMES,
+    TRAJECTORIES,
+    decode_trajectories,
+    encode_trajectories,
+)
 from agentgym.evaluation.evaluate import evaluation_metrics, outcomes, paired, score
 from agentgym.evaluation.publish import headline_tags, report_files
 from agentgym.steps import key_of, load_data, open_store, run_key, steps_of
@@ -22,7 +28,11 @@ class Forger:
         # the copy's own artifacts: MLflow knows them by where they lay first
         old = self.sql("select artifact_uri from runs")[0][0].partition("/mlflow-artifacts")[0]
         for table, column in (("runs", "artifact_uri"), ("logged_models", "artifact_location")):
-            self.sql(f"update {table} set {column} = replace({column}, ?, ?)", old, str(cfg.state_dir.resolve()))
+            self.sql(
+                f"update {table} set {column} = replace({column}, ?, ?)",
+                old,
+                str(cfg.state_dir.resolve()),
+            )
 
     def folder(self, step):
         return next(path for path in self.steps.iterdir() if path.name.rpartition("-")[0] == step)
@@ -39,7 +49,9 @@ class Forger:
         return decode_trajectories(self.blob(step, seq, TRAJECTORIES).read_bytes())
 
     def rewrite(self, step, seq, name, data):
-        """New content, its file name, its digest in the manifest, the manifest's own and whatever follows from that."""
+        """New content, its file name, its digest in the manifest, the manifest's own and
+        whatever follows from that.
+        """
         manifest = self.commits(step)[seq]
         part = "records" if name in manifest.records else "blobs"
         changed = {**getattr(manifest, part), name: Blob.of(data)}
@@ -51,7 +63,9 @@ class Forger:
         self.follow({manifest.digest: self.commits(manifest.step)[manifest.seq].digest})
 
     def save(self, manifest):
-        """And what says of later commits that they follow it, and the tag that names the last one."""
+        """And what says of later commits that they follow it, and the tag that names the last
+        one.
+        """
         folder, old = self.folder(manifest.step) / "manifests", self.commits(manifest.step)
         before = old[manifest.seq - 1].records_digest if manifest.seq else ""
         for commit in [manifest, *old[manifest.seq + 1 :]]:
@@ -61,14 +75,21 @@ class Forger:
         self.sql("update tags set value = ? where value = ?", before, old[-1].records_digest)
 
     def follow(self, renamed):
-        """Keys, parents and folders of later steps, and the tags in MLflow that name any of them."""
+        """Keys, parents and folders of later steps, and the tags in MLflow that name any of
+        them.
+        """
         finals = {}
         for name, step in steps_of(self.cfg).items():
             key = key_of(step, self.cfg, finals)
             history = self.commits(name)
             if key != history[0].key:
                 for old in history:
-                    new = old.model_copy(update={"key": key, "parents": {parent: finals[parent].digest for parent in step.parents}})
+                    new = old.model_copy(
+                        update={
+                            "key": key,
+                            "parents": {parent: finals[parent].digest for parent in step.parents},
+                        }
+                    )
                     self.save(new)
                     renamed |= {old.key: key, old.digest: new.digest}
                 self.folder(name).rename(self.steps / f"{name}-{key[:16]}")
@@ -90,7 +111,12 @@ class Forger:
         for name, value in values.items():
             points[0].metrics[name] = value
             for table in ("metrics", "latest_metrics") if ledger else ():
-                self.sql(f"update {table} set value = ? where key = ? and timestamp = ?", value, name, points[0].time_ms)
+                self.sql(
+                    f"update {table} set value = ? where key = ? and timestamp = ?",
+                    value,
+                    name,
+                    points[0].time_ms,
+                )
         self.rewrite(step, seq, METRICS, encode_points(points))
 
     def report(self):
@@ -111,17 +137,25 @@ class Forger:
         """What the checks in `names` say; no other check may fail."""
         self.report()
         report = audit(self.cfg, **options)
-        assert {check.name for check in report.checks if not check.ok} == set(names), [c for c in report.checks if not c.ok]
+        assert {check.name for check in report.checks if not check.ok} == set(names), [
+            c for c in report.checks if not c.ok
+        ]
         assert not report.ok
         assert json.loads(json.dumps(report.to_json()))["ok"] is False
         return {check.name: " | ".join(check.failures) for check in report.checks if not check.ok}
 
     def evaluation(self, step):
         """(commit, index, episode) of everything that was played."""
-        return [(commit.seq, index, each) for commit in self.commits(step) for index, each in enumerate(self.episodes(step, commit.seq))]
+        return [
+            (commit.seq, index, each)
+            for commit in self.commits(step)
+            for index, each in enumerate(self.episodes(step, commit.seq))
+        ]
 
     def reevaluate(self, step, changed):
-        """Other episodes, (commit, index) -> episode, and all numbers that follow from them, wherever they are told."""
+        """Other episodes, (commit, index) -> episode, and all numbers that follow from them,
+        wherever they are told.
+        """
         for commit in self.commits(step):
             episodes = self.episodes(step, commit.seq)
             for (seq, index), episode in changed.items():
@@ -132,14 +166,24 @@ class Forger:
         items = getattr(load_data(self.cfg), settings.split)[: settings.num_items]
         episodes = [episode for _, _, episode in self.evaluation(step)]
         greedy, samples = outcomes(episodes, items, settings.num_samples)
-        results = {**final.results, **score(greedy, samples, settings, [item.env for item in items])}
+        results = {
+            **final.results,
+            **score(greedy, samples, settings, [item.env for item in items]),
+        }
         if "paired" in results:
             base = results["paired"]["baseline"]
             stored = json.loads(self.blob(base, self.commits(base)[-1].seq, OUTCOMES).read_bytes())
             results["paired"] = {"baseline": base, **paired(stored, greedy, samples, settings)}
         told = {"greedy": greedy, "samples": samples}
         plain = {
-            name: [[None if v != v else v for v in row] if name == "samples" else (None if row != row else row) for row in table.tolist()]
+            name: [
+                (
+                    [None if v != v else v for v in row]
+                    if name == "samples"
+                    else (None if row != row else row)
+                )
+                for row in table.tolist()
+            ]
             for name, table in told.items()
         }
         self.rewrite(step, final.seq, OUTCOMES, json.dumps(plain).encode())
@@ -150,4 +194,10 @@ class Forger:
         for name, value in headline_tags(final).items():
             self.sql("update model_version_tags set value = ? where key = ?", value, name)
         report = self.commits("report")[-1]
-        self.replace(report, results={side: final.results if told == old.results else told for side, told in report.results.items()})
+        self.replace(
+            report,
+            results={
+                side: final.results if told == old.results else told
+                for side, told in report.results.items()
+            },
+        )

@@ -9,7 +9,13 @@ ROWS = [[5, 9, 33, 12], [7], [4, 8, 15, 16, 23, 42, 4, 8], [11, 12]]
 
 
 def logits_of(model, layout, ids, **options):
-    return model(input_ids=torch.tensor(ids)[None], position_ids=layout.position[None], use_cache=False, layout=layout, **options).logits[0]
+    return model(
+        input_ids=torch.tensor(ids)[None],
+        position_ids=layout.position[None],
+        use_cache=False,
+        layout=layout,
+        **options,
+    ).logits[0]
 
 
 def cache_of(model, num_slots=8):
@@ -43,7 +49,9 @@ def test_packed_rows_equal_each_row_alone(model, expected):
     for part, alone in zip(packed.split([4, 1, 8, 2]), expected, strict=True):
         torch.testing.assert_close(part, alone, atol=1e-4, rtol=1e-4)
     # negative control: the rows as one row are something else
-    joined = logits_of(model, PackedRows(torch.tensor([0, 15])), [token for row in ROWS for token in row])
+    joined = logits_of(
+        model, PackedRows(torch.tensor([0, 15])), [token for row in ROWS for token in row]
+    )
     assert (joined[5:] - packed[5:]).abs().max() > 0.1
 
 
@@ -51,11 +59,19 @@ def test_packed_rows_equal_each_row_alone(model, expected):
 def test_rows_grown_piece_by_piece_in_scattered_slots_equal_each_row_alone(model, expected):
     cache = cache_of(model)
     slots, held, got = [6, 1, 3, 0], [0, 0, 0, 0], [[], [], [], []]
-    # (row, number of new tokens) of three forwards: mixed lengths, rows in changing order, some left out
+    # (row, number of new tokens) of three forwards: mixed lengths, rows in changing order, some
+    # left out
     for wave in ([(2, 3), (0, 4)], [(1, 1), (2, 4), (3, 1)], [(3, 1), (2, 1)]):
-        layout = CachedRows(cache, [slots[row] for row, _ in wave], [held[row] for row, _ in wave], [new for _, new in wave])
+        layout = CachedRows(
+            cache,
+            [slots[row] for row, _ in wave],
+            [held[row] for row, _ in wave],
+            [new for _, new in wave],
+        )
         ids = [token for row, new in wave for token in ROWS[row][held[row] : held[row] + new]]
-        for (row, new), part in zip(wave, logits_of(model, layout, ids).split([new for _, new in wave]), strict=True):
+        for (row, new), part in zip(
+            wave, logits_of(model, layout, ids).split([new for _, new in wave]), strict=True
+        ):
             got[row].append(part)
             held[row] += new
     assert held == [len(row) for row in ROWS]
@@ -79,7 +95,9 @@ def test_a_model_that_would_ignore_the_layout_is_refused(model, plain):
 
 
 def test_the_last_token_of_each_row_is_pointed_at():
-    cache = KeyValueCache(num_layers=1, num_slots=3, context_tokens=8, num_kv_heads=1, head_dim=2, like=torch.zeros(1))
+    cache = KeyValueCache(
+        num_layers=1, num_slots=3, context_tokens=8, num_kv_heads=1, head_dim=2, like=torch.zeros(1)
+    )
     layout = CachedRows(cache, [2, 0], [3, 0], [1, 4])
     assert layout.last.tolist() == [0, 4]
     assert layout.position.tolist() == [3, 0, 1, 2, 3]

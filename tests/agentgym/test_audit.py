@@ -1,4 +1,6 @@
-"""An honest run passes its audit. A careful forger, who puts every digest right again, is still found and named."""
+"""An honest run passes its audit.
+A careful forger, who puts every digest right again, is still found and named.
+"""
 
 import json
 import shutil
@@ -22,7 +24,11 @@ from agentgym.types import Status
 
 def played(forger, step="stage-1", seq=0, status=Status.MAX_TURNS):
     """An episode that failed by its horizon: index, episode."""
-    return next((i, e) for i, e in enumerate(forger.episodes(step, seq)) if e.status is status and len(e.turns) > 2)
+    return next(
+        (i, e)
+        for i, e in enumerate(forger.episodes(step, seq))
+        if e.status is status and len(e.turns) > 2
+    )
 
 
 def test_an_honest_run_passes_and_every_check_had_something_to_check(forger):
@@ -33,7 +39,9 @@ def test_an_honest_run_passes_and_every_check_had_something_to_check(forger):
     assert all(check.counted > 10 for check in report.checks)
 
 
-def test_an_honest_run_that_is_only_half_done_passes_as_far_as_it_went(whole_run, tmp_path, tiny_params):
+def test_an_honest_run_that_is_only_half_done_passes_as_far_as_it_went(
+    whole_run, tmp_path, tiny_params
+):
     shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
     cfg = load_config(tiny_params(tmp_path, deterministic=True))
     report = audit(cfg)
@@ -41,7 +49,9 @@ def test_an_honest_run_that_is_only_half_done_passes_as_far_as_it_went(whole_run
     assert list(report.steps) == list(steps_of(cfg))[:6]
 
 
-def test_another_run_is_refused_by_name_and_the_existing_ones_are_listed(forger, tmp_path, tiny_params):
+def test_another_run_is_refused_by_name_and_the_existing_ones_are_listed(
+    forger, tmp_path, tiny_params
+):
     mine = f"r{run_key(forger.cfg)[:12]}"
     with pytest.raises(ConfigError, match=f"run r0123 is not .*known under .*{mine}"):
         audit(forger.cfg, run="r0123")
@@ -64,7 +74,10 @@ def test_a_flipped_byte_is_found_by_its_digest(forger, name):
 def test_a_changed_manifest_is_found_by_its_digest(forger):
     path = forger.folder("stage-2") / "manifests" / "000001.json"
     path.write_text(path.read_text().replace('"global_step": 4', '"global_step": 5'))
-    assert "it was changed" in next(check for check in audit(forger.cfg).checks if check.name == "content").failures[0]
+    assert (
+        "it was changed"
+        in next(check for check in audit(forger.cfg).checks if check.name == "content").failures[0]
+    )
 
 
 def test_a_lost_record_is_found_and_a_pruned_checkpoint_is_none(forger):
@@ -88,7 +101,11 @@ def test_a_forged_reward_with_forged_metrics_everywhere_contradicts_the_environm
     index, episode = played(forger)
     turns = (*episode.turns[:-1], replace(episode.turns[-1], reward=1.0))
     where = forger.edit("stage-1", 0, index, turns=turns, reward=1.0, success=True)
-    forger.metric("stage-1", 0, **rollout_metrics([e for e in forger.episodes("stage-1", 0) if e.item.split == "train"]))
+    forger.metric(
+        "stage-1",
+        0,
+        **rollout_metrics([e for e in forger.episodes("stage-1", 0) if e.item.split == "train"]),
+    )
     assert where in forger.caught("replay", "episodes")["replay"]
 
 
@@ -100,14 +117,20 @@ def test_a_forged_token_with_its_action_is_not_what_the_weights_sampled(forger):
     ids[turn.start] = next(
         token
         for token in range(100, 300)
-        if token != ids[turn.start] and renderer.action_ids(renderer.text([token, *ids[turn.start + 1 : turn.end]]).strip())
+        if token != ids[turn.start]
+        and renderer.action_ids(renderer.text([token, *ids[turn.start + 1 : turn.end]]).strip())
     )
     action = renderer.text(ids[turn.start : turn.end]).strip()
     turns = (episode.turns[0], replace(turn, action=action), *episode.turns[2:])
     where = forger.edit("stage-1", 0, index, input_ids=tuple(ids), turns=turns)
-    said = {check.name: " | ".join(check.failures) for check in audit(forger.cfg).checks if not check.ok}
+    said = {
+        check.name: " | ".join(check.failures) for check in audit(forger.cfg).checks if not check.ok
+    }
     assert said.keys() - {"replay"} == {"rescore", "sampling"}
-    assert f"{where} turn 2 token {turn.start} (id {ids[turn.start]}): log-probability" in said["rescore"]
+    assert (
+        f"{where} turn 2 token {turn.start} (id {ids[turn.start]}): log-probability"
+        in said["rescore"]
+    )
 
 
 def test_a_forged_token_alone_is_not_its_action(forger):
@@ -175,28 +198,41 @@ def test_forged_outcomes_contradict_the_episodes(forger):
 def test_forged_weights_did_not_sample_the_evaluation_and_are_not_the_registered_model(forger):
     weights = load(forger.blob("stage-2", 1, WEIGHTS).read_bytes())
     name = next(name for name in weights if "mlp.down_proj" in name)
-    weights[name] = weights[name] + 0.1 * torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(0))
+    weights[name] = weights[name] + 0.1 * torch.randn(
+        weights[name].shape, generator=torch.Generator().manual_seed(0)
+    )
     data = save(weights)
     forger.rewrite("stage-2", 1, WEIGHTS, data)
     old = forger.sql("select value from model_version_tags where key = 'weights.sha256'")[0][0]
     forger.sql("update model_version_tags set value = ? where value = ?", Blob.of(data).digest, old)
     said = forger.caught("rescore", "sampling", "registry")
-    assert "stage-2 commit 1" in said["rescore"]  # its validation episodes; the evaluation comes behind the first ten
+    # its validation episodes; the evaluation comes behind the first ten
+    assert "stage-2 commit 1" in said["rescore"]
     assert f"{name} as in stage-2 commit 1" in said["registry"]
 
 
 @pytest.mark.parametrize("how", ["altered", "delivered twice", "removed", "added"])
 def test_a_forged_point_in_the_ledger_is_not_of_any_commit(forger, how):
-    row = forger.sql("select run_uuid, timestamp, value from metrics where key = 'rollout/success' and step = 3")[0]
+    row = forger.sql(
+        "select run_uuid, timestamp, value from metrics where key = 'rollout/success' and step = 3"
+    )[0]
     where = "where key = 'rollout/success' and step = 3 and run_uuid = ?"
     if how == "altered":
         forger.sql(f"update metrics set value = 0.987 {where}", row[0])
     elif how == "delivered twice":
-        forger.sql(f"insert into metrics select key, value, timestamp + 1, run_uuid, step, is_nan from metrics {where}", row[0])
+        forger.sql(
+            "insert into metrics select key, value, timestamp + 1, run_uuid, step, is_nan from"
+            f" metrics {where}",
+            row[0],
+        )
     elif how == "removed":
         forger.sql(f"delete from metrics {where}", row[0])
     else:
-        forger.sql(f"insert into metrics select key, value, timestamp, run_uuid, 99, is_nan from metrics {where}", row[0])
+        forger.sql(
+            "insert into metrics select key, value, timestamp, run_uuid, 99, is_nan from metrics"
+            f" {where}",
+            row[0],
+        )
     said = forger.caught("ledger")["ledger"]
     assert f"rollout/success at step {99 if how == 'added' else 3}" in said
     assert ("is missing" in said) is (how in ("altered", "removed"))
@@ -204,13 +240,17 @@ def test_a_forged_point_in_the_ledger_is_not_of_any_commit(forger, how):
 
 
 @pytest.mark.parametrize("waiting", [2, 1])
-def test_only_the_newest_commits_of_an_unfinished_step_may_wait_for_their_delivery(whole_run, tmp_path, tiny_params, forger_of, waiting):
+def test_only_the_newest_commits_of_an_unfinished_step_may_wait_for_their_delivery(
+    whole_run, tmp_path, tiny_params, forger_of, waiting
+):
     shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
     forger = forger_of(load_config(tiny_params(tmp_path, deterministic=True)))
     forger.save(forger.commits("stage-1")[1].model_copy(update={"done": False}))
     for point in decode_points(forger.blob("stage-1", waiting - 1, METRICS).read_bytes()):
         forger.sql("delete from metrics where timestamp = ?", point.time_ms)
-    ledger = next(check for check in audit(forger.cfg, num_episodes=1).checks if check.name == "ledger")
+    ledger = next(
+        check for check in audit(forger.cfg, num_episodes=1).checks if check.name == "ledger"
+    )
     assert ledger.ok is (waiting == 2), ledger.failures
 
 
@@ -223,8 +263,12 @@ def test_an_item_trained_twice_contradicts_the_stream(forger):
 
 def test_a_check_that_cannot_read_what_it_needs_fails_and_the_others_go_on(forger):
     commit = forger.commits("stage-2")[1]
-    forger.replace(commit, state={name: value for name, value in commit.state.items() if name != "consumed"})
-    assert "stage-2: cannot be checked: KeyError" in forger.caught("lineage", "episodes")["episodes"]
+    forger.replace(
+        commit, state={name: value for name, value in commit.state.items() if name != "consumed"}
+    )
+    assert (
+        "stage-2: cannot be checked: KeyError" in forger.caught("lineage", "episodes")["episodes"]
+    )
 
 
 def test_a_ledger_that_is_not_there_fails_and_is_not_created(forger):
@@ -238,7 +282,9 @@ def test_a_ledger_that_is_not_there_fails_and_is_not_created(forger):
 def test_an_audit_writes_nothing(forger):
     def listing():
         files = [path for path in Path(forger.cfg.store.path).rglob("*") if path.is_file()]
-        return {path: path.stat().st_mtime_ns for path in files}, sorted(forger.sql("select run_uuid, end_time, status from runs"))
+        return {path: path.stat().st_mtime_ns for path in files}, sorted(
+            forger.sql("select run_uuid, end_time, status from runs")
+        )
 
     before = listing()
     audit(forger.cfg, num_episodes=2)

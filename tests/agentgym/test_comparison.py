@@ -1,4 +1,6 @@
-"""From a file of recipes, horizons and seeds to runs: what becomes a cell, and what is refused before anything starts."""
+"""From a file of recipes, horizons and seeds to runs: what becomes a cell, and what is refused
+before anything starts.
+"""
 
 import os
 import threading
@@ -7,7 +9,15 @@ import time
 import pytest
 import yaml
 
-from agentgym.comparison import Stopped, cells_of, comparison_key, contrast_rows, file_and_overrides, load_comparison, run_cell
+from agentgym.comparison import (
+    Stopped,
+    cells_of,
+    comparison_key,
+    contrast_rows,
+    file_and_overrides,
+    load_comparison,
+    run_cell,
+)
 from agentgym.config import ConfigError, load_config
 from agentgym.steps import finished, open_store, run_step, run_with_parents, with_parents
 from agentgym.store.lease import LeaseHeld
@@ -16,7 +26,10 @@ BASE = {
     "name": "two",
     "seeds": [3, 7],
     "recipes": {"grpo": {"algorithm": {"recipe": "grpo"}}, "slow": {"optimiser": {"lr": 0.0001}}},
-    "horizons": {"short": {"horizon": {"kind": "fixed", "max_turns": [5], "stage_steps": [2]}}, "growing": {}},
+    "horizons": {
+        "short": {"horizon": {"kind": "fixed", "max_turns": [5], "stage_steps": [2]}},
+        "growing": {},
+    },
 }
 
 
@@ -35,7 +48,10 @@ def described(tmp_path, tiny_params):
 def test_every_recipe_meets_every_horizon_and_every_seed(described):
     cells = cells_of(described())
     assert [cell.title for cell in cells] == [
-        f"{recipe} {horizon} seed {seed}" for recipe in ("grpo", "slow") for horizon in ("short", "growing") for seed in (3, 7)
+        f"{recipe} {horizon} seed {seed}"
+        for recipe in ("grpo", "slow")
+        for horizon in ("short", "growing")
+        for seed in (3, 7)
     ]
     last = cells[-1]
     assert (last.cfg.seed, last.cfg.optimiser.lr, last.cfg.horizon.max_turns) == (7, 0.0001, (5, 7))
@@ -45,7 +61,15 @@ def test_every_recipe_meets_every_horizon_and_every_seed(described):
 
 def test_a_cell_runs_no_step_that_its_table_does_not_need(described):
     cell = cells_of(described())[-1]
-    assert cell.steps == ("prepare", "initialise", "warm-start", "evaluate-warm-start", "stage-1", "stage-2", "evaluate-stage-2")
+    assert cell.steps == (
+        "prepare",
+        "initialise",
+        "warm-start",
+        "evaluate-warm-start",
+        "stage-1",
+        "stage-2",
+        "evaluate-stage-2",
+    )
     registered = cells_of(described(until="register"))[-1]
     assert registered.steps == (*cell.steps, "register")
     assert registered.evaluation == cell.evaluation
@@ -54,7 +78,12 @@ def test_a_cell_runs_no_step_that_its_table_does_not_need(described):
 def test_the_matrix_may_be_a_part_and_cells_add_to_it(described):
     extra = [
         {"name": "hot", "recipe": "slow", "set": {"rollout": {"temperature": 1.3}}, "seeds": [9]},
-        {"name": "start", "until": "evaluate-warm-start", "group": "control", "set": {"evaluation": {"temperature": 0.3}}},
+        {
+            "name": "start",
+            "until": "evaluate-warm-start",
+            "group": "control",
+            "set": {"evaluation": {"temperature": 0.3}},
+        },
     ]
     cells = cells_of(described(matrix={"recipes": ["grpo"], "horizons": ["short"]}, cells=extra))
     assert [cell.title for cell in cells] == [
@@ -65,15 +94,25 @@ def test_the_matrix_may_be_a_part_and_cells_add_to_it(described):
         "start seed 7",
     ]
     assert (cells[2].cfg.rollout.temperature, cells[2].cfg.optimiser.lr) == (1.3, 0.0001)
-    assert (cells[3].steps[-1], cells[3].evaluation, cells[3].group) == ("evaluate-warm-start", "evaluate-warm-start", "control")
+    assert (cells[3].steps[-1], cells[3].evaluation, cells[3].group) == (
+        "evaluate-warm-start",
+        "evaluate-warm-start",
+        "control",
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         ({"recipies": {}}, "unknown key recipies; did you mean recipes?"),
-        ({"cells": [{"recipe": "grpo", "horizn": "short"}]}, "unknown key cells.0.horizn; did you mean cells.0.horizon?"),
-        ({"matrix": {"recipe": ["grpo"]}}, "unknown key matrix.recipe; did you mean matrix.recipes?"),
+        (
+            {"cells": [{"recipe": "grpo", "horizn": "short"}]},
+            "unknown key cells.0.horizn; did you mean cells.0.horizon?",
+        ),
+        (
+            {"matrix": {"recipe": ["grpo"]}},
+            "unknown key matrix.recipe; did you mean matrix.recipes?",
+        ),
         ({"cells": [{"set": {}}]}, "neither name, recipe nor horizon"),
         ({"name": "../x"}, "name: string should match pattern"),
         ({"seeds": []}, "seeds: tuple should have at least 1 item"),
@@ -89,14 +128,46 @@ def test_a_wrong_file_is_named_with_its_key(described, changes, line):
 @pytest.mark.parametrize(
     ("changes", "overrides", "line"),
     [
-        ({"matrix": {"recipes": ["gpro"]}}, [], "matrix.recipes: unknown recipe 'gpro'; known: grpo, slow"),
-        ({"cells": [{"recipe": "grpo", "horizon": "huge"}]}, [], "unknown horizon 'huge'; known: short, growing"),
-        ({"recipes": {"a": {"optimiser": {"ler": 1}}}}, [], "a short seed 3: unknown key optimiser.ler; did you mean optimiser.lr?"),
-        ({"cells": [{"recipe": "grpo", "horizon": "short"}]}, [], "two rows are called 'grpo short'"),
-        ({"cells": [{"name": "same", "horizon": "short"}]}, [], "grpo short seed 3 and same seed 3 are the same run"),
-        ({"cells": [{"name": "same", "until": "stage-1"}]}, [], "same seed 3: it ends with stage-1 and evaluates nothing"),
-        ({"cells": [{"name": "same", "until": "stage-9"}]}, [], "same seed 3: unknown step 'stage-9'"),
-        ({}, ["seed=5"], "grpo short seed 3: seed is overridden by 5; name the seeds in the comparison's file"),
+        (
+            {"matrix": {"recipes": ["gpro"]}},
+            [],
+            "matrix.recipes: unknown recipe 'gpro'; known: grpo, slow",
+        ),
+        (
+            {"cells": [{"recipe": "grpo", "horizon": "huge"}]},
+            [],
+            "unknown horizon 'huge'; known: short, growing",
+        ),
+        (
+            {"recipes": {"a": {"optimiser": {"ler": 1}}}},
+            [],
+            "a short seed 3: unknown key optimiser.ler; did you mean optimiser.lr?",
+        ),
+        (
+            {"cells": [{"recipe": "grpo", "horizon": "short"}]},
+            [],
+            "two rows are called 'grpo short'",
+        ),
+        (
+            {"cells": [{"name": "same", "horizon": "short"}]},
+            [],
+            "grpo short seed 3 and same seed 3 are the same run",
+        ),
+        (
+            {"cells": [{"name": "same", "until": "stage-1"}]},
+            [],
+            "same seed 3: it ends with stage-1 and evaluates nothing",
+        ),
+        (
+            {"cells": [{"name": "same", "until": "stage-9"}]},
+            [],
+            "same seed 3: unknown step 'stage-9'",
+        ),
+        (
+            {},
+            ["seed=5"],
+            "grpo short seed 3: seed is overridden by 5; name the seeds in the comparison's file",
+        ),
         ({"matrix": {"recipes": []}}, [], "the comparison has no cell"),
     ],
 )
@@ -109,11 +180,15 @@ def test_cells_that_cannot_be_are_refused_by_name(described, changes, overrides,
 
 
 def test_overrides_lie_over_every_cell(described):
-    assert {cell.cfg.rollout.temperature for cell in cells_of(described(), ["rollout.temperature=0.5"])} == {0.5}
+    assert {
+        cell.cfg.rollout.temperature for cell in cells_of(described(), ["rollout.temperature=0.5"])
+    } == {0.5}
 
 
 def test_contrasts_name_rows_horizons_or_recipes(described):
-    comparison = described(contrasts=[["growing", "short"], ["slow", "grpo"], ["slow growing", "grpo short"]])
+    comparison = described(
+        contrasts=[["growing", "short"], ["slow", "grpo"], ["slow growing", "grpo short"]]
+    )
     assert contrast_rows(comparison, cells_of(comparison)) == [
         ("grpo growing", "grpo short"),
         ("slow growing", "slow short"),
@@ -146,14 +221,24 @@ def test_rows_that_were_evaluated_differently_are_not_compared(described, contra
 def test_the_key_names_what_changes_the_table_and_not_its_title(described):
     keys = [
         comparison_key(comparison, cells_of(comparison))
-        for comparison in (described(), described(title="another"), described(seeds=[3]), described(contrasts=[["slow", "grpo"]]))
+        for comparison in (
+            described(),
+            described(title="another"),
+            described(seeds=[3]),
+            described(contrasts=[["slow", "grpo"]]),
+        )
     ]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
 
 
-def test_a_step_with_its_parents_waits_for_the_process_that_runs_a_shared_one(tmp_path, tiny_params):
-    cfg = load_config(tiny_params(tmp_path), ["warm_start.num_demos=20", "warm_start.steps=2", "warm_start.batch_size=4"])
+def test_a_step_with_its_parents_waits_for_the_process_that_runs_a_shared_one(
+    tmp_path, tiny_params
+):
+    cfg = load_config(
+        tiny_params(tmp_path),
+        ["warm_start.num_demos=20", "warm_start.steps=2", "warm_start.batch_size=4"],
+    )
     run_step("prepare", cfg)
     store = open_store(cfg)
     key = "0" * 64
@@ -184,14 +269,23 @@ def test_a_step_with_its_parents_waits_for_the_process_that_runs_a_shared_one(tm
 
 def test_steps_of_a_run_are_those_asked_for_and_what_they_need(tmp_path, tiny_params):
     cfg = load_config(tiny_params(tmp_path))
-    assert with_parents(cfg, "stage-1", "evaluate-warm-start") == ("prepare", "initialise", "warm-start", "evaluate-warm-start", "stage-1")
+    assert with_parents(cfg, "stage-1", "evaluate-warm-start") == (
+        "prepare",
+        "initialise",
+        "warm-start",
+        "evaluate-warm-start",
+        "stage-1",
+    )
     with pytest.raises(ConfigError, match="unknown step 'nothing'"):
         with_parents(cfg, "stage-1", "nothing")
 
 
 def test_a_cell_that_fails_is_named_with_its_last_words_and_its_log(described):
     cell = cells_of(described(overrides={"rollout": {"episode_timeout_s": 1e-6}}))[0]
-    with pytest.raises(RuntimeError, match=r"^grpo short seed 3: .*; its log is .*grpo-short-seed-3-[0-9a-f]{8}\.log$"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"^grpo short seed 3: .*; its log is .*grpo-short-seed-3-[0-9a-f]{8}\.log$",
+    ):
         run_cell(cell, wait_s=1)
 
 

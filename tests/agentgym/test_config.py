@@ -30,57 +30,147 @@ def refusal(path, *overrides):
     ("text", "message"),
     [
         ("optimizer: {lr: 0.1}", "unknown key optimizer; did you mean optimiser?"),
-        ("rollout: {group_sizes: 4}", "unknown key rollout.group_sizes; did you mean rollout.group_size?"),
-        ("warm_start: {optimiser: {learning_rate: 1}}", "unknown key warm_start.optimiser.learning_rate; known: betas, final_lr_fraction"),
-        ("rollout: {group_size: many}", "rollout.group_size: input should be a valid integer, unable to parse string as an integer"),
-        ("rollout: {group_size: 0}", "rollout.group_size: input should be greater than 0, got 0 (int)"),
+        (
+            "rollout: {group_sizes: 4}",
+            "unknown key rollout.group_sizes; did you mean rollout.group_size?",
+        ),
+        (
+            "warm_start: {optimiser: {learning_rate: 1}}",
+            "unknown key warm_start.optimiser.learning_rate; known: betas, final_lr_fraction",
+        ),
+        (
+            "rollout: {group_size: many}",
+            (
+                "rollout.group_size: input should be a valid integer, unable to parse string as an"
+                " integer"
+            ),
+        ),
+        (
+            "rollout: {group_size: 0}",
+            "rollout.group_size: input should be greater than 0, got 0 (int)",
+        ),
         ("optimiser: {lr: .inf}", "optimiser.lr: input should be a finite number"),
         ("optimiser: {lr: .nan}", "optimiser.lr: input should be"),
-        ("rollout: {temperature: 0}", "rollout.temperature: input should be greater than 0, got 0 (int)"),
+        (
+            "rollout: {temperature: 0}",
+            "rollout.temperature: input should be greater than 0, got 0 (int)",
+        ),
         (
             "horizon: {max_turns: [4, 12, 8], stage_steps: [1, 1, 1]}",
             "horizon.max_turns [4, 12, 8] must not decrease; sort it or use a fixed horizon",
         ),
-        ("horizon: {max_turns: [4, 8], stage_steps: [1]}", "horizon.stage_steps [1] has 1 values for 2 stages; give one number"),
-        ("horizon: {kind: fixed, max_turns: [4, 8], stage_steps: [1, 1]}", "has 2 values; a fixed horizon takes one"),
-        ("rollout: {group_size: 1}", "rollout.group_size 1 leaves grpo nothing to compare; use at least 2, or a recipe without groups"),
+        (
+            "horizon: {max_turns: [4, 8], stage_steps: [1]}",
+            "horizon.stage_steps [1] has 1 values for 2 stages; give one number",
+        ),
+        (
+            "horizon: {kind: fixed, max_turns: [4, 8], stage_steps: [1, 1]}",
+            "has 2 values; a fixed horizon takes one",
+        ),
+        (
+            "rollout: {group_size: 1}",
+            (
+                "rollout.group_size 1 leaves grpo nothing to compare; use at least 2, or a recipe"
+                " without groups"
+            ),
+        ),
         (
             "model: {context_tokens: 100}",
-            "model.context_tokens 100 is too small for 12 turns of rollout.max_new_tokens 6 + observation_tokens 32 = 456; raise it",
+            (
+                "model.context_tokens 100 is too small for 12 turns of rollout.max_new_tokens 6 +"
+                " observation_tokens 32 = 456; raise it"
+            ),
         ),
-        ("rollout: {concurrency: 999}", "rollout.concurrency 999 is above env.max_sessions 256 (babyai); lower it or raise the other"),
+        (
+            "rollout: {concurrency: 999}",
+            (
+                "rollout.concurrency 999 is above env.max_sessions 256 (babyai); lower it or raise"
+                " the other"
+            ),
+        ),
         (
             "algorithm: {truncated: bootstrap}",
             "bootstrap needs a critic, and recipe grpo has none; use zero or mask, or ppo",
         ),
         (
             "algorithm: {recipe: grpo, kl_coef: 0.01, kl_place: reward}",
-            "algorithm.kl_place reward with recipe grpo, which divides by the deviation of each group",
+            (
+                "algorithm.kl_place reward with recipe grpo, which divides by the deviation of each"
+                " group"
+            ),
         ),
-        ("algorithm: {recipe: dapo, kl_coef: 0.01, kl_place: reward, kl_estimator: k1}", "use kl_place loss, or a recipe that does not"),
+        (
+            "algorithm: {recipe: dapo, kl_coef: 0.01, kl_place: reward, kl_estimator: k1}",
+            "use kl_place loss, or a recipe that does not",
+        ),
         (
             "algorithm: {recipe: grpo, kl_coef: 0.01, kl_estimator: k1}",
-            "algorithm.kl_estimator k1 with kl_place loss (recipe grpo) has no expected gradient and holds the policy to nothing",
+            (
+                "algorithm.kl_estimator k1 with kl_place loss (recipe grpo) has no expected"
+                " gradient and holds the policy to nothing"
+            ),
         ),
-        ("algorithm: {recipe: ppo, kl_coef: 0.01, kl_place: loss}", "use kl_estimator k2 or k3, or kl_place reward"),
-        ("algorithm: {recipe: dapo, truncated: mask}", "algorithm.truncated mask empties the groups that dapo compares; use zero"),
-        ("{deterministic: true, rollout: {max_staleness: 1}}", "rollout.max_staleness 1 overlaps rollouts with the update"),
-        ("horizon: {kind: adaptive, max_turns: [4, 4], stage_steps: [9]}", "an adaptive horizon must grow from value to value"),
-        ("horizon: {kind: adaptive, max_turns: [4, 8], stage_steps: [9, 9]}", "has 2 values; an adaptive horizon is one stage"),
-        ("algorithm: {recipe: gpro}", "algorithm.recipe 'gpro' is unknown; known: agent_evol, dapo, dpo, dr_grpo, grpo, ppo"),
+        (
+            "algorithm: {recipe: ppo, kl_coef: 0.01, kl_place: loss}",
+            "use kl_estimator k2 or k3, or kl_place reward",
+        ),
+        (
+            "algorithm: {recipe: dapo, truncated: mask}",
+            "algorithm.truncated mask empties the groups that dapo compares; use zero",
+        ),
+        (
+            "{deterministic: true, rollout: {max_staleness: 1}}",
+            "rollout.max_staleness 1 overlaps rollouts with the update",
+        ),
+        (
+            "horizon: {kind: adaptive, max_turns: [4, 4], stage_steps: [9]}",
+            "an adaptive horizon must grow from value to value",
+        ),
+        (
+            "horizon: {kind: adaptive, max_turns: [4, 8], stage_steps: [9, 9]}",
+            "has 2 values; an adaptive horizon is one stage",
+        ),
+        (
+            "algorithm: {recipe: gpro}",
+            "algorithm.recipe 'gpro' is unknown; known: agent_evol, dapo, dpo, dr_grpo, grpo, ppo",
+        ),
         (
             "{algorithm: {recipe: sft}, warm_start: {enabled: false}}",
-            "recipe sft learns from demonstrations, and warm_start.enabled false makes none; enable it, or use dpo",
+            (
+                "recipe sft learns from demonstrations, and warm_start.enabled false makes none;"
+                " enable it, or use dpo"
+            ),
         ),
-        ("algorithm: {recipe: dpo, kl_coef: 0.1}", "algorithm.kl_coef 0.1 means nothing to recipe dpo; leave it out"),
-        ("{algorithm: {recipe: agent_evol}, rollout: {max_staleness: 1}}", "rollout.max_staleness 1 means nothing to recipe agent_evol"),
         (
-            "{algorithm: {recipe: dpo}, horizon: {kind: adaptive, max_turns: [4, 8], stage_steps: [9]}}",
-            "horizon.kind adaptive follows success step by step, which recipe dpo does not sample; use stepwise",
+            "algorithm: {recipe: dpo, kl_coef: 0.1}",
+            "algorithm.kl_coef 0.1 means nothing to recipe dpo; leave it out",
         ),
-        ("{algorithm: {recipe: dpo}, rollout: {group_size: 1}}", "rollout.group_size 1 leaves dpo nothing to compare"),
-        ("evaluation: {k: [1, 8]}", "evaluation.k [1, 8] needs num_samples >= 8, got 4; pass@k is undefined for n < k"),
-        ("model: {source: hub}", "model.name is empty; with source hub name a repository or folder"),
+        (
+            "{algorithm: {recipe: agent_evol}, rollout: {max_staleness: 1}}",
+            "rollout.max_staleness 1 means nothing to recipe agent_evol",
+        ),
+        (
+            (
+                "{algorithm: {recipe: dpo}, horizon: {kind: adaptive, max_turns: [4, 8],"
+                " stage_steps: [9]}}"
+            ),
+            (
+                "horizon.kind adaptive follows success step by step, which recipe dpo does not"
+                " sample; use stepwise"
+            ),
+        ),
+        (
+            "{algorithm: {recipe: dpo}, rollout: {group_size: 1}}",
+            "rollout.group_size 1 leaves dpo nothing to compare",
+        ),
+        (
+            "evaluation: {k: [1, 8]}",
+            "evaluation.k [1, 8] needs num_samples >= 8, got 4; pass@k is undefined for n < k",
+        ),
+        (
+            "model: {source: hub}",
+            "model.name is empty; with source hub name a repository or folder",
+        ),
         ("model: {hidden_size: 64, num_heads: 4}", "must be a whole head dimension >= 32 (vLLM)"),
         ("model: {num_kv_heads: 3}", "model.num_heads 4 must be a multiple of num_kv_heads 3"),
         ("model: 5", "model: input should be a valid dictionary"),
@@ -95,7 +185,10 @@ def test_a_bad_file_gives_its_line(write, text, message):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optimiser.lr", "override 'optimiser.lr' must look like key.path=value, for example optimiser.lr=3e-4"),
+        (
+            "optimiser.lr",
+            "override 'optimiser.lr' must look like key.path=value, for example optimiser.lr=3e-4",
+        ),
         ("=3", "must look like key.path=value"),
         ("seed.x=3", "override 'seed.x=3': seed is a value, not a section"),
         ("seed=-1", "seed: input should be greater than or equal to 0, got -1 (int)"),
@@ -108,13 +201,18 @@ def test_a_bad_override_gives_its_line(write, override, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    assert f"parameter file {tmp_path / 'none.yaml'} does not exist; run from the project's root" in refusal(tmp_path / "none.yaml")
+    assert (
+        f"parameter file {tmp_path / 'none.yaml'} does not exist; run from the project's root"
+        in refusal(tmp_path / "none.yaml")
+    )
 
 
 def test_a_key_file_is_not_read_as_parameters(write, tmp_path):
     secret = write("token: [abc", "credentials")
     assert refusal(secret) == f"parameter file {secret} must end in .yaml or .yml"
-    assert refusal(write(f"extends: {secret}")) == f"parameter file {secret} must end in .yaml or .yml"
+    assert (
+        refusal(write(f"extends: {secret}")) == f"parameter file {secret} must end in .yaml or .yml"
+    )
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "is not valid YAML" in refusal(tmp_path / "binary.yaml")
 
@@ -128,11 +226,18 @@ def bomb(depth=9, width=9):
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("text", [bomb(), "env: {options: &loop {levels: [*loop]}}"])
 def test_aliases_without_end_are_refused_at_once(write, text):
-    assert "unfolds to more than 100000 values; write fewer, or without aliases" in refusal(write(text))
+    assert "unfolds to more than 100000 values; write fewer, or without aliases" in refusal(
+        write(text)
+    )
 
 
 def test_aliases_of_a_person_are_understood(write):
-    config = load_config(write("{env: &env {options: {levels: &levels [A]}}, mix: [{name: other, options: {levels: *levels}}]}"))
+    config = load_config(
+        write(
+            "{env: &env {options: {levels: &levels [A]}}, mix: [{name: other, options: {levels:"
+            " *levels}}]}"
+        )
+    )
     assert config.mix[0].options == config.env.options
 
 
@@ -154,7 +259,9 @@ def test_a_cluster_elsewhere_must_be_named_by_the_machine_too(write, monkeypatch
     load_config(path, overrides)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:6379", "localhost:6379", "auto", "'[::1]:6379'", "''"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:6379", "localhost:6379", "auto", "'[::1]:6379'", "''"]
+)
 def test_a_cluster_of_this_machine_is_not_asked_for_twice(write, address):
     load_config(write("compute: ray"), [f"ray.address={address}"])
 
@@ -163,7 +270,10 @@ def test_credentials_go_to_no_mlflow_server_of_a_files_choice(write, monkeypatch
     path = write("tracking: {uri: 'https://mlflow.example'}")
     load_config(path)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t")
-    assert "tracking.uri https://mlflow.example is on another machine and would get the credentials" in refusal(path)
+    assert (
+        "tracking.uri https://mlflow.example is on another machine and would get the credentials"
+        in refusal(path)
+    )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example/")
     load_config(path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
@@ -171,8 +281,16 @@ def test_credentials_go_to_no_mlflow_server_of_a_files_choice(write, monkeypatch
 
 
 def test_overrides_win_over_the_file_and_understand_exponents(write):
-    config = load_config(write("{seed: 1, optimiser: {lr: 1}}"), ["optimiser.lr=3e-4", "horizon.max_turns=[2,3,4]", "env.endpoints=[a, b]"])
-    assert (config.seed, config.optimiser.lr, config.horizon.max_turns, config.env.endpoints) == (1, 3e-4, (2, 3, 4), ("a", "b"))
+    config = load_config(
+        write("{seed: 1, optimiser: {lr: 1}}"),
+        ["optimiser.lr=3e-4", "horizon.max_turns=[2,3,4]", "env.endpoints=[a, b]"],
+    )
+    assert (config.seed, config.optimiser.lr, config.horizon.max_turns, config.env.endpoints) == (
+        1,
+        3e-4,
+        (2, 3, 4),
+        ("a", "b"),
+    )
 
 
 def test_a_quoted_override_stays_text(write):
@@ -188,8 +306,17 @@ def test_the_shipped_parameters_are_valid():
 
 
 def test_extends_lays_one_file_over_another(write):
-    write("{seed: 1, rollout: {group_size: 4, items_per_step: 2}, env: {options: {levels: [A], view: compact}}}", "base.yaml")
-    config = load_config(write("{extends: ../base.yaml, rollout: {group_size: 6}, env: {options: {view: agentgym}}}", "profiles/x.yaml"))
+    write(
+        "{seed: 1, rollout: {group_size: 4, items_per_step: 2}, env: {options: {levels: [A], view:"
+        " compact}}}",
+        "base.yaml",
+    )
+    config = load_config(
+        write(
+            "{extends: ../base.yaml, rollout: {group_size: 6}, env: {options: {view: agentgym}}}",
+            "profiles/x.yaml",
+        )
+    )
     assert (config.seed, config.rollout.group_size, config.rollout.items_per_step) == (1, 6, 2)
     assert config.env.options == {"view": "agentgym"}  # options of two environments must not mix
 

@@ -26,7 +26,10 @@ from agentgym.types import Item
 
 
 def write(root: Path, train: object, test: object, env: str = "toy") -> Path:
-    for folder, name, rows in (("train", f"{env}_train.json", train), ("eval", f"{env}_test.json", test)):
+    for folder, name, rows in (
+        ("train", f"{env}_train.json", train),
+        ("eval", f"{env}_test.json", test),
+    ):
         (root / folder).mkdir(parents=True, exist_ok=True)
         (root / folder / name).write_text(rows if isinstance(rows, str) else json.dumps(rows))
     return root
@@ -78,7 +81,9 @@ def test_the_validation_share_is_near_the_fraction_and_depends_on_the_seed(tmp_p
 
 def test_the_digest_is_of_the_lists_and_not_of_their_layout(tmp_path: Path) -> None:
     plain = load(write(tmp_path / "a", numbered(*range(30)), numbered(90, 91)))
-    spaced = load(write(tmp_path / "b", json.dumps(numbered(*range(30)), indent=4), numbered(90, 91)))
+    spaced = load(
+        write(tmp_path / "b", json.dumps(numbered(*range(30)), indent=4), numbered(90, 91))
+    )
     reordered = load(write(tmp_path / "c", numbered(*range(30)), numbered(91, 90)))
     assert plain.digest == spaced.digest
     assert plain.digest != reordered.digest  # an evaluation takes the first items
@@ -92,7 +97,16 @@ def test_splits_survive_json(tmp_path: Path) -> None:
 def test_an_item_id_is_read_by_agentgym_s_rule() -> None:
     assert parse_item_id("babyai_17") == ("babyai", 17)
     assert parse_item_id("alfworld_look_at_3") == ("alfworld", 3)
-    for bad in ("babyai", "babyai_", "babyai_x", "babyai_-1", "babyai_1.5", "babyai_ 7", "babyai_٣", ""):
+    for bad in (
+        "babyai",
+        "babyai_",
+        "babyai_x",
+        "babyai_-1",
+        "babyai_1.5",
+        "babyai_ 7",
+        "babyai_٣",
+        "",
+    ):
         assert parse_item_id(bad)[1] == -1, bad
 
 
@@ -108,10 +122,14 @@ def test_an_environment_without_lists_is_told_which_there_are(tmp_path: Path) ->
     assert "maze_train.json does not exist" in message
 
 
-def test_an_environment_without_a_list_in_a_pulled_set_is_not_called_unpulled(tmp_path: Path) -> None:
+def test_an_environment_without_a_list_in_a_pulled_set_is_not_called_unpulled(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train/babyai_train.json").write_text("[]")
-    with pytest.raises(DataError, match=r"chess_train\.json does not exist; .* has lists for: babyai"):
+    with pytest.raises(
+        DataError, match=r"chess_train\.json does not exist; .* has lists for: babyai"
+    ):
         data_digest(tmp_path, "chess")
     with pytest.raises(DataError, match="dataset not pulled"):
         data_digest(tmp_path / "elsewhere", "chess")
@@ -139,7 +157,9 @@ def test_a_file_that_cannot_be_read_names_the_reason(tmp_path: Path) -> None:
         ([{"item_id": 7}], 'entry 0 is {"item_id": 7}'),
     ],
 )
-def test_another_structure_is_shown_beside_the_expected_one(tmp_path: Path, rows: object, expected: str) -> None:
+def test_another_structure_is_shown_beside_the_expected_one(
+    tmp_path: Path, rows: object, expected: str
+) -> None:
     message = refusal(write(tmp_path, rows, numbered(2)))
     assert "must hold a list of objects with the text field item_id" in message
     assert message.endswith(expected)
@@ -147,7 +167,9 @@ def test_another_structure_is_shown_beside_the_expected_one(tmp_path: Path, rows
 
 def test_an_item_of_another_environment_is_refused(tmp_path: Path) -> None:
     message = refusal(write(tmp_path, [*numbered(1), *entries("maze_2")], numbered(3)))
-    assert message.endswith("toy: maze_2 belong to another environment; an item of toy is `toy_<index>`")
+    assert message.endswith(
+        "toy: maze_2 belong to another environment; an item of toy is `toy_<index>`"
+    )
 
 
 def test_an_index_that_is_not_a_whole_number_is_refused(tmp_path: Path) -> None:
@@ -157,34 +179,53 @@ def test_an_index_that_is_not_a_whole_number_is_refused(tmp_path: Path) -> None:
 
 def test_duplicates_are_refused_also_when_written_differently(tmp_path: Path) -> None:
     message = refusal(write(tmp_path, entries("toy_1", "toy_2", "toy_01"), numbered(3)))
-    assert message.endswith("toy: toy_01 are listed more than once in one split; remove the repeated entries")
+    assert message.endswith(
+        "toy: toy_01 are listed more than once in one split; remove the repeated entries"
+    )
 
 
 def test_items_in_both_lists_are_a_leak_and_five_are_named(tmp_path: Path) -> None:
     message = refusal(write(tmp_path, numbered(*range(20)), numbered(*range(3, 11))))
-    assert "toy: toy_3, toy_4, toy_5, toy_6, toy_7 and 3 more are in the train and in the eval list; " in message
+    assert (
+        "toy: toy_3, toy_4, toy_5, toy_6, toy_7 and 3 more are in the train and in the eval list; "
+        in message
+    )
     assert "the test is not held out" in message
 
 
 def test_tasks_under_several_ids_are_counted_by_split_and_named() -> None:
     items = [
-        Item("toy", task, split) for split, tasks in (("train", (1, 2, 3)), ("validation", (4,)), ("test", (5, 6, 7))) for task in tasks
+        Item("toy", task, split)
+        for split, tasks in (("train", (1, 2, 3)), ("validation", (4,)), ("test", (5, 6, 7)))
+        for task in tasks
     ]
     assert repeated_tasks(items, ["a", "b", "a", "c", "b", "c", "d"]) == (
         "toy: 1 of 3 train items are the same task as another train item: toy_3 = toy_1",
-        "toy: 1 of 3 test items are the same task as a train item: toy_5 = toy_2; test is not held out",
-        "toy: 1 of 3 test items are the same task as a validation item: toy_6 = toy_4; test is not held out",
+        (
+            "toy: 1 of 3 test items are the same task as a train item: toy_5 = toy_2; test is not"
+            " held out"
+        ),
+        (
+            "toy: 1 of 3 test items are the same task as a validation item: toy_6 = toy_4; test is"
+            " not held out"
+        ),
     )
     assert repeated_tasks(items, list("abcdefg")) == ()
     many = [Item("toy", task, "test") for task in range(8)]
     (warning,) = repeated_tasks(many, ["a"] * 8)
-    assert warning.endswith("toy_1 = toy_0, toy_2 = toy_0, toy_3 = toy_0, toy_4 = toy_0, toy_5 = toy_0 and 2 more")
+    assert warning.endswith(
+        "toy_1 = toy_0, toy_2 = toy_0, toy_3 = toy_0, toy_4 = toy_0, toy_5 = toy_0 and 2 more"
+    )
 
 
 def test_items_that_name_no_task_are_refused_and_named() -> None:
     items = [Item("toy", task) for task in range(3)]
     with pytest.raises(
-        DataError, match=r"^toy: toy_0, toy_2 name no task of the environment as it is set; correct the lists or its options$"
+        DataError,
+        match=(
+            r"^toy: toy_0, toy_2 name no task of the environment as it is set; correct the lists or"
+            r" its options$"
+        ),
     ):
         repeated_tasks(items, [None, "a", None])
 
@@ -195,14 +236,24 @@ def test_an_empty_list_is_refused(tmp_path: Path) -> None:
 
 def test_a_fraction_that_leaves_no_validation_items_is_refused(tmp_path: Path) -> None:
     message = refusal(write(tmp_path, numbered(1, 2), numbered(3)), fraction=1e-9)
-    assert message.startswith("toy: no item is left for validation: 2 train items at data.validation_fraction 1e-09")
+    assert message.startswith(
+        "toy: no item is left for validation: 2 train items at data.validation_fraction 1e-09"
+    )
     assert "no item is left for train" in refusal(tmp_path, fraction=1.0)
 
 
 def test_another_count_than_published_is_a_warning(tmp_path: Path) -> None:
-    root = write(tmp_path, entries(*(f"webarena_{i}" for i in range(40))), entries("webarena_100"), env="webarena")
+    root = write(
+        tmp_path,
+        entries(*(f"webarena_{i}" for i in range(40))),
+        entries("webarena_100"),
+        env="webarena",
+    )
     assert load(root, "webarena").warnings == (
-        "webarena: 1 eval items, the published list has 50; do not compare results with published ones",
+        (
+            "webarena: 1 eval items, the published list has 50; do not compare results with"
+            " published ones"
+        ),
     )
     assert load(write(tmp_path, numbered(*range(20)), numbered(90))).warnings == ()
 
@@ -212,12 +263,16 @@ def test_a_data_error_is_a_configuration_error() -> None:
 
 
 def test_importing_the_room_does_not_import_pandas() -> None:
-    code = "import sys, agentgym.data; sys.exit('pandas' in sys.modules or 'pandera' in sys.modules)"
+    code = (
+        "import sys, agentgym.data; sys.exit('pandas' in sys.modules or 'pandera' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def stream(num_items: int, seed: int = 0, position: int = 0) -> ItemStream:
-    return ItemStream([Item("toy", index) for index in range(num_items)], seed=seed, position=position)
+    return ItemStream(
+        [Item("toy", index) for index in range(num_items)], seed=seed, position=position
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -250,7 +305,9 @@ def test_every_epoch_holds_every_item_once(num_items: int, seed: int, num_epochs
 
 @settings(max_examples=100, deadline=None)
 @given(num_items=st.integers(3, 30), seed=st.integers(0, 2**40), data=st.data())
-def test_a_batch_across_epochs_holds_no_item_twice(num_items: int, seed: int, data: st.DataObject) -> None:
+def test_a_batch_across_epochs_holds_no_item_twice(
+    num_items: int, seed: int, data: st.DataObject
+) -> None:
     size = data.draw(st.integers(1, num_items // 3))
     items = stream(num_items, seed)
     for _ in range(4 * num_items // size):
@@ -294,7 +351,9 @@ def test_environments_take_turns_by_weight_and_each_keeps_its_own_order() -> Non
     before=st.integers(0, 60),
     after=st.integers(0, 60),
 )
-def test_a_mixed_stream_resumes_where_it_was_and_no_environment_falls_behind(weights: dict[str, float], before: int, after: int) -> None:
+def test_a_mixed_stream_resumes_where_it_was_and_no_environment_falls_behind(
+    weights: dict[str, float], before: int, after: int
+) -> None:
     items = [Item(env, index) for env in weights for index in range(7)]
     whole = ItemStream(items, seed=1, weights=weights).next(before + after)
     resumed = ItemStream(items, seed=1, weights=weights, position=before)
@@ -313,7 +372,15 @@ def test_the_first_part_of_a_mixed_split_has_the_environments_shares(tmp_path: P
     parts = []
     for env, count in (("babyai", 6), ("textcraft", 2)):
         test = tuple(Item(env, index, "test") for index in range(count))
-        parts.append(Splits((Item(env, 90, "train"),), (Item(env, 91, "validation"),), test, f"digest of {env}", (f"{env}: few",)))
+        parts.append(
+            Splits(
+                (Item(env, 90, "train"),),
+                (Item(env, 91, "validation"),),
+                test,
+                f"digest of {env}",
+                (f"{env}: few",),
+            )
+        )
     mixed = mix_splits({"babyai": 1.0, "textcraft": 1.0}, parts)
     assert [item.env for item in mixed.test] == ["babyai", "textcraft"] * 2 + ["babyai"] * 4
     assert mixed.warnings == ("babyai: few", "textcraft: few")
@@ -322,9 +389,17 @@ def test_the_first_part_of_a_mixed_split_has_the_environments_shares(tmp_path: P
     assert interleave([], {"babyai": 1.0}) == []
 
 
-@pytest.mark.parametrize("weights", [{"a": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 3.0, "b": 1.0}, {"a": 5.0, "b": 2.0, "c": 1.0}])
+@pytest.mark.parametrize(
+    "weights",
+    [{"a": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 3.0, "b": 1.0}, {"a": 5.0, "b": 2.0, "c": 1.0}],
+)
 def test_the_most_a_stream_hands_out_without_an_item_twice_holds_wherever_it_stands(weights):
-    items = [Item(env, task) for env, count in (("a", 40), ("b", 31), ("c", 23)) if env in weights for task in range(count)]
+    items = [
+        Item(env, task)
+        for env, count in (("a", 40), ("b", 31), ("c", 23))
+        if env in weights
+        for task in range(count)
+    ]
     most = ItemStream(items, seed=0, weights=weights).most_distinct()
     assert most >= 8
     for seed in range(5):
@@ -332,5 +407,8 @@ def test_the_most_a_stream_hands_out_without_an_item_twice_holds_wherever_it_sta
         for size in [most, 1, most, 3] * 20:
             assert len(set(stream.next(size))) == size
     if len(weights) == 1:
-        draws = [ItemStream(items, seed=seed, position=40 - 14).next(2 * most + 2) for seed in range(9)]
-        assert any(len(set(draw)) < len(draw) for draw in draws)  # negative control: twice as many hold one twice
+        draws = [
+            ItemStream(items, seed=seed, position=40 - 14).next(2 * most + 2) for seed in range(9)
+        ]
+        # negative control: twice as many hold one twice
+        assert any(len(set(draw)) < len(draw) for draw in draws)

@@ -1,4 +1,6 @@
-"""Importing the dataset: the real DVC and git, and a stand-in for the Hub that speaks git over HTTP and Git LFS."""
+"""Importing the dataset: the real DVC and git, and a stand-in for the Hub that speaks git over
+HTTP and Git LFS.
+"""
 
 import json
 import os
@@ -22,11 +24,14 @@ from agentgym.dataset import DvcError, check_pin, import_dataset, run_dvc
 
 ROOT = Path(__file__).parents[2]
 
-MANY_WORLDS = ("--set", "env.options.levels=[GoToLocalS8N7]")  # of a level in which no two of these ids are one world
+# of a level in which no two of these ids are one world
+MANY_WORLDS = ("--set", "env.options.levels=[GoToLocalS8N7]")
 
 
 def items(env, first, count):
-    return json.dumps([{"item_id": f"{env}_{task}"} for task in range(first, first + count)]).encode()
+    return json.dumps(
+        [{"item_id": f"{env}_{task}"} for task in range(first, first + count)]
+    ).encode()
 
 
 LISTS = {
@@ -55,7 +60,11 @@ def test_a_branch_is_resolved_and_its_commit_pinned_with_the_licence(hub, dvc_pr
     assert cli("import", "--rev", "main", "--url", hub.url) == 0
     said = capsys.readouterr().out
     out = Path("data/hub/AgentGym-RL-Data-ID")
-    assert {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*.*") if path.name != ".gitattributes"} == LISTS
+    assert {
+        path.relative_to(out).as_posix(): path.read_bytes()
+        for path in out.rglob("*.*")
+        if path.name != ".gitattributes"
+    } == LISTS
     pin = yaml.safe_load(Path(f"{out}.dvc").read_text())
     assert pin["deps"][0]["repo"] == {"url": hub.url, "rev": sha, "rev_lock": sha}
     assert pin["meta"] == {"license": "CC-BY-NC-4.0"}
@@ -65,12 +74,25 @@ def test_a_branch_is_resolved_and_its_commit_pinned_with_the_licence(hub, dvc_pr
     assert "babyai: 810" not in said  # as many as published: no warning
     assert subprocess.run(["git", "check-ignore", "-q", str(out)]).returncode == 0
     # the run's data path can point at it, and it is checked against its pin there
-    assert cli("validate", "--set", f"data.path={out}", "--set", "evaluation.num_items=90", *MANY_WORLDS) == 0
+    assert (
+        cli(
+            "validate",
+            "--set",
+            f"data.path={out}",
+            "--set",
+            "evaluation.num_items=90",
+            *MANY_WORLDS,
+        )
+        == 0
+    )
 
 
-def test_the_same_import_again_does_nothing_and_brings_back_a_lost_folder(hub, imported, monkeypatch):
+def test_the_same_import_again_does_nothing_and_brings_back_a_lost_folder(
+    hub, imported, monkeypatch
+):
     first, sha = imported
-    hub.commit({"eval/babyai_test.json": items("babyai", 7000, 90)})  # the branch goes on; the pin does not
+    # the branch goes on; the pin does not
+    hub.commit({"eval/babyai_test.json": items("babyai", 7000, 90)})
     before = {path: path.stat().st_mtime_ns for path in Path("data").rglob("*")}
     with monkeypatch.context() as patch:
         patch.setattr(dataset, "run_dvc", lambda *_, **__: pytest.fail("DVC was asked"))
@@ -86,7 +108,13 @@ def test_the_same_import_again_does_nothing_and_brings_back_a_lost_folder(hub, i
 def test_what_is_there_is_not_overwritten(hub, imported):
     _, sha = imported
     newer = hub.commit({"eval/babyai_test.json": items("babyai", 7000, 90)})
-    with pytest.raises(ConfigError, match=rf"lists\.dvc pins {hub.url} at {sha}, not {hub.url} at {newer}; .*--out, or run `dvc remove "):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            rf"lists\.dvc pins {hub.url} at {sha}, not {hub.url} at {newer}; .*--out, or run `dvc"
+            r" remove "
+        ),
+    ):
         import_dataset(hub.url, "main", Path("data/lists"))
     Path("data/mine").mkdir()
     with pytest.raises(ConfigError, match="data/mine exists and was not imported; move it away"):
@@ -96,34 +124,49 @@ def test_what_is_there_is_not_overwritten(hub, imported):
     with pytest.raises(ConfigError, match=r"mine\.dvc tracks a folder that was not imported"):
         import_dataset(hub.url, sha, Path("data/mine"))
     Path("data/lists/eval/babyai_test.json").write_bytes(b"[]")
-    with pytest.raises(DataError, match=r"digest mismatch: data/lists is not what data/lists\.dvc pins"):
+    with pytest.raises(
+        DataError, match=r"digest mismatch: data/lists is not what data/lists\.dvc pins"
+    ):
         import_dataset(hub.url, sha, Path("data/lists"))
 
 
-def test_wrong_revisions_places_and_folders_are_one_line_and_leave_nothing(hub, dvc_project, capsys, monkeypatch):
+def test_wrong_revisions_places_and_folders_are_one_line_and_leave_nothing(
+    hub, dvc_project, capsys, monkeypatch
+):
     sha = hub.commit(LISTS)
     hub.git("tag", "-a", "v1", "-m", "first")
     none = "http://127.0.0.1:9/none"
     for arguments, expected in (
         (
             ("--rev", "v2", "--url", hub.url),
-            f"{hub.url} has no branch or tag 'v2'; it has main, v1; a commit id must have all of its 40 digits",
+            (
+                f"{hub.url} has no branch or tag 'v2'; it has main, v1; a commit id must have all"
+                " of its 40 digits"
+            ),
         ),
         (("--rev", sha[:12], "--url", hub.url), f"has no branch or tag '{sha[:12]}'"),
-        (("--rev", "0" * 40, "--url", hub.url), f"{hub.url} has no commit {'0' * 40}; give one that a branch or tag of it contains"),
+        (
+            ("--rev", "0" * 40, "--url", hub.url),
+            f"{hub.url} has no commit {'0' * 40}; give one that a branch or tag of it contains",
+        ),
         (("--rev=--all", "--url", hub.url), "revision '--all' is no name of a commit"),
         (("--rev", "main", "--url", none), f"{none} cannot be read as a git repository (fatal: "),
         (("--rev", "main", "--url", str(dvc_project)), "has no branch or tag 'main'; it has none"),
-        (("--rev", "main", "--url", hub.url, "--out", "../data"), f"--out ../data is outside of the DVC project {dvc_project}"),
+        (
+            ("--rev", "main", "--url", hub.url, "--out", "../data"),
+            f"--out ../data is outside of the DVC project {dvc_project}",
+        ),
     ):
         assert cli("import", *arguments) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ")
         assert expected in said
         assert said.count("\n") == 1
-    assert [path for path in dvc_project.rglob("*") if path.is_file() and ".git/" not in str(path) and ".dvc" not in path.parts] == [
-        dvc_project / ".dvcignore"
-    ]
+    assert [
+        path
+        for path in dvc_project.rglob("*")
+        if path.is_file() and ".git/" not in str(path) and ".dvc" not in path.parts
+    ] == [dvc_project / ".dvcignore"]
     monkeypatch.chdir(dvc_project.parent)
     assert cli("import", "--rev", sha, "--url", hub.url) == 2
     assert "is not inside a DVC project; run this in a clone" in capsys.readouterr().err
@@ -142,7 +185,13 @@ def test_an_annotated_tag_means_its_commit(hub, dvc_project):
 
 def test_large_files_that_cannot_be_fetched_are_not_pinned_as_their_pointers(hub, dvc_project):
     sha = hub.commit(LISTS, large=("train/searchqa_train.json",))
-    with pytest.raises(DvcError, match=r"train/searchqa_train\.json of file://.* is in Git LFS, and its content could not be fetched"):
+    with pytest.raises(
+        DvcError,
+        match=(
+            r"train/searchqa_train\.json of file://.* is in Git LFS, and its content could not be"
+            r" fetched"
+        ),
+    ):
         import_dataset(str(hub.repository), sha, Path("data/lists"))
     assert not Path("data/lists.dvc").exists()
     kept, hub.large = hub.large, {}
@@ -150,14 +199,22 @@ def test_large_files_that_cannot_be_fetched_are_not_pinned_as_their_pointers(hub
         import_dataset(hub.url, sha, Path("data/lists"))
     hub.large = kept
     assert import_dataset(hub.url, sha, Path("data/lists")).is_new  # the same command goes on
-    assert Path("data/lists/train/searchqa_train.json").read_bytes() == LISTS["train/searchqa_train.json"]
+    assert (
+        Path("data/lists/train/searchqa_train.json").read_bytes()
+        == LISTS["train/searchqa_train.json"]
+    )
 
 
-def test_lists_that_are_not_what_they_should_be_are_refused_after_the_import(hub, dvc_project, capsys):
+def test_lists_that_are_not_what_they_should_be_are_refused_after_the_import(
+    hub, dvc_project, capsys
+):
     sha = hub.commit({**LISTS, "eval/babyai_test.json": items("babyai", 805, 90)})
     for _ in range(2):
         assert cli("import", "--rev", sha, "--url", hub.url) == 2
-        assert "babyai_805, babyai_806, babyai_807, babyai_808, babyai_809 are in the train and in the eval list" in capsys.readouterr().err
+        assert (
+            "babyai_805, babyai_806, babyai_807, babyai_808, babyai_809 are in the train and in the"
+            " eval list" in capsys.readouterr().err
+        )
 
 
 def test_a_killed_import_leaves_no_process_and_the_same_command_goes_on(hub, dvc_project):
@@ -171,7 +228,19 @@ def test_a_killed_import_leaves_no_process_and_the_same_command_goes_on(hub, dvc
             return super().__contains__(oid)
 
     hub.large = Slow(hub.large)
-    command = [sys.executable, "-m", "agentgym", "data", "import", "--rev", sha, "--url", hub.url, "--out", "data/lists"]
+    command = [
+        sys.executable,
+        "-m",
+        "agentgym",
+        "data",
+        "import",
+        "--rev",
+        sha,
+        "--url",
+        hub.url,
+        "--out",
+        "data/lists",
+    ]
     command += ["--params", str(ROOT / "params.yaml")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as importing:
         assert asked.wait(120)
@@ -198,7 +267,10 @@ def test_a_dvc_that_hangs_is_ended_in_time(dvc_project):
 
 def test_a_folder_that_was_changed_is_told_from_the_pinned_one(dvc_project, capsys):
     folder = Path("data/own")
-    for name, data in (("train/babyai_train.json", items("babyai", 0, 900)), ("eval/babyai_test.json", items("babyai", 5000, 600))):
+    for name, data in (
+        ("train/babyai_train.json", items("babyai", 0, 900)),
+        ("eval/babyai_test.json", items("babyai", 5000, 600)),
+    ):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_bytes(data)
     check_pin(folder)  # nobody pins it
@@ -210,11 +282,20 @@ def test_a_folder_that_was_changed_is_told_from_the_pinned_one(dvc_project, caps
     assert cli("validate", "--set", f"data.path={folder}") == 2
     said = capsys.readouterr().err
     pinned = yaml.safe_load(Path("data/own.dvc").read_text())["outs"][0]["md5"]
-    assert f"error: digest mismatch: data/own is not what data/own.dvc pins: expected md5 {pinned}, got " in said
-    assert "`dvc checkout --force data/own.dvc` brings the pinned ones back and `dvc add data/own` pins the new ones" in said
+    assert (
+        f"error: digest mismatch: data/own is not what data/own.dvc pins: expected md5 {pinned},"
+        " got " in said
+    )
+    assert (
+        "`dvc checkout --force data/own.dvc` brings the pinned ones back and `dvc add data/own`"
+        " pins the new ones" in said
+    )
     run_dvc("checkout", "--force", "-q", "data/own.dvc", timeout_s=120)
     check_pin(folder)
     run_dvc("remove", "-q", "data/own.dvc", timeout_s=120)
     shutil.rmtree(folder)
     assert cli("validate", "--set", f"data.path={folder}") == 2
-    assert "error: dataset not pulled: data/own does not exist; run `dvc pull data/own.dvc`, or set data.path" in capsys.readouterr().err
+    assert (
+        "error: dataset not pulled: data/own does not exist; run `dvc pull data/own.dvc`, or set"
+        " data.path" in capsys.readouterr().err
+    )

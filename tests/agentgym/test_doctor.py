@@ -13,7 +13,9 @@ def test_everything_the_run_needs_is_named(tiny_params, tmp_path, capsys):
     assert not rows["textcraft"]["needed"]
 
 
-def test_what_the_run_needs_and_lacks_is_an_exit_code_and_a_line(tiny_params, tmp_path, capsys, monkeypatch):
+def test_what_the_run_needs_and_lacks_is_an_exit_code_and_a_line(
+    tiny_params, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("JAVA_HOME", "/nowhere")
     run = ["doctor", "--params", str(tiny_params(tmp_path))]
     assert main(run) == 0  # a babyai run needs no Java

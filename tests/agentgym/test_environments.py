@@ -1,4 +1,6 @@
-"""Every environment, several at once, and one of somebody else's: learned from, resumed and audited like the first."""
+"""Every environment, several at once, and one of somebody else's: learned from, resumed and
+audited like the first.
+"""
 
 import asyncio
 import json
@@ -22,15 +24,30 @@ from agentgym.types import Item, Status
 ROOT = Path(__file__).parents[2]
 BEFORE = ("prepare", "initialise", "warm-start")
 SMALL = {
-    "model": {"context_tokens": 1024, "hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 64},
+    "model": {
+        "context_tokens": 1024,
+        "hidden_size": 32,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "mlp_size": 64,
+    },
     "warm_start": {"num_demos": 72, "steps": 100, "batch_size": 16, "optimiser": {"lr": 0.005}},
     "horizon": {"kind": "stepwise", "max_turns": [5, 6], "stage_steps": [2, 1]},
     "validation": {"every": 2, "num_items": 6, "max_turns": 6},
-    "evaluation": {"num_items": 6, "num_samples": 2, "k": [1, 2], "max_turns": 6, "num_bootstrap": 100},
+    "evaluation": {
+        "num_items": 6,
+        "num_samples": 2,
+        "k": [1, 2],
+        "max_turns": 6,
+        "num_bootstrap": 100,
+    },
 }
 ROLLOUT = {"items_per_step": 6, "group_size": 4, "concurrency": 24, "temperature": 0.7}
 BABYAI = {"name": "babyai", "options": {"levels": ["GoToRedBallNoDists"]}}
-TEXTCRAFT = {"name": "textcraft", "options": {"goals": ["emerald block", "gold ingot", "melon seeds", "paper"], "distractors": 0}}
+TEXTCRAFT = {
+    "name": "textcraft",
+    "options": {"goals": ["emerald block", "gold ingot", "melon seeds", "paper"], "distractors": 0},
+}
 SEARCHQA = {"name": "searchqa", "options": {"topk": 1, "max_doc_chars": 240}}
 SCIWORLD = {"name": "sciworld", "options": {"tasks": ["find-non-living-thing"]}}
 WEBARENA = {"name": "webarena", "options": {"max_observation_chars": 100}}
@@ -39,7 +56,9 @@ HIGHER_LOWER = {"name": "higher-lower", "options": {"limit": 20}}
 
 @pytest.fixture
 def params(tiny_params, tmp_path):
-    """(environments, **changes) -> the configuration of a small run on them, with lists of items of their own."""
+    """(environments, **changes) -> the configuration of a small run on them, with lists of
+    items of their own.
+    """
 
     def make(*envs, **changes):
         data = tmp_path / "data"
@@ -50,43 +69,75 @@ def params(tiny_params, tmp_path):
                 place = data / name / f"{env['name']}_{'train' if name == 'train' else 'test'}.json"
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_text(json.dumps([{"item_id": f"{env['name']}_{task}"} for task in ids]))
-        tree = {"env": envs[0], "mix": list(envs[1:]), "data": {"path": str(data)}, **SMALL, **changes}
+        tree = {
+            "env": envs[0],
+            "mix": list(envs[1:]),
+            "data": {"path": str(data)},
+            **SMALL,
+            **changes,
+        }
         return load_config(tiny_params(tmp_path / "run", **tree))
 
     return make
 
 
 def train(cfg):
-    """From the data to the registered model, and the audit. Result: metrics of the three optimiser steps."""
-    for name in (*BEFORE, "stage-1", "stage-2", "evaluate-warm-start", "evaluate-stage-2", "register"):
+    """From the data to the registered model, and the audit.
+    Result: metrics of the three optimiser steps.
+    """
+    for name in (
+        *BEFORE,
+        "stage-1",
+        "stage-2",
+        "evaluate-warm-start",
+        "evaluate-stage-2",
+        "register",
+    ):
         run_step(name, cfg)
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
     store = open_store(cfg)
     done = finished(cfg, store)
     assert done["register"].results["version"] == "1"
-    commits = [commit for name in ("stage-1", "stage-2") for commit in store.history(name, done[name].key)]
-    return [point.metrics for commit in commits for point in decode_points(store.read(commit, METRICS))], done
+    commits = [
+        commit for name in ("stage-1", "stage-2") for commit in store.history(name, done[name].key)
+    ]
+    return [
+        point.metrics for commit in commits for point in decode_points(store.read(commit, METRICS))
+    ], done
 
 
 @pytest.mark.parametrize(
     ("env", "max_new_tokens", "observation_tokens", "entropy_coef"),
-    [(BABYAI, 6, 32, 0.0), (TEXTCRAFT, 40, 64, 0.0), (SEARCHQA, 60, 110, 0.01)],  # so small a model finds no answer there
+    # so small a model finds no answer there
+    [(BABYAI, 6, 32, 0.0), (TEXTCRAFT, 40, 64, 0.0), (SEARCHQA, 60, 110, 0.01)],
     ids=["babyai", "textcraft", "searchqa"],
 )
-def test_three_updates_on_each_environment_pass_the_audit(params, env, max_new_tokens, observation_tokens, entropy_coef):
-    rollout = {**ROLLOUT, "max_new_tokens": max_new_tokens, "observation_tokens": observation_tokens}
+def test_three_updates_on_each_environment_pass_the_audit(
+    params, env, max_new_tokens, observation_tokens, entropy_coef
+):
+    rollout = {
+        **ROLLOUT,
+        "max_new_tokens": max_new_tokens,
+        "observation_tokens": observation_tokens,
+    }
     cfg = params(env, rollout=rollout, algorithm={"entropy_coef": entropy_coef})
     metrics, done = train(cfg)
     assert len(metrics) == 3
-    assert done["initialise"].results["expert_success"] > 0.7  # one short document does not always hold the answer
+    # one short document does not always hold the answer
+    assert done["initialise"].results["expert_success"] > 0.7
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)  # the weights moved
 
 
 def test_an_episode_the_simulator_cuts_is_learned_from_as_cut_and_audited_as_such(params):
-    """TextCraft gives up after two steps, long before the horizon: the critic values the state it stopped in."""
-    textcraft = {**TEXTCRAFT, "options": {**TEXTCRAFT["options"], "max_steps": 2, "goals": ["paper", "melon seeds"]}}
+    """TextCraft gives up after two steps, long before the horizon: the critic values the state
+    it stopped in.
+    """
+    textcraft = {
+        **TEXTCRAFT,
+        "options": {**TEXTCRAFT["options"], "max_steps": 2, "goals": ["paper", "melon seeds"]},
+    }
     cfg = params(
         textcraft,
         rollout={**ROLLOUT, "items_per_step": 2, "max_new_tokens": 24, "observation_tokens": 64},
@@ -103,7 +154,8 @@ def test_an_episode_the_simulator_cuts_is_learned_from_as_cut_and_audited_as_suc
     cut = [episode for episode in episodes if episode.status is Status.ENV_LIMIT]
     assert cut
     assert {len(episode.turns) for episode in cut} == {2}
-    assert all(len(episode.input_ids) > episode.turns[-1].end for episode in cut)  # the state it stopped in was read
+    # the state it stopped in was read
+    assert all(len(episode.input_ids) > episode.turns[-1].end for episode in cut)
     (point,) = decode_points(store.read(commit, METRICS))
     assert point.metrics["rollout/env_limit_frac"] == len(cut) / len(episodes)
     report = audit(cfg, num_episodes=len(episodes))
@@ -114,25 +166,44 @@ def test_an_episode_the_simulator_cuts_is_learned_from_as_cut_and_audited_as_suc
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("chromium")
 def test_three_updates_in_a_browser_pass_the_audit(params, tmp_path):
-    """A few lines of each page, tasks of at most five actions, few episodes: each step is a real browser's."""
+    """A few lines of each page, tasks of at most five actions, few episodes: each step is a
+    real browser's.
+    """
     webarena = ROOT / "envs/webarena"
-    short = [int(task) for task, actions in json.loads((webarena / "gold.json").read_text()).items() if len(actions) <= 4]
+    short = [
+        int(task)
+        for task, actions in json.loads((webarena / "gold.json").read_text()).items()
+        if len(actions) <= 4
+    ]
     for name, ids in (("train", short[:-6]), ("eval", short[-6:])):
         place = tmp_path / "data" / name / f"webarena_{'train' if name == 'train' else 'test'}.json"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps([{"item_id": f"webarena_{task}"} for task in ids]))
     cfg = params(
         WEBARENA,
-        rollout={**ROLLOUT, "items_per_step": 2, "concurrency": 8, "max_new_tokens": 40, "observation_tokens": 240},
+        rollout={
+            **ROLLOUT,
+            "items_per_step": 2,
+            "concurrency": 8,
+            "max_new_tokens": 40,
+            "observation_tokens": 240,
+        },
         algorithm={"entropy_coef": 0.01},
         model={**SMALL["model"], "context_tokens": 2048},
         warm_start={**SMALL["warm_start"], "num_demos": 20, "steps": 60},
         validation={"every": 2, "num_items": 2, "max_turns": 5},
-        evaluation={"num_items": 2, "num_samples": 1, "k": [1], "max_turns": 5, "num_bootstrap": 100},
+        evaluation={
+            "num_items": 2,
+            "num_samples": 1,
+            "k": [1],
+            "max_turns": 5,
+            "num_bootstrap": 100,
+        },
     )
     metrics, done = train(cfg)
     assert len(metrics) == 3
-    assert done["initialise"].results["expert_success"] > 0.7  # some need to scroll, and run out of turns
+    # some need to scroll, and run out of turns
+    assert done["initialise"].results["expert_success"] > 0.7
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)
 
@@ -152,11 +223,23 @@ def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(par
         assert row["rollout/textcraft/num_episodes"] == 4 * 4
         assert row["rollout/searchqa/num_episodes"] == 2 * 4
     consumed = [
-        item for name in ("stage-1", "stage-2") for c in open_store(cfg).history(name, done[name].key) for item in c.state["consumed"]
+        item
+        for name in ("stage-1", "stage-2")
+        for c in open_store(cfg).history(name, done[name].key)
+        for item in c.state["consumed"]
     ]
-    assert [item.partition("_")[0] for item in consumed[:8]] == ["textcraft", "babyai", "searchqa", "textcraft"] * 2
+    assert [item.partition("_")[0] for item in consumed[:8]] == [
+        "textcraft",
+        "babyai",
+        "searchqa",
+        "textcraft",
+    ] * 2
     results = done["evaluate-stage-2"].results
-    assert {env: own["num_items"] for env, own in results["by_env"].items()} == {"babyai": 2, "searchqa": 1, "textcraft": 3}
+    assert {env: own["num_items"] for env, own in results["by_env"].items()} == {
+        "babyai": 2,
+        "searchqa": 1,
+        "textcraft": 3,
+    }
     assert 0 <= results["by_env"]["babyai"]["summary"]["greedy"]["mean"] <= 1
     assert "validation/babyai/success" in metrics[1]
 
@@ -168,7 +251,12 @@ def test_science_and_a_grid_world_are_learned_in_one_run(params):
         "warm_start": {**SMALL["warm_start"], "num_demos": 32},
         "evaluation": {**SMALL["evaluation"], "num_items": 4, "max_turns": 9},
     }
-    cfg = params(BABYAI, SCIWORLD, rollout={**ROLLOUT, "max_new_tokens": 40, "observation_tokens": 64}, **longer)
+    cfg = params(
+        BABYAI,
+        SCIWORLD,
+        rollout={**ROLLOUT, "max_new_tokens": 40, "observation_tokens": 64},
+        **longer,
+    )
     metrics, done = train(cfg)
     assert len(metrics) == 3
     assert done["initialise"].results["expert_success"] > 0.7  # nine turns do not always do
@@ -187,10 +275,24 @@ def test_environments_of_one_run_need_names_of_their_own(params):
 def plugged_in(tmp_path, monkeypatch):
     """The example, installed as a package, as every process started from here finds it."""
     place = tmp_path / "site"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(place)]
-    source = shutil.copytree(ROOT / "examples/higher_lower", tmp_path / "source")  # setuptools builds beside what it installs
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(place),
+    ]
+    # setuptools builds beside what it installs
+    source = shutil.copytree(ROOT / "examples/higher_lower", tmp_path / "source")
     subprocess.run([*command, str(source)], check=True, timeout=120)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    )
 
 
 def test_an_installed_environment_is_served_solved_and_trained(plugged_in, params, tmp_path):
@@ -208,12 +310,16 @@ def test_an_installed_environment_is_served_solved_and_trained(plugged_in, param
         async with EnvPool(endpoints, request_timeout_s=10) as pool:
             return await asyncio.gather(*(play(task) for task in range(200)))
 
-    with local_env(EnvConfig(name="higher-lower"), expert=True, log_path=tmp_path / "log") as endpoints:
+    with local_env(
+        EnvConfig(name="higher-lower"), expert=True, log_path=tmp_path / "log"
+    ) as endpoints:
         played = asyncio.run(gold(endpoints))
     assert all((reward, success) == (1.0, True) for _, reward, success in played)
     assert len({turns for turns, _, _ in played}) > 3
 
-    metrics, done = train(params(HIGHER_LOWER, rollout={**ROLLOUT, "max_new_tokens": 6, "observation_tokens": 16}))
+    metrics, done = train(
+        params(HIGHER_LOWER, rollout={**ROLLOUT, "max_new_tokens": 6, "observation_tokens": 16})
+    )
     assert len(metrics) == 3
     assert done["initialise"].results["expert_success"] == 1.0
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)

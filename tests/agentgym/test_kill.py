@@ -1,4 +1,6 @@
-"""A run that is killed and started again ends where one that nobody touched ends, and leaves nothing behind."""
+"""A run that is killed and started again ends where one that nobody touched ends, and leaves
+nothing behind.
+"""
 
 import os
 import random
@@ -42,8 +44,10 @@ from agentgym.rollouts.client import EnvSession
 from agentgym.training.engine import Engine
 
 params, moment = sys.argv[1:]
-collect, act, create, deliver, commit = Engine.collect, EnvSession.step, posix.create_exclusively, steps.deliver, StepContext.commit
-now = {"step": None, "name": "", "acts": 0, "collections": 0}  # acts of the present collection, collections of the present step
+collect, act, create, deliver, commit = Engine.collect, EnvSession.step, posix.create_exclusively, \
+steps.deliver, StepContext.commit
+now = {"step": None, "name": "", "acts": 0, "collections": 0}  # acts of the present collection, \
+collections of the present step
 
 
 def die():
@@ -58,13 +62,15 @@ def counted_collect(self, items, **settings):
 async def fatal_act(self, action):
     now["acts"] += 1
     here = now["name"], now["step"], now["collections"], now["acts"]
-    if here == {"rollout": ("stage-1", 2, 2, 20), "evaluation": ("evaluate-stage-1", 0, 4, 5)}.get(moment):
+    if here == {"rollout": ("stage-1", 2, 2, 20), "evaluation": ("evaluate-stage-1", 0, 4, \
+5)}.get(moment):
         die()
     return await act(self, action)
 
 
 def fatal_create(temp, path):
-    if moment == "manifest" and path.parent.name == "manifests" and now["name"] == "stage-1" and path.stem == "000001":
+    if moment == "manifest" and path.parent.name == "manifests" and now["name"] == "stage-1" and \
+path.stem == "000001":
         die()
     return create(temp, path)
 
@@ -102,9 +108,16 @@ class Driver:
 
     def start(self, moment="never"):
         log = (self.params.parent / "driver.log").open("ab")
-        environment = {**os.environ, OWNER: str(self.params), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.scratch)}
+        environment = {
+            **os.environ,
+            OWNER: str(self.params),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.scratch),
+        }
         command = [sys.executable, str(self.script), str(self.params), moment]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        )
 
     def run(self, moment="never"):
         """Result: return code, what it said."""
@@ -123,7 +136,10 @@ class Driver:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(OWNER) == str(self.params) and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(OWNER) == str(self.params)
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process.cmdline())
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
@@ -132,7 +148,9 @@ class Driver:
     def ports(self):
         logs = "".join(path.read_text() for path in (self.params.parent / "logs").glob("*.log"))
         found = []
-        for port in {int(port) for port in re.findall(r"listens on http://127\.0\.0\.1:(\d+)", logs)}:
+        for port in {
+            int(port) for port in re.findall(r"listens on http://127\.0\.0\.1:(\d+)", logs)
+        }:
             with socket.socket() as client:
                 client.settimeout(1)
                 if client.connect_ex(("127.0.0.1", port)) == 0:
@@ -142,23 +160,35 @@ class Driver:
 
 def histories(cfg):
     store = open_store(cfg)
-    return {name: store.history(name, manifest.key) for name, manifest in finished(cfg, store).items()}
+    return {
+        name: store.history(name, manifest.key) for name, manifest in finished(cfg, store).items()
+    }
 
 
 def consumed(cfg):
     by_step = histories(cfg)
-    return [item for stage in stages(cfg.horizon) for commit in by_step[stage.name] for item in commit.state["consumed"]]
+    return [
+        item
+        for stage in stages(cfg.horizon)
+        for commit in by_step[stage.name]
+        for item in commit.state["consumed"]
+    ]
 
 
 def expected_items(cfg):
-    splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
+    splits = load_splits(
+        cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
+    )
     num_items = sum(cfg.horizon.stage_steps) * cfg.rollout.items_per_step
     return [item.item_id for item in ItemStream(splits.train, seed=cfg.seed).next(num_items)]
 
 
 def repeated_points(cfg):
     with sqlite3.connect(cfg.state_dir / "mlflow.db") as database:
-        return database.execute("select key, step, count(*) from metrics group by run_uuid, key, step having count(*) > 1").fetchall()
+        return database.execute(
+            "select key, step, count(*) from metrics group by run_uuid, key, step having"
+            " count(*) > 1"
+        ).fetchall()
 
 
 def assert_audited(cfg, steps=None):
@@ -174,13 +204,19 @@ def untouched(whole_run):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory, tiny_params):
-    """The same run, killed at every moment and started again each time. What it said at last is with it."""
+    """The same run, killed at every moment and started again each time.
+    What it said at last is with it.
+    """
     driver = Driver(tiny_params(tmp_path_factory.mktemp("killed"), deterministic=True))
     cfg = load_config(driver.params)
     said = {}
     for moment in MOMENTS:
         code, said[moment] = driver.run(moment)
-        assert code == -signal.SIGKILL, (moment, said[moment], (driver.params.parent / "driver.log").read_text())
+        assert code == -signal.SIGKILL, (
+            moment,
+            said[moment],
+            (driver.params.parent / "driver.log").read_text(),
+        )
         driver.assert_nothing_is_left()
         if moment == "manifest":
             assert_audited(cfg, steps=6)
@@ -200,12 +236,21 @@ def test_a_killed_run_ends_bit_identical_to_one_that_nobody_touched(untouched, k
                 assert getattr(mine, part) == getattr(other, part), (name, mine.seq, part)
             assert mine.digest == other.digest
             if TRAJECTORIES in mine.records:
-                logs = [decode_trajectories(open_store(c).read(m, TRAJECTORIES)) for c, m in ((untouched, mine), (cfg, other))]
+                logs = [
+                    decode_trajectories(open_store(c).read(m, TRAJECTORIES))
+                    for c, m in ((untouched, mine), (cfg, other))
+                ]
                 assert logs[0] == logs[1]
     last = ours["stage-2"][-1]
     assert {WEIGHTS, OPTIMISER} <= last.blobs.keys()
-    assert last.blobs[WEIGHTS] != ours["warm-start"][-1].blobs[WEIGHTS], "nothing was learned, so nothing was shown"
-    assert ours["stage-1"][0].blobs[WEIGHTS] != ours["stage-1"][1].blobs[WEIGHTS] != last.blobs[WEIGHTS]
+    assert last.blobs[WEIGHTS] != ours["warm-start"][-1].blobs[WEIGHTS], (
+        "nothing was learned, so nothing was shown"
+    )
+    assert (
+        ours["stage-1"][0].blobs[WEIGHTS]
+        != ours["stage-1"][1].blobs[WEIGHTS]
+        != last.blobs[WEIGHTS]
+    )
 
 
 def test_each_restart_goes_on_from_the_last_commit(killed):
@@ -237,7 +282,9 @@ def test_no_item_is_lost_or_trained_twice(killed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_free_running_run_killed_at_random_times_loses_and_repeats_nothing(tmp_path, tiny_params, seed):
+def test_a_free_running_run_killed_at_random_times_loses_and_repeats_nothing(
+    tmp_path, tiny_params, seed
+):
     driver = Driver(tiny_params(tmp_path, seed=seed))
     cfg = load_config(driver.params)
     chance = random.Random(seed)
@@ -261,14 +308,26 @@ def test_a_free_running_run_killed_at_random_times_loses_and_repeats_nothing(tmp
 def test_a_step_held_by_a_live_process_is_refused_with_who_holds_it(tmp_path, tiny_params):
     cfg = load_config(tiny_params(tmp_path))
     step = steps_of(cfg)["prepare"]
-    hold = "import sys, time; from pathlib import Path; from agentgym.store.posix import posix_store; "
-    hold += "lease = posix_store(Path(sys.argv[1]), lease_ttl_s=30).open('prepare', sys.argv[2]); lease.__enter__(); "
+    hold = (
+        "import sys, time; from pathlib import Path; from agentgym.store.posix import posix_store; "
+    )
+    hold += (
+        "lease = posix_store(Path(sys.argv[1]), lease_ttl_s=30).open('prepare', sys.argv[2]);"
+        " lease.__enter__(); "
+    )
     hold += "print('held', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", hold, str(cfg.store.path), key_of(step, cfg, {})], stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(cfg.store.path), key_of(step, cfg, {})],
+        stdout=subprocess.PIPE,
+    ) as holder:
         holder.stdout.readline()
         try:
             with pytest.raises(
-                LeaseHeld, match=rf"step prepare .* is held by process {holder.pid} on .*; wait for it or stop that process"
+                LeaseHeld,
+                match=(
+                    rf"step prepare .* is held by process {holder.pid} on .*; wait for it or stop"
+                    r" that process"
+                ),
             ):
                 run_step("prepare", cfg)
         finally:

@@ -31,7 +31,8 @@ def test_deliveries_take_a_hundredth_of_the_time_but_the_first_and_the_last_are_
         paced(ONE)
         clock.s += 0.75
     paced(LAST)
-    # 0.04 s are 1 % of 4 s: the first commit after 0.04 + 4 is the seventh, at 6 * 0.75 + 0.04, and so on
+    # 0.04 s are 1 % of 4 s: the first commit after 0.04 + 4 is the seventh, at 6 * 0.75 + 0.04, and
+    # so on
     assert told == pytest.approx([0.0, 4.54, 9.08, 12.12])
 
 
@@ -76,15 +77,26 @@ class OperationalError(Exception):
 @pytest.mark.parametrize(
     ("error", "is_outage"),
     [
-        (MlflowException("API request to http://h/api failed with exception HTTPConnectionPool"), True),
-        (MlflowException("(sqlite3.OperationalError) database is locked", "TEMPORARILY_UNAVAILABLE"), True),
+        (
+            MlflowException("API request to http://h/api failed with exception HTTPConnectionPool"),
+            True,
+        ),
+        (
+            MlflowException(
+                "(sqlite3.OperationalError) database is locked", "TEMPORARILY_UNAVAILABLE"
+            ),
+            True,
+        ),
         (OperationalError("database is locked"), True),
         (MlflowException("metric name is too long", "INVALID_PARAMETER_VALUE"), False),
         (ValueError("API request to nowhere"), False),
     ],
 )
 def test_only_an_outage_is_an_outage(error, is_outage):
-    with pytest.raises(LedgerUnavailable if is_outage else type(error)), reaching("sqlite:////x/mlflow.db"):
+    with (
+        pytest.raises(LedgerUnavailable if is_outage else type(error)),
+        reaching("sqlite:////x/mlflow.db"),
+    ):
         raise error
 
 
@@ -97,7 +109,10 @@ def test_a_server_that_does_not_answer_is_named_in_time(monkeypatch):
         silent.listen()
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         began = time.monotonic()
-        with pytest.raises(LedgerUnavailable, match=rf"no MLflow server answers at tracking.uri {uri}: .*timed out.*Nothing is lost"):
+        with pytest.raises(
+            LedgerUnavailable,
+            match=rf"no MLflow server answers at tracking.uri {uri}: .*timed out.*Nothing is lost",
+        ):
             check_server(uri)
         assert time.monotonic() - began < 10
     check_server("sqlite:////x/mlflow.db")  # nothing to reach

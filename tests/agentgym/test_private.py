@@ -20,8 +20,13 @@ def mode(path):
 
 
 def makes_like_dvc(folder):
-    """What `dvc` does for its site_cache_dir: 0777 with the umask off, also for the folders above."""
-    code = f"import os; os.umask(0); os.makedirs({str(folder)!r}, mode=0o777, exist_ok=True); open({str(folder / 'cache.db')!r}, 'w')"
+    """What `dvc` does for its site_cache_dir: 0777 with the umask off, also for the folders
+    above.
+    """
+    code = (
+        f"import os; os.umask(0); os.makedirs({str(folder)!r}, mode=0o777, exist_ok=True);"
+        f" open({str(folder / 'cache.db')!r}, 'w')"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -63,7 +68,9 @@ def test_what_another_user_left_in_an_open_one_is_named(tmp_path):
     makes_like_dvc(tmp_path / ".agentgym/dvc/repo")
     planted = tmp_path / ".agentgym/dvc/repo/cache.db"
     os.chown(planted, NOBODY, NOBODY)
-    with pytest.raises(ConfigError, match=f"was open to others, and .*{planted} belongs to user {NOBODY}"):
+    with pytest.raises(
+        ConfigError, match=f"was open to others, and .*{planted} belongs to user {NOBODY}"
+    ):
         private_folder(tmp_path / ".agentgym")
     assert mode(tmp_path / ".agentgym") == 0o700  # nothing more can be planted meanwhile
 
@@ -123,7 +130,9 @@ def test_a_configured_place_is_private_unless_it_holds_other_things(tmp_path):
     (shared / "store").mkdir(parents=True)
     (shared / "somebody").touch()
     shared.chmod(0o1777)
-    with pytest.raises(ConfigError, match=f"everybody can write in it; set store.path to {shared}/agentgym/store"):
+    with pytest.raises(
+        ConfigError, match=f"everybody can write in it; set store.path to {shared}/agentgym/store"
+    ):
         private_state(shared)
 
 
@@ -144,7 +153,10 @@ def test_an_address_takes_a_login_and_a_message_loses_it():
     url = with_login("http://127.0.0.1:5000/api?x=1", "agentgym:word")
     assert url == "http://agentgym:word@127.0.0.1:5000/api?x=1"
     assert with_login(url, "agentgym:other") == "http://agentgym:other@127.0.0.1:5000/api?x=1"
-    assert without_login(f"no answer at {url}: refused") == "no answer at http://127.0.0.1:5000/api?x=1: refused"
+    assert (
+        without_login(f"no answer at {url}: refused")
+        == "no answer at http://127.0.0.1:5000/api?x=1: refused"
+    )
 
 
 @as_root
@@ -153,9 +165,22 @@ def test_a_command_in_a_project_with_another_users_state_says_so_and_does_nothin
     os.chown(tmp_path / ".agentgym", NOBODY, NOBODY)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     params = str(Path(__file__).parents[2] / "params.yaml")
-    for words in (("-m", "flows.pipeline"), ("-m", "tasks.services", "up"), ("-m", "agentgym", "doctor", "--params", params)):
-        ended = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    for words in (
+        ("-m", "flows.pipeline"),
+        ("-m", "tasks.services", "up"),
+        ("-m", "agentgym", "doctor", "--params", params),
+    ):
+        ended = subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert (ended.returncode, ended.stdout) == (2, "")
         assert len(ended.stderr.splitlines()) == 1
-        assert ended.stderr.startswith(f"error: .agentgym belongs to user {NOBODY}, this is user 0;")
+        assert ended.stderr.startswith(
+            f"error: .agentgym belongs to user {NOBODY}, this is user 0;"
+        )
     assert list((tmp_path / ".agentgym").iterdir()) == []

@@ -24,14 +24,21 @@ KILLED = """
 import os, signal, sys
 from agentgym import steps
 from agentgym.config import load_config
-steps.deliver = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # after the first commit, before MLflow hears of it
+steps.deliver = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # after the first commit, before \
+MLflow hears of it
 steps.run_step("stage-1", load_config(sys.argv[1]))
 """
 
 
 @pytest.mark.slow
-def test_a_run_on_s3_survives_a_kill_keeps_a_second_learner_out_and_ends_as_on_disk(s3_uri, tiny_params, tmp_path, whole_run):
-    params = tiny_params(tmp_path / "run", deterministic=True, store={"path": str(tmp_path / "run" / "store"), "uri": s3_uri})
+def test_a_run_on_s3_survives_a_kill_keeps_a_second_learner_out_and_ends_as_on_disk(
+    s3_uri, tiny_params, tmp_path, whole_run
+):
+    params = tiny_params(
+        tmp_path / "run",
+        deterministic=True,
+        store={"path": str(tmp_path / "run" / "store"), "uri": s3_uri},
+    )
     cfg = load_config(params)
     for name, step in steps_of(cfg).items():
         if name != "stage-1":
@@ -39,10 +46,16 @@ def test_a_run_on_s3_survives_a_kill_keeps_a_second_learner_out_and_ends_as_on_d
             continue
         key = key_of(step, cfg, finished(cfg, open_store(cfg)))
         with subprocess.Popen(
-            [sys.executable, "-c", HOLD, s3_uri, key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", HOLD, s3_uri, key],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         ) as holder:
             assert holder.stdout.readline() == "held\n"
-            held = rf"step stage-1 \({s3_uri}/steps/.*\) is held by process {holder.pid} on .*, since \d{{4}}-.*; wait for it or stop"
+            held = (
+                rf"step stage-1 \({s3_uri}/steps/.*\) is held by process {holder.pid} on .*, since"
+                r" \d{4}-.*; wait for it or stop"
+            )
             with pytest.raises(LeaseHeld, match=held):
                 run_step(name, cfg)
             command = [sys.executable, "-m", "agentgym", "step", name, "--params", str(params)]
@@ -50,14 +63,24 @@ def test_a_run_on_s3_survives_a_kill_keeps_a_second_learner_out_and_ends_as_on_d
             assert second.returncode == 1
             assert f"is held by process {holder.pid} on" in second.stderr
             holder.stdin.close()
-        killed = subprocess.run([sys.executable, "-c", KILLED, str(params)], capture_output=True, text=True, timeout=240)
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED, str(params)], capture_output=True, text=True, timeout=240
+        )
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert {step.name: step.action for step in plan(cfg)}[name] == "resume"
         assert str(run_step(name, cfg)).startswith("resumed at ")
     on_s3 = {name: manifest.digest for name, manifest in finished(cfg, open_store(cfg)).items()}
     disk = load_config(whole_run / "params.yaml")
-    assert on_s3 == {name: manifest.digest for name, manifest in finished(disk, open_store(disk)).items()}
+    assert on_s3 == {
+        name: manifest.digest for name, manifest in finished(disk, open_store(disk)).items()
+    }
     assert len(on_s3) == len(steps_of(cfg))
-    assert sorted(os.listdir(cfg.state_dir)) == ["delivered", "logs", "mlflow-artifacts", "mlflow.db", "params.yaml"]
+    assert sorted(os.listdir(cfg.state_dir)) == [
+        "delivered",
+        "logs",
+        "mlflow-artifacts",
+        "mlflow.db",
+        "params.yaml",
+    ]
     report = audit(cfg, num_episodes=8)
     assert report.ok, [(check.name, check.failures) for check in report.checks if not check.ok]

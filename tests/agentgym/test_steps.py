@@ -1,4 +1,6 @@
-"""What is in a step's key, what is checked before the first step, and how a lost ledger is filled again."""
+"""What is in a step's key, what is checked before the first step, and how a lost ledger is
+filled again.
+"""
 
 import json
 import re
@@ -11,13 +13,24 @@ from agentgym.audit import audit
 from agentgym.config import ConfigError, load_config
 from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.evaluation.champion import DECISION, OUTCOMES
-from agentgym.steps import finished, load_data, open_store, pointer, run_step, run_with_parents, semantic_of, steps_of
+from agentgym.steps import (
+    finished,
+    load_data,
+    open_store,
+    pointer,
+    run_step,
+    run_with_parents,
+    semantic_of,
+    steps_of,
+)
 from agentgym.tracking import decode_points
 
 
 @pytest.fixture
 def run(whole_run, tmp_path, tiny_params):
-    """A finished run of one's own: its registered model lies where the ledger says, in the original's folder."""
+    """A finished run of one's own: its registered model lies where the ledger says, in the
+    original's folder.
+    """
     shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
     return load_config(tiny_params(tmp_path, deterministic=True))
 
@@ -36,44 +49,92 @@ def test_demonstrations_in_another_action_format_are_another_step(tmp_path, tiny
 @pytest.mark.parametrize("key", ["evaluation.num_items", "rollout.items_per_step"])
 def test_more_items_than_there_are_is_bad_input(tmp_path, tiny_params, key):
     cfg = load_config(tiny_params(tmp_path), [f"{key}=1000"])
-    with pytest.raises(ConfigError, match=rf"^{key} 1000 is more than the \d+ (test|train) items of babyai; lower it$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^{key} 1000 is more than the \d+ (test|train) items of babyai; lower it$",
+    ):
         load_data(cfg)
 
 
-def test_a_test_task_that_is_trained_on_under_another_id_is_told_by_the_run(tmp_path, tiny_params, caplog):
-    for name, tasks in (("train/babyai_train.json", range(60)), ("eval/babyai_test.json", [*range(1000, 1012), 135])):
+def test_a_test_task_that_is_trained_on_under_another_id_is_told_by_the_run(
+    tmp_path, tiny_params, caplog
+):
+    for name, tasks in (
+        ("train/babyai_train.json", range(60)),
+        ("eval/babyai_test.json", [*range(1000, 1012), 135]),
+    ):
         (tmp_path / "data" / name).parent.mkdir(parents=True)
-        (tmp_path / "data" / name).write_text(json.dumps([{"item_id": f"babyai_{task}"} for task in tasks]))
-    options = {"levels": ["GoToObj", "GoToRedBallNoDists"]}  # of these two, babyai_53 and babyai_135 are one world
-    cfg = load_config(tiny_params(tmp_path / "run", data={"path": str(tmp_path / "data")}, env={"options": options}))
+        (tmp_path / "data" / name).write_text(
+            json.dumps([{"item_id": f"babyai_{task}"} for task in tasks])
+        )
+    # of these two, babyai_53 and babyai_135 are one world
+    options = {"levels": ["GoToObj", "GoToRedBallNoDists"]}
+    cfg = load_config(
+        tiny_params(
+            tmp_path / "run", data={"path": str(tmp_path / "data")}, env={"options": options}
+        )
+    )
     manifest = run_step("prepare", cfg).manifest
-    expected = "babyai: 1 of 13 test items are the same task as a train item: babyai_135 = babyai_53; test is not held out"
-    assert [warning for warning in manifest.results["warnings"] if "same task" in warning] == [expected]
+    expected = (
+        "babyai: 1 of 13 test items are the same task as a train item: babyai_135 = babyai_53; test"
+        " is not held out"
+    )
+    assert [warning for warning in manifest.results["warnings"] if "same task" in warning] == [
+        expected
+    ]
     assert expected in caplog.text
 
 
 def test_items_the_environment_does_not_have_stop_the_run_before_it_starts(tmp_path, tiny_params):
     (tmp_path / "train").mkdir()
     (tmp_path / "eval").mkdir()
-    (tmp_path / "train/sciworld_train.json").write_text(json.dumps([{"item_id": f"sciworld_{task}"} for task in range(60)]))
-    (tmp_path / "eval/sciworld_test.json").write_text(json.dumps([{"item_id": f"sciworld_{task}"} for task in range(4630, 4645)]))
-    cfg = load_config(tiny_params(tmp_path / "run", data={"path": str(tmp_path)}, env={"name": "sciworld", "options": {}}))
-    with pytest.raises(ConfigError, match=r"sciworld: sciworld_4639, .* and 1 more name no task of the environment as it is set"):
+    (tmp_path / "train/sciworld_train.json").write_text(
+        json.dumps([{"item_id": f"sciworld_{task}"} for task in range(60)])
+    )
+    (tmp_path / "eval/sciworld_test.json").write_text(
+        json.dumps([{"item_id": f"sciworld_{task}"} for task in range(4630, 4645)])
+    )
+    cfg = load_config(
+        tiny_params(
+            tmp_path / "run", data={"path": str(tmp_path)}, env={"name": "sciworld", "options": {}}
+        )
+    )
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"sciworld: sciworld_4639, .* and 1 more name no task of the environment as it is set"
+        ),
+    ):
         run_step("prepare", cfg)
 
 
 def test_a_step_that_could_draw_an_item_twice_is_bad_input(tmp_path, tiny_params):
-    """Of 240 train items about 216 are not for validation; a third of them is the most a step may draw."""
+    """Of 240 train items about 216 are not for validation; a third of them is the most a step
+    may draw.
+    """
     params = tiny_params(tmp_path)
     most = len(load_data(load_config(params)).train) // 3
     assert load_data(load_config(params, [f"rollout.items_per_step={most}"]))
-    twice = rf"^rollout.items_per_step {most + 1} is more than the {most} items that .* token for token; lower it to {most}, or add items$"
+    twice = (
+        rf"^rollout.items_per_step {most + 1} is more than the {most} items that .* token for"
+        rf" token; lower it to {most}, or add items$"
+    )
     with pytest.raises(ConfigError, match=twice):
         load_data(load_config(params, [f"rollout.items_per_step={most + 1}"]))
-    dynamic = ["algorithm.recipe=dapo", "algorithm.max_refills=2", f"rollout.items_per_step={most // 3 + 1}"]
-    with pytest.raises(ConfigError, match=rf"items_per_step {most // 3 + 1} x 3 rounds .* lower it to {most // 3}, or"):
+    dynamic = [
+        "algorithm.recipe=dapo",
+        "algorithm.max_refills=2",
+        f"rollout.items_per_step={most // 3 + 1}",
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=rf"items_per_step {most // 3 + 1} x 3 rounds .* lower it to {most // 3}, or",
+    ):
         load_data(load_config(params, dynamic))
-    assert load_data(load_config(params, ["algorithm.recipe=sft", f"rollout.items_per_step={most + 1}"]))  # draws demonstrations
+    # draws demonstrations
+    assert load_data(
+        load_config(params, ["algorithm.recipe=sft", f"rollout.items_per_step={most + 1}"])
+    )
 
 
 @pytest.mark.parametrize("opened_before", [False, True])
@@ -88,14 +149,20 @@ def test_a_ledger_that_was_deleted_gets_everything_again(run, opened_before):
     version = client.get_model_version_by_alias(run.registry.model_name, run.registry.alias)
     assert str(version.version) == finished(run, open_store(run))["register"].results["version"]
     parent = next(r for r in client.search_runs(["1"]) if r.data.tags["kind"] == "pipeline")
-    assert {"report.html", "learning_curve.png"} <= {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
+    assert {"report.html", "learning_curve.png"} <= {
+        artifact.path for artifact in client.list_artifacts(parent.info.run_id)
+    }
 
 
 def test_a_better_champion_stays_and_the_audit_agrees(run):
     """Another run's model solves every item; ours is registered after it."""
     client, name = MlflowClient(run.tracking_uri), run.registry.model_name
     ours = client.get_model_version(name, "1")
-    best = str(client.create_model_version(name, ours.source, tags={**ours.tags, "run_key": "another", "step_key": "0" * 64}).version)
+    best = str(
+        client.create_model_version(
+            name, ours.source, tags={**ours.tags, "run_key": "another", "step_key": "0" * 64}
+        ).version
+    )
     client.set_model_version_tag(name, best, OUTCOMES, re.sub("[0-]", "1", ours.tags[OUTCOMES]))
     client.set_registered_model_alias(name, run.registry.alias, best)
     client.delete_model_version_tag(name, "1", DECISION)
@@ -110,7 +177,8 @@ def test_a_better_champion_stays_and_the_audit_agrees(run):
     report = audit(run, num_episodes=1)
     assert report.ok, [check for check in report.checks if not check.ok]
     client.set_model_version_tag(name, best, OUTCOMES, re.sub("[1-]", "0", ours.tags[OUTCOMES]))
-    assert not audit(run, num_episodes=1).ok  # by what is on record now, the alias should have moved
+    # by what is on record now, the alias should have moved
+    assert not audit(run, num_episodes=1).ok
 
 
 def test_a_step_that_was_deleted_and_run_again_is_in_the_ledger_once(run):
@@ -132,12 +200,23 @@ def test_a_run_deleted_in_the_ledger_is_written_again(run):
 
 
 def test_an_evaluation_on_validation_items_is_another_one_and_passes_its_audit(run, tmp_path):
-    held_out = load_config(tmp_path / "params.yaml", ["evaluation.split=validation", "evaluation.num_items=6"])
-    outcomes = {outcome.step.name: str(outcome) for outcome in run_with_parents("evaluate-stage-2", held_out)}
-    assert {name for name, how in outcomes.items() if how == "ran"} == {"evaluate-warm-start", "evaluate-stage-2"}
+    held_out = load_config(
+        tmp_path / "params.yaml", ["evaluation.split=validation", "evaluation.num_items=6"]
+    )
+    outcomes = {
+        outcome.step.name: str(outcome)
+        for outcome in run_with_parents("evaluate-stage-2", held_out)
+    }
+    assert {name for name, how in outcomes.items() if how == "ran"} == {
+        "evaluate-warm-start",
+        "evaluate-stage-2",
+    }
     store = open_store(held_out)
     manifest = finished(held_out, store)["evaluate-warm-start"]
-    played = {trajectory.item.split for trajectory in decode_trajectories(store.read(manifest, TRAJECTORIES))}
+    played = {
+        trajectory.item.split
+        for trajectory in decode_trajectories(store.read(manifest, TRAJECTORIES))
+    }
     assert played == {"validation"}
     report = audit(held_out, num_episodes=1)
     assert report.ok, [check for check in report.checks if not check.ok]
@@ -169,7 +248,13 @@ def test_a_model_evaluated_anew_is_no_new_version_but_has_the_new_numbers(run, t
 
 
 def test_another_ledger_gets_everything_too(run, tmp_path):
-    other = run.model_copy(update={"tracking": run.tracking.model_copy(update={"uri": f"sqlite:///{tmp_path / 'other.db'}"})})
+    other = run.model_copy(
+        update={
+            "tracking": run.tracking.model_copy(
+                update={"uri": f"sqlite:///{tmp_path / 'other.db'}"}
+            )
+        }
+    )
     confirm_all(other)
     report = audit(other, num_episodes=1)
     assert report.ok, [check for check in report.checks if not check.ok]
@@ -180,7 +265,13 @@ def test_a_model_under_another_number_is_said(run):
     client = MlflowClient(run.tracking_uri)
     client.create_registered_model(run.registry.model_name)
     client.create_model_version(run.registry.model_name, "somewhere")
-    with pytest.raises(ValueError, match=r"MLflow has this checkpoint as version 2, the store as version 1; delete .*/steps/register-"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"MLflow has this checkpoint as version 2, the store as version 1; delete"
+            r" .*/steps/register-"
+        ),
+    ):
         confirm_all(run)
 
 
@@ -191,8 +282,11 @@ def test_a_pointer_carries_the_course_of_training_and_of_clocks_a_digest_alone(r
     assert shown["manifest"][0]["records_digest"] == final.records_digest
     assert [row["step"] for row in shown["curve"]] == [1, 2]
     assert [row["rollout_max_turns"] for row in shown["curve"]] == [5, 5]
-    assert [row["validation_success"] is None for row in shown["curve"]] == [True, False]  # validation.every is 2
+    # validation.every is 2
+    assert [row["validation_success"] is None for row in shown["curve"]] == [True, False]
     assert not any("time" in key for row in shown["curve"] for key in row)
     evaluated = json.loads(pointer(run, run_step("evaluate-stage-1", run)))
     assert [row["step"] for row in evaluated["curve"]] == [2]
-    assert evaluated["curve"][0]["eval_greedy"] == pytest.approx(evaluated["results"]["summary"]["greedy"]["mean"], rel=1e-3)
+    assert evaluated["curve"][0]["eval_greedy"] == pytest.approx(
+        evaluated["results"]["summary"]["greedy"]["mean"], rel=1e-3
+    )

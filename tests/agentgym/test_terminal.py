@@ -15,7 +15,8 @@ from agentgym.config import ConfigError
 from agentgym.terminal import PlainConsole
 from envs.plain import PlainFormatter, plain
 
-# a window's title, a cleared screen, a link, a bell, C1's own sequence begin, a line that is read backwards, a line written over
+# a window's title, a cleared screen, a link, a bell, C1's own sequence begin, a line that is read
+# backwards, a line written over
 HOSTILE = "ok\x1b]0;owned\x07\x1b[2J\x1b]8;;http://evil\x1b\\x\x9b31m\u202ekcab\u2028\rfailed"
 STEERING = set("\x1b\x07\x9b\u202e\u2028\r")
 
@@ -35,7 +36,10 @@ def test_steering_is_spelled_out_and_text_of_any_language_stays():
     assert plain("\ud800").encode() == b"\\ud800"
 
 
-@pytest.mark.parametrize(("error", "code"), [(ConfigError(HOSTILE), 2), (RuntimeError(HOSTILE), 1), (OSError(5, HOSTILE), 1)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError(HOSTILE), 2), (RuntimeError(HOSTILE), 1), (OSError(5, HOSTILE), 1)],
+)
 @pytest.mark.parametrize("show_traceback", [False, True])
 def test_a_commands_error_is_plain(capsys, error, code, show_traceback):
     def command():
@@ -77,6 +81,12 @@ def test_tables_and_bars_keep_their_colours_and_nobody_elses():
 
 
 def test_a_servers_refusal_is_plain():
-    done = subprocess.run([sys.executable, "-m", "envs", "serve", "x\x1b[2J"], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "envs", "serve", "x\x1b[2J"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 2
     assert "\x1b" not in done.stderr

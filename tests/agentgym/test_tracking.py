@@ -15,7 +15,15 @@ import pytest
 
 from agentgym.store.posix import posix_store
 from agentgym.store.runstore import RunStore
-from agentgym.tracking import LedgerError, Point, StaleRun, Tracker, decode_points, deliver_committed, encode_points
+from agentgym.tracking import (
+    LedgerError,
+    Point,
+    StaleRun,
+    Tracker,
+    decode_points,
+    deliver_committed,
+    encode_points,
+)
 
 RUN_KEY, KEY = "12" * 32, "ab" * 32
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -25,7 +33,9 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 def migrated_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty MLflow database; its migrations cost seconds, so tests copy it."""
     folder = tmp_path_factory.mktemp("mlflow")
-    Tracker(f"sqlite:///{folder / 'mlflow.db'}", "unused", folder / "artifacts").client.search_experiments()
+    Tracker(
+        f"sqlite:///{folder / 'mlflow.db'}", "unused", folder / "artifacts"
+    ).client.search_experiments()
     with sqlite3.connect(folder / "mlflow.db") as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return folder / "mlflow.db"
@@ -34,12 +44,18 @@ def migrated_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_database_is_there_whole_or_not_at_all_when_its_maker_is_killed(tmp_path: Path) -> None:
     database = tmp_path / "mlflow.db"
     code = (
-        "import sys; from pathlib import Path; from agentgym.tracking import Tracker; Tracker(sys.argv[1], 'x', Path(sys.argv[2])).client"
+        "import sys; from pathlib import Path; from agentgym.tracking import Tracker;"
+        " Tracker(sys.argv[1], 'x', Path(sys.argv[2])).client"
     )
     for size in (1, 200_000):  # at its first byte, and with some of the tables made
-        maker = subprocess.Popen([sys.executable, "-c", code, f"sqlite:///{database}", str(tmp_path / "artifacts")])
+        maker = subprocess.Popen(
+            [sys.executable, "-c", code, f"sqlite:///{database}", str(tmp_path / "artifacts")]
+        )
         partial = [tmp_path / f".tmp-mlflow.db{suffix}" for suffix in ("", "-wal")]
-        while maker.poll() is None and sum(path.stat().st_size for path in partial if path.exists()) < size:
+        while (
+            maker.poll() is None
+            and sum(path.stat().st_size for path in partial if path.exists()) < size
+        ):
             time.sleep(0.002)
         maker.kill()
         assert maker.wait() == -signal.SIGKILL
@@ -64,16 +80,27 @@ def store(tmp_path: Path) -> RunStore:
 
 def commit(writer: Any, points: list[Point], *, done: bool = False) -> None:
     writer.commit(
-        done=done, state={}, parents={}, config={}, blobs={}, records={"metrics.jsonl": encode_points(points)}, results={}, timings={}
+        done=done,
+        state={},
+        parents={},
+        config={},
+        blobs={},
+        records={"metrics.jsonl": encode_points(points)},
+        results={},
+        timings={},
     )
 
 
 def test_points_survive_the_spool_exactly() -> None:
-    points = [Point(1, 1_700_000_000_123, {"rollout/reward mean": 0.1 + 0.2, "actor/loss": -1e-17}), Point(2, 1_700_000_000_456, {})]
+    points = [
+        Point(1, 1_700_000_000_123, {"rollout/reward mean": 0.1 + 0.2, "actor/loss": -1e-17}),
+        Point(2, 1_700_000_000_456, {}),
+    ]
     assert decode_points(encode_points(points)) == points
     assert (
         encode_points(points[:1])
-        == b'{"step": 1, "time_ms": 1700000000123, "metrics": {"rollout/reward mean": 0.30000000000000004, "actor/loss": -1e-17}}\n'
+        == b'{"step": 1, "time_ms": 1700000000123, "metrics": {"rollout/reward mean":'
+        b' 0.30000000000000004, "actor/loss": -1e-17}}\n'
     )
 
 
@@ -99,22 +126,36 @@ def test_a_relative_database_is_refused(tmp_path: Path) -> None:
 
 
 def test_runs_are_found_again_by_their_keys(tracker: Tracker) -> None:
-    parent = tracker.parent_run(RUN_KEY, params={"model": {"hidden_size": 128}, "seed": 0}, tags={"algo": "grpo"})
+    parent = tracker.parent_run(
+        RUN_KEY, params={"model": {"hidden_size": 128}, "seed": 0}, tags={"algo": "grpo"}
+    )
     child = tracker.child_run(parent, "stage 1", KEY, params={"max_turns": 4}, tags={})
     other = tracker.child_run(parent, "stage 2", "cd" * 32, params={}, tags={})
     assert len({parent, child, other}) == 3
 
-    again = Tracker(tracker.uri, "tests", tracker.artifact_root)  # another process, later, elsewhere configured
-    assert again.parent_run(RUN_KEY, params={"seed": 1, "added": "x"}, tags={"algo": "grpo", "attempt": "2"}) == parent
+    # another process, later, elsewhere configured
+    again = Tracker(tracker.uri, "tests", tracker.artifact_root)
+    assert (
+        again.parent_run(
+            RUN_KEY, params={"seed": 1, "added": "x"}, tags={"algo": "grpo", "attempt": "2"}
+        )
+        == parent
+    )
     assert again.child_run(parent, "stage 1", KEY, params={"max_turns": 4}, tags={}) == child
     run = again.client.get_run(parent)
     assert run.data.params == {"model.hidden_size": "128", "seed": "0", "added": "x"}
-    assert (run.data.tags["algo"], run.data.tags["attempt"], run.data.tags["run_key"]) == ("grpo", "2", RUN_KEY)
+    assert (run.data.tags["algo"], run.data.tags["attempt"], run.data.tags["run_key"]) == (
+        "grpo",
+        "2",
+        RUN_KEY,
+    )
     assert again.client.get_run(child).data.tags["mlflow.parentRunId"] == parent
     assert run.info.artifact_uri.startswith(tracker.artifact_root.as_uri())
 
 
-def test_a_kill_between_creating_a_run_and_describing_it_leaves_no_second_run(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_between_creating_a_run_and_describing_it_leaves_no_second_run(
+    tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -123,19 +164,26 @@ def test_a_kill_between_creating_a_run_and_describing_it_leaves_no_second_run(tr
         with pytest.raises(KeyboardInterrupt):
             tracker.parent_run(RUN_KEY, params={"seed": 0}, tags={})
     parent = tracker.parent_run(RUN_KEY, params={"seed": 0}, tags={})
-    assert [run.info.run_id for run in tracker.client.search_runs([tracker.experiment_id])] == [parent]
+    assert [run.info.run_id for run in tracker.client.search_runs([tracker.experiment_id])] == [
+        parent
+    ]
     assert tracker.client.get_run(parent).data.params == {"seed": "0"}
 
 
 def test_delivering_again_leaves_one_point_each(tracker: Tracker) -> None:
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
     points = [
-        Point(step, 1000 + step, {f"m{index:03d}": step + index / 7 for index in range(400)}) for step in range(3)
+        Point(step, 1000 + step, {f"m{index:03d}": step + index / 7 for index in range(400)})
+        for step in range(3)
     ]  # 1,200: two batches
     tracker.deliver(run, points[:1])
     tracker.deliver(run, points)
     tracker.deliver(run, points)
-    expected = sorted((f"m{index:03d}", step, 1000 + step, step + index / 7) for index in range(400) for step in range(3))
+    expected = sorted(
+        (f"m{index:03d}", step, 1000 + step, step + index / 7)
+        for index in range(400)
+        for step in range(3)
+    )
     assert tracker.points(run) == expected
 
 
@@ -148,7 +196,10 @@ def test_a_run_ends_once_and_a_failed_one_runs_again(tracker: Tracker) -> None:
     ended = tracker.client.get_run(run).info.end_time
     tracker.end_run(run)
     assert tracker.parent_run(RUN_KEY, params={}, tags={}) == run
-    assert (tracker.client.get_run(run).info.status, tracker.client.get_run(run).info.end_time) == ("FINISHED", ended)
+    assert (tracker.client.get_run(run).info.status, tracker.client.get_run(run).info.end_time) == (
+        "FINISHED",
+        ended,
+    )
     with pytest.raises(ValueError, match="'DONE' must be FINISHED"):
         tracker.end_run(run, "DONE")
 
@@ -159,11 +210,17 @@ def test_artifacts_come_from_memory_or_a_folder(tracker: Tracker, tmp_path: Path
     (tmp_path / "plots").mkdir()
     (tmp_path / "plots" / "loss.png").write_bytes(b"png")
     tracker.log_artifacts(run, tmp_path / "plots")
-    assert sorted(entry.path for entry in tracker.client.list_artifacts(run)) == ["config.json", "loss.png", "report"]
+    assert sorted(entry.path for entry in tracker.client.list_artifacts(run)) == [
+        "config.json",
+        "loss.png",
+        "report",
+    ]
     assert Path(tracker.client.download_artifacts(run, "report/index.html")).read_bytes() == b"<p>"
 
 
-def test_only_committed_points_reach_the_ledger_and_each_once(tracker: Tracker, store: RunStore) -> None:
+def test_only_committed_points_reach_the_ledger_and_each_once(
+    tracker: Tracker, store: RunStore
+) -> None:
     parent = tracker.parent_run(RUN_KEY, params={}, tags={})
     child = tracker.child_run(parent, "stage 1", KEY, params={}, tags={})
     assert deliver_committed(tracker, store, "stage-1", KEY, [child, parent]) == 0
@@ -174,11 +231,18 @@ def test_only_committed_points_reach_the_ledger_and_each_once(tracker: Tracker, 
         commit(writer, [Point(3, 1003, {"loss": 0.5})], done=True)
     assert deliver_committed(tracker, store, "stage-1", KEY, [child, parent]) == 2
     assert deliver_committed(tracker, store, "stage-1", KEY, [child, parent]) == 0
-    expected = [("loss", 0, 1000, 3.0), ("loss", 1, 1001, 2.0), ("loss", 2, 1002, 1.0), ("loss", 3, 1003, 0.5)]
+    expected = [
+        ("loss", 0, 1000, 3.0),
+        ("loss", 1, 1001, 2.0),
+        ("loss", 2, 1002, 1.0),
+        ("loss", 3, 1003, 0.5),
+    ]
     assert tracker.points(child) == tracker.points(parent) == expected
 
 
-def test_a_kill_between_points_and_their_mark_repeats_nothing(tracker: Tracker, store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_between_points_and_their_mark_repeats_nothing(
+    tracker: Tracker, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -194,7 +258,9 @@ def test_a_kill_between_points_and_their_mark_repeats_nothing(tracker: Tracker, 
     assert tracker.points(run) == [("loss", 0, 1000, 3.0)]
 
 
-def test_a_ledger_that_was_lost_is_filled_again(tracker: Tracker, store: RunStore, migrated_db: Path, tmp_path: Path) -> None:
+def test_a_ledger_that_was_lost_is_filled_again(
+    tracker: Tracker, store: RunStore, migrated_db: Path, tmp_path: Path
+) -> None:
     with store.open("stage-1", KEY) as writer:
         commit(writer, [Point(0, 1000, {"loss": 3.0})])
         commit(writer, [Point(1, 1001, {"loss": 2.0})])
@@ -208,7 +274,9 @@ def test_a_ledger_that_was_lost_is_filled_again(tracker: Tracker, store: RunStor
     assert fresh.points(run) == before
 
 
-def test_points_of_a_deleted_step_folder_are_not_mistaken_for_the_new_ones(tracker: Tracker, store: RunStore) -> None:
+def test_points_of_a_deleted_step_folder_are_not_mistaken_for_the_new_ones(
+    tracker: Tracker, store: RunStore
+) -> None:
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
     child = tracker.child_run(run, "stage 1", KEY, params={}, tags={})
     with store.open("stage-1", KEY) as writer:
@@ -217,7 +285,10 @@ def test_points_of_a_deleted_step_folder_are_not_mistaken_for_the_new_ones(track
     shutil.rmtree(store.root)
     with store.open("stage-1", KEY) as writer:
         commit(writer, [Point(0, 2000, {"loss": 3.0})])
-    with pytest.raises(StaleRun, match=f"MLflow run {run} holds points of commits of stage-1 that the store no longer has"):
+    with pytest.raises(
+        StaleRun,
+        match=f"MLflow run {run} holds points of commits of stage-1 that the store no longer has",
+    ):
         deliver_committed(tracker, store, "stage-1", KEY, [run])
     assert tracker.points(run) == [("loss", 0, 1000, 3.0)]
     tracker.supersede(run)
@@ -236,9 +307,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    core = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1, "go": 2, "left": 3, "right": 4}, "<unk>"))
+    core = Tokenizer(
+        models.WordLevel({"<unk>": 0, "<eos>": 1, "go": 2, "left": 3, "right": 4}, "<unk>")
+    )
     core.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>"
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     config = Qwen2Config(
         vocab_size=5,
@@ -266,15 +341,25 @@ def mlflow_at(tracker: Tracker) -> Iterator[Any]:
     mlflow.set_tracking_uri(None)
 
 
-def test_a_model_is_registered_once_and_answers_by_its_alias(tracker: Tracker, model_dir: Path, mlflow_at: Any) -> None:
+def test_a_model_is_registered_once_and_answers_by_its_alias(
+    tracker: Tracker, model_dir: Path, mlflow_at: Any
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     run = tracker.parent_run(RUN_KEY, params={"seed": 0}, tags={})
     tags = {"step_key": KEY, "eval.pass_at_1": "0.5"}
-    first = tracker.register_model(run, model_dir, name="tiny", alias="champion", tags=tags, step=60)
-    assert tracker.register_model(run, model_dir, name="tiny", alias="champion", tags=tags, step=60) == first == "1"
-    other = tracker.register_model(run, model_dir, name="tiny", alias=None, tags=tags | {"step_key": "cd" * 32}, step=60)
+    first = tracker.register_model(
+        run, model_dir, name="tiny", alias="champion", tags=tags, step=60
+    )
+    assert (
+        tracker.register_model(run, model_dir, name="tiny", alias="champion", tags=tags, step=60)
+        == first
+        == "1"
+    )
+    other = tracker.register_model(
+        run, model_dir, name="tiny", alias=None, tags=tags | {"step_key": "cd" * 32}, step=60
+    )
     assert other == "2"
     assert len(tracker.client.search_model_versions("name = 'tiny'")) == 2
     champion = tracker.client.get_model_version_by_alias("tiny", "champion")
@@ -288,10 +373,13 @@ def test_a_model_is_registered_once_and_answers_by_its_alias(tracker: Tracker, m
     assert all(torch.equal(weights[name], loaded[name]) for name in weights)
 
     chat = mlflow_at.pyfunc.load_model("models:/tiny@champion")
-    (answer,) = chat.predict({"messages": [{"role": "user", "content": "go left"}], "max_tokens": 4})
+    (answer,) = chat.predict(
+        {"messages": [{"role": "user", "content": "go left"}], "max_tokens": 4}
+    )
     assert answer["usage"]["prompt_tokens"] == 2
     assert answer["choices"][0]["message"]["role"] == "assistant"
-    assert tracker.client.get_run(run).info.status == "RUNNING"  # registering is not the end of a run
+    # registering is not the end of a run
+    assert tracker.client.get_run(run).info.status == "RUNNING"
 
 
 def test_a_kill_while_registering_leaves_one_model_and_one_version(
@@ -301,12 +389,20 @@ def test_a_kill_while_registering_leaves_one_model_and_one_version(
         raise KeyboardInterrupt
 
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
-    for step in ("log_model_artifacts", "create_model_version"):  # before the model is whole, before it is registered
+    # before the model is whole, before it is registered
+    for step in ("log_model_artifacts", "create_model_version"):
         with monkeypatch.context() as patch:
             patch.setattr(tracker.client, step, killed)
             with pytest.raises(KeyboardInterrupt):
-                tracker.register_model(run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1)
-    assert tracker.register_model(run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1) == "1"
+                tracker.register_model(
+                    run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
+                )
+    assert (
+        tracker.register_model(
+            run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
+        )
+        == "1"
+    )
     (model,) = tracker.client.search_logged_models([tracker.experiment_id])
     assert str(model.status) == "READY"
     assert len(tracker.client.search_model_versions("name = 'tiny'")) == 1
@@ -323,13 +419,28 @@ def test_a_registration_sent_again_because_its_reply_was_lost_leaves_one_version
 
     monkeypatch.setattr(tracker.client, "create_model_version", sent_twice)
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
-    assert tracker.register_model(run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1) == "1"
-    assert [str(found.version) for found in tracker.client.search_model_versions("name = 'tiny'")] == ["1"]
+    assert (
+        tracker.register_model(
+            run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
+        )
+        == "1"
+    )
+    assert [
+        str(found.version) for found in tracker.client.search_model_versions("name = 'tiny'")
+    ] == ["1"]
 
 
 def test_a_model_without_its_key_or_its_files_is_refused(tracker: Tracker, tmp_path: Path) -> None:
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
-    with pytest.raises(ValueError, match=r"must hold step_key; without it a retry would register tiny twice"):
-        tracker.register_model(run, tmp_path, name="tiny", alias="champion", tags={"algo": "grpo"}, step=1)
-    with pytest.raises(ValueError, match=r"holds no config\.json; pass the folder of save_pretrained"):
-        tracker.register_model(run, tmp_path, name="tiny", alias="champion", tags={"step_key": KEY}, step=1)
+    with pytest.raises(
+        ValueError, match=r"must hold step_key; without it a retry would register tiny twice"
+    ):
+        tracker.register_model(
+            run, tmp_path, name="tiny", alias="champion", tags={"algo": "grpo"}, step=1
+        )
+    with pytest.raises(
+        ValueError, match=r"holds no config\.json; pass the folder of save_pretrained"
+    ):
+        tracker.register_model(
+            run, tmp_path, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
+        )

@@ -1,4 +1,6 @@
-"""The killer: it tells a sound run from one that lost or repeated something, and its report says what happened."""
+"""The killer: it tells a sound run from one that lost or repeated something, and its report
+says what happened.
+"""
 
 import importlib
 import json
@@ -34,8 +36,14 @@ def ledger(tmp_path):
     with sqlite3.connect(path) as database:
         database.execute("create table metrics (run_uuid, key, step, timestamp, value)")
         database.execute("create table model_version_tags (name, version, key, value)")
-        database.executemany("insert into metrics values ('r', ?, ?, 0, 0.5)", [("loss", 1), ("loss", 2), ("success", 1)])
-        database.executemany("insert into model_version_tags values (?, ?, 'step_key', ?)", [("m", 1, "a" * 64), ("m", 2, "b" * 64)])
+        database.executemany(
+            "insert into metrics values ('r', ?, ?, 0, 0.5)",
+            [("loss", 1), ("loss", 2), ("success", 1)],
+        )
+        database.executemany(
+            "insert into model_version_tags values (?, ?, 'step_key', ?)",
+            [("m", 1, "a" * 64), ("m", 2, "b" * 64)],
+        )
     return path
 
 
@@ -43,37 +51,64 @@ def test_a_point_or_a_model_that_is_there_twice_is_named(project, ledger):
     assert project.repeated_points(ledger) == project.repeated_models(ledger) == []
     with sqlite3.connect(ledger) as database:
         database.execute("insert into metrics values ('r', 'loss', 2, 7, 0.25)")
-        database.execute("insert into model_version_tags values ('m', 3, 'step_key', ?)", ["a" * 64])
+        database.execute(
+            "insert into model_version_tags values ('m', 3, 'step_key', ?)", ["a" * 64]
+        )
     assert project.repeated_points(ledger) == ["loss at step 2 of run r: 2 points"]
     assert project.repeated_models(ledger) == ["checkpoint aaaaaaaaaaaa is 2 versions of m"]
 
 
 def test_temporary_files_count_but_for_those_the_next_commit_removes(project, tmp_path):
     step = tmp_path / "store/steps/stage-1-0123456789abcdef"
-    for name in ("logs/babyai.log", "logs/prefect-server.lock", "store/steps/stage-1-0123456789abcdef/blobs/.tmp-1"):
+    for name in (
+        "logs/babyai.log",
+        "logs/prefect-server.lock",
+        "store/steps/stage-1-0123456789abcdef/blobs/.tmp-1",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert project.leftovers(tmp_path) == []
     (step / ".tmp-2").touch()
     (tmp_path / "logs/babyai-xyz").mkdir()
-    assert sorted(project.leftovers(tmp_path)) == ["logs/babyai-xyz", "store/steps/stage-1-0123456789abcdef/.tmp-2"]
+    assert sorted(project.leftovers(tmp_path)) == [
+        "logs/babyai-xyz",
+        "store/steps/stage-1-0123456789abcdef/.tmp-2",
+    ]
 
 
 def audited(code, checks, stderr=""):
-    return subprocess.CompletedProcess([], code, json.dumps({"checks": checks}) if checks else "", stderr)
+    return subprocess.CompletedProcess(
+        [], code, json.dumps({"checks": checks}) if checks else "", stderr
+    )
 
 
 def test_an_audit_passes_when_it_says_so_and_ends_well(project):
-    good, bad = {"name": "items", "ok": True, "failures": []}, {"name": "ledger", "ok": False, "failures": ["one is missing", "another"]}
+    good, bad = (
+        {"name": "items", "ok": True, "failures": []},
+        {
+            "name": "ledger",
+            "ok": False,
+            "failures": ["one is missing", "another"],
+        },
+    )
     assert project.audit_failures(audited(0, [good])) == []
     assert project.audit_failures(audited(1, [good, bad])) == ["ledger: one is missing"]
     assert project.audit_failures(audited(1, [good])) == ["audit ended with 1"]
-    assert project.audit_failures(audited(1, [], "failed: no store")) == ["audit ended with 1: failed: no store"]
+    assert project.audit_failures(audited(1, [], "failed: no store")) == [
+        "audit ended with 1: failed: no store"
+    ]
 
 
 def test_a_fault_without_a_victim_is_tried_again_and_a_setting_is_observed_once(chaos, tmp_path):
-    kinds = [chaos.KINDS["flow"], chaos.KINDS["environment"], chaos.KINDS["ray-worker"], chaos.KINDS["ray-node"]]
-    campaign = chaos.Campaign(kinds, {kind.name: 1 for kind in kinds}, 0, tmp_path / "faults.md", {"trials": []})
+    kinds = [
+        chaos.KINDS["flow"],
+        chaos.KINDS["environment"],
+        chaos.KINDS["ray-worker"],
+        chaos.KINDS["ray-node"],
+    ]
+    campaign = chaos.Campaign(
+        kinds, {kind.name: 1 for kind in kinds}, 0, tmp_path / "faults.md", {"trials": []}
+    )
 
     def ends(kind, hit):
         campaign.at_work.remove(kind)
@@ -82,7 +117,8 @@ def test_a_fault_without_a_victim_is_tried_again_and_a_setting_is_observed_once(
 
     flow, environment, worker, node = kinds
     assert campaign.next() == (flow, 0)
-    assert campaign.next() == (worker, 0)  # the environment's setting is being observed; then Ray's clusters run one at a time
+    # the environment's setting is being observed; then Ray's clusters run one at a time
+    assert campaign.next() == (worker, 0)
     ends(flow, hit=False)
     assert campaign.next() == (environment, 0)
     ends(worker, hit=True)
@@ -96,17 +132,26 @@ def test_a_fault_without_a_victim_is_tried_again_and_a_setting_is_observed_once(
 
 
 def test_after_a_run_that_ended_before_its_fault_the_next_fault_comes_sooner(project):
-    observed = project.Reference(80.0, {"flow": (0.0, 80.0), "environment": (20.0, 60.0)}, (), (), 1)
-    assert observed.faster(40.0) == project.Reference(40.0, {"flow": (0.0, 40.0), "environment": (10.0, 30.0)}, (), (), 1)
+    observed = project.Reference(
+        80.0, {"flow": (0.0, 80.0), "environment": (20.0, 60.0)}, (), (), 1
+    )
+    assert observed.faster(40.0) == project.Reference(
+        40.0, {"flow": (0.0, 40.0), "environment": (10.0, 30.0)}, (), (), 1
+    )
     assert observed.faster(90.0) == observed
 
 
 def test_what_listens_on_a_port_is_ours_unless_a_neighbour_started_it(project):
     watched = project.Project.__new__(project.Project)  # without the copy
     watched.environment = {project.OWNER: "this"}
-    program = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(60)"
+    program = (
+        "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1],"
+        " flush=True); time.sleep(60)"
+    )
     for owner, is_ours in (("this", True), ("another", False)):
-        with subprocess.Popen([sys.executable, "-c", program], env={project.OWNER: owner}, stdout=subprocess.PIPE) as server:
+        with subprocess.Popen(
+            [sys.executable, "-c", program], env={project.OWNER: owner}, stdout=subprocess.PIPE
+        ) as server:
             port = int(server.stdout.readline())
             assert watched.answers(port) is is_ours
             server.kill()
@@ -115,7 +160,10 @@ def test_what_listens_on_a_port_is_ours_unless_a_neighbour_started_it(project):
 
 def test_a_failure_is_said_in_a_line_below_which_may_stand_the_end_of_a_log(project, tmp_path):
     log = tmp_path / "run.log"
-    log.write_text("starting\nfailed: RuntimeError: the server ended\nthe last lines of server.log:\nTraceback\n")
+    log.write_text(
+        "starting\nfailed: RuntimeError: the server ended\nthe last lines of"
+        " server.log:\nTraceback\n"
+    )
     assert project.failure(log) == "failed: RuntimeError: the server ended"
     log.write_text("starting\nTraceback (most recent call last):\nRuntimeError: the server ended\n")
     assert project.failure(log) == ""
@@ -152,7 +200,14 @@ def test_the_report_counts_what_hit_and_names_what_failed(chaos):
         "not_run": {"disk": "run as root"},
         "trials": [
             {**trial, "failures": {"audit": []}, "notes": []},
-            {**trial, "number": 1, "recovery_s": 7.0, "codes": [-9, 1, 0], "failures": {"items": ["one is gone"]}, "notes": []},
+            {
+                **trial,
+                "number": 1,
+                "recovery_s": 7.0,
+                "codes": [-9, 1, 0],
+                "failures": {"items": ["one is gone"]},
+                "notes": [],
+            },
             {**trial, "number": 2, "hit": False, "recovery_s": 99.0, "failures": {}, "notes": []},
         ],
     }
@@ -164,25 +219,53 @@ def test_the_report_counts_what_hit_and_names_what_failed(chaos):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # two undisturbed runs, and four that are struck, each with its recovery and its audit
+# two undisturbed runs, and four that are struck, each with its recovery and its audit
+@pytest.mark.timeout(1800)
 def test_one_fault_each_of_a_few_kinds_leaves_a_run_that_passes_every_check(tmp_path):
-    command = [sys.executable, str(FOLDER / "chaos.py"), "--short", "--out", str(tmp_path / "faults.md")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
+    command = [
+        sys.executable,
+        str(FOLDER / "chaos.py"),
+        "--short",
+        "--out",
+        str(tmp_path / "faults.md"),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as program:
         try:
             said, _ = program.communicate(timeout=1700)
         finally:
             program.terminate()  # it ends what it has started
     assert program.returncode == 0, said
     result = json.loads((tmp_path / "faults.json").read_text())
-    assert sorted(trial["kind"] for trial in result["trials"] if trial["hit"]) == ["environment", "flow", "step", "two-learners"]
+    assert sorted(trial["kind"] for trial in result["trials"] if trial["hit"]) == [
+        "environment",
+        "flow",
+        "step",
+        "two-learners",
+    ]
 
 
 def test_kinds_tried_again_take_the_place_of_their_earlier_faults(chaos):
     def report(command, wall_s, *trials):
         shared = {"kinds": {kind: kind for kind, _ in trials}, "not_run": {}, "references": {}}
-        return {**shared, "command": command, "wall_s": wall_s, "trials": [{"kind": kind, "number": number} for kind, number in trials]}
+        return {
+            **shared,
+            "command": command,
+            "wall_s": wall_s,
+            "trials": [{"kind": kind, "number": number} for kind, number in trials],
+        }
 
-    both = chaos.instead(report("a", 60, ("disk", 0), ("flow", 0)), report("b", 30, ("disk", 5)), ["disk"])
+    both = chaos.instead(
+        report("a", 60, ("disk", 0), ("flow", 0)), report("b", 30, ("disk", 5)), ["disk"]
+    )
     assert both["trials"] == [{"kind": "flow", "number": 0}, {"kind": "disk", "number": 5}]
-    assert (both["command"], both["wall_s"], set(both["kinds"])) == ("a`, then `b", 90, {"disk", "flow"})
+    assert (both["command"], both["wall_s"], set(both["kinds"])) == (
+        "a`, then `b",
+        90,
+        {"disk", "flow"},
+    )

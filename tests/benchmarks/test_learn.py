@@ -1,4 +1,6 @@
-"""Verdicts and claims are read off the figures: the same code says the opposite of other figures."""
+"""Verdicts and claims are read off the figures: the same code says the opposite of other
+figures.
+"""
 
 import importlib.util
 import json
@@ -28,18 +30,44 @@ def learn():
         sys.path.remove(str(FOLDER))
 
 
-def row(name, success, start=0.5, *, recipe="grpo", horizon="ScalingInter", group="", curve=(0.5, 0.9), cpu=50.0, **evaluation):
-    """100 items of three seeds, all alike: `success` of them solved, of the start's the first `start`."""
+def row(
+    name,
+    success,
+    start=0.5,
+    *,
+    recipe="grpo",
+    horizon="ScalingInter",
+    group="",
+    curve=(0.5, 0.9),
+    cpu=50.0,
+    **evaluation,
+):
+    """100 items of three seeds, all alike: `success` of them solved, of the start's the first
+    `start`.
+    """
     results = []
     for seed in range(3):
         cfg = RunConfig.model_validate(
-            {"seed": seed, "algorithm": {"recipe": recipe}, "evaluation": {"num_bootstrap": 200, "num_items": 512, **evaluation}}
+            {
+                "seed": seed,
+                "algorithm": {"recipe": recipe},
+                "evaluation": {"num_bootstrap": 200, "num_items": 512, **evaluation},
+            }
         )
         tables = [
-            None if share is None else {key: (np.arange(100) < 100 * share).astype(float) for key in ("greedy", "avg_at_4")}
+            (
+                None
+                if share is None
+                else {
+                    key: (np.arange(100) < 100 * share).astype(float)
+                    for key in ("greedy", "avg_at_4")
+                }
+            )
             for share in (success, start)
         ]
-        checkpoints = tuple(Checkpoint(5 * (n + 1), 0.0, 0.0, 0.0, value) for n, value in enumerate(curve))
+        checkpoints = tuple(
+            Checkpoint(5 * (n + 1), 0.0, 0.0, 0.0, value) for n, value in enumerate(curve)
+        )
         cell = Cell(name, recipe if horizon else "", horizon, group, seed, "evaluate-stage-3", cfg)
         results.append(CellResult(cell, tables[0], tables[1], checkpoints, {"cpu_s": cpu}, (), ()))
     return Row(name, tuple(results))
@@ -51,18 +79,28 @@ def verdict(learn, rows, beginning):
     return found[0]
 
 
-@pytest.mark.parametrize(("success", "curve", "ends", "near"), [(0.9, (0.5, 0.9), True, True), (0.8, (0.95, 0.8), False, False)])
+@pytest.mark.parametrize(
+    ("success", "curve", "ends", "near"),
+    [(0.9, (0.5, 0.9), True, True), (0.8, (0.95, 0.8), False, False)],
+)
 def test_a_recipe_is_judged_by_its_end_and_by_its_own_best(learn, success, curve, ends, near):
     rows = [row("grpo ScalingInter", success, curve=curve)]
     assert verdict(learn, rows, "grpo ends at").ok is ends
     assert verdict(learn, rows, "grpo ends near").ok is near
-    assert f"{100 * (max(curve) - curve[-1]):.1f} points below" in verdict(learn, rows, "grpo ends near").figures
+    assert (
+        f"{100 * (max(curve) - curve[-1]):.1f} points below"
+        in verdict(learn, rows, "grpo ends near").figures
+    )
 
 
 def test_a_verdict_names_its_worst_seed_and_every_seed_must_pass(learn):
     good = row("grpo ScalingInter", 0.95)
     worse = CellResult(
-        good.cells[1].cell, row("", 0.7).cells[1].after, *[getattr(good.cells[1], f) for f in ("start", "curve", "cost")], (), ()
+        good.cells[1].cell,
+        row("", 0.7).cells[1].after,
+        *[getattr(good.cells[1], f) for f in ("start", "curve", "cost")],
+        (),
+        (),
     )
     found = verdict(learn, [Row(good.name, (good.cells[0], worse, good.cells[2]))], "grpo ends at")
     assert found.ok is False  # the mean is 86.7 %
@@ -70,13 +108,19 @@ def test_a_verdict_names_its_worst_seed_and_every_seed_must_pass(learn):
 
 
 def test_a_claim_says_where_both_rows_are_at_a_ceiling(learn):
-    rows = [row("ppo ScalingInter", 0.97, recipe="ppo"), row("ppo long", 0.96, recipe="ppo", horizon="long")]
+    rows = [
+        row("ppo ScalingInter", 0.97, recipe="ppo"),
+        row("ppo long", 0.96, recipe="ppo", horizon="long"),
+    ]
     assert learn.published(rows)[0].endswith("Both rows are at the ceiling: little could show.")
 
 
 def test_a_result_is_computed_again_from_what_it_left(learn, tmp_path, monkeypatch):
     monkeypatch.setattr(Cell, "run_key", "0" * 64)  # of data that is not pulled here
-    rows = [row("grpo ScalingInter", 0.9), row("T 0.4", 0.7, start=None, horizon="", group="temperature")]
+    rows = [
+        row("grpo ScalingInter", 0.9),
+        row("T 0.4", 0.7, start=None, horizon="", group="temperature"),
+    ]
     cells = [cell.cell for each in rows for cell in each.cells]
     comparison = Comparison(name="learn", recipes={}, horizons={})
     for each in rows:
@@ -106,15 +150,22 @@ def test_the_temperature_is_chosen_by_validation_not_by_the_test(learn):
         rows.append(row(f"T {temperature}, validation", validation, split="validation", **shared))
     found = verdict(learn, rows, "control (a)")
     assert found.ok is True
-    assert found.figures.startswith("temperature 0.8 of [0.4, 0.8] by validation, 70.0 % sampled on test items")
+    assert found.figures.startswith(
+        "temperature 0.8 of [0.4, 0.8] by validation, 70.0 % sampled on test items"
+    )
     assert "+20.0 [" in found.figures
     lower = [row("grpo ScalingInter", 0.7), *rows[1:]]
     assert verdict(learn, lower, "control (a)").ok is False
 
 
-@pytest.mark.parametrize(("cpu", "success", "ok"), [(55.0, 0.6, True), (20.0, 0.6, False), (55.0, 0.95, False)])
+@pytest.mark.parametrize(
+    ("cpu", "success", "ok"), [(55.0, 0.6, True), (20.0, 0.6, False), (55.0, 0.95, False)]
+)
 def test_supervised_learning_must_have_had_the_time_and_must_be_beaten(learn, cpu, success, ok):
-    rows = [row("grpo ScalingInter", 0.9), row("sft", success, recipe="grpo", horizon="same CPU time", group="sft", cpu=cpu)]
+    rows = [
+        row("grpo ScalingInter", 0.9),
+        row("sft", success, recipe="grpo", horizon="same CPU time", group="sft", cpu=cpu),
+    ]
     found = verdict(learn, rows, "control (b)")
     assert found.ok is ok
     assert f"CPU-seconds of training 50 and {cpu:.0f}" in found.figures
@@ -122,7 +173,9 @@ def test_supervised_learning_must_have_had_the_time_and_must_be_beaten(learn, cp
 
 @pytest.mark.parametrize(("success", "ok"), [(0.5, True), (0.3, True), (0.7, False)])
 def test_shuffled_rewards_may_not_gain(learn, success, ok):
-    assert verdict(learn, [row("shuffled rewards", success, group="shuffled")], "control (c)").ok is ok
+    assert (
+        verdict(learn, [row("shuffled rewards", success, group="shuffled")], "control (c)").ok is ok
+    )
 
 
 def test_what_did_not_run_is_neither_passed_nor_failed(learn):
@@ -134,25 +187,47 @@ def test_what_did_not_run_is_neither_passed_nor_failed(learn):
 
 def test_items_and_seeds_are_counted(learn):
     assert verdict(learn, [row("grpo long", 0.9)], "test items").ok is True
-    assert verdict(learn, [row("grpo long", 0.9), row("grpo short", 0.9, max_turns=5)], "test items").ok is False
+    assert (
+        verdict(
+            learn, [row("grpo long", 0.9), row("grpo short", 0.9, max_turns=5)], "test items"
+        ).ok
+        is False
+    )
     assert verdict(learn, [row("grpo long", 0.9, num_items=256)], "test items").ok is False
 
 
 @pytest.mark.parametrize(
     ("growing", "fixed", "word"),
-    [(0.9, 0.8, "shows"), (0.8, 0.9, "the opposite shows"), (0.9, 0.9, "does not show, the interval includes 0")],
+    [
+        (0.9, 0.8, "shows"),
+        (0.8, 0.9, "the opposite shows"),
+        (0.9, 0.9, "does not show, the interval includes 0"),
+    ],
 )
 def test_a_published_claim_is_worded_by_its_interval(learn, growing, fixed, word):
-    rows = [row("ppo ScalingInter", growing, recipe="ppo", cpu=40.0), row("ppo long", fixed, recipe="ppo", horizon="long", cpu=50.0)]
+    rows = [
+        row("ppo ScalingInter", growing, recipe="ppo", cpu=40.0),
+        row("ppo long", fixed, recipe="ppo", horizon="long", cpu=50.0),
+    ]
     claim = learn.published(rows)[0]
-    assert claim.startswith("ScalingInter over fixed long with ppo (paper: +3.0 to +14.9 points over a fixed horizon): ")
+    assert claim.startswith(
+        "ScalingInter over fixed long with ppo (paper: +3.0 to +14.9 points over a fixed horizon): "
+    )
     assert f": {word}, {100 * (growing - fixed):+.1f} [" in claim
     assert claim.endswith("for 0.80 times the CPU-seconds.")
 
 
 def test_a_collapse_is_the_furthest_fall_of_a_seed(learn):
-    fallen = [claim for claim in learn.published([row("grpo long", 0.7, horizon="long", curve=(0.9, 0.7))]) if "collapses" in claim]
+    fallen = [
+        claim
+        for claim in learn.published([row("grpo long", 0.7, horizon="long", curve=(0.9, 0.7))])
+        if "collapses" in claim
+    ]
     assert "shows with grpo" in fallen[0]
     assert "20.0 points below" in fallen[0]
-    steady = [claim for claim in learn.published([row("grpo long", 0.9, horizon="long", curve=(0.7, 0.9))]) if "collapses" in claim]
+    steady = [
+        claim
+        for claim in learn.published([row("grpo long", 0.9, horizon="long", curve=(0.7, 0.9))])
+        if "collapses" in claim
+    ]
     assert "does not show with grpo" in steady[0]

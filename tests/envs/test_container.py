@@ -1,4 +1,6 @@
-"""The container without Docker: what its file copies and installs, in an empty environment, served from there."""
+"""The container without Docker: what its file copies and installs, in an empty environment,
+served from there.
+"""
 
 import json
 import os
@@ -35,30 +37,60 @@ def build(env, place):
             else:
                 shutil.copy(ROOT / source, end)
     venv.create(place / "venv", with_pip=True)
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     environment = {**clean, "PATH": f"{place}/venv/bin:{os.environ['PATH']}", "ENV": env}
     installs = next(run for run in commands("RUN") if "pip install" in run)
-    done = subprocess.run(["sh", "-ec", installs], cwd=srv, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        ["sh", "-ec", installs],
+        cwd=srv,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return srv, environment
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "env", ["textcraft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("babyai", "sciworld", "searchqa", "webarena"))]
+    "env",
+    [
+        "textcraft",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("babyai", "sciworld", "searchqa", "webarena")
+        ),
+    ],
 )
 def test_the_image_serves_its_environment_and_holds_nothing_of_the_trainer(env, tmp_path):
     srv, environment = build(env, tmp_path)
     python = f"{tmp_path}/venv/bin/python"
-    code = f"import importlib.util as u, json; print(json.dumps([n for n in {ABSENT!r} if u.find_spec(n)]))"
-    found = subprocess.run([python, "-c", code], cwd=srv, env=environment, capture_output=True, text=True, check=True)
+    code = (
+        f"import importlib.util as u, json; print(json.dumps([n for n in {ABSENT!r} if"
+        " u.find_spec(n)]))"
+    )
+    found = subprocess.run(
+        [python, "-c", code], cwd=srv, env=environment, capture_output=True, text=True, check=True
+    )
     assert json.loads(found.stdout) == []
-    entry = json.loads(commands("ENTRYPOINT")[0])[2].replace("--host 0.0.0.0", "--host 127.0.0.1").replace("--port 8000", "--port 0")
+    entry = (
+        json.loads(commands("ENTRYPOINT")[0])[2]
+        .replace("--host 0.0.0.0", "--host 127.0.0.1")
+        .replace("--port 8000", "--port 0")
+    )
     probe = json.loads(re.search(r"CMD (\[.+\])", DOCKERFILE)[1])
     port_file, log = tmp_path / "port", tmp_path / "log"
     command = ["/bin/sh", "-c", entry, "serve", "--port-file", str(port_file)]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=srv, env={**environment, "NAME": env}, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, cwd=srv, env={**environment, "NAME": env}, stdout=output, stderr=output
+        )
     try:
         deadline = time.monotonic() + 60
         while True:
@@ -66,7 +98,10 @@ def test_the_image_serves_its_environment_and_holds_nothing_of_the_trainer(env, 
             assert time.monotonic() < deadline, log.read_text()
             port = port_file.read_text().strip() if port_file.exists() else "1"
             health = [part.replace("8000", port) for part in probe]
-            if subprocess.run(health, env=environment, capture_output=True, check=False).returncode == 0:
+            if (
+                subprocess.run(health, env=environment, capture_output=True, check=False).returncode
+                == 0
+            ):
                 break
             time.sleep(0.2)
         info = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/info", timeout=5))

@@ -1,4 +1,6 @@
-"""A server's doors, from outside: what pages, strangers and broken clients send, on raw sockets to a real process."""
+"""A server's doors, from outside: what pages, strangers and broken clients send, on raw sockets
+to a real process.
+"""
 
 import concurrent.futures
 import contextlib
@@ -27,7 +29,9 @@ CREATE = b'{"request_key": "%d", "task_id": 0}'
 def started(folder, *arguments, host="127.0.0.1", token=""):
     """((host, port), log file) of a server process."""
     port_file, log = folder / "port", folder / "log"
-    environment = {name: value for name, value in os.environ.items() if name != "AGENTGYM_ENV_TOKEN"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "AGENTGYM_ENV_TOKEN"
+    }
     if token:
         environment["AGENTGYM_ENV_TOKEN"] = token
     with log.open("wb") as output:
@@ -54,7 +58,10 @@ def server(tmp_path_factory):
 
 def request(route, body=None, method=None, **headers):
     """Bytes of a request. A header of None is left out."""
-    fields = {"Host": "127.0.0.1", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    fields = {
+        "Host": "127.0.0.1",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
     if body is not None:
         fields = {"Content-Type": "application/json", "Content-Length": len(body), **fields}
     lines = [f"{method or ('GET' if body is None else 'POST')} {route} HTTP/1.1"]
@@ -94,30 +101,48 @@ def num_sessions(address):
 
 def metric(address, line):
     text = exchange(address, request("/metrics"))[1].decode()
-    return next((float(row.rpartition(" ")[2]) for row in text.splitlines() if row.startswith(line)), 0.0)
+    return next(
+        (float(row.rpartition(" ")[2]) for row in text.splitlines() if row.startswith(line)), 0.0
+    )
 
 
 @pytest.mark.parametrize("route", ["/create", "/agentgym/create"])
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", None])
+@pytest.mark.parametrize(
+    "kind",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", None],
+)
 def test_a_body_that_is_not_json_opens_no_session(server, route, kind):
     """These a page may send to any address without asking; a page filled all sessions so."""
     address, _ = server
     for number in range(3):
-        assert refusal(exchange(address, request(route, CREATE % number, Content_Type=kind))) == (415, "bad_request")
+        assert refusal(exchange(address, request(route, CREATE % number, Content_Type=kind))) == (
+            415,
+            "bad_request",
+        )
     assert num_sessions(address) == 0
 
 
 def test_json_is_taken_with_a_charset_and_a_client_of_agentgym_may_send_no_body(server):
     address, _ = server
-    created = exchange(address, request("/create", CREATE % 90, Content_Type="Application/JSON; charset=utf-8"))
+    created = exchange(
+        address, request("/create", CREATE % 90, Content_Type="Application/JSON; charset=utf-8")
+    )
     assert created[0] == 200
     body = json.dumps({"session_id": json.loads(created[1])["session_id"]}).encode()
     assert exchange(address, request("/close", body)) == (200, b'{"closed":true}')
-    bare = request("/agentgym/create", method="POST", Content_Length=0, User_Agent="python-requests/2.32", Accept="*/*")
+    bare = request(
+        "/agentgym/create",
+        method="POST",
+        Content_Length=0,
+        User_Agent="python-requests/2.32",
+        Accept="*/*",
+    )
     assert exchange(address, bare)[0] == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1", "https://localhost"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://127.0.0.1:1", "https://localhost"]
+)
 def test_a_page_of_another_origin_is_refused_whatever_it_sends(server, origin):
     address, _ = server
     host = "{}:{}".format(*address)
@@ -125,7 +150,13 @@ def test_a_page_of_another_origin_is_refused_whatever_it_sends(server, origin):
         request("/create", CREATE % 1, Origin=origin, Host=host),
         request("/agentgym/create", method="POST", Content_Length=0, Origin=origin, Host=host),
         request("/info", Origin=origin, Host=host),
-        request("/create", method="OPTIONS", Origin=origin, Host=host, Access_Control_Request_Method="POST"),
+        request(
+            "/create",
+            method="OPTIONS",
+            Origin=origin,
+            Host=host,
+            Access_Control_Request_Method="POST",
+        ),
     ):
         assert refusal(exchange(address, data)) == (403, "forbidden")
     assert exchange(address, request("/info", Origin=f"http://{host}", Host=host))[0] == 200
@@ -133,7 +164,16 @@ def test_a_page_of_another_origin_is_refused_whatever_it_sends(server, origin):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:80", "localhost.evil.example", "10.1.2.3", "127.0.0.1.evil.example", "", "a b"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:80",
+        "localhost.evil.example",
+        "10.1.2.3",
+        "127.0.0.1.evil.example",
+        "",
+        "a b",
+    ],
 )
 @pytest.mark.parametrize("route", ["/info", "/metrics", "/healthz"])
 def test_a_foreign_host_reads_nothing(server, route, host):
@@ -144,30 +184,61 @@ def test_a_request_without_a_host_is_refused(server):
     assert refusal(exchange(server[0], request("/info", Host=None))) == (403, "forbidden")
 
 
-@pytest.mark.parametrize("host", ["localhost", "LocalHost:1", "localhost.", "127.0.0.1:80", "127.0.0.2", "[::1]:80"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LocalHost:1", "localhost.", "127.0.0.1:80", "127.0.0.2", "[::1]:80"]
+)
 def test_names_of_loopback_are_taken_with_any_port(server, host):
     assert exchange(server[0], request("/info", Host=host))[0] == 200
 
 
 def test_a_host_may_be_the_address_asked_or_a_configured_name():
     names = ("env-babyai", ".pods.test")
-    for host in ("10.0.0.5", "10.0.0.5:8000", "env-babyai:8000", "ENV-babyai.", "a.pods.test", "localhost"):
+    for host in (
+        "10.0.0.5",
+        "10.0.0.5:8000",
+        "env-babyai:8000",
+        "ENV-babyai.",
+        "a.pods.test",
+        "localhost",
+    ):
         assert is_own(host, "10.0.0.5", names), host
-    for host in ("10.0.0.6", "env-babyai.evil", "pods.test", "xpods.test", "user@localhost", "[fd00::5]", "localhost:80:80"):
+    for host in (
+        "10.0.0.6",
+        "env-babyai.evil",
+        "pods.test",
+        "xpods.test",
+        "user@localhost",
+        "[fd00::5]",
+        "localhost:80:80",
+    ):
         assert not is_own(host, "10.0.0.5", names), host
     assert is_own("[FD00::5]:8000", "fd00::5", ())
     assert is_own("10.0.0.5", "::ffff:10.0.0.5", ())  # a socket of both families
 
 
 def test_configured_names_and_probes_of_a_pod_pass(tmp_path):
-    """A probe asks by the pod's address, bears no token and is answered; nothing else is without the token."""
-    with started(tmp_path, "--allow-host", "env-babyai", host="127.0.0.3", token="hush-hush") as (address, log):
+    """A probe asks by the pod's address, bears no token and is answered; nothing else is
+    without the token.
+    """
+    with started(tmp_path, "--allow-host", "env-babyai", host="127.0.0.3", token="hush-hush") as (
+        address,
+        log,
+    ):
         for route in ("/healthz", "/readyz", "/metrics"):
-            assert exchange(address, request(route, Host="127.0.0.3:8000", User_Agent="kube-probe/1.35"))[0] in (200, 503)
-        assert refusal(exchange(address, request("/info", Host="127.0.0.3:8000"))) == (401, "unauthorized")
-        told = exchange(address, request("/info", Host="env-babyai:8000", Authorization="Bearer hush-hush"))
+            assert exchange(
+                address, request(route, Host="127.0.0.3:8000", User_Agent="kube-probe/1.35")
+            )[0] in (200, 503)
+        assert refusal(exchange(address, request("/info", Host="127.0.0.3:8000"))) == (
+            401,
+            "unauthorized",
+        )
+        told = exchange(
+            address, request("/info", Host="env-babyai:8000", Authorization="Bearer hush-hush")
+        )
         assert json.loads(told[1])["env"] == "babyai"
-        assert refusal(exchange(address, request("/info", Host="other", Authorization="Bearer hush-hush"))) == (403, "forbidden")
+        assert refusal(
+            exchange(address, request("/info", Host="other", Authorization="Bearer hush-hush"))
+        ) == (403, "forbidden")
         pid = json.loads(told[1])["pid"]
         assert b"hush-hush" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     assert "hush-hush" not in log.read_text()
@@ -176,14 +247,20 @@ def test_configured_names_and_probes_of_a_pod_pass(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "token", "message"),
     [
-        (["--host", "0.0.0.0"], "", "0.0.0.0 is reached from other machines: set AGENTGYM_ENV_TOKEN"),
+        (
+            ["--host", "0.0.0.0"],
+            "",
+            "0.0.0.0 is reached from other machines: set AGENTGYM_ENV_TOKEN",
+        ),
         (["--host", "::"], "", ":: is reached from other machines"),
         (["--no-token"], "hush-hush", "--no-token was given, and AGENTGYM_ENV_TOKEN is set"),
         ([], "two words", "AGENTGYM_ENV_TOKEN must be of printable ASCII"),
         (["--allow-host", "http://x:80"], "", "is not a host name; leave scheme and port out"),
     ],
 )
-def test_a_server_that_others_could_reach_needs_a_token_or_a_word(arguments, token, message, monkeypatch, capsys):
+def test_a_server_that_others_could_reach_needs_a_token_or_a_word(
+    arguments, token, message, monkeypatch, capsys
+):
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", token)
     try:
         code = main(["serve", "babyai", *arguments])
@@ -211,15 +288,24 @@ ENDLESS = {
     "a URL": (b"GET /", b"a" * 65536),
     "blank lines": (b"\r\n", b"\r\n" * 32768),
     "trailers": (
-        b"POST /create HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+        (
+            b"POST /create HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type:"
+            b" application/json\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+        ),
         b"X: y\r\n" * 8192,
     ),
     "an extension of a chunk": (
-        b"POST /create HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n5;",
+        (
+            b"POST /create HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type:"
+            b" application/json\r\nTransfer-Encoding: chunked\r\n\r\n5;"
+        ),
         b"a" * 65536,
     ),
     "a body": (
-        b"POST /create HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 999999999\r\n\r\n",
+        (
+            b"POST /create HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type:"
+            b" application/json\r\nContent-Length: 999999999\r\n\r\n"
+        ),
         b" " * 65536,
     ),
 }
@@ -233,7 +319,10 @@ def test_what_has_no_end_is_cut_off_and_not_kept(server, what):
     sent, num_connections, most = 0, 8, 8 << 20
     for _ in range(num_connections):
         part = 0
-        with socket.create_connection(address, timeout=10) as connected, contextlib.suppress(ConnectionError):
+        with (
+            socket.create_connection(address, timeout=10) as connected,
+            contextlib.suppress(ConnectionError),
+        ):
             connected.sendall(beginning)
             while part < most:
                 connected.sendall(more)
@@ -266,7 +355,9 @@ def test_a_large_head_gets_a_typed_error_and_no_line_in_the_log(server, data, st
 
 @contextmanager
 def limited(serving, monkeypatch, **limits):
-    """(address, sessions) of a server of 4 sessions in a thread, with other limits of its connections."""
+    """(address, sessions) of a server of 4 sessions in a thread, with other limits of its
+    connections.
+    """
     for name, value in limits.items():
         monkeypatch.setattr(connection, name, value)
     with serving("babyai", max_sessions=4) as (endpoint, sessions):
@@ -285,14 +376,20 @@ def ended(connected):
     ("at_once", "slowly", "status"),
     [
         (b"", request("/info"), 408),
-        (request("/create", b" " * 60)[:-60], b" " * 60, 0),  # it is being answered: there is only the connection to close
+        # it is being answered: there is only the connection to close
+        (request("/create", b" " * 60)[:-60], b" " * 60, 0),
         (b"", b"\r\n" * 30, 408),
         (b"", b"", 0),  # nothing is asked for
     ],
     ids=["head", "body", "blank lines", "nothing"],
 )
-def test_a_request_that_comes_drop_by_drop_is_given_up(serving, monkeypatch, at_once, slowly, status):
-    with limited(serving, monkeypatch, ARRIVAL_S=0.4) as (address, _), socket.create_connection(address, timeout=5) as connected:
+def test_a_request_that_comes_drop_by_drop_is_given_up(
+    serving, monkeypatch, at_once, slowly, status
+):
+    with (
+        limited(serving, monkeypatch, ARRIVAL_S=0.4) as (address, _),
+        socket.create_connection(address, timeout=5) as connected,
+    ):
         began = time.monotonic()
         connected.sendall(at_once)
         with contextlib.suppress(ConnectionError):
@@ -307,7 +404,10 @@ def test_a_request_that_comes_drop_by_drop_is_given_up(serving, monkeypatch, at_
 
 def test_an_idle_connection_is_kept_for_its_time_and_no_longer(serving, monkeypatch):
     limits = {"ARRIVAL_S": 0.3, "KEEP_ALIVE_S": 1}
-    with limited(serving, monkeypatch, **limits) as (address, _), socket.create_connection(address, timeout=5) as connected:
+    with (
+        limited(serving, monkeypatch, **limits) as (address, _),
+        socket.create_connection(address, timeout=5) as connected,
+    ):
         for _ in range(3):
             connected.sendall(request("/info"))
             assert answer(connected)[0] == 200
@@ -317,7 +417,10 @@ def test_an_idle_connection_is_kept_for_its_time_and_no_longer(serving, monkeypa
 
 
 def test_connections_above_the_limit_are_closed_and_those_in_use_go_on(serving, monkeypatch):
-    with limited(serving, monkeypatch, SPARE_CONNECTIONS=2) as (address, _), contextlib.ExitStack() as stack:
+    with (
+        limited(serving, monkeypatch, SPARE_CONNECTIONS=2) as (address, _),
+        contextlib.ExitStack() as stack,
+    ):
 
         def connect():
             return stack.enter_context(socket.create_connection(address, timeout=5))
@@ -371,12 +474,17 @@ def test_a_request_cut_off_by_the_client_is_no_crash(server, route):
 
 
 def test_a_page_cannot_fill_the_sessions(server):
-    """What a page can send without asking, as fast as it goes; another client still gets a session."""
+    """What a page can send without asking, as fast as it goes; another client still gets a
+    session.
+    """
     address, _ = server
     evil = {"Origin": "http://evil.example", "Content_Type": "text/plain"}
 
     def fill(part):
-        return [exchange(address, request("/create", CREATE % number, **evil))[0] for number in range(part, 300, 4)]
+        return [
+            exchange(address, request("/create", CREATE % number, **evil))[0]
+            for number in range(part, 300, 4)
+        ]
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         statuses = {status for part in pool.map(fill, range(4)) for status in part}

@@ -1,4 +1,6 @@
-"""Requests nobody should send, made from the served OpenAPI document, while somebody else plays on."""
+"""Requests nobody should send, made from the served OpenAPI document, while somebody else plays
+on.
+"""
 
 import asyncio
 import subprocess
@@ -12,28 +14,69 @@ from agentgym.deploy.local import local_env
 from agentgym.rollouts.client import EnvPool
 from agentgym.types import Item
 
-NATIVE_CHECKS = ",".join(("not_a_server_error", "negative_data_rejection", "response_schema_conformance", "content_type_conformance"))
+NATIVE_CHECKS = ",".join(
+    (
+        "not_a_server_error",
+        "negative_data_rejection",
+        "response_schema_conformance",
+        "content_type_conformance",
+    )
+)
 STEPS = 6
 
 
 def fuzz(endpoint, folder, checks, *chosen, examples):
-    """Schemathesis over the operations chosen, which keeps notes in `folder`. Result: its report; raises where a check failed."""
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{endpoint}/openapi.json", "--phases", "fuzzing", "--checks", checks]
+    """Schemathesis over the operations chosen, which keeps notes in `folder`.
+    Result: its report; raises where a check failed.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "run",
+        f"{endpoint}/openapi.json",
+        "--phases",
+        "fuzzing",
+        "--checks",
+        checks,
+    ]
     command += ["--header", f"Authorization: Bearer {endpoint.token}"]
-    command += ["--max-examples", str(examples), "--seed", "1", "--request-timeout", "10", "--no-color", "--continue-on-failure", *chosen]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    command += [
+        "--max-examples",
+        str(examples),
+        "--seed",
+        "1",
+        "--request-timeout",
+        "10",
+        "--no-color",
+        "--continue-on-failure",
+        *chosen,
+    ]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     return done.stdout
 
 
 def num_refused(endpoint):
     text = urllib.request.urlopen(f"{endpoint}/metrics", timeout=5).read().decode()
-    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("env_errors_total"))
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.startswith("env_errors_total")
+    )
 
 
 @pytest.mark.parametrize(
     ("env", "examples"),
-    [("textcraft", 150), *(pytest.param(env, 150, marks=pytest.mark.slow) for env in ("babyai", "sciworld", "searchqa"))],
+    [
+        ("textcraft", 150),
+        *(
+            pytest.param(env, 150, marks=pytest.mark.slow)
+            for env in ("babyai", "sciworld", "searchqa")
+        ),
+    ],
 )
 def test_a_thousand_malformed_requests_break_nothing(env, examples, tmp_path):
     async def expert_actions(pool, task, number):
@@ -53,7 +96,15 @@ def test_a_thousand_malformed_requests_break_nothing(env, examples, tmp_path):
             async with pool.session(Item(env, 3), "beside the storm") as session:
                 told = [session.observation]
                 storm = asyncio.create_task(
-                    asyncio.to_thread(fuzz, endpoints[0], tmp_path, NATIVE_CHECKS, "--exclude-path-regex", "agentgym", examples=examples)
+                    asyncio.to_thread(
+                        fuzz,
+                        endpoints[0],
+                        tmp_path,
+                        NATIVE_CHECKS,
+                        "--exclude-path-regex",
+                        "agentgym",
+                        examples=examples,
+                    )
                 )
                 while len(told) < len(expected):
                     told.append((await session.step(await session.expert())).observation)
@@ -61,7 +112,13 @@ def test_a_thousand_malformed_requests_break_nothing(env, examples, tmp_path):
                 await storm
             assert told == expected
             await asyncio.to_thread(
-                fuzz, endpoints[0], tmp_path, "not_a_server_error", "--include-path-regex", "agentgym", examples=examples
+                fuzz,
+                endpoints[0],
+                tmp_path,
+                "not_a_server_error",
+                "--include-path-regex",
+                "agentgym",
+                examples=examples,
             )
             assert await expert_actions(pool, 3, 1) == expected
             return num_refused(endpoints[0])

@@ -1,4 +1,6 @@
-"""A small part of `benchmarks/hostile.py`, and what it cannot send: text that no wire carries, to what judges it."""
+"""A small part of `benchmarks/hostile.py`, and what it cannot send: text that no wire carries,
+to what judges it.
+"""
 
 import contextlib
 import dataclasses
@@ -39,8 +41,14 @@ def storm(bench, name, number):
         for _ in range(number):
             if ended:
                 observation = simulator.reset(chance.randrange(case.num_tasks))
-            said = bench.action(case, chance, observation, ["craft 4 oak planks using 1 oak log", "go to red ball 1"])
-            said = said.encode("utf-8", "replace").decode()  # no JSON that is read here holds half a pair
+            said = bench.action(
+                case,
+                chance,
+                observation,
+                ["craft 4 oak planks using 1 oak log", "go to red ball 1"],
+            )
+            # no JSON that is read here holds half a pair
+            said = said.encode("utf-8", "replace").decode()
             began = time.perf_counter()
             result = simulator.step(said)
             StepReply(turn=1, **dataclasses.asdict(result)).model_dump_json()
@@ -94,7 +102,9 @@ def test_no_answer_and_no_page_breaks_an_evaluator_or_holds_it_up(bench):
 
     server = SiteServer()
     helpers = StateHelpers(server.state(server.open_tenant()), queries)
-    sites = {name: f"http://{name}.test" for name in ("shopping", "shopping_admin", "reddit", "gitlab")}
+    sites = {
+        name: f"http://{name}.test" for name in ("shopping", "shopping_admin", "reddit", "gitlab")
+    }
     chance = random.Random("evaluators")
     for task in load(FOLDER / "envs/webarena/tasks.json", sites, skip_missing=False).values():
         for _ in range(4):
@@ -129,7 +139,9 @@ def test_no_repeated_part_holds_up_an_evaluator(bench, length):
             for look in looks:
                 began = time.perf_counter()
                 look(text)
-                assert time.perf_counter() - began < 5 * SLOW_S, ascii((text[:20], looks.index(look)))
+                assert time.perf_counter() - began < 5 * SLOW_S, ascii(
+                    (text[:20], looks.index(look))
+                )
 
 
 def test_no_form_or_address_breaks_an_embedded_site(bench):
@@ -148,13 +160,22 @@ def test_no_form_or_address_breaks_an_embedded_site(bench):
         for method, pattern, _, _ in site.routes:
             for _ in range(2):
                 path = re.sub(
-                    r"\(\?P<(\w+)>[^)]*\)", lambda found: "1" if found[1].startswith("id") else bench.hostile(chance, 300), pattern.pattern
+                    r"\(\?P<(\w+)>[^)]*\)",
+                    lambda found: "1" if found[1].startswith("id") else bench.hostile(chance, 300),
+                    pattern.pattern,
                 )
-                fields = "&".join(f"{name}={quote(bench.hostile(chance, 2_000), errors='replace')}" for name in chance.sample(names, 8))
+                fields = "&".join(
+                    f"{name}={quote(bench.hostile(chance, 2_000), errors='replace')}"
+                    for name in chance.sample(names, 8)
+                )
                 path = path.removesuffix("/?").encode("utf-8", "replace").decode()
                 scope = {"method": method, "path": path, "query_string": fields.encode()}
                 began = time.perf_counter()
-                response = server._respond(scope, {"host": host, TENANT_HEADER: token, "referer": f"http://{host}/"}, fields.encode())
+                response = server._respond(
+                    scope,
+                    {"host": host, TENANT_HEADER: token, "referer": f"http://{host}/"},
+                    fields.encode(),
+                )
                 assert time.perf_counter() - began < SLOW_S
                 for value in response.headers.values():
                     value.encode("latin-1")

@@ -33,7 +33,13 @@ def test_bad_input_is_one_clear_line_and_code_2(arguments, message):
 
 def identities(name, ids, **options):
     command = [sys.executable, "-m", "envs", "identities", name, "--options", json.dumps(options)]
-    return subprocess.run(command, input=ids if isinstance(ids, str) else json.dumps(ids), capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command,
+        input=ids if isinstance(ids, str) else json.dumps(ids),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,11 @@ def test_what_is_no_list_of_task_ids_is_refused_in_one_line(ids):
 @contextlib.contextmanager
 def started(tmp_path, *arguments, **popen):
     port_file = tmp_path / "port"
-    process = subprocess.Popen([*SERVE, "babyai", "--port-file", str(port_file), *arguments], stderr=subprocess.DEVNULL, **popen)
+    process = subprocess.Popen(
+        [*SERVE, "babyai", "--port-file", str(port_file), *arguments],
+        stderr=subprocess.DEVNULL,
+        **popen,
+    )
     try:
         wait_for(port_file.exists)
         yield process, f"http://127.0.0.1:{port_file.read_text().strip()}"
@@ -90,7 +100,10 @@ def test_sigterm_lets_open_sessions_finish_and_then_ends_with_code_0(tmp_path):
         session = call(f"{url}/create", {"request_key": "k", "task_id": 0})["session_id"]
         process.send_signal(signal.SIGTERM)
         time.sleep(0.4)
-        assert call(f"{url}/step", {"session_id": session, "turn": 1, "action": "turn left"})["turn"] == 1
+        assert (
+            call(f"{url}/step", {"session_id": session, "turn": 1, "action": "turn left"})["turn"]
+            == 1
+        )
         with pytest.raises(urllib.error.HTTPError, match="503"):
             call(f"{url}/create", {"request_key": "late", "task_id": 0})
         call(f"{url}/close", {"session_id": session})
@@ -123,8 +136,12 @@ with local_env(EnvConfig(), expert=False, log_path=Path(sys.argv[1])) as endpoin
 """
 
 
-def test_the_server_ends_within_seconds_of_its_owner_being_killed_and_leaves_its_log_alone(tmp_path):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True)
+def test_the_server_ends_within_seconds_of_its_owner_being_killed_and_leaves_its_log_alone(
+    tmp_path,
+):
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True
+    )
     try:
         url, token = owner.stdout.readline().split()
         pid = call(f"{url}/info", token=token)["pid"]
@@ -137,7 +154,8 @@ def test_the_server_ends_within_seconds_of_its_owner_being_killed_and_leaves_its
             os.kill(pid, 0)
         except ProcessLookupError:
             return True
-        with open(f"/proc/{pid}/stat") as stat:  # an orphan in a container without an init stays a zombie
+        # an orphan in a container without an init stays a zombie
+        with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
 
     wait_for(is_gone, seconds=5)

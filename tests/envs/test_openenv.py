@@ -23,7 +23,10 @@ TOKEN = "hush-hush"
 def test_openenvs_own_client_plays_gold_episodes(serving, openenv, gold, name):
     played = [gold(name, task) for task in (36, 7, 130)]
     with serving(name, token=TOKEN) as (url, sessions):
-        episodes = [(task, [action for action, _ in turns]) for task, (_, turns) in zip((36, 7, 130), played, strict=True)]
+        episodes = [
+            (task, [action for action, _ in turns])
+            for task, (_, turns) in zip((36, 7, 130), played, strict=True)
+        ]
         command, environment = openenv("play")
         done = subprocess.run(
             command,
@@ -37,10 +40,18 @@ def test_openenvs_own_client_plays_gold_episodes(serving, openenv, gold, name):
         assert done.returncode == 0, done.stderr
         *told, again = json.loads(done.stdout)
         assert await_none(sessions)
-    for number, ((task, actions), (first, turns), each) in enumerate(zip(episodes, played, told, strict=True)):
-        expected = [[first, None, False, False]] + [[r.observation, r.reward, r.terminated, r.success] for _, r in turns]
+    for number, ((task, actions), (first, turns), each) in enumerate(
+        zip(episodes, played, told, strict=True)
+    ):
+        expected = [[first, None, False, False]] + [
+            [r.observation, r.reward, r.terminated, r.success] for _, r in turns
+        ]
         assert each["rows"] == expected
-        assert each["state"] == {"episode_id": f"episode {number}", "step_count": len(actions), "task_id": task}
+        assert each["state"] == {
+            "episode_id": f"episode {number}",
+            "step_count": len(actions),
+            "task_id": task,
+        }
     assert "reset for another one (code: EXECUTION_ERROR)" in again
 
 
@@ -84,7 +95,11 @@ def test_what_cannot_be_understood_gets_its_code_and_the_episode_goes_on(serving
     async def main(url, _):
         async with socket_of(url) as socket:
             assert await code_of(socket, step("inventory")) == "EXECUTION_ERROR"
-            assert (await ask(socket, {"type": "state"}))["data"] == {"episode_id": None, "step_count": 0, "task_id": None}
+            assert (await ask(socket, {"type": "state"}))["data"] == {
+                "episode_id": None,
+                "step_count": 0,
+                "task_id": None,
+            }
             first = await ask(socket, RESET)
             assert first["type"] == "observation"
             assert first["data"]["reward"] is None
@@ -111,10 +126,20 @@ def test_what_cannot_be_understood_gets_its_code_and_the_episode_goes_on(serving
                 ({"type": "reset", "seed": 1}, "VALIDATION_ERROR"),
             ]:
                 assert await code_of(socket, message) == code, message
-            shown = await ask(socket, {"type": "step", "data": {"message": "get 9 emerald", "metadata": {"why": "to begin"}}})
-            assert (shown["data"]["observation"]["text"], shown["data"]["reward"]) == ("Got 9 emerald", 0.0)
+            shown = await ask(
+                socket,
+                {
+                    "type": "step",
+                    "data": {"message": "get 9 emerald", "metadata": {"why": "to begin"}},
+                },
+            )
+            assert (shown["data"]["observation"]["text"], shown["data"]["reward"]) == (
+                "Got 9 emerald",
+                0.0,
+            )
             assert (await ask(socket, {"type": "state"}))["data"]["step_count"] == 1
-            again = await ask(socket, {"type": "reset", "data": {"seed": 36, "split": "train"}})  # what it does not know is left out
+            # what it does not know is left out
+            again = await ask(socket, {"type": "reset", "data": {"seed": 36, "split": "train"}})
             assert again["data"]["observation"] == first["data"]["observation"]
 
     run(main, serving)
@@ -124,7 +149,9 @@ def test_errors_say_where_and_do_not_repeat_what_was_sent(serving):
     async def main(url, _):
         async with socket_of(url) as socket:
             reply = await ask(socket, {"type": "step", "data": {"message": ["secret words"]}})
-            assert reply["data"]["message"].startswith("step.data.message: Input should be a valid string")
+            assert reply["data"]["message"].startswith(
+                "step.data.message: Input should be a valid string"
+            )
             assert reply["data"]["errors"][0]["loc"] == ["step", "data", "message"]
             assert "secret" not in json.dumps(reply)
 
@@ -158,11 +185,22 @@ def test_clients_that_go_at_any_moment_leave_neither_session_nor_line(serving, c
     async def main(url, sessions):
         port = int(url.rpartition(":")[2])
         for after_s in (0.0, 0.001, 0.01, 0.03, 0.2):
-            for last in (b"", frame(Opcode.TEXT, b'{"type": "reset"}'), frame(Opcode.TEXT, b'{"type": "reset"}') + frame(Opcode.CLOSE)):
+            for last in (
+                b"",
+                frame(Opcode.TEXT, b'{"type": "reset"}'),
+                frame(Opcode.TEXT, b'{"type": "reset"}') + frame(Opcode.CLOSE),
+            ):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(raw_handshake())
                 await asyncio.sleep(0.01 if last else after_s)
-                writer.write(last + (frame(Opcode.TEXT, b'{"type": "step", "data": {"message": "on"}}') if last else b""))
+                writer.write(
+                    last
+                    + (
+                        frame(Opcode.TEXT, b'{"type": "step", "data": {"message": "on"}}')
+                        if last
+                        else b""
+                    )
+                )
                 await asyncio.sleep(after_s)
                 writer.transport.abort()
         assert await asyncio.to_thread(await_none, sessions)
@@ -179,7 +217,11 @@ def test_a_full_server_says_so_at_once_and_ends_the_connection(serving):
                 await ask(await stack.enter_async_context(socket_of(url)), RESET)
             async with socket_of(url) as late:
                 told = json.loads(await asyncio.wait_for(late.recv(), 5))["data"]
-                assert (told["code"], told["active_sessions"], told["max_sessions"]) == ("CAPACITY_REACHED", 2, 2)
+                assert (told["code"], told["active_sessions"], told["max_sessions"]) == (
+                    "CAPACITY_REACHED",
+                    2,
+                    2,
+                )
                 with pytest.raises(ConnectionClosed):
                     await asyncio.wait_for(late.recv(), 5)
         await asyncio.to_thread(await_none, sessions)
@@ -194,7 +236,10 @@ def test_connections_without_a_reset_are_counted_too_and_http_still_has_room(ser
         async with contextlib.AsyncExitStack() as stack:
             sockets = [await stack.enter_async_context(socket_of(url)) for _ in range(6)]
             await ask(sockets[0], {"type": "state"})
-            assert [json.loads(await asyncio.wait_for(each.recv(), 5))["data"]["code"] for each in sockets[2:]] == ["CAPACITY_REACHED"] * 4
+            assert [
+                json.loads(await asyncio.wait_for(each.recv(), 5))["data"]["code"]
+                for each in sockets[2:]
+            ] == ["CAPACITY_REACHED"] * 4
             assert (await asyncio.to_thread(status, f"{url}/health")) == 200
 
     run(main, serving, max_sessions=2)
@@ -205,7 +250,9 @@ def status(url, **headers):
     import urllib.request
 
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as reply:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=5
+        ) as reply:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -216,7 +263,10 @@ def test_a_server_that_is_ending_takes_no_connection(serving):
         sessions.draining = True
         async with socket_of(url) as socket:
             told = json.loads(await asyncio.wait_for(socket.recv(), 5))["data"]
-        assert (told["code"], told["message"]) == ("CAPACITY_REACHED", "the server is shutting down")
+        assert (told["code"], told["message"]) == (
+            "CAPACITY_REACHED",
+            "the server is shutting down",
+        )
         assert await asyncio.to_thread(status, f"{url}/health") == 503
 
     run(main, serving)
@@ -261,18 +311,24 @@ class Broken:
 
 
 def test_environments_that_fail_have_the_codes_of_the_contract(serving, caplog):
-    caplog.set_level("CRITICAL", "envs")  # a report with half a surrogate pair cannot leave its process
+    # a report with half a surrogate pair cannot leave its process
+    caplog.set_level("CRITICAL", "envs")
 
     async def main(url, sessions):
         async with socket_of(url) as socket:
-            assert await code_of(socket, {"type": "reset", "data": {"seed": 2}}) == "EXECUTION_ERROR"
+            assert (
+                await code_of(socket, {"type": "reset", "data": {"seed": 2}}) == "EXECUTION_ERROR"
+            )
             await ask(socket, {"type": "reset"})
             assert await code_of(socket, step("break")) == "EXECUTION_ERROR"
             assert await code_of(socket, step("on")) == "EXECUTION_ERROR"  # reset first
             await ask(socket, {"type": "reset", "data": {}})
             assert (await ask(socket, step("on")))["data"]["observation"]["text"] == "on"
             reply = await ask(socket, {"type": "reset", "data": {"seed": 1}})
-            assert (reply["data"]["code"], reply["data"]["factory_name"]) == ("FACTORY_ERROR", "broken")
+            assert (reply["data"]["code"], reply["data"]["factory_name"]) == (
+                "FACTORY_ERROR",
+                "broken",
+            )
             with pytest.raises(ConnectionClosed):
                 await asyncio.wait_for(socket.recv(), 5)
 
@@ -294,7 +350,11 @@ def test_environments_that_fail_have_the_codes_of_the_contract(serving, caplog):
 def test_a_websocket_passes_the_same_doors(serving, headers, expected, route, caplog):
     async def main(url, sessions):
         if expected == 101:
-            expectation = contextlib.nullcontext() if route == "/ws" else pytest.raises(InvalidStatus, match="403")
+            expectation = (
+                contextlib.nullcontext()
+                if route == "/ws"
+                else pytest.raises(InvalidStatus, match="403")
+            )
         else:
             expectation = pytest.raises(InvalidStatus, match=str(expected))
         with expectation as caught:
@@ -304,13 +364,18 @@ def test_a_websocket_passes_the_same_doors(serving, headers, expected, route, ca
             async with connect(target, **own, proxy=None, additional_headers=fields):
                 pass
         if caught is not None and expected != 101:
-            assert json.loads(caught.value.response.body)["kind"] == {401: "unauthorized", 403: "forbidden"}[expected]
+            assert (
+                json.loads(caught.value.response.body)["kind"]
+                == {401: "unauthorized", 403: "forbidden"}[expected]
+            )
         assert sessions.info().active_sessions == 0
 
     with caplog.at_level("WARNING"):
         run(main, serving, token=TOKEN)
     assert TOKEN not in caplog.text
-    assert not [record for record in caplog.records if record.name.startswith(("uvicorn", "asyncio"))]
+    assert not [
+        record for record in caplog.records if record.name.startswith(("uvicorn", "asyncio"))
+    ]
 
 
 HANDSHAKE = {
@@ -324,7 +389,10 @@ HANDSHAKE = {
 
 def raw_handshake(path="/ws", method="GET", body="", **changes):
     fields = {**HANDSHAKE, **{name.replace("_", "-"): value for name, value in changes.items()}}
-    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items() if value is not None)]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        *(f"{name}: {value}" for name, value in fields.items() if value is not None),
+    ]
     return "\r\n".join([*lines, "", body]).encode("latin-1")
 
 
@@ -343,11 +411,14 @@ def raw_handshake(path="/ws", method="GET", body="", **changes):
         (raw_handshake(method="POST"), b""),
         (raw_handshake(method="POST", body="hello", Content_Length="5"), b""),
         (raw_handshake(body="hello", Content_Length="5"), b""),
-        (b"GET /info HTTP/1.1\r\nHost: localhost\r\n\r\n" + raw_handshake(), b""),  # before the answer to an earlier request
+        # before the answer to an earlier request
+        (b"GET /info HTTP/1.1\r\nHost: localhost\r\n\r\n" + raw_handshake(), b""),
     ],
     ids=range(13),
 )
-def test_a_handshake_is_answered_or_its_connection_closed_and_nothing_is_logged(serving, data, first, caplog):
+def test_a_handshake_is_answered_or_its_connection_closed_and_nothing_is_logged(
+    serving, data, first, caplog
+):
     async def main(url, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(data)
@@ -453,10 +524,14 @@ def test_a_client_that_is_no_longer_there_loses_its_place(serving, monkeypatch):
     monkeypatch.setattr(connection, "PONG_S", 0.3)
 
     async def main(url, sessions):
-        async with socket_of(url, ping_interval=None) as gone, socket_of(url, ping_interval=None) as there:
+        async with (
+            socket_of(url, ping_interval=None) as gone,
+            socket_of(url, ping_interval=None) as there,
+        ):
             await ask(gone, RESET)
             await ask(there, RESET)
-            gone.transport.pause_reading()  # as if its machine had died: nothing is answered, nothing closed
+            # as if its machine had died: nothing is answered, nothing closed
+            gone.transport.pause_reading()
             until = time.monotonic() + 5
             while sessions.info().active_sessions > 1:
                 assert time.monotonic() < until
@@ -472,7 +547,9 @@ def num_connections(url):
     """Those of the server in this process."""
     port = int(url.rpartition(":")[2])
     found = psutil.Process().net_connections("tcp")
-    return sum(each.laddr.port == port and each.status not in ("LISTEN", "TIME_WAIT") for each in found)
+    return sum(
+        each.laddr.port == port and each.status not in ("LISTEN", "TIME_WAIT") for each in found
+    )
 
 
 def test_a_client_that_reads_no_reply_is_given_up(serving, monkeypatch):

@@ -15,9 +15,13 @@ def test_a_built_in_environment_gets_its_options():
 
 def test_an_installed_package_can_offer_an_environment(monkeypatch):
     entry = EntryPoint("mine", "envs.babyai:spec", registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "agentgym.envs" else [])
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [entry] if group == "agentgym.envs" else []
+    )
     assert load_spec("mine", {}).name == "babyai"
     with pytest.raises(ValueError, match=r"unknown environment 'mime'; did you mean 'mine'\?"):
         load_spec("mime", {})
-    with pytest.raises(ValueError, match="known: babyai, mine, sciworld, searchqa, textcraft, webarena"):
+    with pytest.raises(
+        ValueError, match="known: babyai, mine, sciworld, searchqa, textcraft, webarena"
+    ):
         load_spec("zzz", {})

@@ -46,7 +46,13 @@ class Counter:
         if action == "not a number":
             return StepResult("worth nothing that can be added up", math.nan, False)
         done = self.count == 3
-        return StepResult(f"{action} {self.count}", 1.0 if done else 0.0, done, truncated=action == "cut", success=done)
+        return StepResult(
+            f"{action} {self.count}",
+            1.0 if done else 0.0,
+            done,
+            truncated=action == "cut",
+            success=done,
+        )
 
     async def step_async(self, action):
         return await asyncio.to_thread(self.step, action)
@@ -73,10 +79,14 @@ async def serving(*, blocking=False, awaited=False, probe=("a",), make=None, war
     """(client, sessions, simulator class) of a running app."""
     simulator = make or type("Fresh", (Counter,), {"made": 0, "closed": 0, "acted": 0})
     spec = EnvSpec("counter", "count", simulator, {"x": 1}, probe, blocking, awaited, warm=warm)
-    app = make_app(spec, ServerSettings(**{"drain_timeout_s": 0.2, "expert_timeout_s": 0.2, **settings}))
+    app = make_app(
+        spec, ServerSettings(**{"drain_timeout_s": 0.2, "expert_timeout_s": 0.2, **settings})
+    )
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://env") as client,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://env"
+        ) as client,
     ):
         for _ in range(100):
             if app.state.sessions.ready or app.state.sessions.failure:
@@ -87,11 +97,17 @@ async def serving(*, blocking=False, awaited=False, probe=("a",), make=None, war
 
 async def create(client, key="k", task_id=0):
     reply = await client.post("/create", json={"request_key": key, "task_id": task_id})
-    return CreateReply.model_validate_json(reply.content).session_id if reply.status_code == 200 else refusal(reply)
+    return (
+        CreateReply.model_validate_json(reply.content).session_id
+        if reply.status_code == 200
+        else refusal(reply)
+    )
 
 
 async def step(client, session_id, turn, action="go"):
-    return await client.post("/step", json={"session_id": session_id, "turn": turn, "action": action})
+    return await client.post(
+        "/step", json={"session_id": session_id, "turn": turn, "action": action}
+    )
 
 
 def refusal(reply):
@@ -116,18 +132,40 @@ def test_an_episode_from_create_to_close():
     @run
     async def test(client, sessions, simulator):
         info = InfoReply.model_validate_json((await client.get("/info")).content)
-        assert (info.env, info.options, info.offers_expert, info.active_sessions) == ("counter", {"x": 1}, False, 0)
+        assert (info.env, info.options, info.offers_expert, info.active_sessions) == (
+            "counter",
+            {"x": 1},
+            False,
+            0,
+        )
         session = await create(client, task_id=5)
         reply = StepReply.model_validate_json((await step(client, session, 1)).content)
-        assert (reply.turn, reply.observation, reply.reward, reply.terminated) == (1, "go 1", 0.0, False)
-        assert (await client.get("/observation", params={"session_id": session})).json() == {"turn": 1, "observation": "go 1"}
-        assert (await client.get("/render", params={"session_id": session})).json() == {"media_type": "image/png", "data": "cG5n"}
+        assert (reply.turn, reply.observation, reply.reward, reply.terminated) == (
+            1,
+            "go 1",
+            0.0,
+            False,
+        )
+        assert (await client.get("/observation", params={"session_id": session})).json() == {
+            "turn": 1,
+            "observation": "go 1",
+        }
+        assert (await client.get("/render", params={"session_id": session})).json() == {
+            "media_type": "image/png",
+            "data": "cG5n",
+        }
         await step(client, session, 2)
         last = StepReply.model_validate_json((await step(client, session, 3)).content)
         assert (last.reward, last.terminated, last.success) == (1.0, True, True)
-        assert (await client.post("/close", json={"session_id": session})).json() == {"closed": True}
-        assert (await client.post("/close", json={"session_id": session})).json() == {"closed": False}
-        assert (await client.post("/close", json={"session_id": "never"})).json() == {"closed": False}
+        assert (await client.post("/close", json={"session_id": session})).json() == {
+            "closed": True
+        }
+        assert (await client.post("/close", json={"session_id": session})).json() == {
+            "closed": False
+        }
+        assert (await client.post("/close", json={"session_id": "never"})).json() == {
+            "closed": False
+        }
         assert simulator.closed == simulator.made == 2  # one of them played the scripted episode
 
     test()
@@ -154,7 +192,9 @@ def test_nothing_is_allocated_for_good_by_parsing_a_request_or_remembering_its_s
 
     def come_and_go(first):
         for number in range(first, first + 2000):
-            request = CreateRequest.model_validate_json(f'{{"request_key": "key {number}", "task_id": {number}}}')
+            request = CreateRequest.model_validate_json(
+                f'{{"request_key": "key {number}", "task_id": {number}}}'
+            )
             memory.add(request.request_key)
 
     come_and_go(0)
@@ -188,7 +228,9 @@ def test_a_repeated_turn_gets_the_stored_reply_and_never_acts_twice(kind):
     async def test(client, sessions, simulator):
         session = await create(client)
         acted = simulator.acted
-        replies = await asyncio.gather(*(step(client, session, 1, action) for action in ("slow", "slow", "slow")))
+        replies = await asyncio.gather(
+            *(step(client, session, 1, action) for action in ("slow", "slow", "slow"))
+        )
         assert len({reply.content for reply in replies}) == 1
         again = await step(client, session, 1, "something else")
         assert again.content == replies[0].content
@@ -243,7 +285,8 @@ def test_a_crash_closes_its_session_and_leaves_the_others_alone(kind):
         assert "disk on fire" not in reply.json()["message"]
         assert (await step(client, second, 1)).status_code == 200
         assert await create(client, "c", task_id=13) == (500, "env_crashed")
-        assert await create(client, "c", task_id=12) not in (first, second)  # a failed create does not use up its key
+        # a failed create does not use up its key
+        assert await create(client, "c", task_id=12) not in (first, second)
 
     test(**kind)
 
@@ -254,7 +297,9 @@ def test_idle_sessions_are_reaped_and_used_ones_are_not():
         idle, used = await create(client, "idle"), await create(client, "used")
         for _ in range(10):
             await asyncio.sleep(0.06)
-            assert (await client.get("/observation", params={"session_id": used})).status_code == 200
+            assert (
+                await client.get("/observation", params={"session_id": used})
+            ).status_code == 200
         assert refusal(await step(client, idle, 1)) == (410, "session_gone")
         assert "env_sessions_reaped_total 1.0" in (await client.get("/metrics")).text
 
@@ -333,7 +378,8 @@ def test_a_server_is_ready_once_it_is_warm():
         warmed.append(most)
 
     async def main():
-        async with serving(warm=warm, max_sessions=7) as (client, sessions, _):  # waits for readiness for a second
+        # waits for readiness for a second
+        async with serving(warm=warm, max_sessions=7) as (client, sessions, _):
             assert refusal(await client.get("/readyz")) == (503, "not_ready")
             cooking.set()
             async with asyncio.timeout(10):
@@ -370,14 +416,21 @@ def test_the_expert_exists_only_where_it_was_asked_for():
 def test_an_expert_that_fails_or_hangs_costs_an_error_and_not_the_session():
     @run
     async def test(client, sessions, simulator):
-        good, lost, hung = await create(client, "a", 1), await create(client, "b", 7), await create(client, "c", 8)
-        assert (await client.post("/expert", json={"session_id": good})).json() == {"action": "onward"}
+        good, lost, hung = (
+            await create(client, "a", 1),
+            await create(client, "b", 7),
+            await create(client, "c", 8),
+        )
+        assert (await client.post("/expert", json={"session_id": good})).json() == {
+            "action": "onward"
+        }
         reply = await client.post("/expert", json={"session_id": lost})
         assert refusal(reply) == (500, "expert_failed")
         assert "no idea" in reply.json()["message"]
         asked = asyncio.create_task(client.post("/expert", json={"session_id": hung}))
         await asyncio.sleep(0.05)
-        assert (await step(client, good, 1)).status_code == 200  # the server answers others meanwhile
+        # the server answers others meanwhile
+        assert (await step(client, good, 1)).status_code == 200
         reply = await asked
         assert refusal(reply) == (500, "expert_failed")
         assert "no answer within 0.2 s (task 8, turn 0)" in reply.json()["message"]
@@ -409,7 +462,9 @@ def test_an_expert_that_fails_or_hangs_costs_an_error_and_not_the_session():
 def test_every_bad_request_gets_a_typed_error(route, body, status):
     @run
     async def test(client, sessions, simulator):
-        assert refusal(await client.post(route, content=body, headers={"Content-Type": "application/json"})) == (status, "bad_request")
+        assert refusal(
+            await client.post(route, content=body, headers={"Content-Type": "application/json"})
+        ) == (status, "bad_request")
 
     test()
 
@@ -418,7 +473,10 @@ def test_unknown_sessions_and_missing_parameters_are_told_apart():
     @run
     async def test(client, sessions, simulator):
         assert refusal(await step(client, "nobody", 1)) == (404, "unknown_session")
-        assert refusal(await client.get("/observation", params={"session_id": "nobody"})) == (404, "unknown_session")
+        assert refusal(await client.get("/observation", params={"session_id": "nobody"})) == (
+            404,
+            "unknown_session",
+        )
         assert refusal(await client.get("/render")) == (422, "bad_request")
 
     test()
@@ -455,7 +513,9 @@ def test_a_fault_in_the_server_itself_is_not_a_success(monkeypatch):
 
 def test_babyai_is_served_with_its_options():
     async def main():
-        app = make_app(babyai({"actions": "high"}), ServerSettings(drain_timeout_s=0.1, offer_expert=True))
+        app = make_app(
+            babyai({"actions": "high"}), ServerSettings(drain_timeout_s=0.1, offer_expert=True)
+        )
         async with (
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://env") as client,
@@ -480,9 +540,15 @@ def test_a_token_is_asked_for_where_there_is_one_but_not_by_probes():
                 assert failure.kind == "unauthorized"
                 assert "AGENTGYM_ENV_TOKEN" in failure.message
                 assert "secret" not in reply.text
-            assert (await client.get("/info", headers={"Authorization": "Bearer secret"})).status_code == 200
-            assert [(await client.get(path)).status_code for path in ("/healthz", "/readyz", "/metrics")] == [200] * 3
-            assert 'env_errors_total{kind="unauthorized"} 3.0' in (await client.get("/metrics")).text
+            assert (
+                await client.get("/info", headers={"Authorization": "Bearer secret"})
+            ).status_code == 200
+            assert [
+                (await client.get(path)).status_code for path in ("/healthz", "/readyz", "/metrics")
+            ] == [200] * 3
+            assert (
+                'env_errors_total{kind="unauthorized"} 3.0' in (await client.get("/metrics")).text
+            )
 
     asyncio.run(main())
 
@@ -490,10 +556,17 @@ def test_a_token_is_asked_for_where_there_is_one_but_not_by_probes():
 def test_the_openapi_document_names_every_route_and_its_messages():
     async def main():
         async with serving(offer_expert=True, token="t") as (client, _, _):
-            document = (await client.get("/openapi.json", headers={"Authorization": "Bearer t"})).json()
-            routes = {(method, path) for path, methods in document["paths"].items() for method in methods}
+            document = (
+                await client.get("/openapi.json", headers={"Authorization": "Bearer t"})
+            ).json()
+            routes = {
+                (method, path) for path, methods in document["paths"].items() for method in methods
+            }
             assert {("post", f"/{name}") for name in ("create", "step", "close", "expert")} < routes
-            assert {("get", f"/{name}") for name in ("info", "observation", "render", "healthz", "readyz", "metrics")} < routes
+            assert {
+                ("get", f"/{name}")
+                for name in ("info", "observation", "render", "healthz", "readyz", "metrics")
+            } < routes
             schemas = document["components"]["schemas"]
             assert schemas["StepRequest"]["properties"]["turn"]["minimum"] == 1
             assert document["paths"]["/observation"]["get"]["parameters"][0]["name"] == "session_id"
@@ -507,7 +580,9 @@ def test_the_openapi_document_names_every_route_and_its_messages():
 
 
 def test_what_an_environment_offers_beside_episodes_is_served():
-    """Hints on a route of their own, figures in the metrics, a refusal of tasks it does not have, an end of what its sessions share."""
+    """Hints on a route of their own, figures in the metrics, a refusal of tasks it does not
+    have, an end of what its sessions share.
+    """
 
     class Hinting(Counter):
         def reset(self, task_id):
@@ -521,14 +596,25 @@ def test_what_an_environment_offers_beside_episodes_is_served():
     async def main():
         ended = []
         gauges = {"env_engines": ("engines that run", lambda: 3)}
-        spec = EnvSpec("counter", "", Hinting, {}, (), offers_hints=True, gauges=gauges, close=lambda: ended.append(True))
+        spec = EnvSpec(
+            "counter",
+            "",
+            Hinting,
+            {},
+            (),
+            offers_hints=True,
+            gauges=gauges,
+            close=lambda: ended.append(True),
+        )
         app = make_app(spec, ServerSettings(drain_timeout_s=0.1))
         async with (
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://env") as client,
         ):
             session = await create(client)
-            assert (await client.get(f"/hints?session_id={session}")).json() == {"actions": ["one", "two"]}
+            assert (await client.get(f"/hints?session_id={session}")).json() == {
+                "actions": ["one", "two"]
+            }
             assert "\nenv_engines 3.0\n" in (await client.get("/metrics")).text
             assert "/hints" in (await client.get("/openapi.json")).json()["paths"]
             assert await create(client, "other", 10) == (422, "bad_request")

@@ -14,9 +14,21 @@ from envs.wire import CreateReply, CreateRequest
 
 ACTIONS = {
     "babyai": ["turn left", "move forward", "pickup", "nonsense", "turn right"],
-    "textcraft": ["get 1 oak log", "inventory", "craft 4 oak planks using 1 oak log", "nonsense", "get 2 string"],
+    "textcraft": [
+        "get 1 oak log",
+        "inventory",
+        "craft 4 oak planks using 1 oak log",
+        "nonsense",
+        "get 2 string",
+    ],
     "sciworld": ["open door to kitchen", "look around", "nonsense", "inventory", "pick up agent"],
-    "searchqa": ["<search>a lake</search>", "nonsense", "<search>river town</search>", "<think>", "<search>who founded it</search>"],
+    "searchqa": [
+        "<search>a lake</search>",
+        "nonsense",
+        "<search>river town</search>",
+        "<think>",
+        "<search>who founded it</search>",
+    ],
 }
 TTL_S = 4.0
 CONCURRENCY = 32
@@ -29,7 +41,11 @@ class Held:
         self._process = psutil.Process(pid)
 
     def now(self):
-        return self._process.memory_info().rss / 2**20, self._process.num_threads(), self._process.num_fds()
+        return (
+            self._process.memory_info().rss / 2**20,
+            self._process.num_threads(),
+            self._process.num_fds(),
+        )
 
 
 async def visit(pool, env, first, count):
@@ -49,7 +65,12 @@ async def visit(pool, env, first, count):
 async def abandon(pool, endpoint, count, wave):
     """Open `count` sessions at once, leave them, and wait until the server has closed them."""
     for number in range(count):
-        await pool.ask(endpoint, "/create", CreateReply, CreateRequest(request_key=f"abandoned {wave} {number}", task_id=number))
+        await pool.ask(
+            endpoint,
+            "/create",
+            CreateReply,
+            CreateRequest(request_key=f"abandoned {wave} {number}", task_id=number),
+        )
     assert (await pool.info())[0].active_sessions > 0
     deadline = time.monotonic() + 10 * TTL_S
     while (await pool.info())[0].active_sessions:
@@ -58,14 +79,18 @@ async def abandon(pool, endpoint, count, wave):
 
 
 async def soak(env, endpoints, num_sessions, num_abandoned):
-    """Result: what is held when a fifth is over, and in the end; each time after as many sessions were open at once as ever will be.
+    """Result: what is held when a fifth is over, and in the end; each time after as many sessions
+    were open at once as ever will be.
 
     An allocator keeps what the busiest moment took, and a leak shows as more than that.
     """
     async with EnvPool(endpoints, request_timeout_s=60) as pool:
         held = Held((await pool.info())[0].pid)
         await visit(pool, env, 0, num_sessions // 5)
-        print(f"{env}: {held.now()[0]:.1f} MiB after {num_sessions // 5} sessions, {CONCURRENCY} at once")
+        print(
+            f"{env}: {held.now()[0]:.1f} MiB after {num_sessions // 5} sessions, {CONCURRENCY} at"
+            " once"
+        )
         await abandon(pool, endpoints[0], num_abandoned, 1)
         plateau = held.now()
         await visit(pool, env, num_sessions // 5, num_sessions - num_sessions // 5)
@@ -78,14 +103,22 @@ async def soak(env, endpoints, num_sessions, num_abandoned):
     ("env", "num_sessions", "num_abandoned"),
     [
         ("textcraft", 1000, 200),
-        *(pytest.param(env, 10_000, 2_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]) for env in ACTIONS),
+        *(
+            pytest.param(env, 10_000, 2_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
+            for env in ACTIONS
+        ),
     ],
 )
 def test_memory_threads_and_descriptors_come_back(env, num_sessions, num_abandoned, tmp_path):
     settings = EnvConfig(name=env, max_sessions=4096, session_ttl_s=TTL_S)
     with local_env(settings, expert=False, log_path=tmp_path / "log") as endpoints:
-        (plateau_mib, threads, files), (end_mib, threads_left, files_left) = asyncio.run(soak(env, endpoints, num_sessions, num_abandoned))
-    print(f"{env}: {plateau_mib:.1f} MiB after {num_abandoned} at once, {end_mib:.1f} after {num_sessions} more and as many at once again")
+        (plateau_mib, threads, files), (end_mib, threads_left, files_left) = asyncio.run(
+            soak(env, endpoints, num_sessions, num_abandoned)
+        )
+    print(
+        f"{env}: {plateau_mib:.1f} MiB after {num_abandoned} at once, {end_mib:.1f} after"
+        f" {num_sessions} more and as many at once again"
+    )
     assert end_mib <= 1.05 * plateau_mib
     assert threads_left <= threads
     assert files_left <= files

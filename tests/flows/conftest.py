@@ -32,20 +32,43 @@ class Project:
             for name, value in os.environ.items()
             if not name.startswith(("PREFECT_", "DVC_", "MLFLOW_", "HF_", "MPL", "MAKE", "MFLAGS"))
         }
-        self.environment = {**inherited, "HOME": str(home), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
+        self.environment = {
+            **inherited,
+            "HOME": str(home),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "COLUMNS": "120",
+        }
 
     def run(self, *command, timeout=240):
-        return subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
 
     def pipeline(self, *overrides):
         return self.run("python", "-m", "flows.pipeline", *overrides)
 
     def start(self, *command):
-        return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def manifests(self):
         """{path: bytes} of every commit in the store."""
-        return {path: path.read_bytes() for path in (self.folder / ".agentgym/store").glob("steps/*/manifests/*.json")}
+        return {
+            path: path.read_bytes()
+            for path in (self.folder / ".agentgym/store").glob("steps/*/manifests/*.json")
+        }
 
     def processes(self):
         """Command lines of everything that runs in this project."""
@@ -62,7 +85,11 @@ class Project:
 
 def clone(folder: Path) -> Project:
     files = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for name in files.stdout.split():
         if (ROOT / name).is_file():
@@ -92,7 +119,9 @@ def fresh(tmp_path):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """A clone in which the pipeline ran once, and what it printed. Tests that change it must change it back."""
+    """A clone in which the pipeline ran once, and what it printed.
+    Tests that change it must change it back.
+    """
     project = clone(tmp_path_factory.mktemp("finished"))
     project.first = project.pipeline()
     assert project.first.returncode == 0, project.first.stdout + project.first.stderr

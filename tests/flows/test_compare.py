@@ -14,9 +14,15 @@ SMALL = {
     "title": "Two recipes, two horizons",
     "params": "../params.yaml",
     "seeds": [0],
-    "overrides": {"horizon": {"max_turns": [5, 8], "stage_steps": [1, 1]}, "validation": {"every": 1}},
+    "overrides": {
+        "horizon": {"max_turns": [5, 8], "stage_steps": [1, 1]},
+        "validation": {"every": 1},
+    },
     "recipes": {"grpo": {"algorithm": {"recipe": "grpo"}}, "slow": {"optimiser": {"lr": 0.0001}}},
-    "horizons": {"long": {"horizon": {"kind": "fixed", "max_turns": [8], "stage_steps": [2]}}, "growing": {}},
+    "horizons": {
+        "long": {"horizon": {"kind": "fixed", "max_turns": [8], "stage_steps": [2]}},
+        "growing": {},
+    },
     "contrasts": [["growing", "long"]],
 }
 BROKEN = {
@@ -26,7 +32,16 @@ BROKEN = {
 
 
 def compare(project, *arguments):
-    return project.run("python", "-m", "flows.compare", "comparisons/small.yaml", "--out", "out", *arguments, timeout=800)
+    return project.run(
+        "python",
+        "-m",
+        "flows.compare",
+        "comparisons/small.yaml",
+        "--out",
+        "out",
+        *arguments,
+        timeout=800,
+    )
 
 
 def steps_in(manifests):
@@ -35,9 +50,13 @@ def steps_in(manifests):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, make_clone):
-    """A clone in which a comparison ran whose last cell cannot work. Two cells at a time, all of one seed: they share their start."""
+    """A clone in which a comparison ran whose last cell cannot work.
+    Two cells at a time, all of one seed: they share their start.
+    """
     project = make_clone(tmp_path_factory.mktemp("compared"))
-    (project.folder / "comparisons/small.yaml").write_text(yaml.safe_dump({**SMALL, "cells": [BROKEN]}, sort_keys=False))
+    (project.folder / "comparisons/small.yaml").write_text(
+        yaml.safe_dump({**SMALL, "cells": [BROKEN]}, sort_keys=False)
+    )
     project.first = compare(project, "--parallel", "2")
     project.after_first = project.manifests()
     return project
@@ -48,21 +67,41 @@ def compared(tmp_path_factory, make_clone):
 def test_a_failed_cell_is_named_and_the_others_are_in_the_table(compared):
     assert compared.first.returncode == 1, compared.first.stdout + compared.first.stderr
     assert "compare: 0 of 5 cells are done" in compared.first.stdout
-    failure = compared.first.stderr[compared.first.stderr.index("failed: CellsFailed: 1 of 5 cells failed") :]
-    assert re.search(r"^  broken seed 0: .*its log is .*broken-seed-0-[0-9a-f]{8}\.log$", failure, re.MULTILINE)
+    failure = compared.first.stderr[
+        compared.first.stderr.index("failed: CellsFailed: 1 of 5 cells failed") :
+    ]
+    assert re.search(
+        r"^  broken seed 0: .*its log is .*broken-seed-0-[0-9a-f]{8}\.log$", failure, re.MULTILINE
+    )
     assert "Traceback" not in compared.first.stderr
     table = json.loads((compared.folder / "out/small.json").read_text())
-    assert [row["name"] for row in table["rows"]] == ["grpo long", "grpo growing", "slow long", "slow growing"]
+    assert [row["name"] for row in table["rows"]] == [
+        "grpo long",
+        "grpo growing",
+        "slow long",
+        "slow growing",
+    ]
     assert table["missing"] == ["broken seed 0"]
-    assert [(c["a"], c["b"]) for c in table["contrasts"]] == [("grpo growing", "grpo long"), ("slow growing", "slow long")]
-    assert {path.name for path in (compared.folder / "out").iterdir()} == {"small.json", "small.md", "small.png", "small_curves.png"}
+    assert [(c["a"], c["b"]) for c in table["contrasts"]] == [
+        ("grpo growing", "grpo long"),
+        ("slow growing", "slow long"),
+    ]
+    assert {path.name for path in (compared.folder / "out").iterdir()} == {
+        "small.json",
+        "small.md",
+        "small.png",
+        "small_curves.png",
+    }
     assert compared.processes() == []
 
 
 @pytest.mark.slow
 def test_cells_share_what_is_equal_and_run_no_step_their_table_does_not_need(compared):
     folders = {path.parts[-3] for path in compared.after_first}
-    count = {name: sum(folder.rpartition("-")[0] == name for folder in folders) for name in steps_in(compared.after_first)}
+    count = {
+        name: sum(folder.rpartition("-")[0] == name for folder in folders)
+        for name in steps_in(compared.after_first)
+    }
     assert count == {
         "prepare": 1,
         "initialise": 1,
@@ -83,7 +122,11 @@ def test_the_same_command_runs_what_is_left_and_then_nothing(compared):
     assert "compare: 4 of 5 cells are done" in mended.stdout
     manifests = compared.manifests()
     assert compared.after_first.items() <= manifests.items()
-    assert set(steps_in(manifests.keys() - compared.after_first.keys())) == {"stage-1", "stage-2", "evaluate-stage-2"}
+    assert set(steps_in(manifests.keys() - compared.after_first.keys())) == {
+        "stage-1",
+        "stage-2",
+        "evaluate-stage-2",
+    }
     client = MlflowClient(f"sqlite:///{compared.folder / '.agentgym/mlflow.db'}")
     before = ledger(client)
     files = {path.name: path.read_bytes() for path in (compared.folder / "out").iterdir()}
@@ -100,42 +143,93 @@ def test_the_same_command_runs_what_is_left_and_then_nothing(compared):
 @pytest.mark.slow
 def test_mlflow_holds_the_comparison_with_its_cells_below_and_each_run_once(compared):
     client = MlflowClient(f"sqlite:///{compared.folder / '.agentgym/mlflow.db'}")
-    runs = client.search_runs([client.get_experiment_by_name("agentgym-babyai").experiment_id], max_results=1000)
-    kinds = {kind: [run for run in runs if run.data.tags["kind"] == kind] for kind in ("comparison", "cell", "pipeline")}
+    runs = client.search_runs(
+        [client.get_experiment_by_name("agentgym-babyai").experiment_id], max_results=1000
+    )
+    kinds = {
+        kind: [run for run in runs if run.data.tags["kind"] == kind]
+        for kind in ("comparison", "cell", "pipeline")
+    }
     comparison = min(kinds["comparison"], key=lambda run: run.info.start_time)
-    assert {artifact.path for artifact in client.list_artifacts(comparison.info.run_id)} >= {"small.json", "small.md", "small.png"}
-    cells = [run for run in kinds["cell"] if run.data.tags["mlflow.parentRunId"] == comparison.info.run_id]
+    assert {artifact.path for artifact in client.list_artifacts(comparison.info.run_id)} >= {
+        "small.json",
+        "small.md",
+        "small.png",
+    }
+    cells = [
+        run
+        for run in kinds["cell"]
+        if run.data.tags["mlflow.parentRunId"] == comparison.info.run_id
+    ]
     names = {run.info.run_name for run in cells}
     assert len(cells) == len(names)
-    assert names >= {"grpo long seed 0", "grpo growing seed 0", "slow long seed 0", "slow growing seed 0"}
+    assert names >= {
+        "grpo long seed 0",
+        "grpo growing seed 0",
+        "slow long seed 0",
+        "slow growing seed 0",
+    }
     pipelines = {run.info.run_id: run for run in kinds["pipeline"]}
     for cell in cells:
         run = pipelines[cell.data.tags["run_id"]]
         assert run.data.tags["comparison.small"] == comparison.data.tags["comparison_key"][:12]
         for name in ("validation/success", "cost/turns", "cost/cpu_s"):
-            assert sorted(point.step for point in client.get_metric_history(cell.info.run_id, name)) == [1, 2]
-        assert sorted(point.step for point in client.get_metric_history(cell.info.run_id, "eval/greedy")) == [0, 2]
+            assert sorted(
+                point.step for point in client.get_metric_history(cell.info.run_id, name)
+            ) == [1, 2]
+        assert sorted(
+            point.step for point in client.get_metric_history(cell.info.run_id, "eval/greedy")
+        ) == [0, 2]
     assert all(run.info.status == "FINISHED" for run in (*cells, comparison))
 
 
 def ledger(client):
     runs = client.search_runs(["1"], max_results=1000)
-    return sorted((run.info.run_id, run.info.end_time, len(client.get_metric_history(run.info.run_id, "cost/turns"))) for run in runs)
+    return sorted(
+        (
+            run.info.run_id,
+            run.info.end_time,
+            len(client.get_metric_history(run.info.run_id, "cost/turns")),
+        )
+        for run in runs
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "arguments", "line"),
     [
-        ({"recipies": {}}, (), "comparisons/small.yaml: unknown key recipies; did you mean recipes?"),
+        (
+            {"recipies": {}},
+            (),
+            "comparisons/small.yaml: unknown key recipies; did you mean recipes?",
+        ),
         ({"params": "nowhere.yaml"}, (), "parameter file comparisons/nowhere.yaml does not exist"),
-        ({"recipes": {"grpo": {"algorithm": {"recipe": "gpro"}}}}, (), "grpo long seed 0: algorithm.recipe 'gpro' is unknown"),
-        ({}, ("optimiser.ler=1",), "grpo long seed 0: unknown key optimiser.ler; did you mean optimiser.lr?"),
-        ({}, ("env.options.veiw=compact",), "env: babyai has no option 'veiw'; did you mean 'view'?"),
-        ({"contrasts": [["growing", "grwoing"]]}, (), "contrasts: [growing, grwoing] names no two rows"),
+        (
+            {"recipes": {"grpo": {"algorithm": {"recipe": "gpro"}}}},
+            (),
+            "grpo long seed 0: algorithm.recipe 'gpro' is unknown",
+        ),
+        (
+            {},
+            ("optimiser.ler=1",),
+            "grpo long seed 0: unknown key optimiser.ler; did you mean optimiser.lr?",
+        ),
+        (
+            {},
+            ("env.options.veiw=compact",),
+            "env: babyai has no option 'veiw'; did you mean 'view'?",
+        ),
+        (
+            {"contrasts": [["growing", "grwoing"]]},
+            (),
+            "contrasts: [growing, grwoing] names no two rows",
+        ),
     ],
 )
 def test_a_wrong_comparison_is_one_line_and_starts_nothing(fresh, changes, arguments, line):
-    (fresh.folder / "comparisons/small.yaml").write_text(yaml.safe_dump({**SMALL, **changes}, sort_keys=False))
+    (fresh.folder / "comparisons/small.yaml").write_text(
+        yaml.safe_dump({**SMALL, **changes}, sort_keys=False)
+    )
     ended = compare(fresh, *arguments)
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
     assert line in ended.stderr
@@ -148,7 +242,10 @@ def test_comparisons_of_the_repository_are_valid(fresh):
     files = sorted((fresh.folder / "comparisons").glob("*.yaml"))
     assert files
     for file in files:
-        named = {recipe["algorithm"]["recipe"] for recipe in yaml.safe_load(file.read_text())["recipes"].values()}
+        named = {
+            recipe["algorithm"]["recipe"]
+            for recipe in yaml.safe_load(file.read_text())["recipes"].values()
+        }
         shown = fresh.run("agentgym", "compare", str(file))
         if named <= RECIPES.keys():
             assert shown.returncode == 0, shown.stderr

@@ -13,8 +13,12 @@ def test_a_dataset_that_cannot_be_pulled_fails_the_flow_in_words(fresh):
     ended = fresh.pipeline()
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("failed: DvcError: dataset not pulled: `dvc pull data/AgentGym-RL-Data-ID.dvc` failed (1): ")
-    assert last.endswith("holds the files (`dvc push` where they are), or set data.path to a folder of your own")
+    assert last.startswith(
+        "failed: DvcError: dataset not pulled: `dvc pull data/AgentGym-RL-Data-ID.dvc` failed (1): "
+    )
+    assert last.endswith(
+        "holds the files (`dvc push` where they are), or set data.path to a folder of your own"
+    )
 
 
 @pytest.mark.slow
@@ -24,7 +28,11 @@ def test_a_dataset_that_is_not_the_pinned_one_fails_the_flow_in_words(fresh):
     train.write_text(json.dumps(json.loads(train.read_text())[1:]))
     ended = fresh.pipeline()
     assert ended.returncode == 2
-    assert ended.stderr.strip().splitlines()[-1].startswith("error: digest mismatch: data/AgentGym-RL-Data-ID is not what ")
+    assert (
+        ended.stderr.strip()
+        .splitlines()[-1]
+        .startswith("error: digest mismatch: data/AgentGym-RL-Data-ID is not what ")
+    )
     assert not (fresh.folder / ".agentgym/store").exists()
     # brought back as the message says, the run's first step is done with it
     assert fresh.run("dvc", "checkout", "--force", "data/AgentGym-RL-Data-ID.dvc").returncode == 0

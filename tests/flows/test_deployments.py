@@ -1,4 +1,6 @@
-"""The deployments as a user runs them: `make up`, the real `prefect` command, kills, cancel, `make down`; on a fresh PREFECT_HOME."""
+"""The deployments as a user runs them: `make up`, the real `prefect` command, kills, cancel,
+`make down`; on a fresh PREFECT_HOME.
+"""
 
 import json
 import os
@@ -34,8 +36,16 @@ class Deployed:
 
     def submit(self, deployment, *overrides):
         """`prefect deployment run`. Result: the flow run's id."""
-        said = self.prefect("deployment", "run", deployment, "--param", f"run={json.dumps({'overrides': overrides})}")
-        return re.search(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", said.replace("\n", "")).group()
+        said = self.prefect(
+            "deployment",
+            "run",
+            deployment,
+            "--param",
+            f"run={json.dumps({'overrides': overrides})}",
+        )
+        return re.search(
+            r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", said.replace("\n", "")
+        ).group()
 
     @property
     def services(self):
@@ -45,8 +55,13 @@ class Deployed:
         """Prefect's own interface; its client would take seconds to import for every look."""
         services = self.services
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", "Authorization": f"Basic {b64encode(services['login'].encode()).decode()}"}
-        request = urllib.request.Request(f"{services['prefect']}/api/{path}", data, headers, method=method)
+        headers = {
+            "Content-Type": "application/json",
+            "Authorization": f"Basic {b64encode(services['login'].encode()).decode()}",
+        }
+        request = urllib.request.Request(
+            f"{services['prefect']}/api/{path}", data, headers, method=method
+        )
         with urllib.request.urlopen(request, timeout=60) as reply:
             return json.loads(reply.read() or "null")
 
@@ -62,8 +77,18 @@ class Deployed:
             "message": flow_run["state"]["message"],
             "attempts": flow_run["run_count"],
             # a task run that was just created may have no state yet
-            "tasks": [(task["name"], (task["state"] or {}).get("name"), (task["state"] or {}).get("message")) for task in tasks],
-            "artifacts": [(artifact["key"], artifact["type"], artifact["description"], artifact["data"]) for artifact in artifacts],
+            "tasks": [
+                (
+                    task["name"],
+                    (task["state"] or {}).get("name"),
+                    (task["state"] or {}).get("message"),
+                )
+                for task in tasks
+            ],
+            "artifacts": [
+                (artifact["key"], artifact["type"], artifact["description"], artifact["data"])
+                for artifact in artifacts
+            ],
             "logs": [(log["name"], log["message"]) for log in logs],
         }
 
@@ -82,7 +107,9 @@ class Deployed:
 
     def log(self, name):
         """The end of a service's log, for a failure's message."""
-        return "\n".join((self.project.folder / f".agentgym/logs/{name}.log").read_text().splitlines()[-20:])
+        return "\n".join(
+            (self.project.folder / f".agentgym/logs/{name}.log").read_text().splitlines()[-20:]
+        )
 
     def wait_for_commit(self, step, count=1):
         """Until that many commits of a step are in the store, by any run."""
@@ -92,7 +119,11 @@ class Deployed:
             time.sleep(0.05)
 
     def pids(self, *words):
-        return [pid for pid, command in processes(self.project).items() if any(word in command for word in words)]
+        return [
+            pid
+            for pid, command in processes(self.project).items()
+            if any(word in command for word in words)
+        ]
 
 
 def processes(project):
@@ -102,7 +133,9 @@ def processes(project):
         if entry.name.isdigit():
             try:
                 if (entry / "cwd").resolve() == project.folder.resolve():
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found[int(entry.name)] = (
+                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    )
             except OSError:
                 continue
     return found
@@ -117,9 +150,13 @@ def make(project, target, *words):
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory, finished):
-    """`make up` in a copy of a finished project: a few steps of another seed are quick, and its data is pulled."""
+    """`make up` in a copy of a finished project: a few steps of another seed are quick, and its
+    data is pulled.
+    """
     project = type(finished)(tmp_path_factory.mktemp("deployed") / "project", finished.home)
-    shutil.copytree(finished.folder, project.folder, symlinks=True, ignore=shutil.ignore_patterns(".venv"))
+    shutil.copytree(
+        finished.folder, project.folder, symlinks=True, ignore=shutil.ignore_patterns(".venv")
+    )
     shutil.rmtree(project.folder / ".agentgym/prefect")
     (project.folder / ".venv").symlink_to(sys.prefix)
     for name in ("PREFECT_PORT", "MLFLOW_PORT"):
@@ -161,7 +198,9 @@ def test_every_flow_is_deployed_on_a_process_pool_and_a_kubernetes_pool(deployed
 
 
 def status_of(url, body=None, **headers):
-    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
+    request = urllib.request.Request(
+        url, None if body is None else json.dumps(body).encode(), headers
+    )
     try:
         with urllib.request.urlopen(request, timeout=30) as reply:
             return reply.status
@@ -169,23 +208,40 @@ def status_of(url, body=None, **headers):
         return error.code
 
 
-NEW_WORK = [("POST", "flows/", {"name": "theirs"}), ("POST", "deployments/filter", {}), ("POST", "work_queues/", {"name": "theirs"})]
+NEW_WORK = [
+    ("POST", "flows/", {"name": "theirs"}),
+    ("POST", "deployments/filter", {}),
+    ("POST", "work_queues/", {"name": "theirs"}),
+]
 
 
-@pytest.mark.parametrize(("path", "body"), [(path, body) for _, path, body in NEW_WORK] + [("admin/version", None), ("ready", None)])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(path, body) for _, path, body in NEW_WORK] + [("admin/version", None), ("ready", None)],
+)
 def test_who_does_not_know_the_login_gets_nothing_from_prefect(deployed, path, body):
     url = f"{deployed.services['prefect']}/api/{path}"
     wrong = f"Basic {b64encode(b'agentgym:wrong').decode()}"
     assert status_of(url, body, **{"Content-Type": "application/json"}) == 401
     assert status_of(url, body, **{"Content-Type": "text/plain"}) == 401
-    assert status_of(url, body, **{"Content-Type": "application/json", "Authorization": wrong}) == 401
+    assert (
+        status_of(url, body, **{"Content-Type": "application/json", "Authorization": wrong}) == 401
+    )
     known = f"Basic {b64encode(deployed.services['login'].encode()).decode()}"
     assert status_of(url, body, Authorization=known, Host="rebound.example:4200") == 403
     assert status_of(url, body, Authorization=known, Origin="http://elsewhere.example") == 403
     assert status_of(url, body, Authorization=known, Origin="http://127.0.0.1:9") == 403
 
 
-@pytest.mark.parametrize("path", ["ajax-api/2.0/mlflow/experiments/search?max_results=5", "", "version", "static-files/index.html"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "ajax-api/2.0/mlflow/experiments/search?max_results=5",
+        "",
+        "version",
+        "static-files/index.html",
+    ],
+)
 def test_who_does_not_know_the_login_gets_nothing_from_mlflow(deployed, path):
     url = f"{deployed.services['mlflow']}/{path}"
     assert status_of(url) == 401
@@ -195,9 +251,14 @@ def test_who_does_not_know_the_login_gets_nothing_from_mlflow(deployed, path):
     assert status_of(f"{deployed.services['mlflow']}/health") == 200
 
 
-@pytest.mark.parametrize("path", ["events/in", "events/out", "logs/out", "task_runs/subscriptions/scheduled"])
+@pytest.mark.parametrize(
+    "path", ["events/in", "events/out", "logs/out", "task_runs/subscriptions/scheduled"]
+)
 def test_a_websocket_needs_the_login_and_is_not_for_pages(deployed, path):
-    url, login = f"{deployed.services['prefect'].replace('http', 'ws')}/api/{path}", deployed.services["login"]
+    url, login = (
+        f"{deployed.services['prefect'].replace('http', 'ws')}/api/{path}",
+        deployed.services["login"],
+    )
 
     def said(token, **more):
         with connect(url, subprotocols=["prefect"], **more) as socket:
@@ -210,7 +271,10 @@ def test_a_websocket_needs_the_login_and_is_not_for_pages(deployed, path):
     assert said(login) == "auth_success"
     assert "Auth required" in said(None)
     assert "Invalid token" in said("agentgym:wrong")
-    for more in ({"origin": "http://elsewhere.example"}, {"additional_headers": {"Host": "rebound.example"}}):
+    for more in (
+        {"origin": "http://elsewhere.example"},
+        {"additional_headers": {"Host": "rebound.example"}},
+    ):
         with pytest.raises(InvalidStatus, match="403"):
             said(login, **more)
 
@@ -235,11 +299,19 @@ def logged_in(services, name):
 def test_the_printed_links_log_a_browser_in_and_its_pages_show_what_there_is(deployed, browser):
     services = deployed.services
     printed = make(deployed.project, "up").stdout
-    for name, page_path, shown in (("prefect", "/deployments", "pipeline"), ("mlflow", "/#/experiments", "agentgym-babyai")):
+    for name, page_path, shown in (
+        ("prefect", "/deployments", "pipeline"),
+        ("mlflow", "/#/experiments", "agentgym-babyai"),
+    ):
         assert f"open     {logged_in(services, name)}\n" in printed
         for host in ("127.0.0.1", "localhost"):  # the second as through a forwarded port
             page, failures = browser.new_context().new_page(), []
-            page.on("response", lambda reply, failures=failures: reply.status in (401, 403) and failures.append(reply.url))
+            page.on(
+                "response",
+                lambda reply, failures=failures: (
+                    reply.status in (401, 403) and failures.append(reply.url)
+                ),
+            )
             page.goto(logged_in(services, name).replace("127.0.0.1", host), timeout=60_000)
             own = services[name].replace("127.0.0.1", host)
             assert page.url.startswith(f"{own}/")
@@ -252,21 +324,27 @@ def test_the_printed_links_log_a_browser_in_and_its_pages_show_what_there_is(dep
 
 FOREIGN_PAGE = """<!doctype html><title>theirs</title><script>
 const api = %s, results = [];
-const attempt = (name, made) => made.then(r => r.text().then(t => results.push([name, r.type, r.status, t])),
+const attempt = (name, made) => made.then(r => r.text().then(t => results.push([name, r.type, \
+r.status, t])),
                                           e => results.push([name, "refused", 0, String(e)]));
-const socket = new Promise(done => { const s = new WebSocket(api.replace("http", "ws") + "/api/events/in", ["prefect"]);
+const socket = new Promise(done => { const s = new WebSocket(api.replace("http", "ws") + \
+"/api/events/in", ["prefect"]);
   s.onopen = () => done("open"); s.onerror = () => done("refused"); });
 const body = JSON.stringify({name: "theirs"}), headers = {"Content-Type": "application/json"};
 Promise.all([
-  attempt("json", fetch(api + "/api/flows/", {method: "POST", headers, body, credentials: "include"})),
-  attempt("plain", fetch(api + "/api/flows/", {method: "POST", mode: "no-cors", body, credentials: "include"})),
+  attempt("json", fetch(api + "/api/flows/", {method: "POST", headers, body, credentials: \
+"include"})),
+  attempt("plain", fetch(api + "/api/flows/", {method: "POST", mode: "no-cors", body, credentials: \
+"include"})),
   attempt("read", fetch(api + "/api/admin/settings", {credentials: "include"})),
   attempt("blind", fetch(api + "/api/admin/version", {mode: "no-cors", credentials: "include"})),
 ]).then(() => socket).then(s => { results.push(["socket", s, 0, ""]); window.results = results; });
 </script>"""
 
 
-def test_a_page_of_another_origin_does_and_reads_nothing_even_in_the_owners_browser(deployed, browser):
+def test_a_page_of_another_origin_does_and_reads_nothing_even_in_the_owners_browser(
+    deployed, browser
+):
     class Page(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -283,15 +361,26 @@ def test_a_page_of_another_origin_does_and_reads_nothing_even_in_the_owners_brow
         context.new_page().goto(logged_in(deployed.services, "prefect"), timeout=60_000)
         for host in ("127.0.0.1", "localhost"):  # of the same site, and of another
             page, answered = context.new_page(), {}
-            page.on("response", lambda reply, answered=answered: answered.setdefault(reply.url, set()).add(reply.status))
+            page.on(
+                "response",
+                lambda reply, answered=answered: answered.setdefault(reply.url, set()).add(
+                    reply.status
+                ),
+            )
             page.goto(f"http://{host}:{theirs.server_port}/")
             page.wait_for_function("window.results", timeout=60_000)
             results = page.evaluate("window.results")
             assert len(results) == 5
-            assert all(kind in ("refused", "opaque") and text in ("", "TypeError: Failed to fetch") for _, kind, _, text in results), (
-                results
-            )
-            assert {status for url, statuses in answered.items() if "/api/" in url for status in statuses} <= {403}
+            assert all(
+                kind in ("refused", "opaque") and text in ("", "TypeError: Failed to fetch")
+                for _, kind, _, text in results
+            ), results
+            assert {
+                status
+                for url, statuses in answered.items()
+                if "/api/" in url
+                for status in statuses
+            } <= {403}
         theirs.shutdown()
     assert "theirs" not in [flow["name"] for flow in deployed.api("flows/filter", {})]
 
@@ -301,7 +390,12 @@ def test_nobody_else_can_read_the_login(deployed):
     assert len(password) >= 32
     holding = []
     for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink() and ".venv" not in path.parts and password.encode() in path.read_bytes():
+        if (
+            path.is_file()
+            and not path.is_symlink()
+            and ".venv" not in path.parts
+            and password.encode() in path.read_bytes()
+        ):
             holding.append(str(path.relative_to(folder)))
             assert path.stat().st_mode & 0o777 == 0o600
     assert sorted(holding) == [".agentgym/services.json", "prefect.toml"]
@@ -326,11 +420,18 @@ def test_the_login_goes_to_no_other_server(deployed, monkeypatch):
     password = deployed.services["login"].partition(":")[2]
     with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setitem(deployed.project.environment, "PREFECT_API_URL", f"http://127.0.0.1:{server.server_port}/api")
+        monkeypatch.setitem(
+            deployed.project.environment,
+            "PREFECT_API_URL",
+            f"http://127.0.0.1:{server.server_port}/api",
+        )
         deployed.project.run("prefect", "--no-prompt", "work-pool", "ls")
         server.shutdown()
     assert heard
-    assert not any(password in said or b64encode(deployed.services["login"].encode()).decode() in said for said in heard)
+    assert not any(
+        password in said or b64encode(deployed.services["login"].encode()).decode() in said
+        for said in heard
+    )
 
 
 def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deployed):
@@ -347,23 +448,52 @@ def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deploy
     for name, state, message in seen["tasks"]:
         states.setdefault(name, []).append((state, message))
     assert {state for runs in states.values() for state, _ in runs} == {"Completed", "Crashed"}
-    crashed = [name for name, runs in states.items() if any(state == "Crashed" for state, _ in runs)]
+    crashed = [
+        name for name, runs in states.items() if any(state == "Crashed" for state, _ in runs)
+    ]
     assert crashed == ["stage 1/3 · max_turns 5"]
-    assert any((message or "").startswith("interrupted with attempt 1") for _, message in states[crashed[0]])
-    assert {"stage 2/3 · max_turns 8", "stage 3/3 · max_turns 12", "environments up", "report"} <= states.keys()
+    assert any(
+        (message or "").startswith("interrupted with attempt 1")
+        for _, message in states[crashed[0]]
+    )
+    assert {
+        "stage 2/3 · max_turns 8",
+        "stage 3/3 · max_turns 12",
+        "environments up",
+        "report",
+    } <= states.keys()
     # progress while it runs, a table and the MLflow run after it
-    artifacts = {key: (kind, description, data) for key, kind, description, data in reversed(seen["artifacts"])}
+    artifacts = {
+        key: (kind, description, data)
+        for key, kind, description, data in reversed(seen["artifacts"])
+    }
     assert artifacts["progress-stage-3"][0] == "progress"
     kind, description, data = artifacts["step-stage-1"]
     assert kind == "table"
     assert "resumed at commit" in description
-    assert re.search(rf"\[MLflow run \w+\]\({deployed.services['mlflow']}/#/experiments/\d+/runs/[0-9a-f]{{32}}\)", description)
+    assert re.search(
+        r"\[MLflow run"
+        rf" \w+\]\({deployed.services['mlflow']}/#/experiments/\d+/runs/[0-9a-f]{{32}}\)",
+        description,
+    )
     rows = json.loads(data) if isinstance(data, str) else data
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert {"rollout_max_turns", "rollout_success", "validation_success"} <= rows[0].keys()
     # the library's logs are the run's logs
-    assert any(name == "agentgym.training.rl" and message.startswith("step 6: success") for name, message in seen["logs"])
-    audit = deployed.project.run("agentgym", "audit", "--episodes", "2", "--set", "seed=5", "--set", "horizon.stage_steps=[6,1,2]")
+    assert any(
+        name == "agentgym.training.rl" and message.startswith("step 6: success")
+        for name, message in seen["logs"]
+    )
+    audit = deployed.project.run(
+        "agentgym",
+        "audit",
+        "--episodes",
+        "2",
+        "--set",
+        "seed=5",
+        "--set",
+        "horizon.stage_steps=[6,1,2]",
+    )
     assert audit.returncode == 0, audit.stdout
 
 
@@ -382,9 +512,19 @@ def test_cancel_ends_everything_the_run_owns(deployed):
 
 
 def test_a_wrong_parameter_fails_at_once_with_one_line_and_is_not_tried_again(deployed):
-    refused = deployed.project.run("prefect", "--no-prompt", "deployment", "run", "train/local", "--param", 'run={"overrides": ["seed"]}')
+    refused = deployed.project.run(
+        "prefect",
+        "--no-prompt",
+        "deployment",
+        "run",
+        "train/local",
+        "--param",
+        'run={"overrides": ["seed"]}',
+    )
     assert refused.returncode == 1  # by the form's own rules, before there is a run
-    seen = deployed.wait(deployed.submit("train/local", "rollout.gruop_size=4"), "Failed", "Completed")
+    seen = deployed.wait(
+        deployed.submit("train/local", "rollout.gruop_size=4"), "Failed", "Completed"
+    )
     assert "unknown key rollout.gruop_size; did you mean rollout.group_size?" in seen["message"]
     assert seen["tasks"] == []
     seen = deployed.wait(deployed.submit("train/local", "data.path=nowhere"), "Failed", "Completed")
@@ -396,7 +536,11 @@ def test_a_wrong_parameter_fails_at_once_with_one_line_and_is_not_tried_again(de
 def test_a_flow_typed_in_a_terminal_uses_the_running_server(deployed):
     refused = deployed.project.run("python", "-m", "flows.train", "seed=7")
     assert refused.returncode == 2
-    assert refused.stderr == "error: step stage-1 needs prepare, warm-start first; run `python -m flows.prepare` with the same parameters\n"
+    assert (
+        refused.stderr
+        == "error: step stage-1 needs prepare, warm-start first; run `python -m flows.prepare` with"
+        " the same parameters\n"
+    )
     prepared = deployed.project.run("python", "-m", "flows.prepare", "seed=7")
     assert prepared.returncode == 0, prepared.stdout + prepared.stderr
     assert "warm start (SFT)" in prepared.stdout
@@ -421,7 +565,11 @@ def test_a_run_that_lost_its_worker_too_is_found_by_its_silence(deployed):
 
 @pytest.mark.slow
 def test_a_crashed_run_that_no_automation_answers_is_found_by_the_supervisor(deployed):
-    (answer,) = [each for each in deployed.api("automations/filter", {}) if each["name"] == "agentgym: a crashed run goes on"]
+    (answer,) = [
+        each
+        for each in deployed.api("automations/filter", {})
+        if each["name"] == "agentgym: a crashed run goes on"
+    ]
     deployed.api(f"automations/{answer['id']}", {"enabled": False}, method="PATCH")
     run = deployed.submit("pipeline/local", "seed=9", "horizon.stage_steps=[6,1,2]")
     before = len([path for path in deployed.project.manifests() if "/stage-1-" in str(path)])

@@ -1,4 +1,6 @@
-"""DVC's own commands on a copy of this repository: experiments, what differs between them, and pages that need no network."""
+"""DVC's own commands on a copy of this repository: experiments, what differs between them, and
+pages that need no network.
+"""
 
 import json
 import re
@@ -8,15 +10,25 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-GIT = {f"GIT_{who}_{what}": "test@localhost" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+GIT = {
+    f"GIT_{who}_{what}": "test@localhost"
+    for who in ("AUTHOR", "COMMITTER")
+    for what in ("NAME", "EMAIL")
+}
 
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory, finished):
-    """A clone whose outputs are committed, and in it `dvc exp run -S` of another number of test items."""
+    """A clone whose outputs are committed, and in it `dvc exp run -S` of another number of test
+    items.
+    """
     project = type(finished)(tmp_path_factory.mktemp("dvc") / "project", finished.home)
     shutil.copytree(finished.folder, project.folder, ignore=shutil.ignore_patterns(".venv"))
-    project.environment |= {**GIT, "DVC_SITE_CACHE_DIR": str(project.folder / ".agentgym/dvc"), "DVC_NO_ANALYTICS": "1"}
+    project.environment |= {
+        **GIT,
+        "DVC_SITE_CACHE_DIR": str(project.folder / ".agentgym/dvc"),
+        "DVC_NO_ANALYTICS": "1",
+    }
     reproduced = project.run("dvc", "repro", timeout=600)
     assert reproduced.returncode == 0, reproduced.stderr
     for words in (("add", "--all"), ("commit", "--quiet", "--message", "the run")):
@@ -25,15 +37,24 @@ def experiment(tmp_path_factory, finished):
     assert "outputs/evaluate-stage-3.json" in tracked
     assert "dvc.lock" in tracked
     before = project.manifests()
-    ran = project.run("dvc", "exp", "run", "-S", "evaluation.num_items=10", "-n", "more-items", timeout=900)
+    ran = project.run(
+        "dvc", "exp", "run", "-S", "evaluation.num_items=10", "-n", "more-items", timeout=900
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    project.added = {path.parts[-3].rpartition("-")[0] for path in project.manifests().keys() - before.keys()}
+    project.added = {
+        path.parts[-3].rpartition("-")[0] for path in project.manifests().keys() - before.keys()
+    }
     return project
 
 
-def test_an_experiment_runs_what_depends_on_its_parameter_and_goes_on_from_the_shared_store(experiment):
+def test_an_experiment_runs_what_depends_on_its_parameter_and_goes_on_from_the_shared_store(
+    experiment,
+):
     assert experiment.added == {
-        *(f"evaluate-{name}" for name in ("initialise", "warm-start", "stage-1", "stage-2", "stage-3")),
+        *(
+            f"evaluate-{name}"
+            for name in ("initialise", "warm-start", "stage-1", "stage-2", "stage-3")
+        ),
         "register",
         "report",
     }
@@ -42,7 +63,9 @@ def test_an_experiment_runs_what_depends_on_its_parameter_and_goes_on_from_the_s
 
 def test_params_diff_names_the_changed_parameter_alone(experiment):
     differences = json.loads(experiment.run("dvc", "params", "diff", "--json").stdout)
-    assert differences == {"params.yaml": {"evaluation.num_items": {"old": 8, "new": 10, "diff": 2}}}
+    assert differences == {
+        "params.yaml": {"evaluation.num_items": {"old": 8, "new": 10, "diff": 2}}
+    }
 
 
 def test_metrics_diff_compares_numbers_of_both_revisions(experiment):
@@ -52,10 +75,18 @@ def test_metrics_diff_compares_numbers_of_both_revisions(experiment):
     assert not any("digest" in metric or metric.endswith("key") for metric in stage)
     shown = json.loads(experiment.run("dvc", "metrics", "show", "--json").stdout)
     (workspace,) = shown.values()
-    assert "mean" in workspace["data"]["outputs/evaluate-stage-3.json"]["data"]["results"]["summary"]["greedy"]
+    assert (
+        "mean"
+        in workspace["data"]["outputs/evaluate-stage-3.json"]["data"]["results"]["summary"][
+            "greedy"
+        ]
+    )
 
 
-@pytest.mark.parametrize(("command", "revisions"), [(("show",), ["workspace"]), (("diff", "HEAD", "more-items"), ["HEAD", "more-items"])])
+@pytest.mark.parametrize(
+    ("command", "revisions"),
+    [(("show",), ["workspace"]), (("diff", "HEAD", "more-items"), ["HEAD", "more-items"])],
+)
 def test_plots_open_without_a_network(experiment, command, revisions):
     made = experiment.run("dvc", "plots", *command, "--out", "plots-page")
     assert made.returncode == 0, made.stderr
@@ -65,7 +96,12 @@ def test_plots_open_without_a_network(experiment, command, revisions):
     markup = re.sub(r"<script[^>]*>.*?</script>", "", page, flags=re.DOTALL)
     assert not re.search(r"""<(script|link|img)[^>]*(src|href)=["']?(https?:)?//""", page)
     assert "vegaEmbed" in page
-    for title in ("success while training", "validation success while training", "success on test items", "loss of the warm start"):
+    for title in (
+        "success while training",
+        "validation success while training",
+        "success on test items",
+        "loss of the warm start",
+    ):
         assert f'"{title}"' in page or title in markup
     for revision in revisions:
         assert f'"rev": "{revision}"' in page

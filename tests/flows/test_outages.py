@@ -1,4 +1,6 @@
-"""What a run is told to use is not there, or goes away: it says so in time, names what to do, and loses nothing."""
+"""What a run is told to use is not there, or goes away: it says so in time, names what to do,
+and loses nothing.
+"""
 
 import json
 import re
@@ -11,7 +13,14 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-FEW_DEMOS = ("--set", "warm_start.num_demos=8", "--set", "warm_start.steps=4", "--set", "warm_start.batch_size=4")
+FEW_DEMOS = (
+    "--set",
+    "warm_start.num_demos=8",
+    "--set",
+    "warm_start.steps=4",
+    "--set",
+    "warm_start.batch_size=4",
+)
 
 
 def closed_port():
@@ -38,7 +47,10 @@ def answers(url):
 def kill(process):
     """With its children, as a machine would go."""
     if process.poll() is None:
-        for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        for each in [
+            *psutil.Process(process.pid).children(recursive=True),
+            psutil.Process(process.pid),
+        ]:
             each.kill()
     process.wait(30)
     process.stdout.close()
@@ -65,12 +77,19 @@ def commits(project, step):
 def warm_started(project, *overrides):
     """The steps before stage 1, done, in one process."""
     assert project.run("dvc", "pull").returncode == 0
-    steps = "any(main(['step', name, *sys.argv[1:]]) for name in ('prepare', 'initialise', 'warm-start'))"
-    ended = project.run("python", "-c", f"import sys; from agentgym.cli import main; sys.exit({steps})", *overrides)
+    steps = (
+        "any(main(['step', name, *sys.argv[1:]]) for name in ('prepare', 'initialise',"
+        " 'warm-start'))"
+    )
+    ended = project.run(
+        "python", "-c", f"import sys; from agentgym.cli import main; sys.exit({steps})", *overrides
+    )
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("command", [("python", "-m", "flows.pipeline"), ("agentgym", "step", "prepare", "--set")])
+@pytest.mark.parametrize(
+    "command", [("python", "-m", "flows.pipeline"), ("agentgym", "step", "prepare", "--set")]
+)
 def test_an_mlflow_server_out_of_reach_is_named_before_anything_starts(fresh, command):
     assert fresh.run("dvc", "pull").returncode == 0
     uri = f"http://127.0.0.1:{closed_port()}"
@@ -91,7 +110,10 @@ def test_an_environment_server_out_of_reach_is_named_before_anything_starts(fres
     assert time.monotonic() - began < 60
     assert ended.returncode == 1
     assert f"{endpoint}/info: unreachable" in ended.stderr
-    assert "expected a babyai server there: start it (python -m envs serve babyai --port PORT), or correct env.endpoints" in ended.stderr
+    assert (
+        "expected a babyai server there: start it (python -m envs serve babyai --port PORT), or"
+        " correct env.endpoints" in ended.stderr
+    )
     assert len(ended.stderr.splitlines()) == 1
     assert not (fresh.folder / ".agentgym/store").exists()
 
@@ -101,11 +123,15 @@ def test_an_environment_server_out_of_reach_is_named_before_anything_starts(fres
 def test_an_environment_server_that_dies_in_a_stage_costs_the_unfinished_step_alone(fresh, start):
     stage = ("agentgym", "step", "stage-1", "--set", "horizon.stage_steps=[12,1,2]", *FEW_DEMOS)
     warm_started(fresh, *FEW_DEMOS)
-    options = json.dumps(yaml.safe_load((fresh.folder / "params.yaml").read_text())["env"]["options"])
+    options = json.dumps(
+        yaml.safe_load((fresh.folder / "params.yaml").read_text())["env"]["options"]
+    )
 
     def serve():
         port = closed_port()
-        server = start("python", "-m", "envs", "serve", "babyai", "--options", options, "--port", str(port))
+        server = start(
+            "python", "-m", "envs", "serve", "babyai", "--options", options, "--port", str(port)
+        )
         wait_for(lambda: answers(f"http://127.0.0.1:{port}/readyz"), "the server never came up")
         return server, f"http://127.0.0.1:{port}"
 
@@ -118,10 +144,18 @@ def test_an_environment_server_that_dies_in_a_stage_costs_the_unfinished_step_al
     assert time.monotonic() - began < 180
     assert run.returncode == 1, said
     *_, last = said.splitlines()
-    assert re.search(r"failed: RolloutError: 16 of 16 episodes failed after 3 attempts each \(limit 10%\); last, babyai_\d+:", last)
+    assert re.search(
+        r"failed: RolloutError: 16 of 16 episodes failed after 3 attempts each \(limit 10%\); last,"
+        r" babyai_\d+:",
+        last,
+    )
     assert f"{endpoint}/create: unreachable" in last
-    assert "see to the environment servers. Nothing committed is lost: the same command goes on" in last
-    assert sum("attempt" in line for line in said.splitlines()) == 2, said  # one warning and the end, for 16 episodes
+    assert (
+        "see to the environment servers. Nothing committed is lost: the same command goes on"
+        in last
+    )
+    # one warning and the end, for 16 episodes
+    assert sum("attempt" in line for line in said.splitlines()) == 2, said
     kept = fresh.manifests()
     assert 1 <= len(commits(fresh, "stage-1")) < 12
 
@@ -142,7 +176,16 @@ def test_an_mlflow_server_that_dies_in_a_stage_gets_every_point_once_when_it_is_
     overrides = ("--set", f"tracking.uri={uri}", "--set", "horizon.stage_steps=[8,1,2]", *FEW_DEMOS)
 
     def serve():
-        server = start("mlflow", "server", "--backend-store-uri", database, "--port", str(port), "--workers", "1")
+        server = start(
+            "mlflow",
+            "server",
+            "--backend-store-uri",
+            database,
+            "--port",
+            str(port),
+            "--workers",
+            "1",
+        )
         wait_for(lambda: answers(f"{uri}/health"), "MLflow never came up")
         return server
 
@@ -170,7 +213,11 @@ def test_an_mlflow_server_that_dies_in_a_stage_gets_every_point_once_when_it_is_
     assert fresh.manifests() == before
     client = MlflowClient(database)
     runs = client.search_runs([client.get_experiment_by_name("agentgym-babyai").experiment_id])
-    told = [run for run in runs if run.data.tags["kind"] == "pipeline" or run.data.tags.get("step") == "stage-1"]
+    told = [
+        run
+        for run in runs
+        if run.data.tags["kind"] == "pipeline" or run.data.tags.get("step") == "stage-1"
+    ]
     assert len(told) == 2
     for each in told:
         history = client.get_metric_history(each.info.run_id, "rollout/success")

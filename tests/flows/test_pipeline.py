@@ -12,19 +12,32 @@ STEPS = 13
 
 
 def stage_digest(project, step):
-    heads = [json.loads(content) for path, content in sorted(project.manifests().items()) if json.loads(content)["step"] == step]
+    heads = [
+        json.loads(content)
+        for path, content in sorted(project.manifests().items())
+        if json.loads(content)["step"] == step
+    ]
     return heads[-1]["digest"]
 
 
 def test_one_command_runs_every_step_and_says_what_came_out(finished):
     out = finished.first.stdout
     assert f"0 of {STEPS} steps are done" in out
-    for line in ("untrained", "warm start", "stage 3", "avg@2 gain", "agentgym-babyai version 1", "champion moves to version 1"):
+    for line in (
+        "untrained",
+        "warm start",
+        "stage 3",
+        "avg@2 gain",
+        "agentgym-babyai version 1",
+        "champion moves to version 1",
+    ):
         assert line in out, out
     report = finished.folder / re.search(r"^report\s+(\S+)", out, re.MULTILINE).group(1)
     page = report.read_text()
     assert "<script" not in page
-    assert "://" not in re.sub(r"data:image/png;base64,[^\"]*", "", page).replace("http://www.w3.org", "")
+    assert "://" not in re.sub(r"data:image/png;base64,[^\"]*", "", page).replace(
+        "http://www.w3.org", ""
+    )
 
 
 def test_a_second_run_finds_everything_done_and_starts_nothing(finished):
@@ -47,7 +60,14 @@ def test_mlflow_holds_one_parent_with_a_child_per_step_on_one_continuous_axis(fi
     parents = [run for run in runs if run.data.tags["kind"] == "pipeline"]
     children = {run.data.tags["step"]: run for run in runs if run.data.tags["kind"] == "step"}
     assert len(parents) == 1
-    assert {"warm-start", "stage-1", "stage-2", "stage-3", "evaluate-stage-3", "report"} <= children.keys()
+    assert {
+        "warm-start",
+        "stage-1",
+        "stage-2",
+        "stage-3",
+        "evaluate-stage-3",
+        "report",
+    } <= children.keys()
     assert all(run.info.status == "FINISHED" for run in runs)
     history = client.get_metric_history(parents[0].info.run_id, "rollout/success")
     assert [point.step for point in sorted(history, key=lambda point: point.step)] == [1, 2, 3, 4]
@@ -74,7 +94,9 @@ def test_dvc_repro_after_it_trains_nothing_and_a_second_one_runs_no_stage(finish
 
 
 def test_another_evaluation_parameter_runs_evaluations_alone(finished):
-    plan = json.loads(finished.run("agentgym", "plan", "--json", "--set", "evaluation.num_items=10").stdout)["steps"]
+    plan = json.loads(
+        finished.run("agentgym", "plan", "--json", "--set", "evaluation.num_items=10").stdout
+    )["steps"]
     actions = {step["name"]: step["action"] for step in plan}
     assert {name for name, action in actions.items() if action == "run"} == {
         name for name in actions if name.startswith("evaluate-") or name in ("register", "report")
@@ -84,7 +106,9 @@ def test_another_evaluation_parameter_runs_evaluations_alone(finished):
     before = finished.manifests()
     ran = finished.pipeline("evaluation.num_items=10")
     assert ran.returncode == 0, ran.stderr
-    added = {path.parts[-3].rpartition("-")[0] for path in finished.manifests().keys() - before.keys()}
+    added = {
+        path.parts[-3].rpartition("-")[0] for path in finished.manifests().keys() - before.keys()
+    }
     assert added == {name for name, action in actions.items() if action == "run"}
     assert before.items() <= finished.manifests().items()
     # the same weights are not registered twice
@@ -92,9 +116,18 @@ def test_another_evaluation_parameter_runs_evaluations_alone(finished):
 
 
 def test_another_learning_rate_never_touches_the_old_checkpoint(finished):
-    plan = json.loads(finished.run("agentgym", "plan", "--json", "--set", "optimiser.lr=0.0002").stdout)["steps"]
-    assert next(step for step in plan if step["name"] == "stage-1")["why"] == "changed: optimiser.lr 0.0005 -> 0.0002"
-    old = {path: path.read_bytes() for path in (finished.folder / ".agentgym/store").rglob("*") if path.is_file()}
+    plan = json.loads(
+        finished.run("agentgym", "plan", "--json", "--set", "optimiser.lr=0.0002").stdout
+    )["steps"]
+    assert (
+        next(step for step in plan if step["name"] == "stage-1")["why"]
+        == "changed: optimiser.lr 0.0005 -> 0.0002"
+    )
+    old = {
+        path: path.read_bytes()
+        for path in (finished.folder / ".agentgym/store").rglob("*")
+        if path.is_file()
+    }
     ran = finished.run("agentgym", "step", "stage-1", "--set", "optimiser.lr=0.0002")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("stage-1: ran")
@@ -111,7 +144,9 @@ def test_the_run_passes_its_audit_from_the_command_line(finished):
     assert name in other.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(fresh, number):
     process = fresh.start("python", "-m", "flows.pipeline")
     deadline = time.monotonic() + 120
@@ -129,10 +164,16 @@ def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(f
         assert time.monotonic() < deadline, fresh.processes()
         time.sleep(0.2)
     before = fresh.manifests()
-    plan = {step["name"]: step for step in json.loads(fresh.run("agentgym", "plan", "--json").stdout)["steps"]}
+    plan = {
+        step["name"]: step
+        for step in json.loads(fresh.run("agentgym", "plan", "--json").stdout)["steps"]
+    }
     assert plan["initialise"]["action"] == "skip"
     if plan["warm-start"]["action"] != "skip":  # the signal came before its last commit
-        assert (plan["warm-start"]["action"], plan["warm-start"]["why"]) == ("resume", "at 20 (commit 0)")
+        assert (plan["warm-start"]["action"], plan["warm-start"]["why"]) == (
+            "resume",
+            "at 20 (commit 0)",
+        )
     again = fresh.pipeline()
     assert again.returncode == 0, again.stdout + again.stderr
     assert before.items() <= fresh.manifests().items()

@@ -18,10 +18,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-COMMANDS = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
+COMMANDS = [
+    line.partition("  #")[0].strip()
+    for block in BLOCKS
+    for line in block.splitlines()
+    if line.strip()
+]
 BY_CI = ("make pipeline", "make test")
 SERVERS = ("make ui", "python -m envs serve")
-DEPLOYED = ("make up", "make down", "prefect ", "dvc exp ", "dvc plots ", "dvc params ")  # test_deployments.py, test_dvc_commands.py
+# test_deployments.py, test_dvc_commands.py
+DEPLOYED = ("make up", "make down", "prefect ", "dvc exp ", "dvc plots ", "dvc params ")
 
 
 def test_ci_runs_the_two_commands():
@@ -29,7 +35,9 @@ def test_ci_runs_the_two_commands():
     assert all(re.search(rf"^{command}", script, re.MULTILINE) for command in BY_CI)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith((*BY_CI, *SERVERS, *DEPLOYED, "git clone"))])
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if not c.startswith((*BY_CI, *SERVERS, *DEPLOYED, "git clone"))]
+)
 def test_commands_of_the_readme_work(finished, command):
     if "path/to/model" in command:
         command = command.replace("path/to/model", str(exported_model(finished)))
@@ -47,19 +55,34 @@ def test_servers_of_the_readme_come_up_and_end(finished, tmp_path, command):
         (finished.folder / ".venv").symlink_to(sys.prefix)
         words, path = ["make", "--old-file=.venv/.installed", "ui", f"PORT={port}"], "/health"
     else:
-        words, path = [port if word == "36002" else word for word in shlex.split(command)], "/readyz"
+        words, path = (
+            [port if word == "36002" else word for word in shlex.split(command)],
+            "/readyz",
+        )
     with (tmp_path / "said").open("wb") as said:
-        process = subprocess.Popen(words, cwd=finished.folder, env=finished.environment, start_new_session=True, stdout=said)
+        process = subprocess.Popen(
+            words,
+            cwd=finished.folder,
+            env=finished.environment,
+            start_new_session=True,
+            stdout=said,
+        )
     try:
         assert answers(f"http://127.0.0.1:{port}{path}", process)
         assert list(finished.home.iterdir()) == []
         if command == "make ui":
             login, address = re.search(
-                r"^open +http://(.+)@(127\.0\.0\.1:\d+)/login$", (tmp_path / "said").read_text(), re.MULTILINE
+                r"^open +http://(.+)@(127\.0\.0\.1:\d+)/login$",
+                (tmp_path / "said").read_text(),
+                re.MULTILINE,
             ).groups()
             assert address == f"127.0.0.1:{port}"
             assert not answers(f"http://{address}/", process, within_s=2)
-            assert answers(f"http://{address}/", process, Authorization=f"Basic {b64encode(login.encode()).decode()}")
+            assert answers(
+                f"http://{address}/",
+                process,
+                Authorization=f"Basic {b64encode(login.encode()).decode()}",
+            )
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
@@ -75,7 +98,9 @@ def answers(url, process, within_s=120, **headers):
     while time.monotonic() < deadline:
         assert process.poll() is None, "the server ended"
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as reply:
+            with urllib.request.urlopen(
+                urllib.request.Request(url, headers=headers), timeout=5
+            ) as reply:
                 return reply.status == 200
         except (urllib.error.URLError, OSError):
             time.sleep(0.3)

@@ -8,7 +8,10 @@ import pytest
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("rollout.gruop_size=4", "unknown key rollout.gruop_size; did you mean rollout.group_size?"),
+        (
+            "rollout.gruop_size=4",
+            "unknown key rollout.gruop_size; did you mean rollout.group_size?",
+        ),
         ("optimiser.lr=fast", "optimiser.lr: input should be a valid number"),
         ("horizon.max_turns=[12,8,5]", "horizon.max_turns [12, 8, 5] must not decrease"),
         ("rollout.group_size=1", "leaves grpo nothing to compare"),
@@ -19,12 +22,21 @@ import pytest
         ("env.name=chess", "env: unknown environment 'chess'"),
         ("env.name=foo.bar", "env.name: string should match pattern"),
         ("registry.model_name=org/model", "registry.model_name: string should match pattern"),
-        ("model.source=hub model.name=/no/model", "model.name '/no/model' is neither a folder with a model"),
+        (
+            "model.source=hub model.name=/no/model",
+            "model.name '/no/model' is neither a folder with a model",
+        ),
         ("evaluation.k=[]", "evaluation.k: tuple should have at least 1 item"),
-        ("data.path=nowhere", "data.path nowhere does not exist, and there is no nowhere.dvc to pull it by"),
+        (
+            "data.path=nowhere",
+            "data.path nowhere does not exist, and there is no nowhere.dvc to pull it by",
+        ),
         (
             "warm_start.source=trajectories",
-            "data.trajectories data/trajectories/imported does not exist, and there is no data/trajectories/",
+            (
+                "data.trajectories data/trajectories/imported does not exist, and there is no"
+                " data/trajectories/"
+            ),
         ),
     ],
 )
@@ -41,7 +53,9 @@ def test_an_eval_item_in_the_train_file_is_named_and_starts_nothing(fresh):
     assert fresh.run("dvc", "pull").returncode == 0
     train = fresh.folder / "data/AgentGym-RL-Data-ID/train/babyai_train.json"
     items = json.loads(train.read_text())
-    leaked = json.loads((fresh.folder / "data/AgentGym-RL-Data-ID/eval/babyai_test.json").read_text())[3]
+    leaked = json.loads(
+        (fresh.folder / "data/AgentGym-RL-Data-ID/eval/babyai_test.json").read_text()
+    )[3]
     train.write_text(json.dumps([*items, leaked]))
     ended = fresh.pipeline()
     assert ended.returncode == 2
@@ -54,7 +68,10 @@ def test_more_test_items_than_there_are_start_nothing(fresh):
     assert fresh.run("dvc", "pull").returncode == 0
     ended = fresh.pipeline("evaluation.num_items=1000")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "error: evaluation.num_items 1000 is more than the 600 test items of babyai; lower it\n"
+    assert (
+        ended.stderr
+        == "error: evaluation.num_items 1000 is more than the 600 test items of babyai; lower it\n"
+    )
 
 
 def test_what_cannot_be_written_leaves_nothing_beside_it(fresh):
@@ -72,7 +89,10 @@ def test_an_audit_of_no_episode_is_refused(fresh):
 
 
 def test_two_pipelines_may_start_at_once(fresh):
-    start = "from pathlib import Path; from tasks.prefect_server import prefect_api; prefect_api(Path('.agentgym')).__enter__()"
+    start = (
+        "from pathlib import Path; from tasks.prefect_server import prefect_api;"
+        " prefect_api(Path('.agentgym')).__enter__()"
+    )
     both = [fresh.start("python", "-c", f"import flows; {start}") for _ in range(2)]
     for process in both:
         said, _ = process.communicate(timeout=120)

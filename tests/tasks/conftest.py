@@ -1,3 +1,5 @@
-"""Prefect reads its settings when it is first imported; importing our package before says where its state lies."""
+"""Prefect reads its settings when it is first imported; importing our package before says where
+its state lies.
+"""
 
 import tasks  # noqa: F401

@@ -23,7 +23,11 @@ def pushed(empty_dvc_project, tmp_path_factory):
         (DATA / "train").mkdir(parents=True)
         (DATA / "train/babyai_train.json").write_text("[1]")
         (DATA / "train/babyai_test.json").write_text("[2]")
-        for command in (("add", "-q", str(DATA)), ("remote", "add", "-q", "--default", "shelf", "remote"), ("push", "-q")):
+        for command in (
+            ("add", "-q", str(DATA)),
+            ("remote", "add", "-q", "--default", "shelf", "remote"),
+            ("push", "-q"),
+        ):
             run_dvc(*command, timeout_s=240)
     shutil.rmtree(project / ".dvc/cache")
     shutil.rmtree(project / ".dvc/tmp")
@@ -53,7 +57,10 @@ def test_a_dataset_as_it_is_pinned_needs_no_dvc_and_a_lost_one_is_pulled(remote,
 def test_a_folder_of_one_s_own_is_left_alone_and_none_at_all_is_named(dvc_project):
     Path("mine").mkdir()
     assert pull_data.fn(Path("mine")) == "mine is not tracked by DVC"
-    with pytest.raises(ConfigError, match=r"data\.path nowhere does not exist, and there is no nowhere\.dvc to pull it by"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.path nowhere does not exist, and there is no nowhere\.dvc to pull it by",
+    ):
         pull_data.fn(Path("nowhere"))
 
 
@@ -61,7 +68,10 @@ def test_a_dataset_that_cannot_be_pulled_is_said_so(remote):
     shutil.rmtree(DATA)
     [one] = objects(remote, "[1]")
     one.unlink()
-    expected = r"^dataset not pulled: `dvc pull data/lists\.dvc` failed \(1\): .*; see that the remote can be reached .*, or set data\.path"
+    expected = (
+        r"^dataset not pulled: `dvc pull data/lists\.dvc` failed \(1\): .*; see that the remote can"
+        r" be reached .*, or set data\.path"
+    )
     with pytest.raises(DvcError, match=expected):
         pull_data.fn(DATA)
     shutil.rmtree(remote)
@@ -72,7 +82,11 @@ def test_a_dataset_that_cannot_be_pulled_is_said_so(remote):
 def test_files_that_were_changed_here_are_a_digest_mismatch_and_stay(remote):
     (DATA / "train/babyai_train.json").write_text("[9]")
     with pytest.raises(
-        DataError, match=r"digest mismatch: data/lists is not what data/lists\.dvc pins: expected md5 .*, got .*; if the files"
+        DataError,
+        match=(
+            r"digest mismatch: data/lists is not what data/lists\.dvc pins: expected md5 .*, got"
+            r" .*; if the files"
+        ),
     ):
         pull_data.fn(DATA)
     assert (DATA / "train/babyai_train.json").read_text() == "[9]"
@@ -84,7 +98,11 @@ def test_files_that_came_damaged_from_the_remote_are_a_digest_mismatch(remote):
     one.chmod(0o644)
     one.write_text("[X]")
     with pytest.raises(
-        DataError, match=r"digest mismatch: .*; if `dvc pull` brought them, its remote is damaged: delete them and \.dvc/cache"
+        DataError,
+        match=(
+            r"digest mismatch: .*; if `dvc pull` brought them, its remote is damaged: delete them"
+            r" and \.dvc/cache"
+        ),
     ):
         pull_data.fn(DATA)
 

@@ -1,4 +1,6 @@
-"""The gate before an app that answers everybody; with the real servers behind it: tests/flows/test_deployments.py."""
+"""The gate before an app that answers everybody; with the real servers behind it:
+tests/flows/test_deployments.py.
+"""
 
 import asyncio
 from base64 import b64encode
@@ -14,7 +16,13 @@ OWN = ("origin", "http://127.0.0.1:4200")
 
 
 async def answers_everybody(scope, receive, send):
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"X-Frame-Options", b"ALLOWALL")]})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(b"X-Frame-Options", b"ALLOWALL")],
+        }
+    )
     await send({"type": "http.response.body", "body": b"secret"})
 
 
@@ -32,7 +40,11 @@ def ask(*headers, method="GET", path="/page", kind="http", app=answers_everybody
     scope = {"type": kind, "method": method, "path": path, "headers": pairs, "query_string": b""}
     asyncio.run(Gate(app, LOGIN, open_paths=("/health",), sockets=True)(scope, receive, send))
     first = sent[0]
-    return first.get("status", first.get("code")), dict(first.get("headers", ())), b"".join(m.get("body", b"") for m in sent)
+    return (
+        first.get("status", first.get("code")),
+        dict(first.get("headers", ())),
+        b"".join(m.get("body", b"") for m in sent),
+    )
 
 
 def test_the_owner_comes_through_and_no_other_page_shows_it():
@@ -82,9 +94,21 @@ def test_without_the_login_there_is_a_401_that_says_how_to_get_in(authorization)
         (HOST, KNOWN, ("origin", "http://127.0.0.1:9999")),
         (HOST, KNOWN, ("origin", "https://127.0.0.1:4200")),
         (HOST, KNOWN, OWN, ("origin", "http://elsewhere.example")),
-        (HOST, KNOWN, ("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "no-cors"), ("sec-fetch-dest", "image")),
+        (
+            HOST,
+            KNOWN,
+            ("sec-fetch-site", "cross-site"),
+            ("sec-fetch-mode", "no-cors"),
+            ("sec-fetch-dest", "image"),
+        ),
         (HOST, KNOWN, ("sec-fetch-site", "same-site"), ("sec-fetch-mode", "cors")),
-        (HOST, KNOWN, ("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate"), ("sec-fetch-dest", "iframe")),
+        (
+            HOST,
+            KNOWN,
+            ("sec-fetch-site", "cross-site"),
+            ("sec-fetch-mode", "navigate"),
+            ("sec-fetch-dest", "iframe"),
+        ),
     ],
 )
 def test_what_a_browser_sends_for_another_page_is_refused_with_the_login_too(headers):
@@ -95,7 +119,11 @@ def test_what_a_browser_sends_for_another_page_is_refused_with_the_login_too(hea
 
 
 def test_a_link_on_another_page_may_be_followed_but_no_form_sent():
-    came_from = (("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate"), ("sec-fetch-dest", "document"))
+    came_from = (
+        ("sec-fetch-site", "cross-site"),
+        ("sec-fetch-mode", "navigate"),
+        ("sec-fetch-dest", "document"),
+    )
     assert ask(HOST, KNOWN, *came_from)[0] == 200
     assert ask(HOST, KNOWN, *came_from, method="POST")[0] == 403
 
@@ -106,7 +134,9 @@ def test_the_login_leaves_the_address_bar():
     assert ask(HOST, path="/login")[0] == 401
 
 
-@pytest.mark.parametrize("headers", [(HOST, OWN, KNOWN), (HOST, ("origin", "null")), (("host", "rebound.example"),), ()])
+@pytest.mark.parametrize(
+    "headers", [(HOST, OWN, KNOWN), (HOST, ("origin", "null")), (("host", "rebound.example"),), ()]
+)
 def test_a_websocket_of_a_page_is_closed_before_the_server_sees_it(headers):
     async def app(scope, receive, send):
         raise AssertionError("seen")

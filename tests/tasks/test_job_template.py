@@ -1,4 +1,6 @@
-"""What a kubernetes worker would send for one of our flow runs is what the API accepts and what our namespace admits."""
+"""What a kubernetes worker would send for one of our flow runs is what the API accepts and what
+our namespace admits.
+"""
 
 import json
 from pathlib import Path
@@ -13,17 +15,32 @@ TEMPLATE = json.loads((ROOT / "k8s/prefect/base-job-template.json").read_text())
 
 
 def job(deployment="pipeline"):
-    """The manifest as the worker fills it: the pool's defaults, the deployment's variables, its own command and names."""
+    """The manifest as the worker fills it: the pool's defaults, the deployment's variables, its
+    own command and names.
+    """
     (found,) = [
         d
         for d in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
         if (d["name"], d["entrypoint"]) == ("kubernetes", f"flows/{deployment}.py:{deployment}")
     ]
-    defaults = {name: field["default"] for name, field in TEMPLATE["variables"]["properties"].items() if "default" in field}
+    defaults = {
+        name: field["default"]
+        for name, field in TEMPLATE["variables"]["properties"].items()
+        if "default" in field
+    }
     variables = found["work_pool"]["job_variables"] | {"image": "registry/agentgym:1"}
     assert variables.keys() <= TEMPLATE["variables"]["properties"].keys()
     env = [{"name": name, "value": value} for name, value in variables.pop("env").items()]
-    values = defaults | variables | {"env": env, "labels": {"a": "b"}, "name": "run", "command": ["prefect", "flow-run", "execute"]}
+    values = (
+        defaults
+        | variables
+        | {
+            "env": env,
+            "labels": {"a": "b"},
+            "name": "run",
+            "command": ["prefect", "flow-run", "execute"],
+        }
+    )
     return apply_values(TEMPLATE["job_configuration"]["job_manifest"], values)
 
 
@@ -36,10 +53,14 @@ def test_the_job_is_admitted_where_pods_are_restricted_and_is_not_retried_by_kub
     spec = job()["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
-    assert (spec["backoffLimit"], pod["restartPolicy"]) == (0, "Never")  # automations decide, with the run's state in sight
+    # automations decide, with the run's state in sight
+    assert (spec["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
     assert container["image"] == "registry/agentgym:1"
     assert {"name": "PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "value": "30"} in container["env"]
 

@@ -1,4 +1,6 @@
-"""MLflow's server of a project: its owner's clients work, nobody else's do, and its artifacts stay in their folder."""
+"""MLflow's server of a project: its owner's clients work, nobody else's do, and its artifacts
+stay in their folder.
+"""
 
 import json
 import os
@@ -40,10 +42,17 @@ class Served:
 
     def ask(self, path, body=None, method=None, **headers):
         """(status, text) of a request by whoever knows the login."""
-        headers = {"Authorization": f"Basic {b64encode(self.login.encode()).decode()}", "Content-Type": "application/json", **headers}
+        headers = {
+            "Authorization": f"Basic {b64encode(self.login.encode()).decode()}",
+            "Content-Type": "application/json",
+            **headers,
+        }
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         request = urllib.request.Request(
-            f"{self.address}/{path}", data, headers, method=method or ("PUT" if isinstance(body, bytes) else None)
+            f"{self.address}/{path}",
+            data,
+            headers,
+            method=method or ("PUT" if isinstance(body, bytes) else None),
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as reply:
@@ -64,8 +73,14 @@ def served(tmp_path_factory):
             server.service.keep()
             while not healthy(f"{server.address}/health"):
                 assert server.service.process.poll() is None, tail(folder / "log")
-            says = {"pid": os.getpid(), "started": process_start(os.getpid()), "prefect": "http://127.0.0.1:1"}
-            (folder / ".agentgym/services.json").write_text(json.dumps({**says, "mlflow": server.address, "login": server.login}))
+            says = {
+                "pid": os.getpid(),
+                "started": process_start(os.getpid()),
+                "prefect": "http://127.0.0.1:1",
+            }
+            (folder / ".agentgym/services.json").write_text(
+                json.dumps({**says, "mlflow": server.address, "login": server.login})
+            )
             yield server
         finally:
             server.close()
@@ -79,7 +94,11 @@ def test_a_run_that_tracks_to_the_projects_own_server_is_let_in(served, tmp_path
     assert tracker.points(run) == [("loss", 1, 1000, 0.5)]
     (kept,) = (served.folder / ".agentgym/mlflow-artifacts").rglob("notes.txt")
     assert kept.read_bytes() == b"kept"
-    assert MlflowClient(with_login(served.address, served.login)).get_run(run).info.artifact_uri.startswith("mlflow-artifacts:/")
+    assert (
+        MlflowClient(with_login(served.address, served.login))
+        .get_run(run)
+        .info.artifact_uri.startswith("mlflow-artifacts:/")
+    )
     anonymous = MlflowClient(served.address)
     with pytest.raises(MlflowException, match=r"401|belongs to one user"):
         anonymous.get_run(run)
@@ -115,11 +134,25 @@ def escapes(folder):
 
 
 @pytest.mark.parametrize(
-    "kind", ["path", "uri", "relative", "dots", "coded", "link", "proxied", "proxied, coded", "another scheme", "another server"]
+    "kind",
+    [
+        "path",
+        "uri",
+        "relative",
+        "dots",
+        "coded",
+        "link",
+        "proxied",
+        "proxied, coded",
+        "another scheme",
+        "another server",
+    ],
 )
 def test_an_experiment_that_lies_outside_the_folder_is_refused(served, kind):
     location = escapes(served.folder)[kind]
-    status, said = served.ask("api/2.0/mlflow/experiments/create", {"name": kind, "artifact_location": location})
+    status, said = served.ask(
+        "api/2.0/mlflow/experiments/create", {"name": kind, "artifact_location": location}
+    )
     assert status == 400, said
     assert "INVALID_PARAMETER_VALUE" in said
 
@@ -130,14 +163,22 @@ def test_one_that_got_into_the_database_another_way_is_neither_read_nor_written(
     client = MlflowClient(with_login(served.address, served.login))
     experiment = client.create_experiment(f"old {kind}")
     with sqlite3.connect(served.folder / ".agentgym/mlflow.db", timeout=30) as database:
-        database.execute("update experiments set artifact_location = ? where experiment_id = ?", (location, int(experiment)))
+        database.execute(
+            "update experiments set artifact_location = ? where experiment_id = ?",
+            (location, int(experiment)),
+        )
     run = client.create_run(experiment).info.run_id
     with sqlite3.connect(served.folder / ".agentgym/mlflow.db", timeout=30) as database:
         database.execute("update runs set artifact_uri = ? where run_uuid = ?", (location, run))
-    for path in (f"api/2.0/mlflow/artifacts/list?run_id={run}", f"get-artifact?run_uuid={run}&path=secret.txt"):
+    for path in (
+        f"api/2.0/mlflow/artifacts/list?run_id={run}",
+        f"get-artifact?run_uuid={run}&path=secret.txt",
+    ):
         status, said = served.ask(path)
         assert (status, "theirs" in said, "secret.txt" in said) == (400, False, False), said
-    status, said = served.ask(f"ajax-api/2.0/mlflow/upload-artifact?run_uuid={run}&path=new.txt", b"mine")
+    status, said = served.ask(
+        f"ajax-api/2.0/mlflow/upload-artifact?run_uuid={run}&path=new.txt", b"mine"
+    )
     assert status in (400, 405), said
     assert os.listdir(served.folder / "outside") == ["secret.txt"]
 
@@ -161,7 +202,10 @@ def test_a_trace_cannot_lead_to_a_file_of_the_machine(served):
     (outside / "attachments/note").write_text("theirs")
     trace = {
         "trace_id": trace_id,
-        "trace_location": {"type": "MLFLOW_EXPERIMENT", "mlflow_experiment": {"experiment_id": experiment}},
+        "trace_location": {
+            "type": "MLFLOW_EXPERIMENT",
+            "mlflow_experiment": {"experiment_id": experiment},
+        },
         "request_time": "2026-01-01T00:00:00Z",
         "state": "OK",
     }
@@ -173,7 +217,9 @@ def test_a_trace_cannot_lead_to_a_file_of_the_machine(served):
         known = "update trace_tags set value = ? where request_id = ? and key = ?"
         assert database.execute(known, (tag["value"], trace_id, tag["key"])).rowcount == 1
     for path in ("", "&path=note"):
-        status, said = served.ask(f"ajax-api/3.0/mlflow/get-trace-artifact?request_id={trace_id}{path}")
+        status, said = served.ask(
+            f"ajax-api/3.0/mlflow/get-trace-artifact?request_id={trace_id}{path}"
+        )
         assert (status >= 400, "theirs" in said) == (True, False), said
     for path in ("traces.json", "attachments/note"):
         (outside / path).unlink()
@@ -194,4 +240,9 @@ def test_the_login_is_on_no_command_line_and_leaves_the_servers_environment(serv
     assert word not in Path(f"/proc/{pid}/cmdline").read_bytes()
     assert Path(f"/proc/{pid}/environ").stat().st_mode & 0o077 == 0
     assert word not in (served.folder / "log").read_bytes()
-    assert subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True, check=False).stdout.find(word) == -1
+    assert (
+        subprocess.run(
+            ["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True, check=False
+        ).stdout.find(word)
+        == -1
+    )

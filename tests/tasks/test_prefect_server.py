@@ -16,18 +16,25 @@ from tasks.prefect_server import prefect_api
 
 
 def servers():
-    return [child for child in psutil.Process().children() if "tasks.prefect_server" in " ".join(child.cmdline())]
+    return [
+        child
+        for child in psutil.Process().children()
+        if "tasks.prefect_server" in " ".join(child.cmdline())
+    ]
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_server_is_brought_back_at_its_address_with_what_it_knew(tmp_path, monkeypatch, caplog):
+def test_a_killed_server_is_brought_back_at_its_address_with_what_it_knew(
+    tmp_path, monkeypatch, caplog
+):
     @flow(name="watched")
     def watched():
         pass
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))  # of the server, a process of its own
+    # of the server, a process of its own
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     with (
         temporary_settings(restore_defaults={PREFECT_API_URL}),
         prefect_api(tmp_path / "state") as api,
@@ -37,11 +44,18 @@ def test_a_killed_server_is_brought_back_at_its_address_with_what_it_knew(tmp_pa
         (server,) = servers()
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(
-                urllib.request.Request(f"{api}/flows/", b'{"name": "theirs"}', {"Content-Type": "application/json"}), timeout=30
+                urllib.request.Request(
+                    f"{api}/flows/", b'{"name": "theirs"}', {"Content-Type": "application/json"}
+                ),
+                timeout=30,
             )
         login = PREFECT_API_AUTH_STRING.value()
         assert login not in " ".join(server.cmdline())
-        assert not [path for path in tmp_path.rglob("*") if path.is_file() and login.encode() in path.read_bytes()]
+        assert not [
+            path
+            for path in tmp_path.rglob("*")
+            if path.is_file() and login.encode() in path.read_bytes()
+        ]
         os.kill(server.pid, signal.SIGKILL)
         found = client.read_flow_run(run.id)  # the client's own patience is enough
         assert found.name == run.name

@@ -1,4 +1,6 @@
-"""Which events bring a run back and which end it; against the server's own matching, and once against a real server."""
+"""Which events bring a run back and which end it; against the server's own matching, and once
+against a real server.
+"""
 
 import time
 from datetime import UTC, datetime
@@ -19,10 +21,14 @@ RULES = {automation.name.removeprefix("agentgym: "): automation for automation i
 
 def covers(rule, name, run_count=1, deployment=True):
     """Would the server count this event for this rule."""
-    automation = ServerAutomation.model_validate(RULES[rule].model_dump(mode="json", exclude={"id"}))
+    automation = ServerAutomation.model_validate(
+        RULES[rule].model_dump(mode="json", exclude={"id"})
+    )
     related = [{"prefect.resource.id": "prefect.flow.1", "prefect.resource.role": "flow"}]
     if deployment:
-        related.append({"prefect.resource.id": "prefect.deployment.1", "prefect.resource.role": "deployment"})
+        related.append(
+            {"prefect.resource.id": "prefect.deployment.1", "prefect.resource.role": "deployment"}
+        )
     event = ReceivedEvent(
         occurred=datetime.now(UTC),
         event=f"prefect.flow-run.{name}",
@@ -31,25 +37,35 @@ def covers(rule, name, run_count=1, deployment=True):
         id="018f4c2e-0000-7000-8000-000000000000",
     )
     trigger = automation.trigger
-    return trigger.covers(event) and (trigger.expects(event.event) or trigger.starts_after(event.event))
+    return trigger.covers(event) and (
+        trigger.expects(event.event) or trigger.starts_after(event.event)
+    )
 
 
 def test_a_crashed_run_goes_on_until_its_last_attempt_and_then_has_failed():
     again = [covers("a crashed run goes on", "Crashed", count) for count in range(MAX_ATTEMPTS + 2)]
     assert again == [True] * MAX_ATTEMPTS + [False, False]
-    over = [covers("a run that keeps crashing has failed", "Crashed", count) for count in range(MAX_ATTEMPTS + 2)]
+    over = [
+        covers("a run that keeps crashing has failed", "Crashed", count)
+        for count in range(MAX_ATTEMPTS + 2)
+    ]
     assert over == [False] * MAX_ATTEMPTS + [True, False]
 
 
 def test_a_run_that_failed_or_was_cancelled_stays_so():
-    assert not any(covers("a crashed run goes on", name) for name in ("Failed", "Cancelled", "Cancelling", "Completed"))
+    assert not any(
+        covers("a crashed run goes on", name)
+        for name in ("Failed", "Cancelled", "Cancelling", "Completed")
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_a_person_started_in_a_terminal_is_left_to_them(rule):
     names = ("heartbeat", "Pending", "Crashed", "AwaitingRetry")
     assert any(covers(rule, name, count) for name in names for count in (1, MAX_ATTEMPTS))
-    assert not any(covers(rule, name, count, deployment=False) for name in names for count in (1, MAX_ATTEMPTS))
+    assert not any(
+        covers(rule, name, count, deployment=False) for name in names for count in (1, MAX_ATTEMPTS)
+    )
 
 
 def test_silence_is_three_missed_heartbeats_and_not_a_run_that_waits_or_ends():
@@ -73,7 +89,11 @@ def client(tmp_path_factory):
         patch.chdir(folder)
         patch.delenv("PREFECT_API_URL", raising=False)
         patch.setenv("PREFECT_HOME", str(folder / "prefect"))  # of the server, a process of its own
-        with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_api(folder / "state"), get_client(sync_client=True) as client:
+        with (
+            temporary_settings(restore_defaults={PREFECT_API_URL}),
+            prefect_api(folder / "state"),
+            get_client(sync_client=True) as client,
+        ):
             yield client
 
 
@@ -89,23 +109,33 @@ def crash(client, run):
 
 def test_a_crashed_run_that_no_automation_answers_is_brought_back_all_the_same(client, deployment):
     api, login = str(client.api_url).rstrip("/"), PREFECT_API_AUTH_STRING.value()
-    run, ours, typed = client.create_flow_run_from_deployment(deployment), [], client.create_flow_run(crashing)
+    run, ours, typed = (
+        client.create_flow_run_from_deployment(deployment),
+        [],
+        client.create_flow_run(crashing),
+    )
     for number in (1, 2):
         crash(client, run)
         crash(client, typed)
         assert bring_back(api, login, max_attempts=2) == []  # the automations have their time first
         ours.append(bring_back(api, login, max_attempts=2, overdue_s=0))
         state = client.read_flow_run(run.id).state
-        assert (state.name, state.message) == (("AwaitingRetry", GOES_ON) if number == 1 else ("Failed", given_up(2)))
+        assert (state.name, state.message) == (
+            ("AwaitingRetry", GOES_ON) if number == 1 else ("Failed", given_up(2))
+        )
     assert ours == [[str(run.id)]] * 2
     assert client.read_flow_run(typed.id).state.name == "Crashed"  # a person's own
     assert bring_back(api, login, overdue_s=0) == []
 
 
-def test_a_real_server_schedules_a_crashed_run_again_and_gives_up_after_the_last_attempt(client, deployment):
+def test_a_real_server_schedules_a_crashed_run_again_and_gives_up_after_the_last_attempt(
+    client, deployment
+):
     apply_automations(automations(max_attempts=2))
     apply_automations(automations(max_attempts=2))
-    assert sorted(found.name for found in client.read_automations()) == sorted(f"agentgym: {name}" for name in RULES)
+    assert sorted(found.name for found in client.read_automations()) == sorted(
+        f"agentgym: {name}" for name in RULES
+    )
     run = client.create_flow_run_from_deployment(deployment)
 
     def state_after_crash():

@@ -1,4 +1,6 @@
-"""The supervisor's bookkeeping; that everything comes up, recovers and ends is in tests/flows/test_deployments.py."""
+"""The supervisor's bookkeeping; that everything comes up, recovers and ends is in
+tests/flows/test_deployments.py.
+"""
 
 import json
 import signal
@@ -32,11 +34,20 @@ def sleeper():
 
 
 def claim(state, pid, started):
-    content = {"pid": pid, "started": started, "prefect": "http://127.0.0.1:1", "mlflow": "http://127.0.0.1:2", "ready": True, "pids": {}}
+    content = {
+        "pid": pid,
+        "started": started,
+        "prefect": "http://127.0.0.1:1",
+        "mlflow": "http://127.0.0.1:2",
+        "ready": True,
+        "pids": {},
+    }
     (state / "services.json").write_text(json.dumps(content))
 
 
-def test_a_process_that_took_the_pid_of_a_dead_supervisor_is_not_ours_and_is_not_killed(state, sleeper, capsys):
+def test_a_process_that_took_the_pid_of_a_dead_supervisor_is_not_ours_and_is_not_killed(
+    state, sleeper, capsys
+):
     claim(state, sleeper.pid, "1")
     assert running(state) is None
     assert down(state) == 0
@@ -86,16 +97,22 @@ def test_a_port_that_was_asked_for_and_is_taken_is_an_error_the_usual_one_is_rep
         other.bind(("127.0.0.1", 0))
         other.listen()
         taken = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {taken} cannot be used .* make up PREFECT_PORT="):
+        with pytest.raises(
+            ConfigError, match=rf"port {taken} cannot be used .* make up PREFECT_PORT="
+        ):
             _listener(taken, 4200, "PREFECT_PORT")
         with _listener(None, taken, "PREFECT_PORT") as bound:
             assert bound.getsockname()[1] not in (0, taken)
 
 
-def test_a_service_that_dies_is_started_again_and_stays_down_when_it_dies_too_often(tmp_path, monkeypatch):
+def test_a_service_that_dies_is_started_again_and_stays_down_when_it_dies_too_often(
+    tmp_path, monkeypatch
+):
     now = [0.0]
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
-    service = Service("broken", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], tmp_path / "log", {})
+    service = Service(
+        "broken", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], tmp_path / "log", {}
+    )
     starts = 0
     for _ in range(40):
         if service.keep() and service.process is not None:

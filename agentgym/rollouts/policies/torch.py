@@ -1,7 +1,8 @@
 """The built-in engine: a continuously batched key-value loop over Hugging Face weights.
 
-Every forward takes whatever waits: a fresh prompt, the tail of a grown one, the last token of a running one. A row's
-keys and values stay in its slot between turns, so a turn costs its new tokens alone.
+Every forward takes whatever waits: a fresh prompt, the tail of a grown one, the last token of a
+running one.
+A row's keys and values stay in its slot between turns, so a turn costs its new tokens alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Tolerance:
     nats: float  # of log-probabilities, and by which a greedy token may be below the largest
 
 
-# Of this engine, by dtype of its weights; about ten times what tiny models show. Others: none is stated.
+# Of this engine, by dtype of its weights; about ten times what tiny models show. Others: none is
+# stated.
 TOLERANCES = {
     torch.float32: Tolerance(mass=1e-4, nats=1e-3),
     torch.float16: Tolerance(mass=1e-3, nats=0.05),
@@ -67,7 +69,9 @@ class TorchPolicy:
     repeats_draws: ClassVar[bool] = True
 
     def __init__(self, model: Any, *, stop_id: int, num_slots: int, context_tokens: int) -> None:
-        """model: built with RAGGED attention. num_slots: rows decoded together; more requests wait their turn."""
+        """model: built with RAGGED attention. num_slots: rows decoded together; more requests
+        wait their turn.
+        """
         require_ragged(model)
         self._model = model.eval()
         self._cache = KeyValueCache.of(model, num_slots=num_slots, context_tokens=context_tokens)
@@ -83,13 +87,18 @@ class TorchPolicy:
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """One action: until the stop token or `max_new_tokens`.
 
-        Errors: ValueError where prompt and action cannot fit the context; RuntimeError where the engine itself fails.
+        Errors: ValueError where prompt and action cannot fit the context; RuntimeError where the
+        engine itself fails.
         """
         if not prompt_ids or sampling.max_new_tokens < 1:
-            raise ValueError(f"nothing to sample from {len(prompt_ids)} prompt tokens with max_new_tokens {sampling.max_new_tokens}")
+            raise ValueError(
+                f"nothing to sample from {len(prompt_ids)} prompt tokens with max_new_tokens"
+                f" {sampling.max_new_tokens}"
+            )
         if len(prompt_ids) + sampling.max_new_tokens > self._context:
             raise ValueError(
-                f"prompt of {len(prompt_ids)} tokens + max_new_tokens {sampling.max_new_tokens} exceeds the context of {self._context}"
+                f"prompt of {len(prompt_ids)} tokens + max_new_tokens {sampling.max_new_tokens}"
+                f" exceeds the context of {self._context}"
             )
         request = _Request(
             prompt_ids,
@@ -106,16 +115,20 @@ class TorchPolicy:
             self._drop(request)
 
     async def publish(self, weights: dict[str, Tensor], version: int) -> None:
-        """Replace the weights between turns: running actions end, later ones wait, every cached key and value is forgotten.
+        """Replace the weights between turns: running actions end, later ones wait, every cached
+        key and value is forgotten.
 
-        Errors: ValueError where a version does not grow or the weights do not fit; the engine then goes on as before.
+        Errors: ValueError where a version does not grow or the weights do not fit; the engine then
+        goes on as before.
         """
         self._num_publishing += 1
         try:
             while self._active:  # noqa: ASYNC110 - each pass lets the engine do one forward
                 await asyncio.sleep(0)
             if version <= self.version and not version == self.version == 0:
-                raise ValueError(f"weight versions must grow: engine holds {self.version}, got {version}")
+                raise ValueError(
+                    f"weight versions must grow: engine holds {self.version}, got {version}"
+                )
             load_weights(self._model, weights)
             self._forget()
             self.version = version
@@ -124,12 +137,23 @@ class TorchPolicy:
 
     @torch.inference_mode()
     def score(self, rows: list[list[int]]) -> list[Tensor]:
-        """Natural-log probability of each token after the first of each row, at temperature 1: what the canary compares."""
+        """Natural-log probability of each token after the first of each row, at temperature 1:
+        what the canary compares.
+        """
         device = self._cache.keys.device
         starts = torch.tensor([0, *np.cumsum([len(row) for row in rows])])
         layout = PackedRows(starts.to(device))
         ids = torch.tensor([token for row in rows for token in row], device=device)
-        logits = self._model(input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout).logits[0].float()
+        logits = (
+            self._model(
+                input_ids=ids[None],
+                position_ids=layout.position[None],
+                use_cache=False,
+                layout=layout,
+            )
+            .logits[0]
+            .float()
+        )
         scores = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0].cpu()
         return [scores[int(a) : int(b) - 1].clone() for a, b in pairwise(starts)]
 
@@ -140,7 +164,11 @@ class TorchPolicy:
                 self._step()
                 await asyncio.sleep(0)  # let replies of environments in
         except Exception as error:
-            logger.exception("engine failed with %d requests running and %d waiting", len(self._active), len(self._waiting))
+            logger.exception(
+                "engine failed with %d requests running and %d waiting",
+                len(self._active),
+                len(self._waiting),
+            )
             # whoever waits must hear of it; a silent engine is a hang
             for request in [*self._active, *self._waiting]:
                 if not request.done.done():
@@ -156,15 +184,23 @@ class TorchPolicy:
             slot.ids, slot.owner, slot.busy = [], None, False
 
     def _admit(self) -> None:
-        """Give waiting requests a slot: the episode's own where it still has one, else the longest unused."""
+        """Give waiting requests a slot: the episode's own where it still has one, else the
+        longest unused.
+        """
         while self._waiting and not self._num_publishing and len(self._active) < len(self._slots):
             request = self._waiting.pop(0)
             owner = request.sampling.key._replace(turn=0)
             free = [index for index, slot in enumerate(self._slots) if not slot.busy]
             mine = [index for index in free if self._slots[index].owner == owner]
-            request.slot = mine[0] if mine else min(free, key=lambda index: self._slots[index].used_at)
+            request.slot = (
+                mine[0] if mine else min(free, key=lambda index: self._slots[index].used_at)
+            )
             slot = self._slots[request.slot]
-            if slot.owner != owner or request.prompt[: len(slot.ids)] != slot.ids or len(slot.ids) >= len(request.prompt):
+            if (
+                slot.owner != owner
+                or request.prompt[: len(slot.ids)] != slot.ids
+                or len(slot.ids) >= len(request.prompt)
+            ):
                 slot.ids, slot.owner = [], owner
             slot.busy = True
             self._active.append(request)
@@ -177,12 +213,24 @@ class TorchPolicy:
         self._clock += 1
         active = list(self._active)
         slots = [self._slots[request.slot] for request in active]
-        fed = [(request.prompt + request.ids)[len(slot.ids) :] for request, slot in zip(active, slots, strict=True)]
-        layout = CachedRows(self._cache, [r.slot for r in active], [len(slot.ids) for slot in slots], [len(ids) for ids in fed])
+        fed = [
+            (request.prompt + request.ids)[len(slot.ids) :]
+            for request, slot in zip(active, slots, strict=True)
+        ]
+        layout = CachedRows(
+            self._cache,
+            [r.slot for r in active],
+            [len(slot.ids) for slot in slots],
+            [len(ids) for ids in fed],
+        )
         device = self._cache.keys.device
         packed = torch.tensor([token for ids in fed for token in ids], device=device)
         logits = self._model(
-            input_ids=packed[None], position_ids=layout.position[None], use_cache=False, layout=layout, logits_to_keep=layout.last
+            input_ids=packed[None],
+            position_ids=layout.position[None],
+            use_cache=False,
+            layout=layout,
+            logits_to_keep=layout.last,
         ).logits[0]
         for slot, ids in zip(slots, fed, strict=True):
             slot.ids += ids
@@ -198,11 +246,17 @@ class TorchPolicy:
             if token == self._stop_id or len(request.ids) == request.sampling.max_new_tokens:
                 reason: Literal["stop", "length"] = "stop" if token == self._stop_id else "length"
                 if not request.done.done():
-                    request.done.set_result(Completion(tuple(request.ids), tuple(request.logprobs), reason, self.version))
+                    request.done.set_result(
+                        Completion(
+                            tuple(request.ids), tuple(request.logprobs), reason, self.version
+                        )
+                    )
                 self._drop(request)
 
     def _drop(self, request: _Request) -> None:
-        """Forget a finished or cancelled request; its slot keeps the cache for the episode's next turn."""
+        """Forget a finished or cancelled request; its slot keeps the cache for the episode's
+        next turn.
+        """
         if request in self._active:
             self._active.remove(request)
             self._slots[request.slot].busy = False
@@ -211,10 +265,12 @@ class TorchPolicy:
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverting its distribution at `uniform`; temperature 0 takes the largest logit.
+    """Draw one token per row by inverting its distribution at `uniform`; temperature 0 takes the
+    largest logit.
 
-    logits: [R, V] float32; temperature, uniform: [R]. Result: tokens [R] int64 and their natural-log probabilities [R],
-    of the distribution at that temperature (at temperature 1 where greedy).
+    logits: [R, V] float32; temperature, uniform: [R].
+    Result: tokens [R] int64 and their natural-log probabilities [R], of the distribution at that
+    temperature (at temperature 1 where greedy).
     """
     distribution = Distribution(logits, temperature)
     tokens = distribution.draw(uniform)
@@ -227,7 +283,9 @@ class Distribution:
     def __init__(self, logits: Tensor, temperature: Tensor) -> None:
         """temperature: [R], 0 where greedy."""
         self._greedy = temperature == 0
-        self._logp = torch.log_softmax(logits / torch.where(self._greedy, 1.0, temperature)[:, None].to(logits.dtype), -1)
+        self._logp = torch.log_softmax(
+            logits / torch.where(self._greedy, 1.0, temperature)[:, None].to(logits.dtype), -1
+        )
         self._cumulative = self._logp.double().exp().cumsum(-1)
         self._largest = logits.argmax(-1)
 
@@ -237,7 +295,11 @@ class Distribution:
 
     def draw(self, uniform: Tensor) -> Tensor:
         """[R] int64 tokens whose intervals hold `uniform`; the largest logit where greedy."""
-        drawn = (self._cumulative < uniform[:, None] * self._cumulative[:, -1:]).sum(-1).clamp(max=self._logp.shape[-1] - 1)
+        drawn = (
+            (self._cumulative < uniform[:, None] * self._cumulative[:, -1:])
+            .sum(-1)
+            .clamp(max=self._logp.shape[-1] - 1)
+        )
         return torch.where(self._greedy, self._largest, drawn)
 
     def distance(self, uniform: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,4 +320,6 @@ class Distribution:
 def uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """`count` numbers in [0, 1) that depend on the key alone, not on what was drawn before."""
     digest = hashlib.sha256("\x1f".join(map(str, key)).encode()).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little"))).random(count)
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little"))).random(
+        count
+    )

@@ -1,4 +1,6 @@
-"""Writes the embedded corpus: `python -m envs.searchqa.corpus.generate`. Equal output on every machine and Python version."""
+"""Writes the embedded corpus: `python -m envs.searchqa.corpus.generate`.
+Equal output on every machine and Python version.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from envs.searchqa.corpus.tell import RELATIONS, Relation
 
 HERE = Path(__file__).resolve().parent
 NUM_QUESTIONS = {"train": 4_000, "eval": 1_200}  # half of them take one search, half two
-_IMPLIED = ("maker", "architect", "inventor", "finder", "climber", "victor")  # these phrases give the profession away
+# these phrases give the profession away
+_IMPLIED = ("maker", "architect", "inventor", "finder", "climber", "victor")
 
 Row = dict[str, Any]
 
@@ -28,12 +31,16 @@ def passages(world: World) -> dict[str, str]:
 
 
 def questions(world: World, told: dict[str, str]) -> list[Row]:
-    """The questions of both splits, kinds of question in equal shares as far as the world has them."""
+    """The questions of both splits, kinds of question in equal shares as far as the world has
+    them.
+    """
     dice = Dice(SEED + 2)
     rows: list[Row] = []
     for split, count in NUM_QUESTIONS.items():
         entities = [entity for entity in world.entities() if entity.split == split]
-        chosen = _even(_one_hop(entities, dice), count // 2, dice) + _even(_two_hop(entities, told, dice), count - count // 2, dice)
+        chosen = _even(_one_hop(entities, dice), count // 2, dice) + _even(
+            _two_hop(entities, told, dice), count - count // 2, dice
+        )
         rows += dice.shuffled(chosen)
     return rows
 
@@ -54,7 +61,9 @@ def build() -> dict[str, bytes]:
 
 
 def write(folder: Path = HERE) -> None:
-    """Replace the data files. Their compressed bytes depend on the zlib at hand, their content does not."""
+    """Replace the data files.
+    Their compressed bytes depend on the zlib at hand, their content does not.
+    """
     for name, content in build().items():
         (folder / name).write_bytes(gzip.compress(content, 9, mtime=0))
 
@@ -64,11 +73,18 @@ def _one_hop(entities: Sequence[Entity], dice: Dice) -> Iterator[tuple[str, Row]
         for relation in RELATIONS:
             if relation.kind == entity.kind and relation.fact in entity.facts:
                 text = tell.ask(relation, entity, tell.phrase(entity), dice)
-                yield f"{relation.kind} {relation.fact}", _row(entity.split, text, entity.facts[relation.fact], [(entity, relation)])
+                yield (
+                    f"{relation.kind} {relation.fact}",
+                    _row(entity.split, text, entity.facts[relation.fact], [(entity, relation)]),
+                )
 
 
-def _two_hop(entities: Sequence[Entity], told: dict[str, str], dice: Dice) -> Iterator[tuple[str, Row]]:
-    """Only where the first passage does not answer, the second does not name what the question names, and the question neither."""
+def _two_hop(
+    entities: Sequence[Entity], told: dict[str, str], dice: Dice
+) -> Iterator[tuple[str, Row]]:
+    """Only where the first passage does not answer, the second does not name what the question
+    names, and the question neither.
+    """
     for entity in entities:
         for first in RELATIONS:
             between = entity.facts.get(first.fact)
@@ -82,12 +98,24 @@ def _two_hop(entities: Sequence[Entity], told: dict[str, str], dice: Dice) -> It
                 value = between.facts[second.fact]
                 text = tell.ask(second, between, tell.bridge(first, entity), dice)
                 hops = [(entity, first), (between, second)]
-                shown_early = any(contains(told[entity.name], form) or contains(text, form) for form in tell.answers(value))
-                if not shown_early and not contains(told[between.name], entity.name) and not contains(text, between.name):
-                    yield f"{first.kind} {first.fact} {second.fact}", _row(entity.split, text, value, hops)
+                shown_early = any(
+                    contains(told[entity.name], form) or contains(text, form)
+                    for form in tell.answers(value)
+                )
+                if (
+                    not shown_early
+                    and not contains(told[between.name], entity.name)
+                    and not contains(text, between.name)
+                ):
+                    yield (
+                        f"{first.kind} {first.fact} {second.fact}",
+                        _row(entity.split, text, value, hops),
+                    )
 
 
-def _row(split: str, text: str, value: Entity | int | str, hops: Sequence[tuple[Entity, Relation]]) -> Row:
+def _row(
+    split: str, text: str, value: Entity | int | str, hops: Sequence[tuple[Entity, Relation]]
+) -> Row:
     return {
         "split": split,
         "question": text,
@@ -109,7 +137,9 @@ def _even(candidates: Iterable[tuple[str, Row]], count: int, dice: Dice) -> list
     for kind, row in candidates:
         by_kind.setdefault(kind, []).append(row)
     piles = [dice.shuffled(rows) for rows in by_kind.values()]
-    assert sum(map(len, piles)) >= count, f"the world has only {sum(map(len, piles))} of {count} questions"
+    assert sum(map(len, piles)) >= count, (
+        f"the world has only {sum(map(len, piles))} of {count} questions"
+    )
     chosen: list[Row] = []
     while len(chosen) < count:
         piles = [pile for pile in piles if pile]

@@ -1,7 +1,8 @@
 """The invented world behind the embedded corpus: who and what exists, and how it hangs together.
 
-Every entity belongs to a province and every province to one split. Facts link entities of one split only, so nothing a train
-question mentions, passes through or answers can turn up in an eval question.
+Every entity belongs to a province and every province to one split.
+Facts link entities of one split only, so nothing a train question mentions, passes through or
+answers can turn up in an eval question.
 """
 
 from __future__ import annotations
@@ -17,25 +18,86 @@ SEED = 20_250_910
 NUM_PROVINCES = 24
 EVAL_EVERY = 4  # provinces 3, 7, 11, ... are those of the eval questions
 
-_ONSETS = ("b", "br", "d", "dr", "f", "g", "gl", "h", "k", "kr", "l", "m", "n", "p", "r", "s", "sk", "st", "t", "th", "tr", "v", "w", "z")
+_ONSETS = (
+    "b",
+    "br",
+    "d",
+    "dr",
+    "f",
+    "g",
+    "gl",
+    "h",
+    "k",
+    "kr",
+    "l",
+    "m",
+    "n",
+    "p",
+    "r",
+    "s",
+    "sk",
+    "st",
+    "t",
+    "th",
+    "tr",
+    "v",
+    "w",
+    "z",
+)
 _VOWELS = ("a", "e", "i", "o", "u", "ae", "ei")
 _CODAS = ("l", "n", "r", "s", "m", "nd", "rk", "lt", "sk", "v", "th", "rn")
-_AVOIDED = ("bum", "dum", "kum", "kun", "pen", "pis", "vul", "has", "her", "him", "his", "this", "was", "work")  # giggles, and common words
+# giggles, and common words
+_AVOIDED = (
+    "bum",
+    "dum",
+    "kum",
+    "kun",
+    "pen",
+    "pis",
+    "vul",
+    "has",
+    "her",
+    "him",
+    "his",
+    "this",
+    "was",
+    "work",
+)
 _TOWN_ENDS = ("holt", "wick", "stead", "mere", "ford", "gate", "haven", "field", "brook", "moor")
-_NAME_ENDS = ("eld", "elt", "mark", "rosk", "vane", "vant", "thorn", "sen", "dall", "dell", "wyn", "stry", "quist", "lund")
+_NAME_ENDS = (
+    "eld",
+    "elt",
+    "mark",
+    "rosk",
+    "vane",
+    "vant",
+    "thorn",
+    "sen",
+    "dall",
+    "dell",
+    "wyn",
+    "stry",
+    "quist",
+    "lund",
+)
 _PROVINCE_ENDS = ("mar", "oria", "and", "ovia", "esse", "anth")
 _HER_ENDS = ("a", "ea", "ys", "wen", "ine", "ith")
 _HIS_ENDS = ("or", "an", "ek", "in", "ard", "ov")
 
 _ADJECTIVES = """
-    Amber Ashen Borrowed Broken Burning Copper Crooked Distant Drowned Empty Faithful Folded Forgotten Frozen Gilded Hidden Hollow Idle
-    Iron Ivory Last Leaden Lonely Marble Midnight Nameless Northern Painted Patient Quiet Restless Salted Scarlet Seventh Silent Silver
+    Amber Ashen Borrowed Broken Burning Copper Crooked Distant Drowned Empty Faithful Folded \
+Forgotten Frozen Gilded Hidden Hollow Idle
+    Iron Ivory Last Leaden Lonely Marble Midnight Nameless Northern Painted Patient Quiet Restless \
+Salted Scarlet Seventh Silent Silver
     Sleeping Thirteenth Twilight Unlit Wandering Waxen Whispering Wooden
     """.split()  # noqa: SIM905  (a list of single words reads worse)
 _NOUNS = """
-    Almanac Anchor Apiary Archer Balcony Baker Banner Bellringer Bridge Candle Cartographer Chapel Clock Compass Crown Ferry Fiddler
-    Garden Granary Harbour Harvest Heron Horizon Inkwell Judge Kiln Ladder Lantern Ledger Library Locksmith Loom Meadow Messenger
-    Millstone Mirror Notary Orchard Organist Pilgrim Procession Quarry Raven Regent Sailmaker Shepherd Staircase Tailor Tide Tollhouse
+    Almanac Anchor Apiary Archer Balcony Baker Banner Bellringer Bridge Candle Cartographer Chapel \
+Clock Compass Crown Ferry Fiddler
+    Garden Granary Harbour Harvest Heron Horizon Inkwell Judge Kiln Ladder Lantern Ledger Library \
+Locksmith Loom Meadow Messenger
+    Millstone Mirror Notary Orchard Organist Pilgrim Procession Quarry Raven Regent Sailmaker \
+Shepherd Staircase Tailor Tide Tollhouse
     Umbrella Veil Vineyard Watchman Weathercock Window
     """.split()  # noqa: SIM905
 _PROFESSIONS = (
@@ -52,10 +114,35 @@ _PROFESSIONS = (
     ("merchant", 2),
     ("scholar", 3),
 )
-FORMS = {"novel": "novelist", "opera": "composer", "painting": "painter", "poem": "poet", "play": "playwright"}  # who makes what
+# who makes what
+FORMS = {
+    "novel": "novelist",
+    "opera": "composer",
+    "painting": "painter",
+    "poem": "poet",
+    "play": "playwright",
+}
 _CRAFTS = (
-    *("bell founding", "glass blowing", "lace making", "clock making", "rope making", "paper milling", "saddlery", "candle making"),
-    *("cheese making", "barrel making", "dyeing", "boat building", "basket weaving", "tile making", "salt boiling", "honey trading"),
+    *(
+        "bell founding",
+        "glass blowing",
+        "lace making",
+        "clock making",
+        "rope making",
+        "paper milling",
+        "saddlery",
+        "candle making",
+    ),
+    *(
+        "cheese making",
+        "barrel making",
+        "dyeing",
+        "boat building",
+        "basket weaving",
+        "tile making",
+        "salt boiling",
+        "honey trading",
+    ),
     *("felt making", "organ building"),
 )
 _PRODUCTS = {
@@ -66,8 +153,28 @@ _PRODUCTS = {
     "Works": "fountain pens|bicycles|oil lamps|piano strings",
 }
 _BUILDINGS = ("Bridge", "Lighthouse", "Theatre", "Library", "Observatory", "Town Hall")
-_PLANTS = ("bellwort", "saxifrage", "gentian", "thistle", "orchid", "sorrel", "lupin", "campion", "primrose", "heather")
-_BLOOM = ("pale blue", "deep violet", "cream white", "orange", "dark red", "lemon yellow", "rose pink", "greenish white")
+_PLANTS = (
+    "bellwort",
+    "saxifrage",
+    "gentian",
+    "thistle",
+    "orchid",
+    "sorrel",
+    "lupin",
+    "campion",
+    "primrose",
+    "heather",
+)
+_BLOOM = (
+    "pale blue",
+    "deep violet",
+    "cream white",
+    "orange",
+    "dark red",
+    "lemon yellow",
+    "rose pink",
+    "greenish white",
+)
 _MACHINES = {
     "pump": "draining mines",
     "loom": "weaving ribbons",
@@ -78,7 +185,15 @@ _MACHINES = {
     "lathe": "turning brass screws",
 }
 _CLUBS = ("Rovers", "Athletic", "Wanderers", "United", "Harriers")
-_COLOURS = ("green and white", "black and gold", "sky blue", "red and grey", "purple", "maroon and cream", "orange and black")
+_COLOURS = (
+    "green and white",
+    "black and gold",
+    "sky blue",
+    "red and grey",
+    "purple",
+    "maroon and cream",
+    "orange and black",
+)
 _FISH = ("char", "perch", "pike", "whitefish", "trout", "bream", "burbot")
 _EXPORTS = ("barley", "slate", "wool", "amber", "timber", "copper ore", "cider", "hemp")
 _FIELDS = ("medicine", "navigation", "law", "music", "astronomy", "mining", "drawing", "rhetoric")
@@ -138,14 +253,22 @@ class Names:
         self._dice = dice
         self._taken: set[str] = set()
         stems = [self.stem() for _ in range(70)]
-        self._surnames = [stem.title() + end for stem in stems for end in dice.shuffled(_NAME_ENDS)[:4]]
+        self._surnames = [
+            stem.title() + end for stem in stems for end in dice.shuffled(_NAME_ENDS)[:4]
+        ]
         self._first = {
-            "she": [stem.title() + end for stem in stems[:40] for end in dice.shuffled(_HER_ENDS)[:2]],
-            "he": [stem.title() + end for stem in stems[30:] for end in dice.shuffled(_HIS_ENDS)[:2]],
+            "she": [
+                stem.title() + end for stem in stems[:40] for end in dice.shuffled(_HER_ENDS)[:2]
+            ],
+            "he": [
+                stem.title() + end for stem in stems[30:] for end in dice.shuffled(_HIS_ENDS)[:2]
+            ],
         }
 
     def stem(self) -> str:
-        while (stem := self._dice.pick(_ONSETS) + self._dice.pick(_VOWELS) + self._dice.pick(_CODAS)) in _AVOIDED:
+        while (
+            stem := self._dice.pick(_ONSETS) + self._dice.pick(_VOWELS) + self._dice.pick(_CODAS)
+        ) in _AVOIDED:
             pass
         return stem
 
@@ -166,20 +289,31 @@ class Names:
     def place(self, twin_of: str) -> str:
         """A town; one in eight is called after another one, wherever that is."""
         if twin_of and self._dice.chance(0.125):
-            name = self.unused(*(f"{word} {twin_of}" for word in self._dice.shuffled(("New", "Upper", "Lower", "Old"))))
+            name = self.unused(
+                *(
+                    f"{word} {twin_of}"
+                    for word in self._dice.shuffled(("New", "Upper", "Lower", "Old"))
+                )
+            )
             if name is not None:
                 return name
         return self.coined(ends=_TOWN_ENDS)
 
     def person(self, pronoun: str) -> str:
         while True:
-            name = self.unused(f"{self._dice.pick(self._first[pronoun])} {self._dice.pick(self._surnames)}")
+            name = self.unused(
+                f"{self._dice.pick(self._first[pronoun])} {self._dice.pick(self._surnames)}"
+            )
             if name is not None:
                 return name
 
     def title(self) -> str:
         while True:
-            adjective, noun, other = self._dice.pick(_ADJECTIVES), self._dice.pick(_NOUNS), self._dice.pick(_NOUNS)
+            adjective, noun, other = (
+                self._dice.pick(_ADJECTIVES),
+                self._dice.pick(_NOUNS),
+                self._dice.pick(_NOUNS),
+            )
             shapes = (
                 f"The {adjective} {noun}",
                 f"The {noun} and the {other}",
@@ -203,8 +337,13 @@ class World:
         self.dice = Dice(seed)
         self.names = Names(self.dice)
         self.by_kind: dict[str, list[Entity]] = {}
-        splits = ["eval" if number % EVAL_EVERY == EVAL_EVERY - 1 else "train" for number in range(NUM_PROVINCES)]
-        provinces = [self._add("province", self.names.coined(ends=_PROVINCE_ENDS), split) for split in splits]
+        splits = [
+            "eval" if number % EVAL_EVERY == EVAL_EVERY - 1 else "train"
+            for number in range(NUM_PROVINCES)
+        ]
+        provinces = [
+            self._add("province", self.names.coined(ends=_PROVINCE_ENDS), split) for split in splits
+        ]
         for province in provinces:
             self._land(province)
         for province in provinces:
@@ -217,7 +356,11 @@ class World:
             self._education(person)
         for province in provinces:
             province.facts["capital"] = self.dice.pick(
-                [town for town in self.of("town", province.split) if town.facts["province"] is province]
+                [
+                    town
+                    for town in self.of("town", province.split)
+                    if town.facts["province"] is province
+                ]
             )
 
     def entities(self) -> list[Entity]:
@@ -228,7 +371,8 @@ class World:
         return [
             entity
             for entity in self.by_kind[kind]
-            if entity.split == split and all(entity.facts.get(name) == value for name, value in facts.items())
+            if entity.split == split
+            and all(entity.facts.get(name) == value for name, value in facts.items())
         ]
 
     def _add(self, kind: str, name: str, split: str, **facts: Entity | int | str) -> Entity:
@@ -239,13 +383,33 @@ class World:
     def _land(self, province: Entity) -> None:
         dice, split = self.dice, province.split
         province.facts.update(export=dice.pick(_EXPORTS), area=dice.between(31, 240) * 100)
-        lake = self._add("lake", self.names.coined("Lake "), split, province=province, depth=dice.between(18, 290), fish=dice.pick(_FISH))
+        lake = self._add(
+            "lake",
+            self.names.coined("Lake "),
+            split,
+            province=province,
+            depth=dice.between(18, 290),
+            fish=dice.pick(_FISH),
+        )
         mountains = [
-            self._add("mountain", self.names.coined("Mount "), split, province=province, height=dice.between(1_210, 4_380))
+            self._add(
+                "mountain",
+                self.names.coined("Mount "),
+                split,
+                province=province,
+                height=dice.between(1_210, 4_380),
+            )
             for _ in range(3)
         ]
         rivers = [
-            self._add("river", self.names.coined("River "), split, source=mountain, mouth=lake, length=dice.between(41, 612))
+            self._add(
+                "river",
+                self.names.coined("River "),
+                split,
+                source=mountain,
+                mouth=lake,
+                length=dice.between(41, 612),
+            )
             for mountain in mountains
         ]
         for _ in range(10):
@@ -268,7 +432,11 @@ class World:
         for profession, count in _PROFESSIONS:
             for _ in range(count):
                 pronoun = dice.pick(("she", "he"))
-                born = dice.between(1_560, 1_630) if profession == "scholar" else dice.between(1_640, 1_890)
+                born = (
+                    dice.between(1_560, 1_630)
+                    if profession == "scholar"
+                    else dice.between(1_640, 1_890)
+                )
                 facts: dict[str, Entity | int | str] = {
                     "profession": profession,
                     "pronoun": pronoun,
@@ -282,19 +450,27 @@ class World:
         """Teachers are older and still alive; whoever is named as a spouse does not name one."""
         dice, born = self.dice, person.number("born")
         colleagues = self.of("person", person.split, profession=str(person.facts["profession"]))
-        teachers = [p for p in colleagues if born - 50 <= p.number("born") <= born - 15 and p.number("died") >= born + 18]
+        teachers = [
+            p
+            for p in colleagues
+            if born - 50 <= p.number("born") <= born - 15 and p.number("died") >= born + 18
+        ]
         if teachers and dice.chance(0.7):
             person.facts["mentor"] = dice.pick(teachers)
         others = {"she": "he", "he": "she"}
         partners = [
             p
             for p in self.of("person", person.split, pronoun=others[str(person.facts["pronoun"])])
-            if abs(p.number("born") - born) <= 9 and "spouse" not in p.facts and "married" not in p.facts
+            if abs(p.number("born") - born) <= 9
+            and "spouse" not in p.facts
+            and "married" not in p.facts
         ]
         if partners and "married" not in person.facts and dice.chance(0.6):
             partner = dice.pick(partners)
             person.facts["spouse"] = partner
-            person.facts["married"] = partner.facts["married"] = max(born, partner.number("born")) + dice.between(20, 29)
+            person.facts["married"] = partner.facts["married"] = max(
+                born, partner.number("born")
+            ) + dice.between(20, 29)
 
     def _grown(self, person: Entity) -> int:
         """A year in which this person was at work."""
@@ -316,48 +492,116 @@ class World:
         for number in range(20):
             form = tuple(FORMS)[number % len(FORMS)]
             maker = someone(FORMS[form])
-            self._add("work", names.title(), split, form=form, maker=maker, year=self._grown(maker), setting=somewhere())
+            self._add(
+                "work",
+                names.title(),
+                split,
+                form=form,
+                maker=maker,
+                year=self._grown(maker),
+                setting=somewhere(),
+            )
         for number in range(6):
             architect = someone("architect")
             what = _BUILDINGS[number % len(_BUILDINGS)]
             name = names.coined(after=f" {what}")
-            self._add("building", name, split, what=what, architect=architect, town=somewhere(), opened=self._grown(architect))
+            self._add(
+                "building",
+                name,
+                split,
+                what=what,
+                architect=architect,
+                town=somewhere(),
+                opened=self._grown(architect),
+            )
         for branch in _PRODUCTS:
             founder = someone("merchant")
             product = dice.pick(_PRODUCTS[branch].split("|"))
             name = names.coined(ends=("a", "ex", "ano", "ix"), after=f" {branch}")
-            self._add("company", name, split, founder=founder, seat=somewhere(), founded=self._grown(founder), product=product)
+            self._add(
+                "company",
+                name,
+                split,
+                founder=founder,
+                seat=somewhere(),
+                founded=self._grown(founder),
+                product=product,
+            )
         for what in ("Academy", "College", "Institute"):
             scholar = someone("scholar")
             founded = min(self._grown(scholar), scholar.number("born") + 50)
             name = names.coined(after=f" {what}")
-            self._add("school", name, split, founder=scholar, town=somewhere(), founded=founded, field=dice.pick(_FIELDS))
+            self._add(
+                "school",
+                name,
+                split,
+                founder=scholar,
+                town=somewhere(),
+                founded=founded,
+                field=dice.pick(_FIELDS),
+            )
         for where in ("Ford", "Hill"):
             victor = someone("general")
             name = names.coined("Battle of ", after=f" {where}")
-            self._add("battle", name, split, victor=victor, town=somewhere(), year=self._grown(victor))
+            self._add(
+                "battle", name, split, victor=victor, town=somewhere(), year=self._grown(victor)
+            )
         for _ in range(3):
             honoured = dice.pick(self.of("person", split))
             begun = honoured.number("died") + dice.between(1, 40)
-            self._add("festival", names.phrase("Festival"), split, honours=honoured, town=somewhere(), begun=begun)
+            self._add(
+                "festival",
+                names.phrase("Festival"),
+                split,
+                honours=honoured,
+                town=somewhere(),
+                begun=begun,
+            )
         for _ in range(4):
             finder = someone("botanist")
             name = names.coined(after=f" {dice.pick(_PLANTS)}")
             mountain = dice.pick(self.of("mountain", split))
-            self._add("plant", name, split, finder=finder, mountain=mountain, found=self._grown(finder), bloom=dice.pick(_BLOOM))
+            self._add(
+                "plant",
+                name,
+                split,
+                finder=finder,
+                mountain=mountain,
+                found=self._grown(finder),
+                bloom=dice.pick(_BLOOM),
+            )
         for _ in range(3):
             inventor = someone("inventor")
             what = dice.pick(tuple(_MACHINES))
             name = names.coined(ends=("on", "ic", "o"), after=f" {what}")
             self._add(
-                "machine", name, split, what=what, inventor=inventor, town=somewhere(), year=self._grown(inventor), use=_MACHINES[what]
+                "machine",
+                name,
+                split,
+                what=what,
+                inventor=inventor,
+                town=somewhere(),
+                year=self._grown(inventor),
+                use=_MACHINES[what],
             )
         for _ in range(4):
             name = names.coined(ends=_TOWN_ENDS, after=f" {dice.pick(_CLUBS)}")
             ground = names.coined(after=f" {dice.pick(('Park', 'Road', 'Green'))}")
-            self._add("club", name, split, town=somewhere(), ground=ground, founded=dice.between(1_862, 1_921), colours=dice.pick(_COLOURS))
+            self._add(
+                "club",
+                name,
+                split,
+                town=somewhere(),
+                ground=ground,
+                founded=dice.between(1_862, 1_921),
+                colours=dice.pick(_COLOURS),
+            )
 
     def _education(self, person: Entity) -> None:
-        schools = [school for school in self.of("school", person.split) if school.number("founded") <= person.number("born") + 16]
+        schools = [
+            school
+            for school in self.of("school", person.split)
+            if school.number("founded") <= person.number("born") + 16
+        ]
         if schools and self.dice.chance(0.8):
             person.facts["school"] = self.dice.pick(schools)

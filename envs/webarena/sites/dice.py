@@ -1,4 +1,6 @@
-"""Draws for the generated content, equal on every machine and Python version: only `random.random()` of a named stream is used."""
+"""Draws for the generated content, equal on every machine and Python version: only
+`random.random()` of a named stream is used.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ T = TypeVar("T")
 
 
 class Dice:
-    """One stream of draws; `key` names it, so a stream does not move when another one draws more often."""
+    """One stream of draws; `key` names it, so a stream does not move when another one draws
+    more often.
+    """
 
     def __init__(self, *key: object) -> None:
         self._random = random.Random("/".join(map(str, key)))  # noqa: S311 (content, not secrets)
@@ -26,7 +30,12 @@ class Dice:
         return among[int(self._random.random() * len(among))]
 
     def shuffled(self, among: Sequence[T]) -> list[T]:
-        return [item for _, item in sorted(((self._random.random(), item) for item in among), key=lambda pair: pair[0])]
+        return [
+            item
+            for _, item in sorted(
+                ((self._random.random(), item) for item in among), key=lambda pair: pair[0]
+            )
+        ]
 
     def some(self, among: Sequence[T], count: int) -> list[T]:
         """`count` different items, or all if there are fewer."""

@@ -1,4 +1,6 @@
-"""How the sites look: one stylesheet per site, made of a common part, a palette, the site's own rules and its pictures."""
+"""How the sites look: one stylesheet per site, made of a common part, a palette, the site's own
+rules and its pictures.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,17 @@ _ICONS = {
     "tube": "M8 4h8l-1 14H9zM9 18h6v3H9z",
     "soap": "M5 10h14v7H5zM8 6h.1M12 4h.1M15 7h.1",
     "drop": "M12 3c4 6 6 8 6 11a6 6 0 0 1-12 0c0-3 2-5 6-11",
-    "sun": "M8 12a4 4 0 1 0 8 0a4 4 0 1 0-8 0M12 3v2M12 19v2M3 12h2M19 12h2M6 6l1 1M17 17l1 1M18 6l-1 1M7 17l-1 1",
+    "sun": (
+        "M8 12a4 4 0 1 0 8 0a4 4 0 1 0-8 0M12 3v2M12 19v2M3 12h2M19 12h2M6 6l1 1M17 17l1 1M18 6l-1"
+        " 1M7 17l-1 1"
+    ),
     "puzzle": "M5 8h5a2 2 0 1 1 4 0h5v5a2 2 0 1 0 0 3v4H5z",
     "dice": "M5 5h14v14H5zM9 9h.1M15 9h.1M12 12h.1M9 15h.1M15 15h.1",
     "blocks": "M4 13h7v7H4zM13 13h7v7h-7zM8 5h8v7H8z",
-    "bear": "M6 12a6 6 0 1 0 12 0a6 6 0 1 0-12 0M5 7a2 2 0 1 1 3-2M19 7a2 2 0 1 0-3-2M10 11h.1M14 11h.1M11 14h2",
+    "bear": (
+        "M6 12a6 6 0 1 0 12 0a6 6 0 1 0-12 0M5 7a2 2 0 1 1 3-2M19 7a2 2 0 1 0-3-2M10 11h.1M14"
+        " 11h.1M11 14h2"
+    ),
     "kite": "M12 3l6 7l-6 8l-6-8zM12 18c0 2 3 1 3 3M6 10h12M12 3v15",
 }
 
@@ -62,16 +70,25 @@ _ICONS = {
 @cache
 def css(folder: str) -> Response:
     """The stylesheet of the site whose templates are in `folder`."""
-    parts = [f":root{{{_PALETTES[folder]}}}", (_FOLDER / "base.css").read_text(), (_FOLDER / f"{folder}.css").read_text()]
+    parts = [
+        f":root{{{_PALETTES[folder]}}}",
+        (_FOLDER / "base.css").read_text(),
+        (_FOLDER / f"{folder}.css").read_text(),
+    ]
     if folder == "shop":
         parts += [_picture(name, path) for name, path in _ICONS.items()]
         parts += [f".s{n}{{width:{n * 10}%}}" for n in range(11)]
-    return Response(200, "\n".join(parts).encode(), {"content-type": "text/css; charset=utf-8", "cache-control": "max-age=3600"})
+    return Response(
+        200,
+        "\n".join(parts).encode(),
+        {"content-type": "text/css; charset=utf-8", "cache-control": "max-age=3600"},
+    )
 
 
 def _picture(name: str, path: str) -> str:
     svg = (
-        "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 24 24' fill='none' stroke='#fff' stroke-width='1.4' "
-        f"stroke-linecap='round' stroke-linejoin='round'><path d='{path}'/></svg>"
+        "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 24 24' fill='none' stroke='#fff'"
+        " stroke-width='1.4' stroke-linecap='round' stroke-linejoin='round'><path"
+        f" d='{path}'/></svg>"
     )
     return f'.i-{name}{{background-image:url("data:image/svg+xml,{quote(svg, safe="/:=")}")}}'

@@ -1,6 +1,8 @@
-"""The helper queries of WebArena's evaluators, over the state of a session instead of the sites' own interfaces.
+"""The helper queries of WebArena's evaluators, over the state of a session instead of the sites'
+own interfaces.
 
-Names (one spelling mistake included) and results are WebArena's: webarena, evaluation_harness/helper_functions.py.
+Names (one spelling mistake included) and results are WebArena's: webarena,
+evaluation_harness/helper_functions.py.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def shopping_get_sku_latest_review_rating(state: World, sku: str) -> str:
 
 
 def gitlab_get_project_memeber_role(state: World, url: str, account_name: str) -> str:
-    """The account's role in the project that the page at `url` belongs to; "" for no member or no project."""
+    """The account's role in the project that the page at `url` belongs to; "" for no member or
+    no project.
+    """
     path = [unquote(part) for part in urlsplit(url).path.split("/")]
     project = state.hub.projects.first("path", "/".join(path[1:3]))
     return state.hub.role(project, account_name) if project else ""

@@ -1,4 +1,6 @@
-"""All four sites on one loopback port, in a thread of this process; the Host header says which site, the tenant header whose state."""
+"""All four sites on one loopback port, in a thread of this process; the Host header says which
+site, the tenant header whose state.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,16 @@ from envs.webarena.sites.world import World, content
 
 logger = logging.getLogger(__name__)
 
-SITES = {"shopping": "shop.test", "shopping_admin": "admin.shop.test", "reddit": "forum.test", "gitlab": "code.test"}
+SITES = {
+    "shopping": "shop.test",
+    "shopping_admin": "admin.shop.test",
+    "reddit": "forum.test",
+    "gitlab": "code.test",
+}
 TENANT_HEADER = "x-tenant"
-_BY_HOST: dict[str, Site] = {SITES[site.name]: site for site in (shop_site, admin_site, forum_site, hub_site)}
+_BY_HOST: dict[str, Site] = {
+    SITES[site.name]: site for site in (shop_site, admin_site, forum_site, hub_site)
+}
 _MAX_BODY = 256 * 1024
 _START_S = _STOP_S = 10.0
 
@@ -34,7 +43,9 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class _Quiet(HttpToolsProtocol):
-    """Without an access log, and without touching uvicorn's loggers: they belong to the program around the sites."""
+    """Without an access log, and without touching uvicorn's loggers: they belong to the program
+    around the sites.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,7 +53,9 @@ class _Quiet(HttpToolsProtocol):
 
 
 class SiteServer:
-    """The sites of one seed. `start` and `stop` once each; tenants may be opened and closed from any thread."""
+    """The sites of one seed.
+    `start` and `stop` once each; tenants may be opened and closed from any thread.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self._content = content(seed)
@@ -52,7 +65,9 @@ class SiteServer:
         self._socket: socket.socket | None = None
 
     def start(self) -> int:
-        """Serve on a free loopback port and return it. Errors: RuntimeError if the server is not up within 10 s."""
+        """Serve on a free loopback port and return it.
+        Errors: RuntimeError if the server is not up within 10 s.
+        """
         assert self._server is None, "a SiteServer starts once"
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=256)
         config = uvicorn.Config(
@@ -66,13 +81,17 @@ class SiteServer:
             timeout_graceful_shutdown=2,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, name="sites", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name="sites", daemon=True
+        )
         self._thread.start()
         deadline = time.monotonic() + _START_S
         while not self._server.started:
             if time.monotonic() > deadline or not self._thread.is_alive():
                 self.stop()
-                raise RuntimeError(f"the embedded sites did not start within {_START_S:g} s; see the log")
+                raise RuntimeError(
+                    f"the embedded sites did not start within {_START_S:g} s; see the log"
+                )
             time.sleep(0.01)
         port: int = self._socket.getsockname()[1]
         logger.info("embedded sites on 127.0.0.1:%d", port)
@@ -88,7 +107,9 @@ class SiteServer:
         self._tenants.clear()
 
     def open_tenant(self, login: bool = True) -> str:
-        """A new session's token; its sites hold the seed's content, with the demo users logged in unless `login` is false."""
+        """A new session's token; its sites hold the seed's content, with the demo users logged
+        in unless `login` is false.
+        """
         token = secrets.token_urlsafe(24)
         self._tenants[token] = self._content.world(login)
         return token
@@ -104,13 +125,26 @@ class SiteServer:
         if scope["type"] != "http":  # a WebSocket: refused
             await send({"type": "websocket.close"})
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
         body = await _body(receive)
-        response = plain(413, "the form is too large") if body is None else self._respond(scope, headers, body)
-        lines = [(name.encode(), value.encode("latin-1")) for name, value in response.headers.items()]
+        response = (
+            plain(413, "the form is too large")
+            if body is None
+            else self._respond(scope, headers, body)
+        )
+        lines = [
+            (name.encode(), value.encode("latin-1")) for name, value in response.headers.items()
+        ]
         lines.append((b"content-length", str(len(response.body)).encode()))
         await send({"type": "http.response.start", "status": response.status, "headers": lines})
-        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else response.body})
+        await send(
+            {
+                "type": "http.response.body",
+                "body": b"" if scope["method"] == "HEAD" else response.body,
+            }
+        )
 
     def _respond(self, scope: Message, headers: dict[str, str], body: bytes) -> Response:
         host = headers.get("host", "").partition(":")[0].lower()
@@ -127,10 +161,16 @@ class SiteServer:
             return look.css(site.folder) if path.endswith(".css") else Response(204, b"", {})
         try:
             query, _ = parse_fields(scope["query_string"].decode("latin-1"))
-            form, repeated = parse_fields(body.decode("utf-8", "replace") if method == "POST" else "")
+            form, repeated = parse_fields(
+                body.decode("utf-8", "replace") if method == "POST" else ""
+            )
         except ValueError:
             return plain(400, "too many fields")
-        return site.answer(Request(world, site, method, host, path, query, form, headers.get("referer", ""), repeated))
+        return site.answer(
+            Request(
+                world, site, method, host, path, query, form, headers.get("referer", ""), repeated
+            )
+        )
 
 
 async def _body(receive: Receive) -> bytes | None:

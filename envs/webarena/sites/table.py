@@ -1,8 +1,11 @@
-"""Records that every session shares until it changes them: what a session's sites know, at the price of its changes alone.
+"""Records that every session shares until it changes them: what a session's sites know, at the
+price of its changes alone.
 
-Records are frozen, so no session can alter another's. A table's own records are never changed in place either: each write puts a new
-dict in the place of the old one. With one writing thread (the server's loop) readers in other threads therefore need no lock: they see
-a table before or after a write.
+Records are frozen, so no session can alter another's.
+A table's own records are never changed in place either: each write puts a new dict in the place of
+the old one.
+With one writing thread (the server's loop) readers in other threads therefore need no lock: they
+see a table before or after a write.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ class Seed(Generic[R]):
 
 
 class Table(Generic[R]):
-    """One session's view of a seed: its own records hide those of the seed, None hides a removed one."""
+    """One session's view of a seed: its own records hide those of the seed, None hides a
+    removed one.
+    """
 
     __slots__ = ("_own", "_seed")
 
@@ -78,7 +83,11 @@ class Table(Generic[R]):
         """The records whose `field` is `value`, by id."""
         own = self._own
         found = [self._seed.rows[id] for id in self._seed.ids(field, value) if id not in own]
-        mine = [record for record in own.values() if record is not None and getattr(record, field) == value]
+        mine = [
+            record
+            for record in own.values()
+            if record is not None and getattr(record, field) == value
+        ]
         return sorted(found + mine, key=lambda record: record.id) if mine else found
 
     def first(self, field: str, value: Any) -> R | None:

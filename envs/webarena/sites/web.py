@@ -1,4 +1,6 @@
-"""The little web framework of the embedded sites: routes, forms, pages. Every page is rendered on the server and escaped by default."""
+"""The little web framework of the embedded sites: routes, forms, pages.
+Every page is rendered on the server and escaped by default.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ _FOLDER = Path(__file__).resolve().parent / "templates"
 _KINDS = {"int": r"\d{1,9}", "str": r"[^/]+", "path": r".+"}
 _MAX_FIELDS = 100
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'self'; img-src 'self' data:; form-action 'self'; base-uri 'none'",
+    "content-security-policy": (
+        "default-src 'none'; style-src 'self'; img-src 'self' data:; form-action 'self'; base-uri"
+        " 'none'"
+    ),
     "referrer-policy": "same-origin",
     "x-content-type-options": "nosniff",
     "cache-control": "no-store",
@@ -32,7 +37,9 @@ class NotFound(Exception):
 
 
 class Refused(Exception):
-    """What a form holds cannot be taken; the text is shown above the form, which keeps what was typed."""
+    """What a form holds cannot be taken; the text is shown above the form, which keeps what was
+    typed.
+    """
 
 
 @dataclass(frozen=True)
@@ -63,13 +70,23 @@ class Request:
     query: dict[str, str]
     form: dict[str, str]
     referer: str
-    repeated: dict[str, list[str]] = field(default_factory=dict)  # form fields with several values, checkboxes
+    # form fields with several values, checkboxes
+    repeated: dict[str, list[str]] = field(default_factory=dict)
 
     def page(self, template: str, /, http_status: int = 200, **context: Any) -> Response:
         note = self.world.notes.pop(self.site.name, None)
-        shared = {"request": self, "note": note, "old": note.typed if note else {}, **self.site.context(self)}
-        body = TEMPLATES.get_template(f"{self.site.folder}/{template}").render({**shared, **context})
-        return Response(http_status, body.encode(), {"content-type": "text/html; charset=utf-8", **_HEADERS})
+        shared = {
+            "request": self,
+            "note": note,
+            "old": note.typed if note else {},
+            **self.site.context(self),
+        }
+        body = TEMPLATES.get_template(f"{self.site.folder}/{template}").render(
+            {**shared, **context}
+        )
+        return Response(
+            http_status, body.encode(), {"content-type": "text/html; charset=utf-8", **_HEADERS}
+        )
 
     def done(self, message: str, to: str | None = None) -> Response:
         """Redirect to `to`, by default to the page the form was on, which shows the message."""
@@ -83,7 +100,11 @@ class Request:
     def back(self) -> str:
         """The page of this site from which the request came."""
         came = urlsplit(self.referer)
-        if came.netloc.partition(":")[0] != self.host or not came.path.startswith("/") or came.path.startswith("//"):
+        if (
+            came.netloc.partition(":")[0] != self.host
+            or not came.path.startswith("/")
+            or came.path.startswith("//")
+        ):
             return "/"
         return came.path + (f"?{came.query}" if came.query else "")
 
@@ -131,9 +152,17 @@ Handler = Callable[..., Response]
 
 
 class Site:
-    """The routes of one site. `context` gives what every page of it shows; `closed` sites show nothing without a login."""
+    """The routes of one site.
+    `context` gives what every page of it shows; `closed` sites show nothing without a login.
+    """
 
-    def __init__(self, name: str, folder: str, context: Callable[[Request], dict[str, Any]], closed: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: str,
+        context: Callable[[Request], dict[str, Any]],
+        closed: bool = False,
+    ) -> None:
         self.name, self.folder, self.context, self.closed = name, folder, context, closed
         self.routes: list[tuple[str, re.Pattern[str], Handler, bool]] = []
 
@@ -144,7 +173,9 @@ class Site:
         return self._route("POST", pattern, private)
 
     def answer(self, request: Request) -> Response:
-        """The answer to a request; what a person typed wrong is an answer too, never an error of the server."""
+        """The answer to a request; what a person typed wrong is an answer too, never an error
+        of the server.
+        """
         try:
             return self._answer(request)
         except Refused as refused:
@@ -162,16 +193,25 @@ class Site:
                 continue
             allowed.add(method)
             if method == request.method:
-                if (private or self.closed) and request.path != "/login" and request.world.logins.get(self.name) is None:
+                if (
+                    (private or self.closed)
+                    and request.path != "/login"
+                    and request.world.logins.get(self.name) is None
+                ):
                     here = request.changed() if method == "GET" else "/"
                     return redirect(f"/login?{urlencode({'next': here})}")
-                return handler(request, *(int(v) if k.startswith("id") else v for k, v in match.groupdict().items()))
+                return handler(
+                    request,
+                    *(int(v) if k.startswith("id") else v for k, v in match.groupdict().items()),
+                )
         if allowed:
             return plain(405, f"{request.method} is not possible here")
         raise NotFound(f"There is nothing at {request.path}.")
 
     def _route(self, method: str, pattern: str, private: bool) -> Callable[[Handler], Handler]:
-        """`{id}` and `{id_...}` take a whole number, `{name}` a path segment, `{name:path}` the rest."""
+        """`{id}` and `{id_...}` take a whole number, `{name}` a path segment, `{name:path}` the
+        rest.
+        """
 
         def part(match: re.Match[str]) -> str:
             kind = match[2] or ("int" if match[1].startswith("id") else "str")
@@ -181,24 +221,35 @@ class Site:
 
         def register(handler: Handler) -> Handler:
             self.routes.append((method, compiled, handler, private))
-            self.routes.sort(key=lambda route: route[1].groups)  # fixed paths before those with parameters
+            # fixed paths before those with parameters
+            self.routes.sort(key=lambda route: route[1].groups)
             return handler
 
         return register
 
 
 def redirect(to: str) -> Response:
-    return Response(303, b"", {"location": quote(to, safe="/?&=#%+-._~:@,;!'()*$"), "cache-control": "no-store"})
+    return Response(
+        303, b"", {"location": quote(to, safe="/?&=#%+-._~:@,;!'()*$"), "cache-control": "no-store"}
+    )
 
 
 def plain(status: int, text: str) -> Response:
-    return Response(status, f"{text}\n".encode(), {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"})
+    return Response(
+        status,
+        f"{text}\n".encode(),
+        {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"},
+    )
 
 
 def parse_fields(raw: str) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The fields of a query or form: last value of each name, and all values. Errors: ValueError if there are too many."""
+    """The fields of a query or form: last value of each name, and all values.
+    Errors: ValueError if there are too many.
+    """
     every: dict[str, list[str]] = {}
-    for name, value in parse_qsl(raw, keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="replace"):
+    for name, value in parse_qsl(
+        raw, keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="replace"
+    ):
         every.setdefault(name, []).append(value)
     return {name: values[-1] for name, values in every.items()}, every
 
@@ -224,11 +275,21 @@ def local(address: str) -> str:
 
 
 def pairs(options: Mapping[Any, Any] | Sequence[Any]) -> list[tuple[Any, Any]]:
-    """(value, text) of the options of a choice: a mapping to texts (or to tuples that begin with one) or a list of texts."""
+    """(value, text) of the options of a choice: a mapping to texts (or to tuples that begin
+    with one) or a list of texts.
+    """
     if isinstance(options, Mapping):
-        return [(key, text[0] if isinstance(text, tuple) else text) for key, text in options.items()]
+        return [
+            (key, text[0] if isinstance(text, tuple) else text) for key, text in options.items()
+        ]
     return [(option, option) for option in options]
 
 
-TEMPLATES = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+TEMPLATES = Environment(
+    loader=FileSystemLoader(_FOLDER),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 TEMPLATES.filters.update(money=money, long_day=long_day, paragraphs=paragraphs, pairs=pairs)

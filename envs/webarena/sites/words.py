@@ -15,4 +15,6 @@ def load(module: str) -> Any:
 def _frozen(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_frozen(entry) for entry in value)
-    return {key: _frozen(entry) for key, entry in value.items()} if isinstance(value, dict) else value
+    return (
+        {key: _frozen(entry) for key, entry in value.items()} if isinstance(value, dict) else value
+    )

@@ -1,4 +1,6 @@
-"""What the four sites of one session know: generated content shared by all sessions, and this session's changes."""
+"""What the four sites of one session know: generated content shared by all sessions, and this
+session's changes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Note:
 class World:
     """The state behind one session. The shop and its administration share `store`.
 
-    A login belongs to the session (its browser context is the only visitor): site name -> id of the user, None when logged out.
+    A login belongs to the session (its browser context is the only visitor): site name -> id of the
+    user, None when logged out.
     """
 
     store: Store
@@ -63,4 +66,6 @@ class Content:
 @lru_cache(maxsize=4)
 def content(seed: int) -> Content:
     """The content of a seed, generated once per process."""
-    return Content(store_content.generate(seed), forum_content.generate(seed), hub_content.generate(seed))
+    return Content(
+        store_content.generate(seed), forum_content.generate(seed), hub_content.generate(seed)
+    )

@@ -11,7 +11,12 @@ from agentgym.algorithms.advantages import ADVANTAGES, Experience, whiten
 def experience(rows, groups, **more):
     """rows: the rewards of each row's action tokens."""
     row = torch.tensor([index for index, rewards in enumerate(rows) for _ in rewards])
-    return Experience(row, torch.tensor([float(reward) for rewards in rows for reward in rewards]), torch.tensor(groups), **more)
+    return Experience(
+        row,
+        torch.tensor([float(reward) for rewards in rows for reward in rewards]),
+        torch.tensor(groups),
+        **more,
+    )
 
 
 def advantages(name, rows, groups, **more):
@@ -23,19 +28,24 @@ def outcomes(name, returns, groups):
     return advantages(name, [[value] for value in returns], groups)
 
 
-# group 0: 1, 0, 0 -> mean 1/3, centred 2/3, -1/3, -1/3, variance (4/9 + 1/9 + 1/9) / 2 = 1/3, std 0.57735
-# group 1: 2, 4    -> mean 3,   centred -1, 1,            variance (1 + 1) / 1 = 2,           std 1.41421
+# group 0: 1, 0, 0 -> mean 1/3, centred 2/3, -1/3, -1/3, variance (4/9 + 1/9 + 1/9) / 2 = 1/3, std
+# 0.57735 group 1: 2, 4    -> mean 3,   centred -1, 1,            variance (1 + 1) / 1 = 2,
+# std 1.41421
 RETURNS, GROUPS = [1.0, 2.0, 0.0, 4.0, 0.0], [0, 1, 0, 1, 0]
 
 
 def test_grpo_standardises_within_each_group_with_the_sample_deviation():
-    assert outcomes("grpo", RETURNS, GROUPS) == pytest.approx([1.154701, -0.707107, -0.577350, 0.707107, -0.577350], abs=1e-5)
+    assert outcomes("grpo", RETURNS, GROUPS) == pytest.approx(
+        [1.154701, -0.707107, -0.577350, 0.707107, -0.577350], abs=1e-5
+    )
     # negative control: the population deviation of group 1 is 1
     assert outcomes("grpo", RETURNS, GROUPS)[1] != pytest.approx(-1.0, abs=0.1)
 
 
 def test_dr_grpo_takes_the_mean_away_and_divides_by_nothing():
-    assert outcomes("dr_grpo", RETURNS, GROUPS) == pytest.approx([2 / 3, -1, -1 / 3, 1, -1 / 3], abs=1e-6)
+    assert outcomes("dr_grpo", RETURNS, GROUPS) == pytest.approx(
+        [2 / 3, -1, -1 / 3, 1, -1 / 3], abs=1e-6
+    )
 
 
 def test_rloo_compares_with_the_mean_of_the_others():
@@ -44,30 +54,38 @@ def test_rloo_compares_with_the_mean_of_the_others():
 
 
 def test_reinforce_plus_plus_discounts_over_action_tokens_and_whitens_over_the_batch():
-    # gamma 1/2; row 0: rewards 0, 0, 1 -> G = 1/4, 1/2, 1; row 1: 0.5 -> 0.5; row 2: 0, -1 -> -1/2, -1
-    # G: mean 0.75 / 6 = 0.125; squares of the differences: .015625 .140625 .765625 .140625 .390625 1.265625 = 2.71875, / 5 = .54375
+    # gamma 1/2; row 0: rewards 0, 0, 1 -> G = 1/4, 1/2, 1; row 1: 0.5 -> 0.5; row 2: 0, -1 -> -1/2,
+    # -1 G: mean 0.75 / 6 = 0.125; squares of the differences: .015625 .140625 .765625 .140625
+    # .390625 1.265625 = 2.71875, / 5 = .54375
     got = advantages("reinforce++", [[0, 0, 1], [0.5], [0, -1]], [0, 1, 2], gamma=0.5)
     std = math.sqrt(0.54375)
-    assert got == pytest.approx([(g - 0.125) / std for g in (0.25, 0.5, 1, 0.5, -0.5, -1)], abs=1e-5)
+    assert got == pytest.approx(
+        [(g - 0.125) / std for g in (0.25, 0.5, 1, 0.5, -0.5, -1)], abs=1e-5
+    )
 
 
 def test_reinforce_plus_plus_sees_what_is_paid_per_token():
-    # gamma 1: a penalty of 0.1 on the first of two tokens belongs to the first alone: G = 0.9, 1.0; other row 0
+    # gamma 1: a penalty of 0.1 on the first of two tokens belongs to the first alone: G = 0.9, 1.0;
+    # other row 0
     got = advantages("reinforce++", [[-0.1, 1.0], [0.0]], [0, 1])
     mean, std = 1.9 / 3, math.sqrt(((0.9 - 1.9 / 3) ** 2 + (1 - 1.9 / 3) ** 2 + (1.9 / 3) ** 2) / 2)
     assert got == pytest.approx([(0.9 - mean) / std, (1 - mean) / std, -mean / std], abs=1e-5)
 
 
 def test_the_baseline_variant_takes_the_groups_mean_and_then_whitens_over_tokens():
-    # centred 0.5 (two tokens), -0.5 (one), 0, 0: tokens .5 .5 -.5 0 0, mean .1, deviation sqrt((.16 + .16 + .36 + .01 + .01) / 4)
+    # centred 0.5 (two tokens), -0.5 (one), 0, 0: tokens .5 .5 -.5 0 0, mean .1, deviation sqrt((.16
+    # + .16 + .36 + .01 + .01) / 4)
     got = advantages("reinforce++-baseline", [[0, 1], [0], [1], [1]], [0, 0, 1, 1])
     std = math.sqrt(0.7 / 4)
-    assert got == pytest.approx([0.4 / std, 0.4 / std, -0.6 / std, -0.1 / std, -0.1 / std], abs=1e-5)
+    assert got == pytest.approx(
+        [0.4 / std, 0.4 / std, -0.6 / std, -0.1 / std, -0.1 / std], abs=1e-5
+    )
 
 
 def test_gae_by_hand():
-    # gamma 0.9, lambda 0.5; row 0: rewards 0, 1, values 0.5, 0.4, over: delta_1 = 1 - 0.4 = 0.6, delta_0 = 0.36 - 0.5 = -0.14
-    # A_1 = 0.6, A_0 = -0.14 + 0.45 * 0.6 = 0.13; row 1: reward 0, value 0.2, cut, V(end) = 0.3: delta = 0.27 - 0.2 = 0.07
+    # gamma 0.9, lambda 0.5; row 0: rewards 0, 1, values 0.5, 0.4, over: delta_1 = 1 - 0.4 = 0.6,
+    # delta_0 = 0.36 - 0.5 = -0.14 A_1 = 0.6, A_0 = -0.14 + 0.45 * 0.6 = 0.13; row 1: reward 0,
+    # value 0.2, cut, V(end) = 0.3: delta = 0.27 - 0.2 = 0.07
     given = experience(
         [[0, 1], [0]],
         [0, 1],
@@ -85,7 +103,9 @@ def test_gae_by_hand():
 
 
 def test_with_gamma_and_lambda_one_the_critics_target_is_the_outcome_however_wrong_it_was():
-    given = experience([[0, 0, 1], [0, 0]], [0, 1], values=torch.randn(5), end_values=torch.zeros(2))
+    given = experience(
+        [[0, 0, 1], [0, 0]], [0, 1], values=torch.randn(5), end_values=torch.zeros(2)
+    )
     assert ADVANTAGES["gae"](given)[1].tolist() == pytest.approx([1, 1, 1, 0, 0], abs=1e-6)
 
 
@@ -97,14 +117,16 @@ def test_gae_without_a_critic_is_refused():
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3])
 def test_a_group_of_equal_returns_gets_exact_zeros(name, value):
-    # 0.1 summed seven times is not 0.7 in float32; a rounding error over eps must not become an advantage
+    # 0.1 summed seven times is not 0.7 in float32; a rounding error over eps must not become an
+    # advantage
     assert outcomes(name, [value] * 7, [0] * 7) == [0.0] * 7
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"])
 @pytest.mark.parametrize("value", [0.66, 66.0])
 def test_returns_that_differ_by_rounding_are_equal_returns(name, value):
-    # neighbours in float32; of 66 they are 8e-6 apart, which the group's deviation would blow up to advantages of 0.6
+    # neighbours in float32; of 66 they are 8e-6 apart, which the group's deviation would blow up to
+    # advantages of 0.6
     above = float(torch.nextafter(torch.tensor(value), torch.tensor(100.0)))
     assert above > value
     assert outcomes(name, [value, above, value], [0] * 3) == [0.0] * 3
@@ -114,7 +136,9 @@ def test_returns_that_differ_by_rounding_are_equal_returns(name, value):
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo"])
 def test_a_group_left_with_one_member_gets_zero_and_disturbs_no_other(name):
     assert outcomes(name, [5.0, 1.0, 0.0], [0, 1, 1])[0] == 0
-    assert outcomes(name, [5.0, 1.0, 0.0], [0, 1, 1])[1:] == pytest.approx(outcomes(name, [1.0, 0.0], [0, 0]))
+    assert outcomes(name, [5.0, 1.0, 0.0], [0, 1, 1])[1:] == pytest.approx(
+        outcomes(name, [1.0, 0.0], [0, 0])
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"])
@@ -122,7 +146,9 @@ def test_the_order_of_the_rows_does_not_matter(name):
     returns, groups = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.5]), torch.tensor([0, 0, 0, 1, 1, 1])
     order = torch.tensor([5, 2, 0, 3, 1, 4])
     shuffled = torch.tensor(outcomes(name, returns[order].tolist(), groups[order].tolist()))
-    assert torch.allclose(torch.tensor(outcomes(name, returns.tolist(), groups.tolist()))[order], shuffled, atol=1e-6)
+    assert torch.allclose(
+        torch.tensor(outcomes(name, returns.tolist(), groups.tolist()))[order], shuffled, atol=1e-6
+    )
 
 
 def test_every_action_token_of_a_row_shares_its_outcome():
@@ -136,10 +162,13 @@ def test_whitening_what_does_not_vary_gives_zeros():
 
 @pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline", "gae"])
 def test_each_environment_is_whitened_among_its_own(name):
-    # of each: 1 and 0, or 100 and 0, one token each; mean 1/2 (50), sample deviation 0.70711 (70.711)
+    # of each: 1 and 0, or 100 and 0, one token each; mean 1/2 (50), sample deviation 0.70711
+    # (70.711)
     critic = {"values": torch.zeros(4), "end_values": torch.zeros(4)} if name == "gae" else {}
     rows, groups, envs = [[1], [0], [100], [0]], [0, 0, 1, 1], torch.tensor([0, 0, 1, 1])
     expected = [0.707107, -0.707107, 0.707107, -0.707107]
-    assert advantages(name, rows, groups, env_ids=envs, **critic) == pytest.approx(expected, abs=1e-4)
+    assert advantages(name, rows, groups, env_ids=envs, **critic) == pytest.approx(
+        expected, abs=1e-4
+    )
     # negative control: together, the environment with the larger rewards decides
     assert advantages(name, rows, groups, **critic)[0] != pytest.approx(0.707107, abs=0.1)

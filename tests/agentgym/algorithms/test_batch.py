@@ -9,7 +9,9 @@ from agentgym.algorithms.batch import groups_with_signal, overlong_penalty, to_b
 from agentgym.types import Item, Status, Trajectory, Turn
 
 
-def trajectory(ids, mask, reward=1.0, status=Status.TERMINATED, task_id=0, env="babyai", temperature=1.0):
+def trajectory(
+    ids, mask, reward=1.0, status=Status.TERMINATED, task_id=0, env="babyai", temperature=1.0
+):
     return Trajectory(
         item=Item(env, task_id),
         sample=0,
@@ -41,7 +43,13 @@ def test_a_reward_on_an_observation_token_would_be_lost():
 
 
 def test_rows_are_packed_end_to_end_in_the_order_given():
-    batch = to_batch([trajectory([1, 2, 3], [0, 1, 0], 1.0, task_id=5), trajectory([4, 5], [0, 1], 0.0, task_id=6)], truncated="zero")
+    batch = to_batch(
+        [
+            trajectory([1, 2, 3], [0, 1, 0], 1.0, task_id=5),
+            trajectory([4, 5], [0, 1], 0.0, task_id=6),
+        ],
+        truncated="zero",
+    )
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
     assert batch.starts.tolist() == [0, 3, 5]
     assert batch.row.tolist() == [0, 0, 0, 1, 1]
@@ -65,27 +73,43 @@ def test_failed_environments_and_rows_without_actions_never_enter():
 
 
 def test_nothing_left_to_learn_from_is_an_error_that_says_why():
-    with pytest.raises(ValueError, match=r"none of 2 trajectories can be learned from: \['env_error', 'max_turns'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"none of 2 trajectories can be learned from: \['env_error', 'max_turns'\]",
+    ):
         to_batch(
-            [trajectory([1, 2], [0, 1], status=Status.MAX_TURNS), trajectory([1, 2], [0, 1], status=Status.ENV_ERROR)], truncated="mask"
+            [
+                trajectory([1, 2], [0, 1], status=Status.MAX_TURNS),
+                trajectory([1, 2], [0, 1], status=Status.ENV_ERROR),
+            ],
+            truncated="mask",
         )
     with pytest.raises(ValueError, match="none of 0"):
         to_batch([], truncated="zero")
 
 
 def test_samples_of_one_item_share_a_group_and_equal_ids_of_two_environments_do_not():
-    rows = [trajectory([1, 2], [0, 1], task_id=task, env=env) for task, env in ((9, "a"), (3, "a"), (9, "a"), (9, "b"))]
+    rows = [
+        trajectory([1, 2], [0, 1], task_id=task, env=env)
+        for task, env in ((9, "a"), (3, "a"), (9, "a"), (9, "b"))
+    ]
     assert to_batch(rows, truncated="zero").group_ids.tolist() == [0, 1, 0, 2]
 
 
 def test_groups_are_numbered_without_the_excluded():
-    rows = [trajectory([1, 2], [0, 1], status=Status.ENV_ERROR, task_id=1), trajectory([1, 2], [0, 1], task_id=2)]
+    rows = [
+        trajectory([1, 2], [0, 1], status=Status.ENV_ERROR, task_id=1),
+        trajectory([1, 2], [0, 1], task_id=2),
+    ]
     assert to_batch(rows, truncated="zero").group_ids.tolist() == [0]
 
 
 def test_samples_of_two_temperatures_are_refused():
     with pytest.raises(ValueError, match=r"one temperature; got \[0.7, 1.0\]"):
-        to_batch([trajectory([1, 2], [0, 1], temperature=0.7), trajectory([1, 2], [0, 1])], truncated="zero")
+        to_batch(
+            [trajectory([1, 2], [0, 1], temperature=0.7), trajectory([1, 2], [0, 1])],
+            truncated="zero",
+        )
 
 
 def test_select_keeps_every_field_of_the_chosen_rows_in_the_order_asked_for():
@@ -121,9 +145,15 @@ ROUNDED = [0.08 + 0.08 + 0.5, 0.16 + 0.42 + 0.08, 0.66, 0.6600000000000001]
 
 def test_rewards_that_differ_by_rounding_carry_no_signal():
     assert len(set(ROUNDED)) > 1
-    rows = [*group(1, *ROUNDED), *group(2, 66.0, 66.00000000000001), *group(3, 0.66, 0.67), *group(4, 0.0, 1e-5)]
+    rows = [
+        *group(1, *ROUNDED),
+        *group(2, 66.0, 66.00000000000001),
+        *group(3, 0.66, 0.67),
+        *group(4, 0.0, 1e-5),
+    ]
     assert [row.item.task_id for row in groups_with_signal(rows)] == [3, 3, 4, 4]
-    assert not groups_with_signal(group(1, 99.99999, 100.0))  # of hundreds float32 keeps five decimals
+    # of hundreds float32 keeps five decimals
+    assert not groups_with_signal(group(1, 99.99999, 100.0))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +168,9 @@ def test_rewards_that_differ_by_rounding_carry_no_signal():
 def test_the_overlong_penalty_grows_over_the_last_part_of_either_budget(turns, tokens, expected):
     turn = Turn("a", "o", 0.0, 0, 1, 0)
     episode = replace(trajectory([1] * tokens, [0] * tokens), turns=(turn,) * turns, max_turns=10)
-    assert overlong_penalty(episode, context_tokens=100, buffer=0.25, penalty=0.5) == pytest.approx(expected)
+    assert overlong_penalty(episode, context_tokens=100, buffer=0.25, penalty=0.5) == pytest.approx(
+        expected
+    )
 
 
 def test_a_penalty_is_part_of_the_outcome_and_lies_where_it_lies():
@@ -166,7 +198,10 @@ def test_shuffled_outcomes_are_the_same_ones_on_other_rows_last_actions():
 
 
 def test_rows_know_their_environment_and_so_does_every_selection():
-    rows = [trajectory([1, 2], [0, 1], env=env, task_id=index) for index, env in enumerate(["babyai", "textcraft", "babyai"])]
+    rows = [
+        trajectory([1, 2], [0, 1], env=env, task_id=index)
+        for index, env in enumerate(["babyai", "textcraft", "babyai"])
+    ]
     batch = to_batch(rows)
     assert batch.env_ids.tolist() == [0, 1, 0]
     assert batch.select(torch.tensor([2, 1])).env_ids.tolist() == [0, 1]

@@ -19,7 +19,12 @@ from agentgym.algorithms.losses import (
 
 def loss_and_gradient(ratio, advantage, **bounds):
     logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss = clip_loss(logprobs, torch.zeros(1), torch.tensor([advantage]), **(bounds or {"clip_low": 0.2, "clip_high": 0.28}))
+    loss = clip_loss(
+        logprobs,
+        torch.zeros(1),
+        torch.tensor([advantage]),
+        **(bounds or {"clip_low": 0.2, "clip_high": 0.28}),
+    )
     loss.sum().backward()
     return float(loss.detach()), float(logprobs.grad)
 
@@ -39,14 +44,20 @@ def loss_and_gradient(ratio, advantage, **bounds):
         (0.5, 2.0, -1.0, -1.0),
     ],
 )
-def test_the_clip_binds_only_where_the_policy_has_already_gone_far_enough(ratio, advantage, loss, gradient):
+def test_the_clip_binds_only_where_the_policy_has_already_gone_far_enough(
+    ratio, advantage, loss, gradient
+):
     assert loss_and_gradient(ratio, advantage) == pytest.approx((loss, gradient), abs=1e-5)
 
 
 def test_the_two_bounds_are_separate():
     # 1.5 lies inside [0.9, 1.6]; 0.85 does not: max side -A * 0.9
-    assert loss_and_gradient(1.5, 1.0, clip_low=0.1, clip_high=0.6) == pytest.approx((-1.5, -1.5), abs=1e-5)
-    assert loss_and_gradient(0.85, -1.0, clip_low=0.1, clip_high=0.6) == pytest.approx((0.9, 0.0), abs=1e-5)
+    assert loss_and_gradient(1.5, 1.0, clip_low=0.1, clip_high=0.6) == pytest.approx(
+        (-1.5, -1.5), abs=1e-5
+    )
+    assert loss_and_gradient(0.85, -1.0, clip_low=0.1, clip_high=0.6) == pytest.approx(
+        (0.9, 0.0), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +71,9 @@ def test_the_two_bounds_are_separate():
 )
 def test_dual_clip_bounds_the_loss_of_a_negative_advantage(ratio, advantage, loss, gradient):
     bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
-    assert loss_and_gradient(ratio, advantage, **bounds) == pytest.approx((loss, gradient), abs=1e-5)
+    assert loss_and_gradient(ratio, advantage, **bounds) == pytest.approx(
+        (loss, gradient), abs=1e-5
+    )
 
 
 RATIOS = [0.5, 0.5, 0.5, 0.9, 0.9, 1.5, 1.5, 1.5, 5.0, 5.0]
@@ -103,13 +116,18 @@ def test_the_clipped_value_loss_takes_the_worse_of_the_two(value, loss, gradient
     assert (float(result.detach()), float(values.grad)) == pytest.approx((loss, gradient), abs=1e-6)
 
 
-@pytest.mark.parametrize(("estimator", "value", "gradient"), [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", 0.106531, 0.393469)])
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", 0.106531, 0.393469)],
+)
 def test_kl_estimators_by_hand(estimator, value, gradient):
     # d = 0.5: exp(-0.5) = 0.606531; d/dx of k3 = 1 - exp(-d)
     logprobs = torch.tensor([-1.0], requires_grad=True)
     penalty = kl_penalty(logprobs, torch.tensor([-1.5]), estimator)
     penalty.sum().backward()
-    assert (float(penalty.detach()), float(logprobs.grad)) == pytest.approx((value, gradient), abs=1e-6)
+    assert (float(penalty.detach()), float(logprobs.grad)) == pytest.approx(
+        (value, gradient), abs=1e-6
+    )
 
 
 def test_k1_and_k3_are_unbiased_as_values_and_k2_is_not():
@@ -122,16 +140,21 @@ def test_k1_and_k3_are_unbiased_as_values_and_k2_is_not():
 
 
 def test_preference_loss_by_hand():
-    # beta 0.1: margins 0.1 * (2 - -1) = 0.3 and 0.1 * (0 - 1) = -0.1; log(1 + exp(-z)) = 0.554355, 0.744397
+    # beta 0.1: margins 0.1 * (2 - -1) = 0.3 and 0.1 * (0 - 1) = -0.1; log(1 + exp(-z)) = 0.554355,
+    # 0.744397
     losses = preference_loss(torch.tensor([2.0, 0.0]), torch.tensor([-1.0, 1.0]), beta=0.1)
     assert losses.tolist() == pytest.approx([0.554355, 0.744397], abs=1e-5)
     # smoothing 0.1: 0.9 * 0.554355 + 0.1 * 0.854355
-    assert float(preference_loss(torch.tensor(2.0), torch.tensor(-1.0), beta=0.1, label_smoothing=0.1)) == pytest.approx(0.584355, abs=1e-5)
+    assert float(
+        preference_loss(torch.tensor(2.0), torch.tensor(-1.0), beta=0.1, label_smoothing=0.1)
+    ) == pytest.approx(0.584355, abs=1e-5)
 
 
 def test_constant_aggregation_divides_by_the_same_length_for_every_row():
     # two rows act: each token counts 1 / (10 * 2), long rows more than short ones
-    assert aggregation_weights(torch.tensor([0, 0, 0, 2]), 3, "constant", 10).tolist() == pytest.approx([0.05] * 4)
+    assert aggregation_weights(
+        torch.tensor([0, 0, 0, 2]), 3, "constant", 10
+    ).tolist() == pytest.approx([0.05] * 4)
     with pytest.raises(ValueError, match="needs the constant"):
         aggregation_weights(torch.tensor([0]), 1, "constant")
 
@@ -142,7 +165,9 @@ def test_token_aggregation_counts_every_token_the_same():
 
 def test_sequence_aggregation_counts_every_row_with_actions_the_same():
     # two rows have action tokens: 3 tokens share 1/2, one token has 1/2; row 1 has none
-    assert aggregation_weights(torch.tensor([0, 0, 0, 2]), 3, "sequence").tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+    assert aggregation_weights(torch.tensor([0, 0, 0, 2]), 3, "sequence").tolist() == pytest.approx(
+        [1 / 6, 1 / 6, 1 / 6, 1 / 2]
+    )
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
@@ -151,15 +176,21 @@ def test_a_weighted_sum_does_not_depend_on_the_split_into_micro_batches(aggregat
     weights = aggregation_weights(rows, 3, aggregation, 4)
     whole = {"token": 23 / 6, "sequence": (3 + 8 + 3) / 3, "constant": 23 / 12}[aggregation]
     assert float((losses * weights).sum()) == pytest.approx(whole)
-    assert sum(float((losses * weights)[rows == row].sum()) for row in range(3)) == pytest.approx(whole)
+    assert sum(float((losses * weights)[rows == row].sum()) for row in range(3)) == pytest.approx(
+        whole
+    )
     # negative control: the mean of micro-batch means is another number
-    assert sum(float(losses[part].mean()) for part in ([0, 1, 2, 3], [4, 5])) / 2 != pytest.approx(whole)
+    assert sum(float(losses[part].mean()) for part in ([0, 1, 2, 3], [4, 5])) / 2 != pytest.approx(
+        whole
+    )
 
 
 def test_importance_weights_are_capped_from_above_alone():
     learner, engine = torch.tensor([-1.0, -1.0, -3.0]), torch.tensor([-1.5, -3.0, -1.0])
     # exp(0.5) = 1.64872, exp(2) capped, exp(-2) = 0.13534
-    assert importance_weights(learner, engine, 2.0).tolist() == pytest.approx([1.64872, 2.0, 0.13534], abs=1e-4)
+    assert importance_weights(learner, engine, 2.0).tolist() == pytest.approx(
+        [1.64872, 2.0, 0.13534], abs=1e-4
+    )
 
 
 def test_mismatch_of_equal_policies_is_nothing():
@@ -173,17 +204,24 @@ def test_mismatch_of_equal_policies_is_nothing():
 
 
 def test_mismatch_against_hand_values():
-    # w = 2 and 0.5: kl = ((2 - 1 - ln 2) + (0.5 - 1 + ln 2)) / 2 = 0.25; ess = 2.5^2 / (2 * 4.25) = 0.735294
+    # w = 2 and 0.5: kl = ((2 - 1 - ln 2) + (0.5 - 1 + ln 2)) / 2 = 0.25; ess = 2.5^2 / (2 * 4.25) =
+    # 0.735294
     gap = mismatch(torch.tensor([math.log(2.0), -math.log(2.0)]), torch.zeros(2), cap=1.9)
     assert gap["kl"] == pytest.approx(0.25, abs=1e-6)
     assert gap["max_abs"] == pytest.approx(math.log(2), abs=1e-6)
     assert gap["ess"] == pytest.approx(0.735294, abs=1e-6)
     assert gap["capped_frac"] == 0.5  # the weight of 2, which `importance_weights` makes 1.9
-    assert mismatch(torch.tensor([0.2, 0.05, 0.0, -0.2]), torch.zeros(4), cap=2.0)["outside_frac"] == 0.5  # 1.22 and 0.82
+    # 1.22 and 0.82
+    assert (
+        mismatch(torch.tensor([0.2, 0.05, 0.0, -0.2]), torch.zeros(4), cap=2.0)["outside_frac"]
+        == 0.5
+    )
 
 
 def test_mismatch_is_measured_from_the_engine_and_never_negative():
-    """E_engine[k3] = KL(engine || learner); with engine (0.8, 0.2) and learner (0.5, 0.5): 0.8 ln 1.6 + 0.2 ln 0.4 = 0.192745."""
+    """E_engine[k3] = KL(engine || learner); with engine (0.8, 0.2) and learner (0.5, 0.5): 0.8
+    ln 1.6 + 0.2 ln 0.4 = 0.192745.
+    """
     engine, learner = torch.tensor([0.8] * 4 + [0.2]).log(), torch.tensor([0.5] * 5).log()
     assert mismatch(learner, engine, cap=2.0)["kl"] == pytest.approx(0.192745, abs=1e-5)
     assert mismatch(engine, learner, cap=2.0)["kl"] != pytest.approx(0.192745, abs=1e-2)
@@ -191,4 +229,6 @@ def test_mismatch_is_measured_from_the_engine_and_never_negative():
 
 
 def test_a_log_probability_that_is_not_a_number_stays_visible():
-    assert math.isnan(mismatch(torch.tensor([float("nan"), -1.0]), torch.tensor([-1.0, -1.0]), cap=2.0)["kl"])
+    assert math.isnan(
+        mismatch(torch.tensor([float("nan"), -1.0]), torch.tensor([-1.0, -1.0]), cap=2.0)["kl"]
+    )

@@ -19,7 +19,9 @@ from agentgym.steps import local_environment
 
 
 def children():
-    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [
+        child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def test_a_server_is_ready_when_the_block_begins_and_gone_when_it_ends(tmp_path):
@@ -27,7 +29,12 @@ def test_a_server_is_ready_when_the_block_begins_and_gone_when_it_ends(tmp_path)
     before = children()
     with local_env(env, expert=True, log_path=tmp_path / "logs" / "env.log") as endpoints:
         info = ask(endpoints[0])
-        assert (info["env"], info["options"]["actions"], info["max_sessions"], info["session_ttl_s"]) == ("babyai", "high", 3, 12.5)
+        assert (
+            info["env"],
+            info["options"]["actions"],
+            info["max_sessions"],
+            info["session_ttl_s"],
+        ) == ("babyai", "high", 3, 12.5)
         assert info["offers_expert"]
         with open(f"/proc/{info['pid']}/environ") as environment:
             assert "OMP_NUM_THREADS=1" in environment.read().split("\0")
@@ -37,11 +44,15 @@ def test_a_server_is_ready_when_the_block_begins_and_gone_when_it_ends(tmp_path)
 
 def ask(endpoint, token=None):
     headers = {"Authorization": f"Bearer {endpoint.token if token is None else token}"}
-    with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/info", headers=headers), timeout=5) as reply:
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{endpoint}/info", headers=headers), timeout=5
+    ) as reply:
         return json.loads(reply.read())
 
 
-def test_each_server_has_a_token_of_its_own_that_nobody_else_can_read(tmp_path, monkeypatch, caplog):
+def test_each_server_has_a_token_of_its_own_that_nobody_else_can_read(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "of-configured-servers")
     caplog.set_level(0)
     logs = tmp_path / "first", tmp_path / "second"
@@ -56,17 +67,28 @@ def test_each_server_has_a_token_of_its_own_that_nobody_else_can_read(tmp_path, 
                 ask(first, token)
         with open(f"/proc/{pid}/cmdline") as command:
             assert first.token not in command.read()
-    shown = [str(first), repr(first), f"{first}", json.dumps([first]), caplog.text, *(log.read_text() for log in logs)]
+    shown = [
+        str(first),
+        repr(first),
+        f"{first}",
+        json.dumps([first]),
+        caplog.text,
+        *(log.read_text() for log in logs),
+    ]
     assert not [text for text in shown if first.token in text]
     assert len(first.token) >= 43  # 256 random bits
-    assert pickle.loads(pickle.dumps(first)).token == first.token  # it goes with the endpoint to a rollout worker
+    # it goes with the endpoint to a rollout worker
+    assert pickle.loads(pickle.dumps(first)).token == first.token
 
 
-def test_configured_servers_get_the_token_of_the_environment_wherever_they_are_asked_from(monkeypatch):
+def test_configured_servers_get_the_token_of_the_environment_wherever_they_are_asked_from(
+    monkeypatch,
+):
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "of-configured-servers")
     cfg = RunConfig.model_validate({"env": {"endpoints": ["http://10.0.0.5:8000"]}})
     with local_environment(cfg, False) as endpoints:
-        (endpoint,) = pickle.loads(pickle.dumps(endpoints))["babyai"]  # to a machine with another environment
+        # to a machine with another environment
+        (endpoint,) = pickle.loads(pickle.dumps(endpoints))["babyai"]
     monkeypatch.delenv("AGENTGYM_ENV_TOKEN")
     assert (endpoint, token_of(endpoint)) == ("http://10.0.0.5:8000", "of-configured-servers")
 
@@ -88,7 +110,9 @@ def test_a_server_that_refuses_its_options_is_bad_input_at_once(tmp_path):
     started = time.monotonic()
     env = EnvConfig(options={"vew": "compact"})
     with (
-        pytest.raises(ConfigError, match=r"^env: babyai has no option 'vew'; did you mean 'view'\?$"),
+        pytest.raises(
+            ConfigError, match=r"^env: babyai has no option 'vew'; did you mean 'view'\?$"
+        ),
         local_env(env, expert=False, log_path=tmp_path / "log"),
     ):
         pass
@@ -108,7 +132,11 @@ def test_a_server_that_never_listens_is_given_up_and_ended(tmp_path, monkeypatch
     monkeypatch.setattr(owned, "STOP_TIMEOUT_S", 0.3)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     real = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: real([sys.executable, "-c", stubborn], **options))
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda command, **options: real([sys.executable, "-c", stubborn], **options),
+    )
     before = children()
     with (
         pytest.raises(RuntimeError, match="not ready within 1 s"),
@@ -118,8 +146,12 @@ def test_a_server_that_never_listens_is_given_up_and_ended(tmp_path, monkeypatch
     assert children() == before
 
 
-def test_a_child_that_could_not_even_write_why_it_ended_says_whether_the_disk_is_full(tmp_path, monkeypatch):
+def test_a_child_that_could_not_even_write_why_it_ended_says_whether_the_disk_is_full(
+    tmp_path, monkeypatch
+):
     (tmp_path / "log").touch()
     assert owned.tail(tmp_path / "log") == f"{tmp_path}/log is empty"
     monkeypatch.setattr(owned, "LEAST_SPACE", 1 << 60)  # more than any disk has
-    assert owned.tail(tmp_path / "log").startswith(f"{tmp_path}/log is empty; no space left on its disk")
+    assert owned.tail(tmp_path / "log").startswith(
+        f"{tmp_path}/log is empty; no space left on its disk"
+    )

@@ -1,10 +1,19 @@
-"""The alias moves to a model that is not worse on the same items, stays otherwise, and a replay decides the same."""
+"""The alias moves to a model that is not worse on the same items, stays otherwise, and a replay
+decides the same.
+"""
 
 import pytest
 from mlflow import MlflowClient
 
 from agentgym.config import RunConfig
-from agentgym.evaluation.champion import DECISION, OUTCOMES, PROTOCOL, evaluation_tags, sentence, settle
+from agentgym.evaluation.champion import (
+    DECISION,
+    OUTCOMES,
+    PROTOCOL,
+    evaluation_tags,
+    sentence,
+    settle,
+)
 from agentgym.tracking import Tracker
 
 CFG = RunConfig.model_validate({"evaluation": {"num_items": 100, "num_samples": 2, "k": [1, 2]}})
@@ -50,7 +59,9 @@ def test_the_first_model_is_champion_whatever_it_scores(tracker, registry):
     assert holder(tracker, name) == "2"
 
 
-@pytest.mark.parametrize(("solved", "takes_it"), [(0, False), (86, False), (90, False), (91, True), (97, True)])
+@pytest.mark.parametrize(
+    ("solved", "takes_it"), [(0, False), (86, False), (90, False), (91, True), (97, True)]
+)
 def test_a_model_that_is_worse_does_not_take_the_alias(tracker, registry, solved, takes_it):
     """0.2 % took it from 90.9 %; nor may it drift down by a few points at a time."""
     name, register = registry
@@ -74,9 +85,17 @@ def test_failed_episodes_are_failures_when_models_are_compared(tracker, registry
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"found": outcomes(99, items=[*ITEMS[1:], "babyai_100"])}, "their evaluations differ in items"),
         (
-            {"found": outcomes(99), "cfg": CFG.model_copy(update={"evaluation": CFG.evaluation.model_copy(update={"max_turns": 9})})},
+            {"found": outcomes(99, items=[*ITEMS[1:], "babyai_100"])},
+            "their evaluations differ in items",
+        ),
+        (
+            {
+                "found": outcomes(99),
+                "cfg": CFG.model_copy(
+                    update={"evaluation": CFG.evaluation.model_copy(update={"max_turns": 9})}
+                ),
+            },
             "max_turns",
         ),
     ],
@@ -91,7 +110,9 @@ def test_another_evaluation_keeps_the_champion_and_says_so(tracker, registry, ot
     assert holder(tracker, name) == "1"
 
 
-@pytest.mark.parametrize("damage", [{PROTOCOL: "{"}, {OUTCOMES: "01x"}, {OUTCOMES: "01"}, {PROTOCOL: "[]"}])
+@pytest.mark.parametrize(
+    "damage", [{PROTOCOL: "{"}, {OUTCOMES: "01x"}, {OUTCOMES: "01"}, {PROTOCOL: "[]"}]
+)
 def test_a_damaged_registry_keeps_the_champion(tracker, registry, damage):
     name, register = registry
     register(outcomes(10))
@@ -112,7 +133,11 @@ def test_a_kill_before_the_alias_moved_decides_the_same_again(tracker, registry,
     name, register = registry
     register(outcomes(50))
     with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "set_registered_model_alias", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            MlflowClient,
+            "set_registered_model_alias",
+            lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
         with pytest.raises(KeyboardInterrupt):
             register(outcomes(60))
     assert holder(tracker, name) == "1"

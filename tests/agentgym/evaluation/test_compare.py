@@ -25,7 +25,11 @@ def point(step, episodes=64.0, failed=0.0, turns=5.0, tokens=50.0, cpu=2.0, **mo
 def test_costs_add_up_over_steps_and_failed_episodes_cost_no_turns():
     validated = {"validation/success": 0.5}
     curve, cost = training_curve(
-        [point(1), point(2, failed=0.5, turns=4.0, **validated), point(3, cpu=1.5, **{"validation/success": 0.75})]
+        [
+            point(1),
+            point(2, failed=0.5, turns=4.0, **validated),
+            point(3, cpu=1.5, **{"validation/success": 0.75}),
+        ]
     )
     # 64 * 5, then 32 * 4 more, then 64 * 5 more
     assert [(each.step, each.turns, each.tokens, each.cpu_s, each.success) for each in curve] == [
@@ -47,7 +51,10 @@ def row(name, after, start=None, seeds=(0, 1)):
     for index, seed in enumerate(seeds):
         cfg = RunConfig.model_validate({"seed": seed, "evaluation": {"num_bootstrap": 200}})
         cell = Cell(name, name, "long", "", seed, "evaluate-stage-3", cfg)
-        tables = [{"greedy": np.array(values[index], dtype=float)} if values else None for values in (after, start)]
+        tables = [
+            {"greedy": np.array(values[index], dtype=float)} if values else None
+            for values in (after, start)
+        ]
         results.append(CellResult(cell, tables[0], tables[1], (), {}, (), ()))
     return Row(name, tuple(results))
 

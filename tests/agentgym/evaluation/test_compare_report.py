@@ -7,7 +7,14 @@ from agentgym.evaluation.compare_report import curves_png, result_files, results
 
 
 def estimate(mean, spread=0.02, sd=0.01):
-    return {"mean": mean, "low": mean - spread, "high": mean + spread, "num_items": 100, "per_seed": [mean - 0.01, mean + 0.01], "sd": sd}
+    return {
+        "mean": mean,
+        "low": mean - spread,
+        "high": mean + spread,
+        "num_items": 100,
+        "per_seed": [mean - 0.01, mean + 0.01],
+        "sd": sd,
+    }
 
 
 def row(recipe, horizon, after, start=0.5, name=None, group="", curves=True):
@@ -17,23 +24,52 @@ def row(recipe, horizon, after, start=0.5, name=None, group="", curves=True):
         "horizon": horizon,
         "group": group,
         "seeds": [0, 1],
-        "evaluation": {"split": "test", "num_items": 100, "num_samples": 4, "max_turns": 12, "temperature": 1.0},
-        "success": {"greedy": estimate(after), "avg_at_4": estimate(after - 0.05), "pass_at_4": estimate(after + 0.02)},
+        "evaluation": {
+            "split": "test",
+            "num_items": 100,
+            "num_samples": 4,
+            "max_turns": 12,
+            "temperature": 1.0,
+        },
+        "success": {
+            "greedy": estimate(after),
+            "avg_at_4": estimate(after - 0.05),
+            "pass_at_4": estimate(after + 0.02),
+        },
     }
     if start is None:
         return found
-    curve = {"step": [5, 10], "turns": [1000, 2000], "tokens": [9000, 18000], "cpu_s": [10.0, 20.0], "success": [start, after]}
+    curve = {
+        "step": [5, 10],
+        "turns": [1000, 2000],
+        "tokens": [9000, 18000],
+        "cpu_s": [10.0, 20.0],
+        "success": [start, after],
+    }
     return found | {
         "start": {key: estimate(start) for key in found["success"]},
         "gain": {key: estimate(value["mean"] - start) for key, value in found["success"].items()},
-        "cost": {"step": [10, 10], "turns": [2000, 2000], "tokens": [18000, 18000], "cpu_s": [20.0, 22.0]},
+        "cost": {
+            "step": [10, 10],
+            "turns": [2000, 2000],
+            "tokens": [18000, 18000],
+            "cpu_s": [20.0, 22.0],
+        },
         "validation": {"best": [after, after], "last": [after, after - 0.1]},
         "curves": [curve, curve] if curves else [{**curve, "success": []}] * 2,
     }
 
 
 def table(rows, missing=()):
-    contrast = {"a": "grpo growing", "b": "grpo long", "difference": {key: estimate(-0.03) for key in rows[0]["success"]}} if rows else None
+    contrast = (
+        {
+            "a": "grpo growing",
+            "b": "grpo long",
+            "difference": {key: estimate(-0.03) for key in rows[0]["success"]},
+        }
+        if rows
+        else None
+    )
     return {
         "name": "few",
         "title": "A few",
@@ -58,13 +94,38 @@ def cells(line):
 
 
 def test_the_table_has_a_row_per_recipe_and_horizon_and_its_start_once():
-    lines = [cells(line) for line in table_markdown(table(ROWS)).splitlines() if line.startswith("|")]
-    expected = ["recipe", "horizon", "greedy", "avg@4", "pass@4", "gain avg@4", "gain greedy", "validation: last (best)", "CPU-s"]
+    lines = [
+        cells(line) for line in table_markdown(table(ROWS)).splitlines() if line.startswith("|")
+    ]
+    expected = [
+        "recipe",
+        "horizon",
+        "greedy",
+        "avg@4",
+        "pass@4",
+        "gain avg@4",
+        "gain greedy",
+        "validation: last (best)",
+        "CPU-s",
+    ]
     assert lines[0] == expected
     assert lines[2][:5] == ["*start*", "", "50.0 ± 1.0", "50.0 ± 1.0", "50.0 ± 1.0"]
     gains = ["+35.0 [+33.0, +37.0]", "+40.0 [+38.0, +42.0]"]
-    assert lines[3] == ["grpo", "long", "90.0 ± 1.0", "85.0 ± 1.0", "92.0 ± 1.0", *gains, "85.0 (90.0)", "21"]
-    assert [line[:2] for line in lines[4:7]] == [["grpo", "growing"], ["ppo", "long"], ["start at T 0.4", ""]]
+    assert lines[3] == [
+        "grpo",
+        "long",
+        "90.0 ± 1.0",
+        "85.0 ± 1.0",
+        "92.0 ± 1.0",
+        *gains,
+        "85.0 (90.0)",
+        "21",
+    ]
+    assert [line[:2] for line in lines[4:7]] == [
+        ["grpo", "growing"],
+        ["ppo", "long"],
+        ["start at T 0.4", ""],
+    ]
     assert lines[9] == ["grpo growing − grpo long", *["−3.0 [−5.0, −1.0]"] * 3, "−4.0, −2.0"]
 
 
@@ -93,12 +154,18 @@ def test_figures_depend_on_nothing_but_the_table():
 
 def test_names_from_a_file_are_no_markup_of_the_table():
     evil = "<img src=x onerror=alert(1)> | [link](http://evil)\n# head"
-    text = table_markdown(table([row(evil, "long", 0.9, name=evil)], missing=[evil]) | {"title": evil})
+    text = table_markdown(
+        table([row(evil, "long", 0.9, name=evil)], missing=[evil]) | {"title": evil}
+    )
     assert "<img" not in text
     assert "](" not in text
     assert [line for line in text.splitlines() if line.startswith("#")] == [text.splitlines()[0]]
 
     def cells_in(text):
-        return {len(re.findall(r"(?<!\\)\|", line)) for line in text.splitlines() if line.startswith("|")}
+        return {
+            len(re.findall(r"(?<!\\)\|", line))
+            for line in text.splitlines()
+            if line.startswith("|")
+        }
 
     assert cells_in(text) == cells_in(table_markdown(table([row("grpo", "long", 0.9)])))

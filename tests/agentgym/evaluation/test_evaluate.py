@@ -25,7 +25,9 @@ SETTINGS = EvaluationConfig(num_items=100, num_samples=1, k=(1,))
 
 
 def scored(greedy, envs=None):
-    return score(np.array(greedy), np.array(greedy)[:, None], SETTINGS, envs or ["babyai"] * len(greedy))
+    return score(
+        np.array(greedy), np.array(greedy)[:, None], SETTINGS, envs or ["babyai"] * len(greedy)
+    )
 
 
 def test_both_conventions_are_reported_with_the_share_that_counts():
@@ -41,13 +43,30 @@ def test_both_conventions_are_reported_with_the_share_that_counts():
 
 def test_each_environment_has_its_own_coverage():
     found = scored([1.0, NAN, 1.0, 0.0], ["babyai", "babyai", "textcraft", "textcraft"])
-    assert {env: own["coverage"] for env, own in found["by_env"].items()} == {"babyai": 0.5, "textcraft": 1.0}
+    assert {env: own["coverage"] for env, own in found["by_env"].items()} == {
+        "babyai": 0.5,
+        "textcraft": 1.0,
+    }
     assert found["by_env"]["babyai"][FAILED]["greedy"]["mean"] == 0.5
 
 
 def test_metrics_tell_both_conventions():
     turns = (Turn("go", "gone", 0.0, 0, 1, 0),)
-    episode = Trajectory(Item("babyai", 0), 0, 1, 4, Status.TERMINATED, 1.0, True, "", turns, (1, 2), (False, True), (0.0, -0.5), 1.0)
+    episode = Trajectory(
+        Item("babyai", 0),
+        0,
+        1,
+        4,
+        Status.TERMINATED,
+        1.0,
+        True,
+        "",
+        turns,
+        (1, 2),
+        (False, True),
+        (0.0, -0.5),
+        1.0,
+    )
     metrics = evaluation_metrics(scored([1.0, 0.0, 1.0, NAN]), [episode])
     assert metrics["eval/greedy"] == pytest.approx(2 / 3)
     assert metrics[f"eval/{FAILED}/greedy"] == 0.5
@@ -56,7 +75,10 @@ def test_metrics_tell_both_conventions():
 
 def test_below_the_floor_there_is_no_result():
     require_coverage(5, 100, 0.95)
-    with pytest.raises(RolloutError, match=r"^6 of 100 episodes .* at most 94\.0% count, and evaluation\.min_coverage is 95\.0%"):
+    with pytest.raises(
+        RolloutError,
+        match=r"^6 of 100 episodes .* at most 94\.0% count, and evaluation\.min_coverage is 95\.0%",
+    ):
         require_coverage(6, 100, 0.95)
 
 
@@ -76,18 +98,34 @@ class Failing:
 
 
 @pytest.mark.parametrize("floor", [0.95, 0.8])
-def test_an_item_whose_environment_fails_counts_in_one_convention_or_ends_the_evaluation(floor, whole_run, tmp_path, tiny_params, serving):
+def test_an_item_whose_environment_fails_counts_in_one_convention_or_ends_the_evaluation(
+    floor, whole_run, tmp_path, tiny_params, serving
+):
     shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
-    overrides = ["rollout.max_env_error_frac=1", "rollout.max_attempts=1", f"evaluation.min_coverage={floor}"]
+    overrides = [
+        "rollout.max_env_error_frac=1",
+        "rollout.max_attempts=1",
+        f"evaluation.min_coverage={floor}",
+    ]
     cfg = load_config(tiny_params(tmp_path, deterministic=True), overrides)
     spec = load_spec("babyai", dict(cfg.env.options))
     with serving(replace(spec, make=lambda: Failing(spec.make()))) as (endpoint, _):
 
         def evaluate():
-            return run_step("evaluate-initialise", cfg, environment=lambda expert: contextlib.nullcontext({"babyai": [endpoint]}))
+            return run_step(
+                "evaluate-initialise",
+                cfg,
+                environment=lambda expert: contextlib.nullcontext({"babyai": [endpoint]}),
+            )
 
         if floor == 0.95:
-            with pytest.raises(RolloutError, match=r"^3 of 24 episodes .* at most 87\.5% count, and evaluation\.min_coverage is 95\.0%"):
+            with pytest.raises(
+                RolloutError,
+                match=(
+                    r"^3 of 24 episodes .* at most 87\.5% count, and evaluation\.min_coverage is"
+                    r" 95\.0%"
+                ),
+            ):
                 evaluate()
             return
         manifest = evaluate().manifest
@@ -98,13 +136,24 @@ def test_an_item_whose_environment_fails_counts_in_one_convention_or_ends_the_ev
     assert point.metrics["eval/coverage"] == 0.875
 
 
-@pytest.mark.parametrize("key", ["rollout.episode_timeout_s=5", "rollout.max_attempts=1", "rollout.max_env_error_frac=0.5"])
+@pytest.mark.parametrize(
+    "key",
+    ["rollout.episode_timeout_s=5", "rollout.max_attempts=1", "rollout.max_env_error_frac=0.5"],
+)
 def test_what_decides_which_episodes_count_is_in_the_keys(tmp_path, tiny_params, key):
     path = tiny_params(tmp_path)
     plain, other = load_config(path), load_config(path, [key])
-    differ = {name for name, step in steps_of(plain).items() if semantic_of(step, plain) != semantic_of(step, other)}
+    differ = {
+        name
+        for name, step in steps_of(plain).items()
+        if semantic_of(step, plain) != semantic_of(step, other)
+    }
     demonstrations = {"initialise", "warm-start"} if "episode_timeout_s" in key else set()
-    assert differ == {name for name in steps_of(plain) if name.startswith(("stage-", "evaluate-"))} | demonstrations
+    assert (
+        differ
+        == {name for name in steps_of(plain) if name.startswith(("stage-", "evaluate-"))}
+        | demonstrations
+    )
 
 
 def manifest(found):
@@ -116,7 +165,11 @@ def test_the_summary_says_it_in_80_columns_and_only_where_it_matters():
     lines = left_out({"evaluate-stage-2": manifest(scored([1.0] * 50 + [0.0] * 41 + [NAN] * 9))})
     assert max(map(len, lines)) <= 80
     text = " ".join(line.strip() for line in lines)
-    assert text == "stage 2: 91.0 % of its episodes count; with the failed ones as failures: greedy 50.0, avg@1 50.0"
+    assert (
+        text
+        == "stage 2: 91.0 % of its episodes count; with the failed ones as failures: greedy 50.0,"
+        " avg@1 50.0"
+    )
 
 
 def test_the_artifact_of_an_evaluation_says_it_too():

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentgym.evaluation.passk import Interval, bootstrap_interval, num_failed, paired_differences, pass_at_k, summarise, wilson_interval
+from agentgym.evaluation.passk import (
+    Interval,
+    bootstrap_interval,
+    num_failed,
+    paired_differences,
+    pass_at_k,
+    summarise,
+    wilson_interval,
+)
 
 SETTINGS = {"confidence": 0.95, "num_bootstrap": 400, "seed": 3}
 NAN = float("nan")
@@ -40,10 +48,14 @@ def test_pass_at_1_is_the_mean_and_pass_at_n_is_any() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(outcomes=st.lists(st.booleans(), min_size=1, max_size=7), data=st.data())
-def test_pass_at_k_is_the_share_of_all_k_subsets_with_a_success(outcomes: list[bool], data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_all_k_subsets_with_a_success(
+    outcomes: list[bool], data: st.DataObject
+) -> None:
     k = data.draw(st.integers(1, len(outcomes)))
     subsets = list(combinations(outcomes, k))
-    assert float(pass_at_k(len(outcomes), sum(outcomes), k)) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+    assert float(pass_at_k(len(outcomes), sum(outcomes), k)) == pytest.approx(
+        sum(map(any, subsets)) / len(subsets)
+    )
 
 
 def test_pass_at_k_refuses_what_is_undefined() -> None:
@@ -57,7 +69,12 @@ def test_pass_at_k_refuses_what_is_undefined() -> None:
 
 def test_wilson_agrees_with_known_values() -> None:
     # Newcombe 1998, Statistics in Medicine 17:857, table I, method 3: 81/263 and 15/148
-    for successes, n, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)):
+    for successes, n, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
         interval = wilson_interval(successes, n, 0.95)
         assert interval.mean == successes / n
         assert interval.low == pytest.approx(low, abs=5e-5)
@@ -73,7 +90,8 @@ def test_wilson_has_width_where_all_succeed_and_stays_in_0_to_1() -> None:
 
 
 def test_the_bootstrap_of_two_items_has_the_quantiles_of_a_coin_pair() -> None:
-    # means of two draws from {0, 1}: 0, 1/2, 1 with 1/4, 1/2, 1/4; the 95 % interval is all of it, the 40 % interval is the middle
+    # means of two draws from {0, 1}: 0, 1/2, 1 with 1/4, 1/2, 1/4; the 95 % interval is all of it,
+    # the 40 % interval is the middle
     assert bootstrap_interval(np.array([0.0, 1.0]), **SETTINGS) == Interval(0.5, 0.0, 1.0, 2)
     middle = bootstrap_interval(np.array([0.0, 1.0]), confidence=0.4, num_bootstrap=4000, seed=0)
     assert (middle.low, middle.high) == (0.5, 0.5)
@@ -83,12 +101,16 @@ def test_the_bootstrap_interval_covers_the_true_mean_about_as_often_as_it_says()
     generator = np.random.default_rng(0)
     covered = 0
     for trial in range(300):
-        interval = bootstrap_interval(generator.beta(2, 3, size=80), confidence=0.9, num_bootstrap=300, seed=trial)
+        interval = bootstrap_interval(
+            generator.beta(2, 3, size=80), confidence=0.9, num_bootstrap=300, seed=trial
+        )
         covered += interval.low <= 0.4 <= interval.high
     assert 0.84 <= covered / 300 <= 0.95  # 0.9 less a little for 80 items; standard error 0.017
 
 
-def test_the_bootstrap_repeats_with_its_seed_and_does_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bootstrap_repeats_with_its_seed_and_does_not_depend_on_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     values = np.random.default_rng(1).random(101)
     whole = bootstrap_interval(values, **SETTINGS)
     assert bootstrap_interval(values, **SETTINGS) == whole
@@ -120,7 +142,8 @@ def test_a_failed_environment_is_left_out_and_never_a_zero() -> None:
     samples = np.array([[1, NAN, 1], [0, 1, 0], [NAN, NAN, NAN]])
     summary = summarise(greedy, samples, k=(2, 3), **SETTINGS)
     assert summary["greedy"] == wilson_interval(2, 2, 0.95)
-    assert summary["avg_at_3"].mean == pytest.approx((1 + 1 / 3) / 2)  # a zero would give (2/3 + 1/3 + 0) / 3
+    # a zero would give (2/3 + 1/3 + 0) / 3
+    assert summary["avg_at_3"].mean == pytest.approx((1 + 1 / 3) / 2)
     assert summary["avg_at_3"].num_items == 2
     assert summary["pass_at_2"].mean == pytest.approx((1 + 2 / 3) / 2)
     assert summary["pass_at_3"].num_items == 1  # the first item has two valid samples left

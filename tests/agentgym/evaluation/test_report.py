@@ -25,7 +25,12 @@ from agentgym.evaluation.report import (
 from agentgym.types import Item, Status, Trajectory, Turn
 
 BEFORE = EvaluationRow(
-    "before", "warm start", {"greedy": Interval(0.5, 0.4, 0.6, 100), "pass_at_4": Interval(0.8, 0.7, 0.9, 100)}, None, 100, 12
+    "before",
+    "warm start",
+    {"greedy": Interval(0.5, 0.4, 0.6, 100), "pass_at_4": Interval(0.8, 0.7, 0.9, 100)},
+    None,
+    100,
+    12,
 )
 AFTER = EvaluationRow(
     "after",
@@ -38,8 +43,12 @@ AFTER = EvaluationRow(
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def episode(text: str = "goal: go to the red ball", success: bool = True, reward: float | None = 1.0) -> EpisodeExample:
-    return EpisodeExample("after", "babyai_7", "terminated", reward, success, text, (("move forward", text),))
+def episode(
+    text: str = "goal: go to the red ball", success: bool = True, reward: float | None = 1.0
+) -> EpisodeExample:
+    return EpisodeExample(
+        "after", "babyai_7", "terminated", reward, success, text, (("move forward", text),)
+    )
 
 
 def page(**changes: object) -> str:
@@ -93,8 +102,12 @@ def test_a_script_in_any_text_is_escaped(place: str) -> None:
     changes: dict[str, dict[str, object]] = {
         "title": {"title": evil},
         "facts": {"facts": {evil: evil}},
-        "episode": {"episodes": [EpisodeExample(evil, evil, evil, 1.0, True, evil, ((evil, evil),))]},
-        "row": {"rows": [EvaluationRow(evil, evil, {evil: Interval(0.5, 0.4, 0.6, 1)}, None, 1, 1)]},
+        "episode": {
+            "episodes": [EpisodeExample(evil, evil, evil, 1.0, True, evil, ((evil, evil),))]
+        },
+        "row": {
+            "rows": [EvaluationRow(evil, evil, {evil: Interval(0.5, 0.4, 0.6, 1)}, None, 1, 1)]
+        },
         "figure": {"figures": {evil: PNG}},
         "timing": {"timings": {evil: 1.0}},
         "note": {"notes": [evil]},
@@ -167,9 +180,15 @@ def test_a_trajectory_becomes_an_example() -> None:
 
 def test_figures_are_png_and_repeat_byte_for_byte() -> None:
     steps = list(range(1, 31))
-    curves = [Curve("training", steps, [float("nan"), *[0.5] * 29], smooth=True), Curve("validation", [10, 20, 30], [0.4, 0.5, 0.6])]
+    curves = [
+        Curve("training", steps, [float("nan"), *[0.5] * 29], smooth=True),
+        Curve("validation", [10, 20, 30], [0.4, 0.5, 0.6]),
+    ]
     stages = [StageSpan("stage 1", 1, 10, 5), StageSpan("stage 2", 11, 30, 12)]
-    points = [EvaluationPoint("test", 0, BEFORE.summary["greedy"]), EvaluationPoint("test", 30, AFTER.summary["greedy"])]
+    points = [
+        EvaluationPoint("test", 0, BEFORE.summary["greedy"]),
+        EvaluationPoint("test", 30, AFTER.summary["greedy"]),
+    ]
     first = learning_curve_png(curves, stages, points)
     assert first.startswith(PNG)
     assert len(first) > 10_000
@@ -214,29 +233,37 @@ def test_the_page_says_that_nothing_but_its_own_style_and_pictures_may_load() ->
     assert not re.search(r"\sstyle=|\son\w+=|javascript:", text)
 
 
-def test_under_its_policy_the_page_shows_as_before_and_runs_no_script(tmp_path: Path, chromium: None) -> None:
+def test_under_its_policy_the_page_shows_as_before_and_runs_no_script(
+    tmp_path: Path, chromium: None
+) -> None:
     from playwright.sync_api import sync_playwright
 
     from envs.webarena.chromium import find_browser
 
-    curve = learning_curve_png([Curve("success", [0, 1], [0.1, 0.4])], [StageSpan("stage 1", 0, 2, 5)], [])
-    evil = '<script>document.title = "ran"</script><img src="x" onerror="document.title = 1"><p id="evil" style="color: red">x</p>'
-    (tmp_path / "report.html").write_text(page(figures={"Learning curve": curve}).replace("</main>", f"{evil}</main>"))
+    curve = learning_curve_png(
+        [Curve("success", [0, 1], [0.1, 0.4])], [StageSpan("stage 1", 0, 2, 5)], []
+    )
+    evil = (
+        '<script>document.title = "ran"</script><img src="x" onerror="document.title = 1"><p'
+        ' id="evil" style="color: red">x</p>'
+    )
+    (tmp_path / "report.html").write_text(
+        page(figures={"Learning curve": curve}).replace("</main>", f"{evil}</main>")
+    )
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
         shown = browser.new_page(viewport={"width": 1280, "height": 900})
         shown.goto((tmp_path / "report.html").as_uri())
-        facts = shown.evaluate(
-            """() => ({
+        facts = shown.evaluate("""() => ({
                 width: getComputedStyle(document.querySelector('main')).maxWidth,
                 picture: document.querySelector('figure img').naturalWidth,
-                bars: [...document.querySelectorAll('.bar rect')].map(bar => Math.round(bar.getBoundingClientRect().width)),
+                bars: [...document.querySelectorAll('.bar rect')].map(bar => \
+Math.round(bar.getBoundingClientRect().width)),
                 cell: Math.round(document.querySelector('.bar svg').getBoundingClientRect().width),
                 colour: getComputedStyle(document.querySelector('.bar svg')).fill,
                 evil: getComputedStyle(document.querySelector('#evil')).color,
                 title: document.title,
-            })"""
-        )
+            })""")
         browser.close()
     assert facts["width"] == "1040px"
     assert facts["picture"] > 500
@@ -247,7 +274,9 @@ def test_under_its_policy_the_page_shows_as_before_and_runs_no_script(tmp_path: 
 
 
 def test_where_episodes_failed_the_other_convention_stands_beside_the_number():
-    partial = dataclasses.replace(AFTER, coverage=0.97, failed={"greedy": Interval(0.7312, 0.6, 0.8, 100)})
+    partial = dataclasses.replace(
+        AFTER, coverage=0.97, failed={"greedy": Interval(0.7312, 0.6, 0.8, 100)}
+    )
     assert "failed as failures 73.1" in page(rows=[BEFORE, partial])
     assert "<td>97.0</td>" in page(rows=[BEFORE, partial])
     assert "failed as failures 7" not in page()

@@ -1,4 +1,6 @@
-"""Intervals over seeds and items: against numbers worked out by hand, and against worlds whose truth is known."""
+"""Intervals over seeds and items: against numbers worked out by hand, and against worlds whose
+truth is known.
+"""
 
 import importlib.util
 import sys
@@ -33,7 +35,8 @@ def interval(values, kind="share"):
 
 
 def test_seeds_that_differ_on_items_all_alike_give_the_interval_of_their_means():
-    # four seeds at -.1, .1, .2, .4: mean .15, standard error sqrt(.13 / 3 / 4); 3 degrees of freedom
+    # four seeds at -.1, .1, .2, .4: mean .15, standard error sqrt(.13 / 3 / 4); 3 degrees of
+    # freedom
     found = interval(np.repeat([[-0.1], [0.1], [0.2], [0.4]], 100, axis=1), "difference")
     half = student.ppf(0.975, 3) * np.sqrt(0.13 / 12)
     assert (found.mean, found.low, found.high) == pytest.approx((0.15, 0.15 - half, 0.15 + half))
@@ -80,7 +83,9 @@ def test_tables_together_are_tables_one_by_one():
 @pytest.mark.parametrize("success", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("spread", [0.0, 0.05, 0.12])
 def test_the_interval_over_three_seeds_covers(coverage, kind, success, spread):
-    """A reduced twin of `make coverage`; the crossed bootstrap this replaces held the truth in 76 to 88 of 100 where seeds differ."""
+    """A reduced twin of `make coverage`; the crossed bootstrap this replaces held the truth in
+    76 to 88 of 100 where seeds differ.
+    """
     world = coverage.World(kind, success, spread, 3, 50, 4, 1.5, True)
     found = coverage.simulate(world, 3000, np.random.Generator(np.random.Philox(5)))
     assert 0.92 <= found.coverage <= 0.98, found  # 3,000 draws: two standard errors are 0.8 points

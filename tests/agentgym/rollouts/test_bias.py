@@ -1,4 +1,6 @@
-"""Slow and fragile episodes are the successful ones here: a batch must hold its share of them all the same."""
+"""Slow and fragile episodes are the successful ones here: a batch must hold its share of them
+all the same.
+"""
 
 import asyncio
 import hashlib
@@ -15,10 +17,13 @@ from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.types import Completion, Item
 from envs.env import EnvSpec, StepResult
 
-LEVELS = 5  # rewards 0, 0.25, 0.5, 0.75 and 1, equally likely: mean 0.5, variance (0 + 1 + 4 + 9 + 16) / 16 / 5 - 0.25 = 0.125
+# rewards 0, 0.25, 0.5, 0.75 and 1, equally likely: mean 0.5, variance (0 + 1 + 4 + 9 + 16) / 16 / 5
+# - 0.25 = 0.125
+LEVELS = 5
 MEAN, VARIANCE = 0.5, 0.125
 BATCH, NUM_BATCHES, CONCURRENCY = 24, 20, 8
-BOUND = 4 * math.sqrt(VARIANCE / (BATCH * NUM_BATCHES))  # four standard errors of the mean over all batches: 0.065
+# four standard errors of the mean over all batches: 0.065
+BOUND = 4 * math.sqrt(VARIANCE / (BATCH * NUM_BATCHES))
 
 
 def level_of(step, item_id):
@@ -39,14 +44,18 @@ class Gambler:
 
     async def generate(self, prompt_ids, sampling):
         await asyncio.sleep(0.001)
-        ids = tuple(self.renderer.action_ids(str(level_of(sampling.key.step, sampling.key.item_id))))
+        ids = tuple(
+            self.renderer.action_ids(str(level_of(sampling.key.step, sampling.key.item_id)))
+        )
         return Completion(ids, (-1.0,) * len(ids), "stop", 0)
 
     async def publish(self, weights, version): ...
 
 
 class House:
-    """Two turns; the reward comes with the second. Better episodes take longer, and where asked for, the best break once."""
+    """Two turns; the reward comes with the second.
+    Better episodes take longer, and where asked for, the best break once.
+    """
 
     ended: list[int]  # task ids, in the order in which their episodes ended
     broken: set[int]
@@ -60,12 +69,19 @@ class House:
         reward = reward_of(self.item, int(action))
         time.sleep(0.04 * reward)
         self.turn += 1
-        if reward == 1.0 and self.turn == 2 and self.breaks and self.item.task_id not in self.broken:
+        if (
+            reward == 1.0
+            and self.turn == 2
+            and self.breaks
+            and self.item.task_id not in self.broken
+        ):
             self.broken.add(self.item.task_id)
             raise RuntimeError("the house fell down")
         if self.turn == 2:
             self.ended.append(self.item.task_id)
-        return StepResult("you see a red ball", reward if self.turn == 2 else 0.0, terminated=self.turn == 2)
+        return StepResult(
+            "you see a red ball", reward if self.turn == 2 else 0.0, terminated=self.turn == 2
+        )
 
     def render(self):
         return "text/plain", b""
@@ -77,7 +93,9 @@ class House:
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_latency_and_faults_that_grow_with_reward_leave_the_mean_of_batches_unbiased(tokenizer, serving, breaks):
+def test_latency_and_faults_that_grow_with_reward_leave_the_mean_of_batches_unbiased(
+    tokenizer, serving, breaks
+):
     renderer = ChatRenderer(tokenizer)
     house = type("Haunted", (House,), {"ended": [], "broken": set(), "breaks": breaks})
     spec = EnvSpec("house", "", house, {}, (), blocking=True)
@@ -94,7 +112,14 @@ def test_latency_and_faults_that_grow_with_reward_leave_the_mean_of_batches_unbi
                     pool=pool,
                     policy=Gambler(renderer),
                     renderer=renderer,
-                    settings=EpisodeSettings(seed=0, step=step, max_turns=2, temperature=1.0, max_new_tokens=6, context_tokens=256),
+                    settings=EpisodeSettings(
+                        seed=0,
+                        step=step,
+                        max_turns=2,
+                        temperature=1.0,
+                        max_new_tokens=6,
+                        context_tokens=256,
+                    ),
                     concurrency=CONCURRENCY,  # a third of the batch: every slot is refilled
                     episode_timeout_s=60,
                     max_attempts=3,

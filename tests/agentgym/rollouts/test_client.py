@@ -23,7 +23,9 @@ ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
 
 @asynccontextmanager
 async def cutting_proxy(endpoint, cuts, at=0):
-    """Forwards to endpoint; while cuts[route] > 0 the reply to that route is thrown away and the connection closed."""
+    """Forwards to endpoint; while cuts[route] > 0 the reply to that route is thrown away and
+    the connection closed.
+    """
     port = int(endpoint.rsplit(":", 1)[1])
 
     async def handle(reader, writer):
@@ -63,7 +65,11 @@ async def play(pool, key, actions=ACTIONS, task_id=3):
         told = [session.observation]
         for turn, action in enumerate(actions, start=1):
             reply = await session.step(action)
-            assert (reply.turn, session.turn, session.observation) == (turn, turn, reply.observation)
+            assert (reply.turn, session.turn, session.observation) == (
+                turn,
+                turn,
+                reply.observation,
+            )
             told.append(reply.observation)
     return told
 
@@ -71,9 +77,11 @@ async def play(pool, key, actions=ACTIONS, task_id=3):
 def test_an_episode_is_played_and_its_session_closed(serving):
     async def main(endpoint):
         async with pool_of(endpoint) as pool:
-            assert (await check_endpoints(pool, expect_env="babyai", allow_expert=True, expect_options={"view": "compact"}))[
-                0
-            ].env == "babyai"
+            assert (
+                await check_endpoints(
+                    pool, expect_env="babyai", allow_expert=True, expect_options={"view": "compact"}
+                )
+            )[0].env == "babyai"
             async with pool.session(Item("babyai", 0), "one") as session:
                 assert session.observation.startswith("goal: ")
                 assert (await session.render())[1].startswith(b"\x89PNG")
@@ -113,7 +121,9 @@ def test_a_server_out_of_reach_is_an_error_that_names_it():
             unused.bind(("127.0.0.1", 0))
             endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
             async with pool_of(endpoint, max_retries=2) as pool:
-                with pytest.raises(EnvError, match=rf"{endpoint}/create: unreachable: .*\(tried 3 times\)"):
+                with pytest.raises(
+                    EnvError, match=rf"{endpoint}/create: unreachable: .*\(tried 3 times\)"
+                ):
                     await play(pool, "k")
 
     asyncio.run(main())
@@ -122,7 +132,11 @@ def test_a_server_out_of_reach_is_an_error_that_names_it():
 def test_a_server_that_does_not_answer_in_time_is_an_error():
     async def main():
         silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(5), "127.0.0.1", 0)
-        async with pool_of(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}", request_timeout_s=0.2, max_retries=1) as pool:
+        async with pool_of(
+            f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}",
+            request_timeout_s=0.2,
+            max_retries=1,
+        ) as pool:
             started = time.monotonic()
             with pytest.raises(EnvError, match=r"unreachable: .*Timeout"):
                 await pool.info()
@@ -178,14 +192,18 @@ def test_a_server_that_restarts_is_waited_for(serving, patience_s):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        async with pool_of(f"http://127.0.0.1:{port}", max_retries=0, patience_s=patience_s) as pool:
+        async with pool_of(
+            f"http://127.0.0.1:{port}", max_retries=0, patience_s=patience_s
+        ) as pool:
             playing = asyncio.create_task(play(pool, "k"))
             await asyncio.sleep(1)
             async with cutting_proxy(endpoint, {}, at=port):
                 if patience_s:
                     assert len(await asyncio.wait_for(playing, 30)) == len(ACTIONS) + 1
                 else:
-                    with pytest.raises(EnvError, match=r"/create: unreachable: .*\(tried 1 times\)"):
+                    with pytest.raises(
+                        EnvError, match=r"/create: unreachable: .*\(tried 1 times\)"
+                    ):
                         await playing
 
     with serving() as (endpoint, _):
@@ -219,7 +237,14 @@ def test_episodes_of_a_server_that_is_killed_are_played_on_another(tokenizer, tm
                 pool=pool,
                 policy=policy,
                 renderer=renderer,
-                settings=EpisodeSettings(seed=0, step=1, max_turns=6, temperature=1.0, max_new_tokens=6, context_tokens=512),
+                settings=EpisodeSettings(
+                    seed=0,
+                    step=1,
+                    max_turns=6,
+                    temperature=1.0,
+                    max_new_tokens=6,
+                    context_tokens=512,
+                ),
                 concurrency=12,
                 episode_timeout_s=60,
                 max_attempts=3,
@@ -235,7 +260,10 @@ def test_episodes_of_a_server_that_is_killed_are_played_on_another(tokenizer, tm
         trajectories = asyncio.run(main([*first, *other]))
     assert time.monotonic() - began < 60
     assert [trajectory.item.task_id for trajectory in trajectories] == list(range(24))
-    assert {trajectory.status for trajectory in trajectories} <= {Status.MAX_TURNS, Status.TERMINATED}
+    assert {trajectory.status for trajectory in trajectories} <= {
+        Status.MAX_TURNS,
+        Status.TERMINATED,
+    }
     assert {trajectory.num_attempts for trajectory in trajectories} == {1, 2}
 
 
@@ -272,10 +300,19 @@ def test_characters_no_server_can_read_are_replaced_and_endless_actions_cut(serv
 def test_servers_that_are_not_what_was_configured_are_refused(serving, monkeypatch):
     async def main(plain, other, expert):
         async with pool_of(plain) as pool:
-            with pytest.raises(ValueError, match=f"{plain} serves 'babyai', but env.name is 'textcraft'"):
+            with pytest.raises(
+                ValueError, match=f"{plain} serves 'babyai', but env.name is 'textcraft'"
+            ):
                 await check_endpoints(pool, expect_env="textcraft", allow_expert=False)
-            with pytest.raises(ValueError, match=r"actions='low', but env.options.actions is 'high'"):
-                await check_endpoints(pool, expect_env="babyai", allow_expert=False, expect_options={"actions": "high"})
+            with pytest.raises(
+                ValueError, match=r"actions='low', but env.options.actions is 'high'"
+            ):
+                await check_endpoints(
+                    pool,
+                    expect_env="babyai",
+                    allow_expert=False,
+                    expect_options={"actions": "high"},
+                )
             monkeypatch.setattr(client, "PROTOCOL_VERSION", 2)
             with pytest.raises(ValueError, match="protocol version 1, this client 2"):
                 await check_endpoints(pool, expect_env="babyai", allow_expert=False)
@@ -287,7 +324,11 @@ def test_servers_that_are_not_what_was_configured_are_refused(serving, monkeypat
             with pytest.raises(ValueError, match="make them equal"):
                 await check_endpoints(pool, expect_env="babyai", allow_expert=False)
 
-    with serving() as (plain, _), serving("babyai", {"actions": "high"}) as (other, _), serving(offer_expert=True) as (expert, _):
+    with (
+        serving() as (plain, _),
+        serving("babyai", {"actions": "high"}) as (other, _),
+        serving(offer_expert=True) as (expert, _),
+    ):
         asyncio.run(main(plain, other, expert))
 
 
@@ -305,7 +346,9 @@ def resolving(monkeypatch, table):
             return await real(loop, host, port, **settings)
         if table[host] is None:
             raise socket.gaierror("no such name")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in table[host]]
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in table[host]
+        ]
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(client, "RESOLVE_S", 0.0)
@@ -338,10 +381,16 @@ def test_a_name_with_several_addresses_is_several_servers_that_come_and_go(monke
     async def main():
         table = {"envs.test": ["127.0.0.2", "127.0.0.3"]}
         resolving(monkeypatch, table)
-        async with server_at("127.0.0.2", 0) as (port, first), server_at("127.0.0.3", port) as (_, second):  # noqa: SIM117
+        async with (  # noqa: SIM117
+            server_at("127.0.0.2", 0) as (port, first),
+            server_at("127.0.0.3", port) as (_, second),
+        ):
             async with pool_of(f"http://envs.test:{port}") as pool:
                 await pool.check(EnvConfig(options={"view": "compact"}), allow_expert=False)
-                assert set(pool.endpoints) == {f"http://127.0.0.2:{port}", f"http://127.0.0.3:{port}"}
+                assert set(pool.endpoints) == {
+                    f"http://127.0.0.2:{port}",
+                    f"http://127.0.0.3:{port}",
+                }
                 for number in range(12):
                     await play(pool, f"key {number}", ["turn left"])
                 both = first.metrics.steps._value.get(), second.metrics.steps._value.get()
@@ -353,9 +402,13 @@ def test_a_name_with_several_addresses_is_several_servers_that_come_and_go(monke
                         await play(pool, f"key {number}", ["turn left"])
                     assert first.metrics.steps._value.get() == both[0]
                     assert third.metrics.steps._value.get() > 0
-                    table["envs.test"] = None  # the name service is away: the addresses known so far serve on
+                    # the name service is away: the addresses known so far serve on
+                    table["envs.test"] = None
                     await play(pool, "last key", ["turn left"])
-                    assert set(pool.endpoints) == {f"http://127.0.0.3:{port}", f"http://127.0.0.4:{port}"}
+                    assert set(pool.endpoints) == {
+                        f"http://127.0.0.3:{port}",
+                        f"http://127.0.0.4:{port}",
+                    }
 
     asyncio.run(main())
 
@@ -364,18 +417,29 @@ def test_a_server_that_comes_later_must_be_like_the_others(monkeypatch):
     async def main():
         table = {"envs.test": ["127.0.0.2", "127.0.0.3"]}
         resolving(monkeypatch, table)
-        async with server_at("127.0.0.2", 0) as (port, _), server_at("127.0.0.3", port), pool_of(f"http://envs.test:{port}") as pool:
+        async with (
+            server_at("127.0.0.2", 0) as (port, _),
+            server_at("127.0.0.3", port),
+            pool_of(f"http://envs.test:{port}") as pool,
+        ):
             await pool.check(EnvConfig(), allow_expert=False)
             table["envs.test"] = ["127.0.0.5", "127.0.0.6"]
-            async with server_at("127.0.0.5", port, {"view": "agentgym"}), server_at("127.0.0.6", port, {"view": "agentgym"}):
-                with pytest.raises(EnvError, match=r"a server that came later has options=.*'view': 'agentgym'"):
+            async with (
+                server_at("127.0.0.5", port, {"view": "agentgym"}),
+                server_at("127.0.0.6", port, {"view": "agentgym"}),
+            ):
+                with pytest.raises(
+                    EnvError, match=r"a server that came later has options=.*'view': 'agentgym'"
+                ):
                     await play(pool, "key")
 
     asyncio.run(main())
 
 
 def test_the_token_of_one_server_is_never_sent_to_another(monkeypatch):
-    """Ours goes to ours, that of the environment to configured servers, each by whatever name or dialect it is asked."""
+    """Ours goes to ours, that of the environment to configured servers, each by whatever name
+    or dialect it is asked.
+    """
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "of-configured-servers")
     resolving(monkeypatch, {"envs.test": ["127.0.0.2", "127.0.0.3"]})
     sent = {}
@@ -383,7 +447,9 @@ def test_the_token_of_one_server_is_never_sent_to_another(monkeypatch):
     async def listen(host, port=0):
         async def handle(reader, writer):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            sent.setdefault(host, set()).update(line[15:] for line in head.split("\r\n") if line.startswith("Authorization: "))
+            sent.setdefault(host, set()).update(
+                line[15:] for line in head.split("\r\n") if line.startswith("Authorization: ")
+            )
             writer.write(b"HTTP/1.1 500 x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
             writer.close()
 
@@ -393,8 +459,14 @@ def test_the_token_of_one_server_is_never_sent_to_another(monkeypatch):
     async def main():
         port = await listen("127.0.0.2")
         await listen("127.0.0.3", port)
-        own, plain = Endpoint(f"http://127.0.0.4:{await listen('127.0.0.4')}", "own"), f"http://127.0.0.5:{await listen('127.0.0.5')}"
-        envs = [EnvConfig(name="babyai"), EnvConfig(name="textcraft", endpoints=(plain,), dialect="agentgym")]
+        own, plain = (
+            Endpoint(f"http://127.0.0.4:{await listen('127.0.0.4')}", "own"),
+            f"http://127.0.0.5:{await listen('127.0.0.5')}",
+        )
+        envs = [
+            EnvConfig(name="babyai"),
+            EnvConfig(name="textcraft", endpoints=(plain,), dialect="agentgym"),
+        ]
         for endpoint in (own, plain, f"http://envs.test:{port}"):
             async with pool_of(endpoint) as pool:
                 with pytest.raises(EnvError):
@@ -406,13 +478,21 @@ def test_the_token_of_one_server_is_never_sent_to_another(monkeypatch):
 
     asyncio.run(main())
     configured = {"Bearer of-configured-servers"}
-    assert sent == {"127.0.0.2": configured, "127.0.0.3": configured, "127.0.0.4": {"Bearer own"}, "127.0.0.5": configured}
+    assert sent == {
+        "127.0.0.2": configured,
+        "127.0.0.3": configured,
+        "127.0.0.4": {"Bearer own"},
+        "127.0.0.5": configured,
+    }
 
 
 def test_the_token_of_the_environment_is_sent(serving, monkeypatch):
     async def main(endpoint):
         async with pool_of(endpoint) as pool:
-            with pytest.raises(EnvError, match="unauthorized: this server asks for a bearer token; set AGENTGYM_ENV_TOKEN"):
+            with pytest.raises(
+                EnvError,
+                match="unauthorized: this server asks for a bearer token; set AGENTGYM_ENV_TOKEN",
+            ):
                 await pool.info()
         monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "secret")
         async with pool_of(endpoint) as pool:

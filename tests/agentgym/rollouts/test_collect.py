@@ -1,4 +1,6 @@
-"""Many episodes with environments that are slow, broken or both: nothing is lost, nothing hangs, nobody jumps the queue."""
+"""Many episodes with environments that are slow, broken or both: nothing is lost, nothing
+hangs, nobody jumps the queue.
+"""
 
 import asyncio
 import time
@@ -13,7 +15,9 @@ from agentgym.rollouts.collect import RolloutError, collect
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.types import Completion, Item, SampleKey, Status
 
-SETTINGS = EpisodeSettings(seed=0, step=1, max_turns=3, temperature=1.0, max_new_tokens=6, context_tokens=256)
+SETTINGS = EpisodeSettings(
+    seed=0, step=1, max_turns=3, temperature=1.0, max_new_tokens=6, context_tokens=256
+)
 
 
 @dataclass
@@ -84,7 +88,13 @@ def renderer(tokenizer):
 def gather(renderer, behave, items=8, policy=None, limit_s=20, **options):
     """(trajectories, pool, policy); fails where the collection does not end."""
     pool, policy = Pool(behave), policy or Scripted(renderer)
-    defaults = {"num_samples": 1, "concurrency": 64, "episode_timeout_s": 5.0, "max_attempts": 3, "max_env_error_frac": 0.1}
+    defaults = {
+        "num_samples": 1,
+        "concurrency": 64,
+        "episode_timeout_s": 5.0,
+        "max_attempts": 3,
+        "max_env_error_frac": 0.1,
+    }
     call = collect(
         [Item("babyai", task) for task in range(items)],
         pool=pool,
@@ -122,8 +132,17 @@ def test_admission_order_is_kept_when_episodes_finish_in_reverse(renderer, deter
 
 def test_samples_of_an_item_stand_together_and_count_from_the_first(renderer):
     seen = []
-    trajectories, pool, policy = gather(renderer, at_once, items=2, num_samples=3, first_sample=1, progress=seen.append)
-    assert [(t.item.task_id, t.sample) for t in trajectories] == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]
+    trajectories, pool, policy = gather(
+        renderer, at_once, items=2, num_samples=3, first_sample=1, progress=seen.append
+    )
+    assert [(t.item.task_id, t.sample) for t in trajectories] == [
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
     assert seen == [1] * 6
     assert len(set(pool.keys)) == 6
     assert {(key.step, key.seed) for key in policy.keys} == {(1, 0)}
@@ -131,14 +150,18 @@ def test_samples_of_an_item_stand_together_and_count_from_the_first(renderer):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_latency_that_grows_with_reward_does_not_bias_the_batch(renderer, deterministic):
-    """Half of the episodes succeed and are slow; the first to finish would be the failures alone."""
+    """Half of the episodes succeed and are slow; the first to finish would be the failures
+    alone.
+    """
 
     async def behave(item, attempt, turn):
         won = item.task_id % 2 == 1
         await asyncio.sleep(0.1 if won else 0)
         return Reply(float(won), terminated=True, success=won)
 
-    trajectories, _, _ = gather(renderer, behave, items=20, concurrency=6, deterministic=deterministic)
+    trajectories, _, _ = gather(
+        renderer, behave, items=20, concurrency=6, deterministic=deterministic
+    )
     assert sum(trajectory.reward for trajectory in trajectories) / 20 == 0.5
 
 
@@ -174,7 +197,12 @@ def test_a_lasting_failure_is_no_reward_of_zero(renderer, deterministic):
 
     trajectories, pool, _ = gather(renderer, behave, items=10, deterministic=deterministic)
     failed = trajectories[3]
-    assert (failed.status, failed.reward, failed.success, failed.num_attempts) == (Status.ENV_ERROR, None, False, 3)
+    assert (failed.status, failed.reward, failed.success, failed.num_attempts) == (
+        Status.ENV_ERROR,
+        None,
+        False,
+        3,
+    )
     assert "http://env-7:8000/step: unreachable: server lost" in failed.error
     assert [t.reward for t in trajectories if t is not failed] == [1.0] * 9
     assert len(pool.keys) == 12
@@ -188,7 +216,10 @@ def test_too_many_failures_stop_the_run_and_name_the_culprit(renderer):
 
     with pytest.raises(
         RolloutError,
-        match=r"2 of 10 episodes failed after 3 attempts each \(limit 10%\); last, babyai_6: http://env-7:8000/step.*server lost",
+        match=(
+            r"2 of 10 episodes failed after 3 attempts each \(limit 10%\); last, babyai_6:"
+            r" http://env-7:8000/step.*server lost"
+        ),
     ):
         gather(renderer, behave, items=10)
 
@@ -202,7 +233,10 @@ def test_a_server_that_is_gone_is_said_once_and_not_for_every_episode(renderer, 
     with caplog.at_level("WARNING", logger="agentgym.rollouts.collect"):
         gather(renderer, behave, items=20)
     first, last = caplog.messages
-    assert first == "episode babyai_0 sample 0 attempt 1/3: http://env-7:8000/step: unreachable: server lost"
+    assert (
+        first
+        == "episode babyai_0 sample 0 attempt 1/3: http://env-7:8000/step: unreachable: server lost"
+    )
     assert last.startswith("20 attempts at 20 episodes failed, 0 episodes for good; last: ")
 
 
@@ -214,13 +248,24 @@ def test_an_episode_that_hangs_times_out_alone(renderer, deterministic):
         return Reply(1.0, terminated=turn == 3)
 
     began = time.monotonic()
-    trajectories, _, _ = gather(renderer, behave, items=10, episode_timeout_s=0.15, max_attempts=2, deterministic=deterministic)
+    trajectories, _, _ = gather(
+        renderer,
+        behave,
+        items=10,
+        episode_timeout_s=0.15,
+        max_attempts=2,
+        deterministic=deterministic,
+    )
     assert time.monotonic() - began < 3
-    assert [t.status for t in trajectories] == [Status.TIMEOUT if task == 3 else Status.TERMINATED for task in range(10)]
+    assert [t.status for t in trajectories] == [
+        Status.TIMEOUT if task == 3 else Status.TERMINATED for task in range(10)
+    ]
     assert (trajectories[3].reward, trajectories[3].error) == (None, "no end within 0.15 s")
 
 
-def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_takes_to_close(renderer):
+def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_takes_to_close(
+    renderer,
+):
     """Left out, it would be a failure or a success less in every number, whichever it was."""
 
     class Lingering(Pool):
@@ -246,7 +291,13 @@ def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_ta
         max_env_error_frac=0.0,
     )
     (ended,) = asyncio.run(asyncio.wait_for(collection, 20))
-    assert (ended.status, ended.reward, ended.success, ended.error, ended.num_attempts) == (Status.TERMINATED, 2.0, True, None, 1)
+    assert (ended.status, ended.reward, ended.success, ended.error, ended.num_attempts) == (
+        Status.TERMINATED,
+        2.0,
+        True,
+        None,
+        1,
+    )
 
 
 def test_statuses_of_horizon_and_end(renderer):
@@ -254,15 +305,27 @@ def test_statuses_of_horizon_and_end(renderer):
         return Reply(0.25, terminated=item.task_id == 1 and turn == 2, success=True)
 
     never, ends = gather(renderer, behave, items=2)[0]
-    assert (never.status, len(never.turns), never.reward, never.success) == (Status.MAX_TURNS, 3, 0.75, False)
-    assert (ends.status, len(ends.turns), ends.reward, ends.success) == (Status.TERMINATED, 2, 0.5, True)
+    assert (never.status, len(never.turns), never.reward, never.success) == (
+        Status.MAX_TURNS,
+        3,
+        0.75,
+        False,
+    )
+    assert (ends.status, len(ends.turns), ends.reward, ends.success) == (
+        Status.TERMINATED,
+        2,
+        0.5,
+        True,
+    )
     assert {turn.version for turn in (*never.turns, *ends.turns)} == {3}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_failed_engine_ends_the_collection_as_itself(renderer, deterministic):
     with pytest.raises(RuntimeError, match="engine failed: out of memory"):
-        gather(renderer, at_once, policy=Scripted(renderer, fails_at=5), deterministic=deterministic)
+        gather(
+            renderer, at_once, policy=Scripted(renderer, fails_at=5), deterministic=deterministic
+        )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -29,7 +29,8 @@ def test_an_episode_is_played_in_agentgyms_protocol_and_closed(serving):
                 await session.step("turn right")
                 reply = await session.step("go to red ball 1")
                 assert (reply.terminated, reply.success) == (True, True)
-                assert 0.5 < reply.reward < 1  # the gain of this turn, not the sum their server answers with
+                # the gain of this turn, not the sum their server answers with
+                assert 0.5 < reply.reward < 1
                 assert sessions.info().active_sessions == 1
         assert sessions.info().active_sessions == 0
 
@@ -56,7 +57,10 @@ def test_the_other_servers_are_driven_too(serving, name, task, actions, request)
                 assert session.observation
                 replies = [await session.step(action) for action in actions]
             won = name != "searchqa"
-            assert [(r.reward, r.terminated, r.success) for r in replies] == [(0.0, False, False), (1.0 if won else 0.0, won, won)]
+            assert [(r.reward, r.terminated, r.success) for r in replies] == [
+                (0.0, False, False),
+                (1.0 if won else 0.0, won, won),
+            ]
         assert sessions.info().active_sessions == 0
 
     with serving(name) as (endpoint, sessions):
@@ -71,16 +75,27 @@ def test_part_credit_is_scaled_and_neither_ends_nor_wins_an_episode(serving):
             async with pool.session(Item("sciworld", 2939), "won") as session:
                 assert session.observation.startswith("Your task is to find a(n) living thing.")
                 assert "\nThis outside location" in session.observation
-                replies = [await session.step(action) for action in solution(Task("find-living-thing", 3))]
-                assert [reply.terminated for reply in replies] == [reply.success for reply in replies]
+                replies = [
+                    await session.step(action) for action in solution(Task("find-living-thing", 3))
+                ]
+                assert [reply.terminated for reply in replies] == [
+                    reply.success for reply in replies
+                ]
                 assert replies[1].reward == 0.5
                 assert not replies[1].success
                 assert replies[-1].success
                 assert sum(reply.reward for reply in replies) == pytest.approx(1.0)
             async with pool.session(Item("sciworld", 2939), "failed") as session:
-                replies = [await session.step(action) for action in ("open door to kitchen", "focus on agent")]
+                replies = [
+                    await session.step(action)
+                    for action in ("open door to kitchen", "focus on agent")
+                ]
                 assert replies[0].reward > 0
-                assert (replies[1].terminated, replies[1].success, sum(reply.reward for reply in replies)) == (True, False, 0.0)
+                assert (
+                    replies[1].terminated,
+                    replies[1].success,
+                    sum(reply.reward for reply in replies),
+                ) == (True, False, 0.0)
 
     with serving("sciworld") as (endpoint, _):
         asyncio.run(main(endpoint))
@@ -89,7 +104,13 @@ def test_part_credit_is_scaled_and_neither_ends_nor_wins_an_episode(serving):
 def test_other_servers_are_refused_by_what_they_say(serving):
     async def main(endpoint):
         async with pool_of(f"{endpoint}/agentgym", env="textcraft") as pool:
-            with pytest.raises(ValueError, match=r"says 'This is environment BabyAI.', which no AgentGym server of textcraft does"):
+            with pytest.raises(
+                ValueError,
+                match=(
+                    r"says 'This is environment BabyAI.', which no AgentGym server of textcraft"
+                    r" does"
+                ),
+            ):
                 await pool.check(EnvConfig(name="textcraft"), allow_expert=False)
 
     with serving() as (endpoint, _):
@@ -98,7 +119,9 @@ def test_other_servers_are_refused_by_what_they_say(serving):
 
 @asynccontextmanager
 async def answering(*bodies):
-    """A server that gives each request the next of these answers: (status, text), or None to cut the connection."""
+    """A server that gives each request the next of these answers: (status, text), or None to
+    cut the connection.
+    """
     left, asked = list(bodies), []
 
     async def handle(reader, writer):
@@ -107,7 +130,10 @@ async def answering(*bodies):
         answer = left.pop(0) if left else (200, "true")
         if answer is not None:
             status, text = answer
-            writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n{text}".encode())
+            writer.write(
+                f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\nConnection:"
+                f" close\r\n\r\n{text}".encode()
+            )
             await writer.drain()
         writer.close()
 
@@ -147,7 +173,10 @@ def test_a_step_that_fails_is_an_environment_error_and_never_sent_twice(answer, 
 
 def test_opening_and_resetting_are_tried_again():
     async def main():
-        async with answering(None, OPENED[0], (503, "full"), OPENED[1]) as (endpoint, asked), pool_of(endpoint) as pool:
+        async with (
+            answering(None, OPENED[0], (503, "full"), OPENED[1]) as (endpoint, asked),
+            pool_of(endpoint) as pool,
+        ):
             async with pool.session(Item("babyai", 1), "key") as session:
                 assert session.observation == "a room"
             assert asked == ["/create", "/create", "/reset", "/reset", "/close"]
@@ -157,11 +186,18 @@ def test_opening_and_resetting_are_tried_again():
 
 def test_a_webarena_task_that_cannot_be_opened_is_an_env_error_and_rewards_count_at_the_end():
     failed = (200, '{"observation": "TimeoutError", "sites": "Error", "object": "Error"}')
-    opened = ((200, '{"env_idx": 5}'), (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'), (200, '"a page"'))
+    opened = (
+        (200, '{"env_idx": 5}'),
+        (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'),
+        (200, '"a page"'),
+    )
     step = '{"observation": "x", "reward": 1.0, "terminated": %s, "truncated": false, "info": {}}'
 
     async def main():
-        async with answering(opened[0], failed) as (endpoint, asked), pool_of(endpoint, env="webarena") as pool:
+        async with (
+            answering(opened[0], failed) as (endpoint, asked),
+            pool_of(endpoint, env="webarena") as pool,
+        ):
             with pytest.raises(EnvError, match="unexpected answer"):
                 async with pool.session(Item("webarena", 1), "k"):
                     pass
@@ -177,11 +213,19 @@ def test_a_webarena_task_that_cannot_be_opened_is_an_env_error_and_rewards_count
 
 def test_webarenas_server_alone_tells_its_limit_from_the_end_of_the_task():
     step = '{"observation": "x", "reward": 0, "terminated": %s, "truncated": %s, "info": {}}'
-    opened = ((200, '{"env_idx": 5}'), (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'), (200, '"a page"'))
+    opened = (
+        (200, '{"env_idx": 5}'),
+        (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'),
+        (200, '"a page"'),
+    )
     done = (200, '{"observation": "x", "reward": 0.0, "score": 0.0, "done": true}')
 
     async def ended(env, *answers):
-        async with answering(*answers) as (endpoint, _), pool_of(endpoint, env=env) as pool, pool.session(Item(env, 1), "k") as session:
+        async with (
+            answering(*answers) as (endpoint, _),
+            pool_of(endpoint, env=env) as pool,
+            pool.session(Item(env, 1), "k") as session,
+        ):
             reply = await session.step("stop []")
             return reply.terminated, reply.truncated
 
@@ -196,7 +240,11 @@ def test_webarenas_server_alone_tells_its_limit_from_the_end_of_the_task():
 def test_a_late_reward_ends_the_episode_although_their_server_goes_on():
     async def main():
         late = (200, '{"observation": "completed", "reward": 0.3, "score": 0.3, "done": false}')
-        async with answering(*OPENED, late) as (endpoint, _), pool_of(endpoint) as pool, pool.session(Item("babyai", 1), "k") as session:
+        async with (
+            answering(*OPENED, late) as (endpoint, _),
+            pool_of(endpoint) as pool,
+            pool.session(Item("babyai", 1), "k") as session,
+        ):
             reply = await session.step("go to red ball 1")
             assert (reply.reward, reply.terminated, reply.success) == (0.3, True, True)
 
@@ -204,9 +252,17 @@ def test_a_late_reward_ends_the_episode_although_their_server_goes_on():
 
 
 def test_what_the_dialect_cannot_do_is_said_before_anything_starts():
-    with pytest.raises(ConfigError, match="known for babyai, sciworld, searchqa, textcraft, webarena, not for 'maze'"):
+    with pytest.raises(
+        ConfigError,
+        match="known for babyai, sciworld, searchqa, textcraft, webarena, not for 'maze'",
+    ):
         AgentGymPool("maze", ["http://127.0.0.1:1"], request_timeout_s=1)
     with pytest.raises(ValueError, match=r"needs env\.endpoints"):
         RunConfig.model_validate({"env": {"dialect": "agentgym"}})
     with pytest.raises(ValueError, match="has none"):
-        RunConfig.model_validate({"env": {"dialect": "agentgym", "endpoints": ["http://a:1"]}, "rollout": {"system_prompt": True}})
+        RunConfig.model_validate(
+            {
+                "env": {"dialect": "agentgym", "endpoints": ["http://a:1"]},
+                "rollout": {"system_prompt": True},
+            }
+        )

@@ -1,4 +1,6 @@
-"""One episode with a scripted policy and a scripted environment: what is recorded is what happened."""
+"""One episode with a scripted policy and a scripted environment: what is recorded is what
+happened.
+"""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -6,10 +8,18 @@ from dataclasses import dataclass, replace
 import pytest
 
 from agentgym.rollouts.chat import ChatRenderer
-from agentgym.rollouts.episode import Episode, EpisodeSettings, extract_action, reply_naming, run_episode
+from agentgym.rollouts.episode import (
+    Episode,
+    EpisodeSettings,
+    extract_action,
+    reply_naming,
+    run_episode,
+)
 from agentgym.types import Completion, Item, Status, Trajectory
 
-SETTINGS = EpisodeSettings(seed=0, step=3, max_turns=4, temperature=0.7, max_new_tokens=6, context_tokens=256)
+SETTINGS = EpisodeSettings(
+    seed=0, step=3, max_turns=4, temperature=0.7, max_new_tokens=6, context_tokens=256
+)
 
 
 @dataclass
@@ -53,7 +63,9 @@ def renderer(tokenizer):
 
 def says(renderer, text, version=0, stop=True):
     ids = tuple(renderer.action_ids(text)) if stop else tuple(renderer.action_ids(text)[:-1])
-    return Completion(ids, tuple(-0.1 * (i + 1) for i in range(len(ids))), "stop" if stop else "length", version)
+    return Completion(
+        ids, tuple(-0.1 * (i + 1) for i in range(len(ids))), "stop" if stop else "length", version
+    )
 
 
 def play(renderer, completions, replies, settings=SETTINGS):
@@ -64,24 +76,56 @@ def play(renderer, completions, replies, settings=SETTINGS):
 
 
 def test_a_terminated_episode_holds_tokens_mask_rewards_and_versions(renderer):
-    completions = [says(renderer, "turn left", version=4), says(renderer, "move forward", version=5)]
-    trajectory, _, session = play(renderer, completions, [Reply("you see", 0.25), Reply("done", 0.5, terminated=True, success=True)])
-    assert (trajectory.status, trajectory.reward, trajectory.success) == (Status.TERMINATED, 0.75, True)
+    completions = [
+        says(renderer, "turn left", version=4),
+        says(renderer, "move forward", version=5),
+    ]
+    trajectory, _, session = play(
+        renderer,
+        completions,
+        [Reply("you see", 0.25), Reply("done", 0.5, terminated=True, success=True)],
+    )
+    assert (trajectory.status, trajectory.reward, trajectory.success) == (
+        Status.TERMINATED,
+        0.75,
+        True,
+    )
     assert session.actions == ["turn left", "move forward"]
     first, second = completions[0].ids, completions[1].ids
     opening, bridge = renderer.start("task: go"), renderer.bridge("you see", stopped=True)
-    assert trajectory.input_ids == (*opening, *first, *bridge, *second)  # nobody answers the last observation
-    assert trajectory.action_mask == (*[False] * len(opening), *[True] * len(first), *[False] * len(bridge), *[True] * len(second))
-    assert trajectory.logprobs == (*[0.0] * len(opening), *completions[0].logprobs, *[0.0] * len(bridge), *completions[1].logprobs)
-    assert [(turn.version, turn.observation, turn.reward) for turn in trajectory.turns] == [(4, "you see", 0.25), (5, "done", 0.5)]
-    assert [trajectory.input_ids[turn.start : turn.end] for turn in trajectory.turns] == [first, second]
+    # nobody answers the last observation
+    assert trajectory.input_ids == (*opening, *first, *bridge, *second)
+    assert trajectory.action_mask == (
+        *[False] * len(opening),
+        *[True] * len(first),
+        *[False] * len(bridge),
+        *[True] * len(second),
+    )
+    assert trajectory.logprobs == (
+        *[0.0] * len(opening),
+        *completions[0].logprobs,
+        *[0.0] * len(bridge),
+        *completions[1].logprobs,
+    )
+    assert [(turn.version, turn.observation, turn.reward) for turn in trajectory.turns] == [
+        (4, "you see", 0.25),
+        (5, "done", 0.5),
+    ]
+    assert [trajectory.input_ids[turn.start : turn.end] for turn in trajectory.turns] == [
+        first,
+        second,
+    ]
 
 
 def test_each_turn_is_asked_with_its_own_key_and_the_whole_history(renderer):
     trajectory, policy, _ = play(renderer, [says(renderer, "turn left")] * 4, [Reply()] * 4)
     assert trajectory.status == Status.MAX_TURNS
-    assert [tuple(sampling.key) for _, sampling in policy.asked] == [(0, 3, "babyai_17", 2, turn) for turn in range(4)]
-    assert {(sampling.temperature, sampling.max_new_tokens) for _, sampling in policy.asked} == {(0.7, 6)}
+    assert [tuple(sampling.key) for _, sampling in policy.asked] == [
+        (0, 3, "babyai_17", 2, turn) for turn in range(4)
+    ]
+    assert {(sampling.temperature, sampling.max_new_tokens) for _, sampling in policy.asked} == {
+        (0.7, 6)
+    }
     for (prompt, _), turn in zip(policy.asked, trajectory.turns, strict=True):
         assert tuple(prompt) == trajectory.input_ids[: turn.start]
 
@@ -90,27 +134,42 @@ def test_sampled_ids_are_never_encoded_again(renderer, tokenizer):
     """The letters one by one are not how the tokenizer would spell the word."""
     letters = (*tokenizer.convert_tokens_to_ids(list("turn")), renderer.stop_id)
     assert list(letters) != renderer.action_ids("turn")
-    trajectory, _, session = play(renderer, [Completion(letters, (-1.0,) * 5, "stop", 0)], [Reply(terminated=True)])
+    trajectory, _, session = play(
+        renderer, [Completion(letters, (-1.0,) * 5, "stop", 0)], [Reply(terminated=True)]
+    )
     assert session.actions == ["turn"]
     assert trajectory.input_ids[-5:] == letters
 
 
 def test_a_cut_action_is_closed_by_tokens_nobody_sampled(renderer):
-    trajectory, _, _ = play(renderer, [says(renderer, "turn", stop=False), says(renderer, "left")], [Reply("x"), Reply(terminated=True)])
+    trajectory, _, _ = play(
+        renderer,
+        [says(renderer, "turn", stop=False), says(renderer, "left")],
+        [Reply("x"), Reply(terminated=True)],
+    )
     end = trajectory.turns[0].end
     assert trajectory.input_ids[end] == renderer.stop_id
     assert trajectory.action_mask[end - 1 : end + 1] == (True, False)
 
 
 def test_an_episode_cut_by_the_horizon_keeps_its_reward_so_far(renderer):
-    trajectory, _, session = play(renderer, [says(renderer, "a")] * 2, [Reply(reward=0.5)] * 2, replace(SETTINGS, max_turns=2))
-    assert (trajectory.status, trajectory.reward, trajectory.success, len(session.actions)) == (Status.MAX_TURNS, 1.0, False, 2)
+    trajectory, _, session = play(
+        renderer, [says(renderer, "a")] * 2, [Reply(reward=0.5)] * 2, replace(SETTINGS, max_turns=2)
+    )
+    assert (trajectory.status, trajectory.reward, trajectory.success, len(session.actions)) == (
+        Status.MAX_TURNS,
+        1.0,
+        False,
+        2,
+    )
 
 
 def test_a_trajectory_never_exceeds_the_context(renderer):
     settings = replace(SETTINGS, context_tokens=40)
     long = "you see a red ball. " * 50
-    trajectory, _, session = play(renderer, [says(renderer, "a")] * 4, [Reply("x"), Reply(long)], settings)
+    trajectory, _, session = play(
+        renderer, [says(renderer, "a")] * 4, [Reply("x"), Reply(long)], settings
+    )
     assert trajectory.status == Status.MAX_TOKENS
     assert session.actions == ["a", "a"]
     assert len(trajectory.input_ids) <= 40
@@ -119,10 +178,14 @@ def test_a_trajectory_never_exceeds_the_context(renderer):
 
 @pytest.mark.parametrize("status", [Status.MAX_TURNS, Status.MAX_TOKENS])
 @pytest.mark.parametrize("spare", [0, -1])
-def test_a_critic_is_shown_the_last_observation_of_a_cut_episode_where_it_fits(renderer, status, spare):
+def test_a_critic_is_shown_the_last_observation_of_a_cut_episode_where_it_fits(
+    renderer, status, spare
+):
     action, bridge = says(renderer, "a"), renderer.bridge("x", stopped=True)
     needed = len(renderer.start("task: go")) + len(action.ids) + len(bridge)
-    settings = replace(SETTINGS, read_last=True, max_new_tokens=len(action.ids), context_tokens=needed + spare)
+    settings = replace(
+        SETTINGS, read_last=True, max_new_tokens=len(action.ids), context_tokens=needed + spare
+    )
     if status is Status.MAX_TURNS:
         settings = replace(settings, max_turns=1)
     trajectory, _, _ = play(renderer, [action], [Reply("x")], settings)
@@ -145,51 +208,88 @@ def test_a_first_observation_beyond_the_context_is_an_episode_without_actions(re
 def test_an_exact_fit_is_played(renderer):
     needed = len(renderer.start("task: go")) + SETTINGS.max_new_tokens
     for context, status in ((needed, Status.TERMINATED), (needed - 1, Status.MAX_TOKENS)):
-        trajectory, _, _ = play(renderer, [says(renderer, "a")], [Reply(terminated=True)], replace(SETTINGS, context_tokens=context))
+        trajectory, _, _ = play(
+            renderer,
+            [says(renderer, "a")],
+            [Reply(terminated=True)],
+            replace(SETTINGS, context_tokens=context),
+        )
         assert trajectory.status == status
 
 
 def test_the_simulators_own_limit_is_a_cut_and_no_end_of_the_task(renderer):
     replies = [Reply("first", 0.25), Reply("last", 0.5, truncated=True, success=True)]
     completions = [says(renderer, "a"), says(renderer, "b")]
-    shown = (*renderer.start("task: go"), *completions[0].ids, *renderer.bridge("first", stopped=True), *completions[1].ids)
+    shown = (
+        *renderer.start("task: go"),
+        *completions[0].ids,
+        *renderer.bridge("first", stopped=True),
+        *completions[1].ids,
+    )
     for read_last, seen in ((False, ()), (True, tuple(renderer.bridge("last", stopped=True)))):
-        trajectory, _, session = play(renderer, completions, replies, replace(SETTINGS, read_last=read_last))
-        assert (trajectory.status, trajectory.reward, trajectory.success) == (Status.ENV_LIMIT, 0.75, True)
+        trajectory, _, session = play(
+            renderer, completions, replies, replace(SETTINGS, read_last=read_last)
+        )
+        assert (trajectory.status, trajectory.reward, trajectory.success) == (
+            Status.ENV_LIMIT,
+            0.75,
+            True,
+        )
         assert trajectory.status.is_valid
         assert session.actions == ["a", "b"]
-        assert trajectory.input_ids == (*shown, *seen)  # a critic values the state the simulator stopped in
+        # a critic values the state the simulator stopped in
+        assert trajectory.input_ids == (*shown, *seen)
 
 
 @pytest.mark.parametrize(
     ("reply", "status"),
     [
         (Reply(truncated=True), Status.ENV_LIMIT),  # of two limits at one turn the environment's
-        (Reply(terminated=True, truncated=True), Status.TERMINATED),  # the task is over: no future to value
+        # the task is over: no future to value
+        (Reply(terminated=True, truncated=True), Status.TERMINATED),
         (Reply(), Status.MAX_TURNS),
     ],
 )
 def test_on_the_last_turn_the_environment_is_heard_first(renderer, reply, status):
-    trajectory, _, _ = play(renderer, [says(renderer, "a")], [reply], replace(SETTINGS, max_turns=1))
+    trajectory, _, _ = play(
+        renderer, [says(renderer, "a")], [reply], replace(SETTINGS, max_turns=1)
+    )
     assert trajectory.status == status
 
 
 def test_a_trajectory_stored_before_there_was_a_name_for_that_cut_still_loads(renderer):
     trajectory, _, _ = play(renderer, [says(renderer, "a")], [Reply(terminated=True)])
-    assert Trajectory.from_json({**trajectory.to_json(), "status": "terminated"}).status is Status.TERMINATED
+    assert (
+        Trajectory.from_json({**trajectory.to_json(), "status": "terminated"}).status
+        is Status.TERMINATED
+    )
 
 
 def test_the_manual_comes_first_where_there_is_one(renderer):
-    trajectory, _, _ = play(renderer, [says(renderer, "a")], [Reply(terminated=True)], replace(SETTINGS, manuals={"babyai": "rules"}))
-    assert list(trajectory.input_ids[: trajectory.turns[0].start]) == renderer.start("task: go", "rules")
+    trajectory, _, _ = play(
+        renderer,
+        [says(renderer, "a")],
+        [Reply(terminated=True)],
+        replace(SETTINGS, manuals={"babyai": "rules"}),
+    )
+    assert list(trajectory.input_ids[: trajectory.turns[0].start]) == renderer.start(
+        "task: go", "rules"
+    )
 
 
 def test_a_failed_environment_leaves_no_reward_and_no_success(renderer):
-    trajectory, _, _ = play(renderer, [says(renderer, "a")], [Reply(reward=1.0, terminated=True, success=True)])
-    episode = Episode(Item("babyai", 1), 0, SETTINGS, "", turns=list(trajectory.turns), success=True)
+    trajectory, _, _ = play(
+        renderer, [says(renderer, "a")], [Reply(reward=1.0, terminated=True, success=True)]
+    )
+    episode = Episode(
+        Item("babyai", 1), 0, SETTINGS, "", turns=list(trajectory.turns), success=True
+    )
     for status in (Status.ENV_ERROR, Status.TIMEOUT):
         assert (episode.finish(status).reward, episode.finish(status).success) == (None, False)
-    assert (episode.finish(Status.TERMINATED).reward, episode.finish(Status.TERMINATED).success) == (1.0, True)
+    assert (
+        episode.finish(Status.TERMINATED).reward,
+        episode.finish(Status.TERMINATED).success,
+    ) == (1.0, True)
 
 
 def test_a_trajectory_survives_the_way_through_json(renderer):

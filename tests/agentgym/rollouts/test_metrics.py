@@ -27,7 +27,11 @@ def trajectory(env, reward, *, num_turns=1, status=Status.TERMINATED):
 
 
 def test_environments_that_meet_have_figures_of_their_own():
-    both = [trajectory("babyai", 1.0), trajectory("babyai", 0.0, num_turns=3), trajectory("textcraft", 0.5, num_turns=2)]
+    both = [
+        trajectory("babyai", 1.0),
+        trajectory("babyai", 0.0, num_turns=3),
+        trajectory("textcraft", 0.5, num_turns=2),
+    ]
     metrics = rollout_metrics([*both, trajectory("textcraft", 0.0, status=Status.ENV_ERROR)])
     assert metrics["rollout/success"] == pytest.approx(1 / 3)
     assert metrics["rollout/env_error_frac"] == pytest.approx(1 / 4)
@@ -51,7 +55,11 @@ def test_environments_that_meet_have_figures_of_their_own():
 
 def test_groups_of_equal_rewards_are_counted_up_to_rounding():
     def frac(*groups):
-        rows = [replace(trajectory("sciworld", reward), item=Item("sciworld", i)) for i, rewards in enumerate(groups) for reward in rewards]
+        rows = [
+            replace(trajectory("sciworld", reward), item=Item("sciworld", i))
+            for i, rewards in enumerate(groups)
+            for reward in rewards
+        ]
         return rollout_metrics(rows)["rollout/equal_reward_groups_frac"]
 
     assert frac([0.66, 0.6600000000000001], [0.0, 0.0], [0.66, 0.67], [0.5]) == 0.75
@@ -63,7 +71,17 @@ def test_one_environment_has_no_second_set_of_figures():
 
 
 def test_each_kind_of_cut_is_counted_by_its_name():
-    ends = (Status.MAX_TURNS, Status.MAX_TOKENS, Status.ENV_LIMIT, Status.ENV_LIMIT, Status.TERMINATED, Status.TIMEOUT)
+    ends = (
+        Status.MAX_TURNS,
+        Status.MAX_TOKENS,
+        Status.ENV_LIMIT,
+        Status.ENV_LIMIT,
+        Status.TERMINATED,
+        Status.TIMEOUT,
+    )
     metrics = rollout_metrics([trajectory("babyai", 0.0, status=status) for status in ends])
-    shares = {name: metrics[f"rollout/{name}"] for name in ("max_turns_frac", "max_tokens_frac", "env_limit_frac")}
+    shares = {
+        name: metrics[f"rollout/{name}"]
+        for name in ("max_turns_frac", "max_tokens_frac", "env_limit_frac")
+    }
     assert shares == {"max_turns_frac": 1 / 5, "max_tokens_frac": 1 / 5, "env_limit_frac": 2 / 5}

@@ -1,4 +1,6 @@
-"""The client of OpenEnv's contract: against OpenEnv's own server, against ours, and against servers that break it."""
+"""The client of OpenEnv's contract: against OpenEnv's own server, against ours, and against
+servers that break it.
+"""
 
 import asyncio
 import json
@@ -42,8 +44,16 @@ async def follow(pools, name, task, first, turns):
         assert session.observation == first
         for number, (action, expected) in enumerate(turns, start=1):
             reply = await session.step(action)
-            assert (reply.turn, reply.observation, reply.reward) == (number, expected.observation, expected.reward)
-            assert (reply.terminated, reply.truncated, reply.success) == (expected.terminated, False, expected.success)
+            assert (reply.turn, reply.observation, reply.reward) == (
+                number,
+                expected.observation,
+                expected.reward,
+            )
+            assert (reply.terminated, reply.truncated, reply.success) == (
+                expected.terminated,
+                False,
+                expected.success,
+            )
     return reply
 
 
@@ -57,7 +67,9 @@ def test_gold_episodes_on_openenvs_own_server(openenv, gold, tmp_path, name):
         env = configured(name, url)
         async with EnvPools.of([env], {name: env.endpoints}) as pools:
             assert await pools.check([env], allow_expert=False) == {name: ""}
-            replies = await asyncio.gather(*(follow(pools, name, task, *gold(name, task)) for task in TASKS))
+            replies = await asyncio.gather(
+                *(follow(pools, name, task, *gold(name, task)) for task in TASKS)
+            )
         assert all(reply.success and reply.terminated for reply in replies)
 
     with original(openenv, tmp_path, name, len(TASKS)) as url:
@@ -65,15 +77,22 @@ def test_gold_episodes_on_openenvs_own_server(openenv, gold, tmp_path, name):
 
 
 def test_a_place_that_is_taken_is_waited_for(openenv, gold, tmp_path):
-    """OpenEnv's servers have one place unless told otherwise, and every episode gives it back before it is over."""
+    """OpenEnv's servers have one place unless told otherwise, and every episode gives it back
+    before it is over.
+    """
 
     async def main(url):
         async with OpenEnvPool([url], request_timeout_s=10, max_retries=0) as pool:
-            replies = await asyncio.gather(*(follow(pool, "textcraft", task, *gold("textcraft", task)) for task in TASKS))
+            replies = await asyncio.gather(
+                *(follow(pool, "textcraft", task, *gold("textcraft", task)) for task in TASKS)
+            )
             assert all(reply.success for reply in replies)
             for task in TASKS:
                 await follow(pool, "textcraft", task, *gold("textcraft", task))
-        async with OpenEnvPool([url], request_timeout_s=10, max_retries=1, patience_s=0) as pool, pool.session(Item("textcraft", 0), "a"):
+        async with (
+            OpenEnvPool([url], request_timeout_s=10, max_retries=1, patience_s=0) as pool,
+            pool.session(Item("textcraft", 0), "a"),
+        ):
             with pytest.raises(EnvError) as caught:
                 async with pool.session(Item("textcraft", 1), "b"):
                     pass
@@ -99,24 +118,44 @@ def test_gold_episodes_on_our_servers(serving, gold, name):
 
 def test_an_episode_that_our_server_cuts_is_truncated_and_no_success(serving):
     async def main(url):
-        async with OpenEnvPool([url], request_timeout_s=10) as pool, pool.session(Item("textcraft", 36), "key") as session:
+        async with (
+            OpenEnvPool([url], request_timeout_s=10) as pool,
+            pool.session(Item("textcraft", 36), "key") as session,
+        ):
             replies = [await session.step("get 1 emerald") for _ in range(2)]
-        assert [(r.terminated, r.truncated, r.success) for r in replies] == [(False, False, False), (False, True, False)]
+        assert [(r.terminated, r.truncated, r.success) for r in replies] == [
+            (False, False, False),
+            (False, True, False),
+        ]
 
     with serving("textcraft", {"max_steps": 2}) as (url, _):
         asyncio.run(main(url))
 
 
 TEXTS = {
-    "action": {"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}, "required": ["message"]},
+    "action": {
+        "properties": {"message": {"type": "string"}, "metadata": {"type": "object"}},
+        "required": ["message"],
+    },
     "observation": {"properties": {"text": {"type": "string"}}, "required": ["text"]},
     "state": {},
 }
-BEGUN = {"type": "observation", "data": {"observation": {"text": "begin"}, "reward": None, "done": False}}
+BEGUN = {
+    "type": "observation",
+    "data": {"observation": {"text": "begin"}, "reward": None, "done": False},
+}
 
 
 def seen(text="x", reward=0.0, done=False, **metadata):
-    return {"type": "observation", "data": {"observation": {"text": text}, "reward": reward, "done": done, "metadata": metadata}}
+    return {
+        "type": "observation",
+        "data": {
+            "observation": {"text": text},
+            "reward": reward,
+            "done": done,
+            "metadata": metadata,
+        },
+    }
 
 
 def failed(code, **details):
@@ -125,14 +164,18 @@ def failed(code, **details):
 
 @asynccontextmanager
 async def standing_in(*replies, schema=TEXTS, status=200, refuse=None):
-    """(URL, messages that came, headers that came): a server that gives each message the next reply; None cuts the connection."""
+    """(URL, messages that came, headers that came): a server that gives each message the next
+    reply; None cuts the connection.
+    """
     left, came, heads = list(replies), [], []
 
     def over_http(connection, request):
         heads.append(dict(request.headers))
         if request.path == "/schema":
             body = (schema if isinstance(schema, str) else json.dumps(schema)).encode()
-            return Response(status, HTTPStatus(status).phrase, Headers({"Content-Length": str(len(body))}), body)
+            return Response(
+                status, HTTPStatus(status).phrase, Headers({"Content-Length": str(len(body))}), body
+            )
         return refuse
 
     async def handle(socket):
@@ -145,7 +188,9 @@ async def standing_in(*replies, schema=TEXTS, status=200, refuse=None):
                 if reply is None:
                     socket.transport.abort()
                 elif reply != "silence":
-                    await socket.send(reply if isinstance(reply, str | bytes) else json.dumps(reply))
+                    await socket.send(
+                        reply if isinstance(reply, str | bytes) else json.dumps(reply)
+                    )
         except ConnectionClosed:
             pass
 
@@ -154,7 +199,9 @@ async def standing_in(*replies, schema=TEXTS, status=200, refuse=None):
 
 
 def pool_of(url, **settings):
-    return OpenEnvPool([url], **{"request_timeout_s": 2.0, "max_retries": 1, "patience_s": 0.0, **settings})
+    return OpenEnvPool(
+        [url], **{"request_timeout_s": 2.0, "max_retries": 1, "patience_s": 0.0, **settings}
+    )
 
 
 def kinds(came):
@@ -176,9 +223,27 @@ def kinds(came):
         ({"type": "observation", "data": {"observation": {}, "done": False}}, "protocol"),
         ({"type": "observation", "data": {"observation": {"text": 5}, "done": False}}, "protocol"),
         ({"type": "observation", "data": {"observation": {"text": "x"}, "reward": 1}}, "protocol"),
-        ({"type": "observation", "data": {"observation": {"text": "x"}, "reward": "much", "done": False}}, "protocol"),
-        ('{"type": "observation", "data": {"observation": {"text": "x"}, "reward": NaN, "done": false}}', "protocol"),
-        ('{"type": "observation", "data": {"observation": {"text": "x"}, "reward": 1e999, "done": false}}', "protocol"),
+        (
+            {
+                "type": "observation",
+                "data": {"observation": {"text": "x"}, "reward": "much", "done": False},
+            },
+            "protocol",
+        ),
+        (
+            (
+                '{"type": "observation", "data": {"observation": {"text": "x"}, "reward": NaN,'
+                ' "done": false}}'
+            ),
+            "protocol",
+        ),
+        (
+            (
+                '{"type": "observation", "data": {"observation": {"text": "x"}, "reward": 1e999,'
+                ' "done": false}}'
+            ),
+            "protocol",
+        ),
         ("[" * 100_000, "protocol"),
         ("5", "protocol"),
         (b"\xff", "protocol"),
@@ -186,7 +251,10 @@ def kinds(came):
 )
 def test_a_step_that_fails_is_an_environment_error_and_never_sent_twice(reply, kind):
     async def main():
-        async with standing_in(BEGUN, reply) as (url, came, _), pool_of(url, request_timeout_s=0.5) as pool:
+        async with (
+            standing_in(BEGUN, reply) as (url, came, _),
+            pool_of(url, request_timeout_s=0.5) as pool,
+        ):
             with pytest.raises(EnvError) as caught:
                 async with pool.session(Item("textcraft", 3), "key") as session:
                     await session.step("go")
@@ -212,7 +280,10 @@ def test_an_answer_too_large_to_keep_ends_the_episode(monkeypatch):
 
 def test_beginning_is_tried_again_in_a_connection_of_its_own():
     async def main():
-        async with standing_in(None, failed("CAPACITY_REACHED"), BEGUN) as (url, came, _), pool_of(url, max_retries=2) as pool:
+        async with (
+            standing_in(None, failed("CAPACITY_REACHED"), BEGUN) as (url, came, _),
+            pool_of(url, max_retries=2) as pool,
+        ):
             async with pool.session(Item("textcraft", 3), "key") as session:
                 assert session.observation == "begin"
             assert [kind for kind in kinds(came) if kind != "close"] == ["reset"] * 3
@@ -229,7 +300,11 @@ def test_beginning_is_tried_again_in_a_connection_of_its_own():
 
 def test_success_is_what_the_server_says_else_a_positive_sum_at_the_end():
     async def last(*replies):
-        async with standing_in(BEGUN, *replies) as (url, _, _), pool_of(url) as pool, pool.session(Item("textcraft", 3), "k") as session:
+        async with (
+            standing_in(BEGUN, *replies) as (url, _, _),
+            pool_of(url) as pool,
+            pool.session(Item("textcraft", 3), "k") as session,
+        ):
             for _ in replies:
                 reply = await session.step("go")
             return reply.reward, reply.terminated, reply.truncated, reply.success
@@ -241,7 +316,12 @@ def test_success_is_what_the_server_says_else_a_positive_sum_at_the_end():
         assert await last(seen(reward=-1, done=True)) == (-1.0, True, False, False)
         assert await last(seen(reward=0.2, done=True, success=False)) == (0.2, True, False, False)
         assert await last(seen(reward=0.2, done=True, truncated=True)) == (0.2, False, True, False)
-        assert await last(seen(reward=0.2, done=True, truncated="no", success="no")) == (0.2, True, False, True)
+        assert await last(seen(reward=0.2, done=True, truncated="no", success="no")) == (
+            0.2,
+            True,
+            False,
+            True,
+        )
         older = seen(reward=0.2, done=True)
         older["data"]["observation"]["metadata"] = {"success": False}
         assert await last(older) == (0.2, True, False, False)
@@ -254,7 +334,10 @@ def schema_of(action, observation, **more):
 
 
 def fields(required, *optional):
-    return {"properties": {name: {"type": "string"} for name in (*required, *optional)}, "required": list(required)}
+    return {
+        "properties": {name: {"type": "string"} for name in (*required, *optional)},
+        "required": list(required),
+    }
 
 
 @pytest.mark.parametrize(
@@ -264,12 +347,23 @@ def fields(required, *optional):
         (schema_of(fields(["code"], "language"), fields([], "stdout")), ("code", "stdout")),
         (schema_of(fields(["role", "message"]), fields(["text", "title"])), ("message", "text")),
         (
-            schema_of(fields(["a"]), {"properties": {"b": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "n": {"type": "integer"}}}),
+            schema_of(
+                fields(["a"]),
+                {
+                    "properties": {
+                        "b": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                        "n": {"type": "integer"},
+                    }
+                },
+            ),
             ("a", "b"),
         ),
         (schema_of(fields(["a"]), fields(["b"]), reset_observation=None), ("a", "b")),
         (schema_of(fields(["a", "b"]), fields(["c"])), "which of a, b is the text of its actions"),
-        (schema_of({"properties": {"n": {"type": "integer"}}}, fields(["c"])), "no text field of its actions"),
+        (
+            schema_of({"properties": {"n": {"type": "integer"}}}, fields(["c"])),
+            "no text field of its actions",
+        ),
         (schema_of(fields(["a"]), {"properties": {}}), "no text field of its observations"),
     ],
 )
@@ -288,7 +382,8 @@ def test_the_text_fields_are_found_or_asked_for(schema, expected):
 
 
 @pytest.mark.parametrize(
-    ("schema", "status"), [("<html>", 200), ("[]", 200), ("{}", 200), ("[" * 100_000, 200), (TEXTS, 404), (TEXTS, 500)]
+    ("schema", "status"),
+    [("<html>", 200), ("[]", 200), ("{}", 200), ("[" * 100_000, 200), (TEXTS, 404), (TEXTS, 500)],
 )
 def test_a_server_without_a_schema_is_refused(schema, status):
     async def main():
@@ -315,8 +410,13 @@ def test_the_token_goes_to_the_named_server_and_into_no_log(monkeypatch, caplog)
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "hush-hush")
 
     async def main():
-        async with standing_in(BEGUN) as (url, _, heads), pool_of(url) as pool, pool.session(Item("textcraft", 3), "key"):
-            assert [head["authorization"] for head in heads] == ["Bearer hush-hush"] * 2  # schema and connection
+        async with (
+            standing_in(BEGUN) as (url, _, heads),
+            pool_of(url) as pool,
+            pool.session(Item("textcraft", 3), "key"),
+        ):
+            # schema and connection
+            assert [head["authorization"] for head in heads] == ["Bearer hush-hush"] * 2
 
     with caplog.at_level(logging.DEBUG):
         logging.getLogger("websockets.server").setLevel(logging.WARNING)  # the stand-in's
@@ -331,7 +431,9 @@ def test_a_connection_that_is_sent_elsewhere_is_refused(monkeypatch, status):
     async def main():
         async with standing_in(BEGUN) as (elsewhere, _, stolen):
             target = f"{elsewhere.replace('http', 'ws')}/ws"
-            moved = Response(status, "Moved", Headers({"Location": target, "Content-Length": "0"}), b"")
+            moved = Response(
+                status, "Moved", Headers({"Location": target, "Content-Length": "0"}), b""
+            )
             async with standing_in(refuse=moved) as (url, came, _), pool_of(url) as pool:
                 with pytest.raises(EnvError, match=f"status {status}") as caught:
                     async with pool.session(Item("textcraft", 3), "key"):
@@ -341,7 +443,9 @@ def test_a_connection_that_is_sent_elsewhere_is_refused(monkeypatch, status):
     asyncio.run(main())
 
 
-def test_a_session_outlives_a_loop_that_is_busy_and_pings_are_answered_meanwhile(serving, monkeypatch):
+def test_a_session_outlives_a_loop_that_is_busy_and_pings_are_answered_meanwhile(
+    serving, monkeypatch
+):
     from envs import connection
 
     monkeypatch.setattr(connection, "PING_S", 0.1)
@@ -361,4 +465,9 @@ def test_what_the_dialect_cannot_do_is_said_before_anything_starts():
     with pytest.raises(ValueError, match=r"dialect openenv of babyai needs env\.endpoints"):
         RunConfig.model_validate({"env": {"dialect": "openenv"}})
     with pytest.raises(ValueError, match="has none"):
-        RunConfig.model_validate({"env": {"dialect": "openenv", "endpoints": ["http://a:1"]}, "rollout": {"system_prompt": True}})
+        RunConfig.model_validate(
+            {
+                "env": {"dialect": "openenv", "endpoints": ["http://a:1"]},
+                "rollout": {"system_prompt": True},
+            }
+        )

@@ -1,4 +1,6 @@
-"""Stand-ins that answer as AgentGym's five servers do, route by route, and the client that drives the originals."""
+"""Stand-ins that answer as AgentGym's five servers do, route by route, and the client that
+drives the originals.
+"""
 
 import asyncio
 import dataclasses
@@ -15,7 +17,10 @@ from agentgym.rollouts.dialect import AgentGymPool
 from agentgym.types import Item
 
 TREE = "Tab 0 (current): Shop\n\n[1] RootWebArea 'Shop'"
-PAGE = f"OBSERVATION:\n{TREE}\nURL: http://onestopmarket.com\nOBJECTIVE: What does the mug cost?\nPREVIOUS ACTION: None"
+PAGE = (
+    f"OBSERVATION:\n{TREE}\nURL: http://onestopmarket.com\nOBJECTIVE: What does the mug"
+    " cost?\nPREVIOUS ACTION: None"
+)
 
 
 def rooms(create, reset, step):
@@ -23,9 +28,15 @@ def rooms(create, reset, step):
 
     return {
         "POST /create": lambda body: create,
-        "POST /reset": lambda body: {**reset} if body == {"id": 0, "data_idx": 7} else web.Response(status=422),
-        "POST /step": lambda body: {**step} if body == {"id": 0, "action": "look"} else web.Response(status=422),
-        "POST /close": lambda body: True if body == {"id": 0} else web.Response(status=500, text="Internal Server Error"),
+        "POST /reset": lambda body: (
+            {**reset} if body == {"id": 0, "data_idx": 7} else web.Response(status=422)
+        ),
+        "POST /step": lambda body: (
+            {**step} if body == {"id": 0, "action": "look"} else web.Response(status=422)
+        ),
+        "POST /close": lambda body: (
+            True if body == {"id": 0} else web.Response(status=500, text="Internal Server Error")
+        ),
     }
 
 
@@ -33,7 +44,12 @@ def needs_body(answer):
     return lambda body: answer if body is not None else web.Response(status=422)
 
 
-SCIENCE = {"task_name": "boil", "var_num": 7, "task_description": "Your task is to boil water.", "deleted": False}
+SCIENCE = {
+    "task_name": "boil",
+    "var_num": 7,
+    "task_description": "Your task is to boil water.",
+    "deleted": False,
+}
 ORIGINALS = {
     "textcraft": {
         **rooms(
@@ -42,12 +58,20 @@ ORIGINALS = {
             {"observation": "Crafted 4 minecraft:stick", "reward": 1, "done": True},
         ),
         "GET /": lambda _: "This is environment TextCraft.",
-        "POST /create": needs_body({"id": 0, "observation": "Goal: craft lever.", "done": False, "reward": 0}),
+        "POST /create": needs_body(
+            {"id": 0, "observation": "Goal: craft lever.", "done": False, "reward": 0}
+        ),
     },
     "babyai": {
         **rooms(
             {"id": 0},
-            {"observation": "Your goal: go", "reward": 0, "score": 0, "deleted": False, "done": False},
+            {
+                "observation": "Your goal: go",
+                "reward": 0,
+                "score": 0,
+                "deleted": False,
+                "done": False,
+            },
             {"observation": "The task is completed.", "reward": 0.9, "score": 0.9, "done": True},
         ),
         "GET /": lambda _: "This is environment BabyAI.",
@@ -63,8 +87,17 @@ ORIGINALS = {
     "searchqa": {
         "GET /": lambda _: "ok",
         "POST /create": lambda body: 0 if body == {"id": 7} else web.Response(status=422),
-        "POST /reset": lambda body: "Think first.\n\n Question: who?" if body == {"env_idx": 0, "id": 7} else web.Response(status=500),
-        "POST /step": lambda _: {"observation": "Congratulations", "reward": 1.0, "done": True, "info": None},
+        "POST /reset": lambda body: (
+            "Think first.\n\n Question: who?"
+            if body == {"env_idx": 0, "id": 7}
+            else web.Response(status=500)
+        ),
+        "POST /step": lambda _: {
+            "observation": "Congratulations",
+            "reward": 1.0,
+            "done": True,
+            "info": None,
+        },
         "POST /close": lambda body: body == {"env_idx": 0},
     },
     "webarena": {  # Quart: a text where a handler gives one
@@ -76,7 +109,13 @@ ORIGINALS = {
             else web.Response(status=500)
         ),
         "GET /observation": lambda _: PAGE,
-        "POST /step": lambda _: {"observation": "bye", "reward": 1.0, "terminated": True, "truncated": False, "info": {}},
+        "POST /step": lambda _: {
+            "observation": "bye",
+            "reward": 1.0,
+            "terminated": True,
+            "truncated": False,
+            "info": {},
+        },
         "POST /close": lambda _: {"closed": "closed"},
     },
 }
@@ -117,7 +156,10 @@ async def standing_in(routes):
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_an_episode_on_a_server_that_answers_as_the_original_does(name, caplog):
     async def main():
-        async with standing_in(ORIGINALS[name]) as (url, asked), AgentGymPool(name, [url], request_timeout_s=5, max_retries=0) as pool:
+        async with (
+            standing_in(ORIGINALS[name]) as (url, asked),
+            AgentGymPool(name, [url], request_timeout_s=5, max_retries=0) as pool,
+        ):
             await pool.check(EnvConfig(name=name), allow_expert=False)
             async with pool.session(Item(name, 7), "key") as session:
                 assert session.observation == FIRST[name]
@@ -144,7 +186,10 @@ def test_a_browser_gets_the_time_it_takes_to_end(answer, monkeypatch, caplog):
 
     async def main():
         routes = {**ORIGINALS["webarena"], "POST /close": lambda _: close()}
-        async with standing_in(routes) as (url, _), AgentGymPool("webarena", [url], request_timeout_s=0.5, max_retries=0) as pool:
+        async with (
+            standing_in(routes) as (url, _),
+            AgentGymPool("webarena", [url], request_timeout_s=0.5, max_retries=0) as pool,
+        ):
             async with pool.session(Item("webarena", 7), "key"):
                 pass
             assert ended == [True]
@@ -155,7 +200,11 @@ def test_a_browser_gets_the_time_it_takes_to_end(answer, monkeypatch, caplog):
 
 
 def test_a_close_that_never_ends_is_given_up_and_told(monkeypatch, caplog):
-    monkeypatch.setitem(dialect.SHAPES, "webarena", dataclasses.replace(dialect.SHAPES["webarena"], close_timeout_s=0.3))
+    monkeypatch.setitem(
+        dialect.SHAPES,
+        "webarena",
+        dataclasses.replace(dialect.SHAPES["webarena"], close_timeout_s=0.3),
+    )
 
     async def main():
         routes = {**ORIGINALS["webarena"], "POST /close": lambda _: asyncio.sleep(1)}
@@ -175,7 +224,10 @@ def test_a_close_that_never_ends_is_given_up_and_told(monkeypatch, caplog):
 def test_a_page_that_only_contains_ok_is_no_greeting(page):
     async def main():
         routes = {**ORIGINALS["webarena"], "GET /": lambda _: web.Response(text=page)}
-        async with standing_in(routes) as (url, _), AgentGymPool("webarena", [url], request_timeout_s=5, max_retries=0) as pool:
+        async with (
+            standing_in(routes) as (url, _),
+            AgentGymPool("webarena", [url], request_timeout_s=5, max_retries=0) as pool,
+        ):
             with pytest.raises(ValueError, match="no AgentGym server of webarena"):
                 await pool.check(EnvConfig(name="webarena"), allow_expert=False)
 
@@ -186,9 +238,15 @@ def test_a_text_where_a_record_is_due_is_an_environment_error():
     async def main(**routes):
         asked = {
             **ORIGINALS["webarena"],
-            **{f"{name.replace('_', ' /')}": (lambda _, text=text: web.Response(text=text)) for name, text in routes.items()},
+            **{
+                f"{name.replace('_', ' /')}": lambda _, text=text: web.Response(text=text)
+                for name, text in routes.items()
+            },
         }
-        async with standing_in(asked) as (url, _), AgentGymPool("webarena", [url], request_timeout_s=5, max_retries=0) as pool:
+        async with (
+            standing_in(asked) as (url, _),
+            AgentGymPool("webarena", [url], request_timeout_s=5, max_retries=0) as pool,
+        ):
             with pytest.raises(EnvError) as caught:
                 async with pool.session(Item("webarena", 7), "key") as session:
                     await session.step("look")

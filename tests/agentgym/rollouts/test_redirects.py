@@ -1,4 +1,6 @@
-"""An environment server that points elsewhere is refused: neither token nor action goes where it points."""
+"""An environment server that points elsewhere is refused: neither token nor action goes where
+it points.
+"""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -41,7 +43,11 @@ def test_a_redirect_is_not_followed(monkeypatch, status, kind):
             server(f"HTTP/1.1 {status} Moved\r\nLocation: {elsewhere}/stolen\r\n") as (url, came),
         ):
             settings = {"request_timeout_s": 5.0, "max_retries": 0}
-            made = {"native": EnvPool, "agentgym": partial(AgentGymPool, "babyai"), "openenv": OpenEnvPool}
+            made = {
+                "native": EnvPool,
+                "agentgym": partial(AgentGymPool, "babyai"),
+                "openenv": OpenEnvPool,
+            }
             pool = made[kind]([url], **settings)
             with pytest.raises(EnvError) as caught:
                 async with pool, pool.session(Item("babyai", 1), "key"):

@@ -1,4 +1,6 @@
-"""A chat template that came with a model is a program: it meets a limit, and says so, where it would not end."""
+"""A chat template that came with a model is a program: it meets a limit, and says so, where it
+would not end.
+"""
 
 import copy
 import os
@@ -52,7 +54,9 @@ def test_its_process_has_no_secret(tokenizer, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     seen = {}
     run = template.subprocess.run
-    monkeypatch.setattr(template.subprocess, "run", lambda *a, **named: seen.update(named) or run(*a, **named))
+    monkeypatch.setattr(
+        template.subprocess, "run", lambda *a, **named: seen.update(named) or run(*a, **named)
+    )
     ChatRenderer(with_template(tokenizer, HONEST + "{# once more #}"))
     assert seen["env"].keys() <= set(template._KEPT)
     assert "AWS_SECRET_ACCESS_KEY" in os.environ

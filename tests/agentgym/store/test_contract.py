@@ -1,4 +1,5 @@
-"""What every back end promises: commits survive what happens to processes, and damage to them is seen.
+"""What every back end promises: commits survive what happens to processes, and damage to them is
+seen.
 
 Leases and kills are tried on real processes; S3 is a real server.
 """
@@ -19,7 +20,14 @@ import boto3
 import pytest
 
 from agentgym.store.lease import Fenced, Holder, LeaseHeld
-from agentgym.store.manifest import NOT_IDENTITY, Blob, Manifest, ManifestError, canonical_json, sha256
+from agentgym.store.manifest import (
+    NOT_IDENTITY,
+    Blob,
+    Manifest,
+    ManifestError,
+    canonical_json,
+    sha256,
+)
 from agentgym.store.posix import posix_store
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore, StepWriter
 from agentgym.store.s3 import s3_store
@@ -36,7 +44,8 @@ from agentgym.store.lease import Fenced, LeaseHeld
 KEY = "ab" * 32
 
 def commit(writer, step, done=False):
-    return writer.commit(done=done, state={"global_step": step}, parents={}, config={}, results={}, timings={},
+    return writer.commit(done=done, state={"global_step": step}, parents={}, config={}, \
+results={}, timings={},
         blobs={"model": b"weights %d" % step}, records={"metrics.jsonl": b"line %d\\n" % step})
 
 def say(text):
@@ -50,13 +59,16 @@ def wait_for(path):
     sys.exit(f"waited in vain for {path}")
 
 root, ttl_s, scratch = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
-store = s3.s3_store(root, lease_ttl_s=ttl_s) if root.startswith("s3://") else posix.posix_store(Path(root), lease_ttl_s=ttl_s)
+store = s3.s3_store(root, lease_ttl_s=ttl_s) if root.startswith("s3://") else \
+posix.posix_store(Path(root), lease_ttl_s=ttl_s)
 """
 
 
 @dataclass
 class Place:
-    """Where a store lies, and a way round it to what it wrote: what disks and people do to files."""
+    """Where a store lies, and a way round it to what it wrote: what disks and people do to
+    files.
+    """
 
     root: str
     scratch: Path  # a folder that this test and its children share
@@ -79,8 +91,15 @@ class Place:
         """Of all files of the step, below its folder."""
         if self.root.startswith("s3://"):
             bucket, prefix = self._bucket
-            return [found.key.removeprefix(f"{prefix}/") for found in bucket.objects.filter(Prefix=f"{prefix}/")]
-        return [path.relative_to(self.folder).as_posix() for path in Path(self.folder).rglob("*") if path.is_file()]
+            return [
+                found.key.removeprefix(f"{prefix}/")
+                for found in bucket.objects.filter(Prefix=f"{prefix}/")
+            ]
+        return [
+            path.relative_to(self.folder).as_posix()
+            for path in Path(self.folder).rglob("*")
+            if path.is_file()
+        ]
 
     def blobs(self) -> list[str]:
         return [name for name in self.names() if name.startswith("blobs/")]
@@ -107,7 +126,9 @@ class Place:
 
     def start(self, script: str, ttl_s: float = 30.0) -> subprocess.Popen[str]:
         arguments = [sys.executable, "-c", CHILD + script, self.root, str(ttl_s), str(self.scratch)]
-        return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
 
 def line(child: subprocess.Popen[str]) -> str:
@@ -115,7 +136,13 @@ def line(child: subprocess.Popen[str]) -> str:
     return child.stdout.readline().strip()
 
 
-def commit(writer: StepWriter, step: int, *, done: bool = False, blobs: dict[str, bytes | Blob] | None = None) -> Manifest:
+def commit(
+    writer: StepWriter,
+    step: int,
+    *,
+    done: bool = False,
+    blobs: dict[str, bytes | Blob] | None = None,
+) -> Manifest:
     return writer.commit(
         done=done,
         state={"global_step": step},
@@ -157,7 +184,12 @@ def test_commits_are_read_back_in_order_and_the_last_is_the_head(store: RunStore
     assert store.history("stage-1", KEY, after=0) == [second]
     assert store.final("stage-1", KEY) == second
     assert store.read(second, "model") == b"weights 2"
-    assert b"".join(store.read(manifest, "metrics.jsonl") for manifest in store.history("stage-1", KEY)) == b"line 1\nline 2\n"
+    assert (
+        b"".join(
+            store.read(manifest, "metrics.jsonl") for manifest in store.history("stage-1", KEY)
+        )
+        == b"line 1\nline 2\n"
+    )
     store.verify(second)
 
 
@@ -170,7 +202,9 @@ def test_the_next_writer_continues_at_once_with_a_higher_epoch(store: RunStore) 
         assert commit(writer, 2).epoch == 2
 
 
-def test_equal_results_have_equal_digests_whoever_reached_them(place: Place, store: RunStore) -> None:
+def test_equal_results_have_equal_digests_whoever_reached_them(
+    place: Place, store: RunStore
+) -> None:
     other = Place(f"{place.root}-other", place.scratch).store()
     with store.open("stage-1", KEY) as writer:
         commit(writer, 1)
@@ -184,14 +218,24 @@ def test_equal_results_have_equal_digests_whoever_reached_them(place: Place, sto
 
 
 def test_keys_lists_every_key_of_one_step_name(store: RunStore) -> None:
-    for step, key in (("stage-1", KEY), ("stage-1", "cd" * 32), ("stage-1-b", KEY), ("evaluate", KEY)):
+    for step, key in (
+        ("stage-1", KEY),
+        ("stage-1", "cd" * 32),
+        ("stage-1-b", KEY),
+        ("evaluate", KEY),
+    ):
         with store.open(step, key) as writer:
             commit(writer, 1)
-    assert [(head.step, head.key) for head in store.keys("stage-1")] == [("stage-1", KEY), ("stage-1", "cd" * 32)]
+    assert [(head.step, head.key) for head in store.keys("stage-1")] == [
+        ("stage-1", KEY),
+        ("stage-1", "cd" * 32),
+    ]
     assert len(store.heads()) == 4
 
 
-def test_an_unchanged_blob_is_named_again_and_not_written_again(place: Place, store: RunStore) -> None:
+def test_an_unchanged_blob_is_named_again_and_not_written_again(
+    place: Place, store: RunStore
+) -> None:
     with store.open("stage-1", KEY) as writer:
         first = commit(writer, 1)
         second = commit(writer, 2, blobs={"model": first.blobs["model"]})
@@ -236,11 +280,17 @@ def test_pruning_keeps_the_newest_blobs_and_every_record(place: Place, store: Ru
         assert writer.prune(keep=2) == 4
         assert writer.prune(keep=2) == 0
         assert commit(writer, 5).seq == 5
-    assert [store.read(manifest, "metrics.jsonl") for manifest in commits] == [b"line %d\n" % step for step in range(5)]
+    assert [store.read(manifest, "metrics.jsonl") for manifest in commits] == [
+        b"line %d\n" % step for step in range(5)
+    ]
     store.verify(commits[3])
     store.verify(commits[4])
     with pytest.raises(
-        BlobMissing, match=r"model of step stage-1 commit 2 is not there: .* only the newest commits keep their blobs .*use commit 5"
+        BlobMissing,
+        match=(
+            r"model of step stage-1 commit 2 is not there: .* only the newest commits keep their"
+            r" blobs .*use commit 5"
+        ),
     ):
         store.read(commits[2], "model")
     with pytest.raises(BlobMissing):
@@ -253,7 +303,9 @@ def test_a_lost_blob_of_the_head_is_told_from_a_pruned_one(place: Place, store: 
     place.delete(f"blobs/{head.blobs['model'].digest}")
     with pytest.raises(BlobMissing, match="restore that file, or delete"):
         store.read(head, "model")
-    with pytest.raises(KeyError, match=r"commit 0 has no 'tokenizer'; it has model, metrics\.jsonl"):
+    with pytest.raises(
+        KeyError, match=r"commit 0 has no 'tokenizer'; it has model, metrics\.jsonl"
+    ):
         store.read(head, "tokenizer")
 
 
@@ -281,7 +333,9 @@ def test_a_folder_of_another_key_is_refused(store: RunStore) -> None:
         ("step", "../../stage-1"),
     ],
 )
-def test_a_name_that_would_be_a_path_is_refused_at_load(place: Place, store: RunStore, part: str, name: str) -> None:
+def test_a_name_that_would_be_a_path_is_refused_at_load(
+    place: Place, store: RunStore, part: str, name: str
+) -> None:
     """The digest is put right again, as whoever can write to the store would."""
     with store.open("stage-1", KEY) as writer:
         head = commit(writer, 1, done=True)
@@ -290,10 +344,15 @@ def test_a_name_that_would_be_a_path_is_refused_at_load(place: Place, store: Run
         tree["step"] = name
     else:
         tree[part][name] = KEY if part == "parents" else tree["records"]["metrics.jsonl"]
-    tree["digest"] = sha256(canonical_json({key: tree[key] for key in tree.keys() - NOT_IDENTITY - {"digest"}}))
+    tree["digest"] = sha256(
+        canonical_json({key: tree[key] for key in tree.keys() - NOT_IDENTITY - {"digest"}})
+    )
     manifest = next(each for each in place.names() if each.startswith("manifests/"))
     place.write(manifest, json.dumps(tree).encode())
-    refused = re.escape(f"{place.folder}/{manifest}: ") + f"(step )?.*{re.escape(repr(name))} is .*; restore it from a copy"
+    refused = (
+        re.escape(f"{place.folder}/{manifest}: ")
+        + f"(step )?.*{re.escape(repr(name))} is .*; restore it from a copy"
+    )
     for read in (store.head, store.final, store.history):
         with pytest.raises(ManifestError, match=refused):
             read("stage-1", KEY)
@@ -301,7 +360,9 @@ def test_a_name_that_would_be_a_path_is_refused_at_load(place: Place, store: Run
         store.heads()
 
 
-def test_commits_that_were_given_each_others_places_are_refused(place: Place, store: RunStore) -> None:
+def test_commits_that_were_given_each_others_places_are_refused(
+    place: Place, store: RunStore
+) -> None:
     with store.open("stage-1", KEY) as writer:
         for step in range(3):
             commit(writer, step)
@@ -323,7 +384,10 @@ def test_a_bad_step_name_or_key_is_refused_before_anything_is_made(store: RunSto
 
 def hold_and_fail(store: RunStore) -> None:
     with store.open("stage-1", KEY):
-        named = rf"step stage-1 .* is held by process {os.getpid()} on .*, since \d{{4}}-.*; wait for it or stop"
+        named = (
+            rf"step stage-1 .* is held by process {os.getpid()} on .*, since \d{{4}}-.*; wait for"
+            r" it or stop"
+        )
         with pytest.raises(LeaseHeld, match=named):
             store.open("stage-1", KEY).__enter__()
         raise RuntimeError("boom")
@@ -336,8 +400,13 @@ def test_a_live_holder_is_named_and_an_error_inside_gives_the_lease_back(store: 
         assert writer.epoch == 2
 
 
-def test_another_process_that_lives_keeps_its_lease_and_one_that_was_killed_loses_it_at_once(place: Place, store: RunStore) -> None:
-    child = place.start("with store.open('stage-1', KEY) as w:\n    commit(w, 1)\n    say('open')\n    time.sleep(60)")
+def test_another_process_that_lives_keeps_its_lease_and_one_that_was_killed_loses_it_at_once(
+    place: Place, store: RunStore
+) -> None:
+    child = place.start(
+        "with store.open('stage-1', KEY) as w:\n    commit(w, 1)\n    say('open')\n   "
+        " time.sleep(60)"
+    )
     assert line(child) == "open"
     with pytest.raises(LeaseHeld, match=f"process {child.pid} "):
         store.open("stage-1", KEY).__enter__()
@@ -355,18 +424,32 @@ def test_another_process_that_lives_keeps_its_lease_and_one_that_was_killed_lose
     child.communicate()
 
 
-@pytest.mark.parametrize("where", ["before the blobs", "between the blobs", "before the manifest", "before it counts"])
-def test_a_kill_before_the_last_write_leaves_the_previous_commit(place: Place, store: RunStore, where: str) -> None:
+@pytest.mark.parametrize(
+    "where", ["before the blobs", "between the blobs", "before the manifest", "before it counts"]
+)
+def test_a_kill_before_the_last_write_leaves_the_previous_commit(
+    place: Place, store: RunStore, where: str
+) -> None:
     is_s3 = place.root.startswith("s3://")
-    folder, lease = ("s3.S3Folder", "s3.S3Lease") if is_s3 else ("posix.PosixFolder", "posix.PosixLease")
+    folder, lease = (
+        ("s3.S3Folder", "s3.S3Lease") if is_s3 else ("posix.PosixFolder", "posix.PosixLease")
+    )
     kill = "lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
     patch = {
         "before the blobs": f"{folder}.put = {kill}",
-        "between the blobs": f"put, kill = {folder}.put, {kill}\n{folder}.put = lambda f, b, d: (put if d[:1] == b'w' else kill)(f, b, d)",
+        "between the blobs": (
+            f"put, kill = {folder}.put, {kill}\n{folder}.put = lambda f, b, d: (put if d[:1] =="
+            " b'w' else kill)(f, b, d)"
+        ),
         "before the manifest": f"{lease}.commit = {kill}",
-        "before it counts": f"s3.S3Lease._replace = {kill}" if is_s3 else f"posix.create_exclusively = {kill}",
+        "before it counts": (
+            f"s3.S3Lease._replace = {kill}" if is_s3 else f"posix.create_exclusively = {kill}"
+        ),
     }[where]
-    child = place.start(f"with store.open('stage-1', KEY) as w:\n    commit(w, 1)\n{_indent(patch)}\n    commit(w, 2)\n    say('alive')")
+    child = place.start(
+        f"with store.open('stage-1', KEY) as w:\n    commit(w, 1)\n{_indent(patch)}\n    commit(w,"
+        " 2)\n    say('alive')"
+    )
     _, errors = child.communicate(timeout=60)
     assert child.returncode == -signal.SIGKILL, errors
     head = store.head("stage-1", KEY)
@@ -421,7 +504,10 @@ with store.open("stage-1", KEY) as w:
     child = place.start(script, ttl_s=2.0)
     assert line(child) == "open"
     time.sleep(4)  # twice its time to live: the heartbeat alone keeps the lease
-    with pytest.raises(LeaseHeld, match=rf"process {child.pid} on elsewhere, .* heard of .*s ago; .*store\.lease_ttl_s 2$"):
+    with pytest.raises(
+        LeaseHeld,
+        match=rf"process {child.pid} on elsewhere, .* heard of .*s ago; .*store\.lease_ttl_s 2$",
+    ):
         store.open("stage-1", KEY).__enter__()
     child.send_signal(signal.SIGSTOP)
     with _open_when_silent(store) as writer:
@@ -453,14 +539,21 @@ def _open_when_silent(store: RunStore) -> Iterator[StepWriter]:
         yield writer
 
 
-def test_a_writer_that_was_taken_over_between_its_check_and_its_last_write_is_fenced(place: Place, store: RunStore) -> None:
+def test_a_writer_that_was_taken_over_between_its_check_and_its_last_write_is_fenced(
+    place: Place, store: RunStore
+) -> None:
     """The newer holder has committed; what the older one still sends counts nowhere."""
     with store.open("stage-1", KEY) as writer:
         commit(writer, 1)
         writer._lease.check = lambda: None  # it looked before it was taken over
         with _taken_over(store) as newer:
             theirs = commit(newer, 20)
-            with pytest.raises(Fenced, match=r"commit 1 was already made under epoch 2|taken over by process \d+ on .* since"):
+            with pytest.raises(
+                Fenced,
+                match=(
+                    r"commit 1 was already made under epoch 2|taken over by process \d+ on .* since"
+                ),
+            ):
                 commit(writer, 2)
     assert store.history("stage-1", KEY)[1:] == [theirs]
     store.verify(theirs)
@@ -489,7 +582,9 @@ def test_pruning_is_fenced_too(store: RunStore) -> None:
 
 
 def test_pruning_looks_at_the_folder_once(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of thousands of commits prunes after each: later calls must not cost what the step ever wrote."""
+    """A run of thousands of commits prunes after each: later calls must not cost what the step
+    ever wrote.
+    """
     with store.open("stage-1", KEY) as writer:
         commit(writer, 0)
         writer.prune(keep=1)

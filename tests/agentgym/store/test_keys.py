@@ -4,11 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from agentgym.store.keys import digest_files, object_name, package_folders, source_digest, source_files, step_key
+from agentgym.store.keys import (
+    digest_files,
+    object_name,
+    package_folders,
+    source_digest,
+    source_files,
+    step_key,
+)
 
 FILES = {
     "agentgym/__init__.py": "",
-    "agentgym/train.py": "import agentgym.maths.loss\nfrom agentgym import data\nfrom agentgym.store.posix import RunStore\n",
+    "agentgym/train.py": (
+        "import agentgym.maths.loss\nfrom agentgym import data\nfrom agentgym.store.posix import"
+        " RunStore\n"
+    ),
     "agentgym/data.py": "def load():\n    from envs.wire import Reset\n",
     "agentgym/maths/__init__.py": "from .shared import eps\n",
     "agentgym/maths/loss.py": "from . import kl\nimport torch\n",
@@ -44,15 +54,25 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     return {name: tmp_path / name for name in ("agentgym", "envs")}
 
 
-def test_imports_are_followed_into_functions_packages_and_relative_names(folders: dict[str, Path]) -> None:
+def test_imports_are_followed_into_functions_packages_and_relative_names(
+    folders: dict[str, Path],
+) -> None:
     assert list(source_files(["agentgym.train"], folders)) == [*REACHED, "envs", "envs.wire"]
 
 
 def test_a_named_package_brings_its_modules(folders: dict[str, Path]) -> None:
-    assert list(source_files(["envs.babyai"], folders)) == ["envs", "envs.babyai", "envs.babyai.game", "envs.base"]
+    assert list(source_files(["envs.babyai"], folders)) == [
+        "envs",
+        "envs.babyai",
+        "envs.babyai.game",
+        "envs.base",
+    ]
 
 
-@pytest.mark.parametrize("name", ["agentgym/maths/kl.py", "agentgym/maths/__init__.py", "envs/wire.py", "agentgym/train.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["agentgym/maths/kl.py", "agentgym/maths/__init__.py", "envs/wire.py", "agentgym/train.py"],
+)
 def test_changing_an_imported_file_changes_the_digest(folders: dict[str, Path], name: str) -> None:
     before = digest_files(source_files(["agentgym.train"], folders))
     path = folders["agentgym"].parent / name
@@ -60,8 +80,18 @@ def test_changing_an_imported_file_changes_the_digest(folders: dict[str, Path], 
     assert digest_files(source_files(["agentgym.train"], folders)) != before
 
 
-@pytest.mark.parametrize("name", ["agentgym/maths/unused.py", "agentgym/store/posix.py", "agentgym/hidden.py", "envs/babyai/game.py"])
-def test_changing_an_unrelated_or_state_only_file_does_not(folders: dict[str, Path], name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "agentgym/maths/unused.py",
+        "agentgym/store/posix.py",
+        "agentgym/hidden.py",
+        "envs/babyai/game.py",
+    ],
+)
+def test_changing_an_unrelated_or_state_only_file_does_not(
+    folders: dict[str, Path], name: str
+) -> None:
     before = digest_files(source_files(["agentgym.train"], folders))
     path = folders["agentgym"].parent / name
     path.write_text(path.read_text() + "x = 1\n")
@@ -81,8 +111,11 @@ def test_an_unknown_module_is_named(folders: dict[str, Path]) -> None:
 
 def test_the_installed_packages_are_found_and_their_state_rooms_left_out() -> None:
     files = source_files(["agentgym.tracking"], package_folders())
-    assert list(files) == ["agentgym", "agentgym.tracking"]  # named itself; the store behind it is not
-    assert source_digest(["agentgym.types", "envs.wire"]) == source_digest(["envs.wire", "agentgym.types"])
+    # named itself; the store behind it is not
+    assert list(files) == ["agentgym", "agentgym.tracking"]
+    assert source_digest(["agentgym.types", "envs.wire"]) == source_digest(
+        ["envs.wire", "agentgym.types"]
+    )
     assert len(source_digest(["agentgym.types"])) == 64
 
 
@@ -90,7 +123,9 @@ def test_a_step_key_changes_with_each_of_its_parts() -> None:
     def key(step: str = "stage-1", lr: float = 1e-3, data: str = "aa", source: str = "bb") -> str:
         return step_key(step, config={"lr": lr, "seed": 0}, inputs={"data": data}, source=source)
 
-    assert key() == step_key("stage-1", inputs={"data": "aa"}, source="bb", config={"seed": 0, "lr": 0.001})
+    assert key() == step_key(
+        "stage-1", inputs={"data": "aa"}, source="bb", config={"seed": 0, "lr": 0.001}
+    )
     assert len({key(), key(step="stage-2"), key(lr=2e-3), key(data="ab"), key(source="bc")}) == 5
 
 

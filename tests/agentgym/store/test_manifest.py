@@ -33,21 +33,42 @@ def test_the_digest_is_the_sha256_of_sorted_identity_fields() -> None:
     import hashlib
 
     text = (
-        '{"blobs":{"model.safetensors":{"digest":"' + hashlib.sha256(b"weights").hexdigest() + '","size":7}},'
-        '"config":{"lr":0.001},"done":false,"key":"' + KEY + '","parents":{"warm-start":"' + "cd" * 32 + '"},'
+        '{"blobs":{"model.safetensors":{"digest":"'
+        + hashlib.sha256(b"weights").hexdigest()
+        + '","size":7}},"config":{"lr":0.001},"done":false,"key":"'
+        + KEY
+        + '","parents":{"warm-start":"'
+        + "cd" * 32
+        + '"},'
         '"results":{"success":0.25},"schema_version":1,'
         '"state":{"consumed":["babyai_1","babyai_2"],"global_step":4},"step":"stage-1"}'
     )
     assert manifest().digest == hashlib.sha256(text.encode()).hexdigest()
 
 
-@pytest.mark.parametrize("change", [{"records": {}}, {"timings": {"rollout_s": 9.0}}, {"epoch": 7}, {"created_at": 2000.0}, {"seq": 9}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"records": {}},
+        {"timings": {"rollout_s": 9.0}},
+        {"epoch": 7},
+        {"created_at": 2000.0},
+        {"seq": 9},
+    ],
+)
 def test_times_and_writers_do_not_change_the_digest(change: dict[str, object]) -> None:
     assert manifest(**change).digest == manifest().digest
 
 
 @pytest.mark.parametrize(
-    "change", [{"state": {"global_step": 5}}, {"blobs": {}}, {"results": {"success": 0.5}}, {"done": True}, {"parents": {}}]
+    "change",
+    [
+        {"state": {"global_step": 5}},
+        {"blobs": {}},
+        {"results": {"success": 0.5}},
+        {"done": True},
+        {"parents": {}},
+    ],
 )
 def test_what_was_reached_changes_the_digest(change: dict[str, object]) -> None:
     assert manifest(**change).digest != manifest().digest
@@ -63,7 +84,10 @@ def test_bytes_give_the_same_manifest_back() -> None:
 
 def test_a_newer_schema_is_refused_and_named() -> None:
     tree = json.loads(manifest().to_bytes()) | {"schema_version": 2, "colour": "blue"}
-    with pytest.raises(ManifestError, match=r"000003\.json has schema_version 2, this agentgym reads up to 1; upgrade"):
+    with pytest.raises(
+        ManifestError,
+        match=r"000003\.json has schema_version 2, this agentgym reads up to 1; upgrade",
+    ):
         Manifest.from_bytes(json.dumps(tree).encode(), where="000003.json")
 
 
@@ -81,14 +105,27 @@ def test_what_is_no_manifest_is_refused(data: bytes) -> None:
 
 
 def test_a_number_json_cannot_hold_is_named_with_its_place() -> None:
-    with pytest.raises(ValueError, match=r"value\.eval\[1\]\.score of type float is not plain JSON"):
+    with pytest.raises(
+        ValueError, match=r"value\.eval\[1\]\.score of type float is not plain JSON"
+    ):
         manifest(results={"eval": [{"score": 1.0}, {"score": math.nan}]})
     with pytest.raises(TypeError, match=r"value\.ids of type set"):
         canonical_json({"ids": {1, 2}})
 
 
-@pytest.mark.parametrize("change", [{"records": {}}, {"timings": {"rollout_s": 9.0}}, {"epoch": 7}, {"created_at": 2000.0}, {"seq": 9}])
-def test_the_second_digest_is_of_records_times_and_what_went_before(change: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"records": {}},
+        {"timings": {"rollout_s": 9.0}},
+        {"epoch": 7},
+        {"created_at": 2000.0},
+        {"seq": 9},
+    ],
+)
+def test_the_second_digest_is_of_records_times_and_what_went_before(
+    change: dict[str, object],
+) -> None:
     first = manifest(follows="")
     assert manifest(follows="", **change).records_digest != first.records_digest
     assert manifest(follows=first.records_digest).records_digest != first.records_digest

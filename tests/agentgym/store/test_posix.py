@@ -1,4 +1,6 @@
-"""What the file system alone can do to a store: be full, keep temporary files, be written to by hand."""
+"""What the file system alone can do to a store: be full, keep temporary files, be written to by
+hand.
+"""
 
 import errno
 import os
@@ -38,7 +40,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "store" / "steps" / f"stage-1-{KEY[:16]}"
 
 
-def test_a_full_disk_leaves_the_head_valid_and_no_litter(store: RunStore, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_head_valid_and_no_litter(
+    store: RunStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -46,7 +50,10 @@ def test_a_full_disk_leaves_the_head_valid_and_no_litter(store: RunStore, folder
         head = commit(writer, 1)
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
-            with pytest.raises(StoreFull, match=r"no space left for 9 bytes .*the last commit stays valid, make room"):
+            with pytest.raises(
+                StoreFull,
+                match=r"no space left for 9 bytes .*the last commit stays valid, make room",
+            ):
                 commit(writer, 2)
         assert writer.head == store.head("stage-1", KEY) == head
         assert not list(folder.rglob(".tmp-*"))
@@ -88,13 +95,18 @@ def test_commits_are_in_the_order_of_their_numbers_not_of_their_names(folder: Pa
     assert list(PosixFolder(folder).commits()) == [2, 999999, 1000000]
 
 
-def test_a_failure_on_a_full_disk_is_told_as_such_and_any_other_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_a_full_disk_is_told_as_such_and_any_other_as_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(KeyError, match="other"), full_disk_told(tmp_path):
         raise KeyError("other")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StoreFull, match=r"no space left .* make room") as told, full_disk_told(tmp_path):
+    with (
+        pytest.raises(StoreFull, match=r"no space left .* make room") as told,
+        full_disk_told(tmp_path),
+    ):
         raise RuntimeError("500 Internal Server Error")
     assert isinstance(told.value.__cause__, RuntimeError)

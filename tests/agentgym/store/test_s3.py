@@ -1,4 +1,6 @@
-"""What S3 alone can do to a store: lose answers, ask for patience, ignore conditions, keep half an upload."""
+"""What S3 alone can do to a store: lose answers, ask for patience, ignore conditions, keep half
+an upload.
+"""
 
 import http.client
 import json
@@ -39,10 +41,12 @@ def commit(writer, step, model=None):
 
 
 class FaultyLink:
-    """A link to the S3 server that does to a request what `fault(method, path, number of such requests so far)` says:
+    """A link to the S3 server that does to a request what `fault(method, path, number of such
+    requests so far)` says:
 
-    an int: answer this status and do not pass the request on; "lost": pass it on, answer 500 instead of its answer;
-    "cut": break the answer off half way; "hang": never answer; None: nothing.
+    an int: answer this status and do not pass the request on; "lost": pass it on, answer 500
+    instead of its answer; "cut": break the answer off half way; "hang": never answer; None:
+    nothing.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -56,7 +60,9 @@ class FaultyLink:
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 with lock:
-                    number = sum(seen.startswith(f"{self.command} {self.path}") for seen in link.seen)
+                    number = sum(
+                        seen.startswith(f"{self.command} {self.path}") for seen in link.seen
+                    )
                     link.seen.append(f"{self.command} {self.path}")
                 fault = link.fault(self.command, self.path, number)
                 if fault == "hang":
@@ -81,9 +87,15 @@ class FaultyLink:
 
             do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer
 
-            def reply(self, status: int, headers: dict[str, str], data: bytes, sent: bytes | None = None) -> None:
+            def reply(
+                self, status: int, headers: dict[str, str], data: bytes, sent: bytes | None = None
+            ) -> None:
                 self.send_response_only(status)
-                length = headers.get("Content-Length", len(data)) if self.command == "HEAD" else len(data)
+                length = (
+                    headers.get("Content-Length", len(data))
+                    if self.command == "HEAD"
+                    else len(data)
+                )
                 for name, value in {**headers, "Content-Length": str(length)}.items():
                     if name not in ("Connection", "Transfer-Encoding"):
                         self.send_header(name, value)
@@ -109,12 +121,18 @@ def link(s3_uri: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iter
     thread.join()
 
 
-def test_the_server_under_these_tests_honours_the_conditions_the_store_stands_on(s3_uri: str) -> None:
+def test_the_server_under_these_tests_honours_the_conditions_the_store_stands_on(
+    s3_uri: str,
+) -> None:
     client, key = boto3.client("s3"), s3_uri.removeprefix("s3://tests/")
 
     def status(**condition: str) -> int:
         try:
-            return int(client.put_object(Bucket="tests", Key=key, Body=b"x", **condition)["ResponseMetadata"]["HTTPStatusCode"])
+            return int(
+                client.put_object(Bucket="tests", Key=key, Body=b"x", **condition)[
+                    "ResponseMetadata"
+                ]["HTTPStatusCode"]
+            )
         except ClientError as error:
             return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
 
@@ -128,15 +146,25 @@ def test_the_server_under_these_tests_honours_the_conditions_the_store_stands_on
 def test_a_service_that_ignores_conditions_is_refused_before_a_lease_is_taken(s3_uri: str) -> None:
     for header in ("If-Match", "If-None-Match"):
         client = connect()
-        client.meta.events.register("before-sign.s3.PutObject", lambda request, header=header, **_: request.headers.__delitem__(header))
-        store = s3.RunStore(S3Backend(Bucket("tests", client), s3_uri.removeprefix("s3://tests/")), lease_ttl_s=30.0)
-        with pytest.raises(ConfigError, match=rf"service ignores {header} on PutObject, so it cannot keep a second writer out"):
+        client.meta.events.register(
+            "before-sign.s3.PutObject",
+            lambda request, header=header, **_: request.headers.__delitem__(header),
+        )
+        store = s3.RunStore(
+            S3Backend(Bucket("tests", client), s3_uri.removeprefix("s3://tests/")), lease_ttl_s=30.0
+        )
+        with pytest.raises(
+            ConfigError,
+            match=rf"service ignores {header} on PutObject, so it cannot keep a second writer out",
+        ):
             store.open("stage-1", KEY).__enter__()
     assert store.heads() == []
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_requests_that_the_server_could_not_serve_are_made_again(s3_uri: str, link: FaultyLink, status: int) -> None:
+def test_requests_that_the_server_could_not_serve_are_made_again(
+    s3_uri: str, link: FaultyLink, status: int
+) -> None:
     link.fault = lambda method, path, number: status if number == 0 else None
     store = s3_store(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
@@ -146,8 +174,12 @@ def test_requests_that_the_server_could_not_serve_are_made_again(s3_uri: str, li
 
 
 def test_writes_whose_answers_are_lost_count_once(s3_uri: str, link: FaultyLink) -> None:
-    """Of the lease, the manifests and the head, each first answer: the request made again meets what it wrote itself."""
-    link.fault = lambda method, path, number: "lost" if method == "PUT" and number % 2 == 0 else None
+    """Of the lease, the manifests and the head, each first answer: the request made again meets
+    what it wrote itself.
+    """
+    link.fault = lambda method, path, number: (
+        "lost" if method == "PUT" and number % 2 == 0 else None
+    )
     store = s3_store(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         commits = [commit(writer, step) for step in range(3)]
@@ -156,30 +188,50 @@ def test_writes_whose_answers_are_lost_count_once(s3_uri: str, link: FaultyLink)
         assert (writer.epoch, writer.head) == (2, commits[-1])
 
 
-def test_conditional_writes_that_met_others_are_made_again_and_not_forever(s3_uri: str, link: FaultyLink) -> None:
-    link.fault = lambda method, path, number: 409 if method == "PUT" and number == 1 and path.endswith("head.json") else None
+def test_conditional_writes_that_met_others_are_made_again_and_not_forever(
+    s3_uri: str, link: FaultyLink
+) -> None:
+    link.fault = lambda method, path, number: (
+        409 if method == "PUT" and number == 1 and path.endswith("head.json") else None
+    )
     store = s3_store(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         head = commit(writer, 1)
         assert store.head("stage-1", KEY) == head
-        link.fault = lambda method, path, number: 409 if method == "PUT" and path.endswith("head.json") else None
+        link.fault = lambda method, path, number: (
+            409 if method == "PUT" and path.endswith("head.json") else None
+        )
         with pytest.raises(StoreUnreachable, match="5 conditional writes met others"):
             commit(writer, 2)
         link.fault = lambda *_: None
     assert store.head("stage-1", KEY) == head
 
 
-def test_a_commit_whose_fate_is_unknown_is_not_made_twice(s3_uri: str, link: FaultyLink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_whose_fate_is_unknown_is_not_made_twice(
+    s3_uri: str, link: FaultyLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(s3, "MAX_ATTEMPTS", 1)
     store = s3_store(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
-        link.fault = lambda method, path, number: "lost" if method == "PUT" and path.endswith("head.json") else None
-        with pytest.raises(StoreUnreachable, match=r"head\.json: 500 .* after 1 attempts; the last commit stays valid"):
+        link.fault = lambda method, path, number: (
+            "lost" if method == "PUT" and path.endswith("head.json") else None
+        )
+        with pytest.raises(
+            StoreUnreachable,
+            match=r"head\.json: 500 .* after 1 attempts; the last commit stays valid",
+        ):
             commit(writer, 1)
         link.fault = lambda *_: None
-        with pytest.raises(Fenced, match=r"commit 0 was already begun by this process .* may count or not; stop, and run the step again"):
+        with pytest.raises(
+            Fenced,
+            match=(
+                r"commit 0 was already begun by this process .* may count or not; stop, and run the"
+                r" step again"
+            ),
+        ):
             commit(writer, 1)
-    assert [manifest.seq for manifest in store.history("stage-1", KEY)] == [0]  # here it had counted
+    # here it had counted
+    assert [manifest.seq for manifest in store.history("stage-1", KEY)] == [0]
 
 
 def test_an_answer_that_breaks_off_is_asked_for_again(s3_uri: str, link: FaultyLink) -> None:
@@ -193,22 +245,32 @@ def test_an_answer_that_breaks_off_is_asked_for_again(s3_uri: str, link: FaultyL
     assert store.read(head, "model") == b"weights " * 1000
 
 
-def test_a_server_that_does_not_answer_is_an_error_in_time(s3_uri: str, link: FaultyLink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_an_error_in_time(
+    s3_uri: str, link: FaultyLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(s3, "MAX_ATTEMPTS", 2)
     monkeypatch.setattr(s3, "READ_TIMEOUT_S", 0.5)
     link.fault = lambda *_: "hang"
     began = time.monotonic()
     with pytest.raises(
-        StoreUnreachable, match=rf"{s3_uri}/steps/.*/head\.json cannot be reached: .*; check AWS_ENDPOINT_URL and the network"
+        StoreUnreachable,
+        match=(
+            rf"{s3_uri}/steps/.*/head\.json cannot be reached: .*; check AWS_ENDPOINT_URL and the"
+            r" network"
+        ),
     ):
         s3_store(s3_uri, lease_ttl_s=30.0).head("stage-1", KEY)
     assert time.monotonic() - began < 20
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(StoreUnreachable, match="cannot be reached: Could not connect to the endpoint URL"):
+    with pytest.raises(
+        StoreUnreachable, match="cannot be reached: Could not connect to the endpoint URL"
+    ):
         s3_store(s3_uri, lease_ttl_s=30.0).head("stage-1", KEY)
 
 
-def test_a_heart_that_cannot_beat_for_a_while_goes_on(s3_uri: str, link: FaultyLink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heart_that_cannot_beat_for_a_while_goes_on(
+    s3_uri: str, link: FaultyLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(s3, "MAX_ATTEMPTS", 1)
     with s3_store(s3_uri, lease_ttl_s=0.4).open("stage-1", KEY) as writer:
         link.fault = lambda *_: 503
@@ -220,7 +282,9 @@ def test_a_heart_that_cannot_beat_for_a_while_goes_on(s3_uri: str, link: FaultyL
         assert len([seen for seen in link.seen if seen.endswith("head.json")]) > beats
 
 
-def test_large_content_travels_in_parts_and_half_an_upload_is_pruned(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_content_travels_in_parts_and_half_an_upload_is_pruned(
+    s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)
     weights = os.urandom(1 << 20) * 12
     script = """
@@ -232,13 +296,20 @@ with store.open("stage-1", "ab" * 32) as writer:
     writer._folder.bucket._client.meta.events.register(
         "before-call.s3.CompleteMultipartUpload", lambda **_: os.kill(os.getpid(), signal.SIGKILL)
     )
-    writer.commit(done=False, state={}, parents={}, config={}, blobs={"model": bytes(12 << 20)}, records={}, results={}, timings={})
+    writer.commit(done=False, state={}, parents={}, config={}, blobs={"model": bytes(12 << 20)}, \
+records={}, results={}, timings={})
 """
-    killed = subprocess.run([sys.executable, "-c", script, s3_uri], capture_output=True, text=True, timeout=120)
+    killed = subprocess.run(
+        [sys.executable, "-c", script, s3_uri], capture_output=True, text=True, timeout=120
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
     def uploads() -> list[object]:
-        return list(boto3.client("s3").list_multipart_uploads(Bucket="tests", Prefix=s3_uri.removeprefix("s3://tests/")).get("Uploads", ()))
+        return list(
+            boto3.client("s3")
+            .list_multipart_uploads(Bucket="tests", Prefix=s3_uri.removeprefix("s3://tests/"))
+            .get("Uploads", ())
+        )
 
     assert len(uploads()) == 1
     store = s3_store(s3_uri, lease_ttl_s=30.0)
@@ -257,9 +328,17 @@ def test_a_head_that_is_no_head_is_named(s3_uri: str) -> None:
     key = f"{s3_uri.removeprefix('s3://tests/')}/steps/stage-1-{KEY[:16]}/head.json"
     head = json.loads(boto3.client("s3").get_object(Bucket="tests", Key=key)["Body"].read())
     assert (head["released"], head["num_commits"], head["spans"]) == (True, 1, [[0, 1]])
-    for broken in (b"", b"[]", b"{}", json.dumps({**head, "spans": 3}).encode(), json.dumps({**head, "holder": {"pid": 1}}).encode()):
+    for broken in (
+        b"",
+        b"[]",
+        b"{}",
+        json.dumps({**head, "spans": 3}).encode(),
+        json.dumps({**head, "holder": {"pid": 1}}).encode(),
+    ):
         boto3.client("s3").put_object(Bucket="tests", Key=key, Body=broken)
-        with pytest.raises(ManifestError, match=r"head\.json is no head of a step .*; restore it from a copy"):
+        with pytest.raises(
+            ManifestError, match=r"head\.json is no head of a step .*; restore it from a copy"
+        ):
             store.head("stage-1", KEY)
 
 
@@ -267,13 +346,20 @@ def test_a_step_that_is_deleted_under_its_writer_is_told_so(s3_uri: str) -> None
     store = s3_store(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         commit(writer, 1)
-        boto3.resource("s3").Bucket("tests").objects.filter(Prefix=s3_uri.removeprefix("s3://tests/")).delete()
-        with pytest.raises(Fenced, match=rf"was deleted while process {os.getpid()} wrote to it; run the step again"):
+        boto3.resource("s3").Bucket("tests").objects.filter(
+            Prefix=s3_uri.removeprefix("s3://tests/")
+        ).delete()
+        with pytest.raises(
+            Fenced,
+            match=rf"was deleted while process {os.getpid()} wrote to it; run the step again",
+        ):
             commit(writer, 2)
 
 
 def test_settings_that_cannot_work_are_named(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"there is no bucket nowhere; create it, or correct store\.uri"):
+    with pytest.raises(
+        ConfigError, match=r"there is no bucket nowhere; create it, or correct store\.uri"
+    ):
         s3_store("s3://nowhere/x", lease_ttl_s=30.0).head("stage-1", KEY)
     with pytest.raises(ConfigError, match="there is no bucket nowhere"):
         s3_store("s3://nowhere/x", lease_ttl_s=30.0).open("stage-1", KEY).__enter__()
@@ -285,12 +371,27 @@ except ValueError as error:
     print(type(error).__name__, error)
 """
     for before, expected in (
-        ("import os\ndel os.environ['AWS_ACCESS_KEY_ID']\n", "ConfigError store.uri: no credentials for s3://tests/x/steps/ "),
-        ("import os\nos.environ['AWS_PROFILE'] = 'nobody'\n", "ConfigError store.uri: the AWS settings of this shell cannot be used: "),
-        ("import sys\nsys.modules['boto3'] = None\n", "ConfigError store.uri needs boto3; run `pip install agentgym-flow[s3]`"),
+        (
+            "import os\ndel os.environ['AWS_ACCESS_KEY_ID']\n",
+            "ConfigError store.uri: no credentials for s3://tests/x/steps/ ",
+        ),
+        (
+            "import os\nos.environ['AWS_PROFILE'] = 'nobody'\n",
+            "ConfigError store.uri: the AWS settings of this shell cannot be used: ",
+        ),
+        (
+            "import sys\nsys.modules['boto3'] = None\n",
+            "ConfigError store.uri needs boto3; run `pip install agentgym-flow[s3]`",
+        ),
     ):
         environment = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true"}
-        done = subprocess.run([sys.executable, "-c", before + child], capture_output=True, text=True, timeout=120, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", before + child],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment,
+        )
         assert done.stdout.startswith(expected), done.stdout + done.stderr
 
 
@@ -300,5 +401,7 @@ def test_a_store_on_disk_needs_no_boto3() -> None:
         "from agentgym.config import load_config\nfrom agentgym.steps import open_store\n"
         "print(open_store(load_config('params.yaml')).root)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.strip() == ".agentgym/store", done.stderr

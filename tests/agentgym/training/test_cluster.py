@@ -35,7 +35,13 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(tmp_path, tiny_params):
     cfg = load_config(tiny_params(tmp_path), ["compute=ray", "ray.address=127.0.0.1:9"])
     began = time.monotonic()
     with (
-        pytest.raises(RayUnreachable, match=r"^no Ray cluster answers at 127\.0\.0\.1:9 .*; start the cluster, or correct ray\.address"),
+        pytest.raises(
+            RayUnreachable,
+            match=(
+                r"^no Ray cluster answers at 127\.0\.0\.1:9 .*; start the cluster, or correct"
+                r" ray\.address"
+            ),
+        ),
         open_cluster(cfg, num_ranks=1, num_workers=1),
     ):
         pass
@@ -46,14 +52,21 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(tmp_path, tiny_params):
     ("override", "message"),
     [
         ("ray.worker_cpus=0", r"^ray\.worker_cpus and ray\.worker_gpus are both 0"),
-        ("ray.address=somewhere", r"^ray\.address 'somewhere' must be host:port of a cluster's GCS, auto, or empty"),
+        (
+            "ray.address=somewhere",
+            r"^ray\.address 'somewhere' must be host:port of a cluster's GCS, auto, or empty",
+        ),
     ],
 )
 def test_what_ray_could_not_use_is_bad_input(tmp_path, tiny_params, override, message):
     pytest.importorskip("ray")
 
     def use():
-        with open_cluster(load_config(tiny_params(tmp_path), ["compute=ray", override]), num_ranks=1, num_workers=1):
+        with open_cluster(
+            load_config(tiny_params(tmp_path), ["compute=ray", override]),
+            num_ranks=1,
+            num_workers=1,
+        ):
             pass
 
     with pytest.raises(ConfigError, match=message):
@@ -77,7 +90,11 @@ def test_a_local_clusters_folder_is_its_users_alone_and_nobody_can_foresee_it(te
 @pytest.mark.parametrize("name", ["x", "x-y-z", "", "1-2-3"])
 def test_a_bogus_name_beside_it_stops_no_run(temp_root, name):
     bogus = temp_root / f"{cluster.TEMP_PREFIX}{name}"
-    for make in (bogus.touch, lambda: bogus.symlink_to(temp_root / "elsewhere"), lambda: bogus.symlink_to("/")):
+    for make in (
+        bogus.touch,
+        lambda: bogus.symlink_to(temp_root / "elsewhere"),
+        lambda: bogus.symlink_to("/"),
+    ):
         make()
         with cluster._temp_folder() as folder:
             assert folder.is_dir()
@@ -86,7 +103,10 @@ def test_a_bogus_name_beside_it_stops_no_run(temp_root, name):
 
 
 def test_what_a_killed_process_left_is_removed_and_what_is_in_use_or_anothers_is_not(temp_root):
-    left, foreign = temp_root / f"{cluster.TEMP_PREFIX}left", temp_root / f"{cluster.TEMP_PREFIX}foreign"
+    left, foreign = (
+        temp_root / f"{cluster.TEMP_PREFIX}left",
+        temp_root / f"{cluster.TEMP_PREFIX}foreign",
+    )
     for folder in (left, foreign):
         (folder / "session").mkdir(parents=True)
     if os.getuid() == 0:
@@ -144,7 +164,9 @@ def wait_for(what, seconds=240):
 
 
 def kill_worker_at(monkeypatch, step, count):
-    """SIGKILL to the first rollout worker once `count` episodes of the optimiser step are finished; returns the killed."""
+    """SIGKILL to the first rollout worker once `count` episodes of the optimiser step are
+    finished; returns the killed.
+    """
     killed, collect = [], RayEngine.collect
 
     def collecting(self, items, **settings):
@@ -164,11 +186,15 @@ def kill_worker_at(monkeypatch, step, count):
 
 @ray
 @pytest.mark.timeout(900)
-def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(warm, monkeypatch, caplog):
+def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(
+    warm, monkeypatch, caplog
+):
     cfg = load_config(warm, ["compute=ray"])
     handler, before = signal.getsignal(signal.SIGTERM), auth_settings()
 
-    with subprocess.Popen([sys.executable, "-c", STEP, "stage-1", "--params", str(warm), "--set", "compute=ray"]) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", STEP, "stage-1", "--params", str(warm), "--set", "compute=ray"]
+    ) as process:
         wait_for(lambda: list(cfg.store.path.glob("steps/stage-1-*/manifests/000000.json")))
         process.kill()
     wait_for(lambda: not local_ray(), 60)
@@ -176,9 +202,14 @@ def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(war
 
     killed = kill_worker_at(monkeypatch, step=2, count=3)
     assert str(run_step("stage-1", cfg)) == "resumed at commit 1"
-    assert re.search(rf"rollout worker [01] \({killed[0]}\) is lost: .*; its unfinished episodes are played again", caplog.text)
+    assert re.search(
+        rf"rollout worker [01] \({killed[0]}\) is lost: .*; its unfinished episodes are played"
+        r" again",
+        caplog.text,
+    )
     wait_for(lambda: not local_ray(), 60)
-    assert not list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}*"))  # the other one's was removed on the way
+    # the other one's was removed on the way
+    assert not list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}*"))
     assert signal.getsignal(signal.SIGTERM) == handler
     assert auth_settings() == before
     assert_whole(cfg, "stage-1")
@@ -191,9 +222,18 @@ def assert_whole(cfg, *names):
     store = open_store(cfg)
     done = finished(cfg, store)
     commits = [commit for name in names for commit in store.history(name, done[name].key)]
-    splits = load_splits(cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed)
-    steps = sum(stage.last_step - stage.first_step + 1 for stage in stages(cfg.horizon) if stage.name in names)
-    expected = [item.item_id for item in ItemStream(splits.train, seed=cfg.seed).next(steps * cfg.rollout.items_per_step)]
+    splits = load_splits(
+        cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
+    )
+    steps = sum(
+        stage.last_step - stage.first_step + 1
+        for stage in stages(cfg.horizon)
+        if stage.name in names
+    )
+    expected = [
+        item.item_id
+        for item in ItemStream(splits.train, seed=cfg.seed).next(steps * cfg.rollout.items_per_step)
+    ]
     assert [item for commit in commits for item in commit.state["consumed"]] == expected
     for commit in commits:
         episodes = [
@@ -201,10 +241,16 @@ def assert_whole(cfg, *names):
             for t in decode_trajectories(store.read(commit, TRAJECTORIES))
             if t.item.split == "train" and t.max_turns == commit.state["max_turns"]
         ]
-        admitted = [(item, sample) for item in commit.state["consumed"] for sample in range(cfg.rollout.group_size)]
+        admitted = [
+            (item, sample)
+            for item in commit.state["consumed"]
+            for sample in range(cfg.rollout.group_size)
+        ]
         assert [(t.item.item_id, t.sample) for t in episodes[: len(admitted)]] == admitted
         step, stale = commit.state["global_step"], cfg.rollout.max_staleness
-        assert {turn.version for t in episodes for turn in t.turns} <= set(range(max(0, step - 1 - stale), step))
+        assert {turn.version for t in episodes for turn in t.turns} <= set(
+            range(max(0, step - 1 - stale), step)
+        )
     report = audit(cfg)
     assert report.ok, report.to_json()
 
@@ -213,9 +259,12 @@ def assert_whole(cfg, *names):
 @pytest.mark.timeout(900)
 def test_a_job_trains_with_actors_of_its_cluster(warm, ray_cluster, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", ray_cluster.token)
-    cfg = load_config(warm, ["compute=ray-job", f"ray.address={ray_cluster.dashboard}", "rollout.max_staleness=1"])
+    cfg = load_config(
+        warm, ["compute=ray-job", f"ray.address={ray_cluster.dashboard}", "rollout.max_staleness=1"]
+    )
     for name in BEFORE:
-        assert str(run_step(name, cfg)) == "done"  # under this run's key too: the staleness makes it another run
+        # under this run's key too: the staleness makes it another run
+        assert str(run_step(name, cfg)) == "done"
     assert str(run_step("stage-1", cfg)) == "ran"
     assert_whole(cfg, "stage-1")
 
@@ -223,25 +272,37 @@ def test_a_job_trains_with_actors_of_its_cluster(warm, ray_cluster, monkeypatch)
 @ray
 @pytest.mark.timeout(600)
 def test_workers_are_replaced_so_often_and_no_more(warm, joined, monkeypatch):
-    cfg = load_config(warm, [*joined, "ray.max_lost_workers=0", "ray.num_workers=1", "ray.num_ranks=1"])
+    cfg = load_config(
+        warm, [*joined, "ray.max_lost_workers=0", "ray.num_workers=1", "ray.num_ranks=1"]
+    )
     kill_worker_at(monkeypatch, step=1, count=1)
     with pytest.raises(
         WorkersLost,
-        match=r"^1 rollout workers were lost \(limit ray\.max_lost_workers 0\), the last, process \d+ on .*; run the step again",
+        match=(
+            r"^1 rollout workers were lost \(limit ray\.max_lost_workers 0\), the last, process \d+"
+            r" on .*; run the step again"
+        ),
     ):
         run_step("stage-1", cfg)
 
 
 @ray
 @pytest.mark.timeout(600)
-def test_a_group_that_does_not_fit_is_refused_with_what_was_asked_and_what_there_is(tmp_path, tiny_params, joined):
-    cfg = load_config(tiny_params(tmp_path), [*joined, "ray.rank_cpus=64", "ray.placement_timeout_s=2"])
+def test_a_group_that_does_not_fit_is_refused_with_what_was_asked_and_what_there_is(
+    tmp_path, tiny_params, joined
+):
+    cfg = load_config(
+        tiny_params(tmp_path), [*joined, "ray.rank_cpus=64", "ray.placement_timeout_s=2"]
+    )
     began = time.monotonic()
     with (
         pytest.raises(
             PlacementError,
-            match=r"no room for this run within ray\.placement_timeout_s 2: asked for 2 x \(CPU 64\) and 3 x \(CPU 1\); "
-            r"node .* has CPU 16, of which free CPU 16\. Lower ray\.num_workers",
+            match=(
+                r"no room for this run within ray\.placement_timeout_s 2: asked for 2 x \(CPU 64\)"
+                r" and 3 x \(CPU 1\); "
+                r"node .* has CPU 16, of which free CPU 16\. Lower ray\.num_workers"
+            ),
         ),
         open_cluster(cfg, num_ranks=2, num_workers=3),
     ):
@@ -251,10 +312,16 @@ def test_a_group_that_does_not_fit_is_refused_with_what_was_asked_and_what_there
 
 @ray
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("number", "verdict"), [(signal.SIGKILL, "died: "), (signal.SIGSTOP, "does not answer; ")])
-def test_a_lost_rank_ends_the_step_and_is_named(tmp_path, tiny_params, joined, make_model, number, verdict, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "verdict"), [(signal.SIGKILL, "died: "), (signal.SIGSTOP, "does not answer; ")]
+)
+def test_a_lost_rank_ends_the_step_and_is_named(
+    tmp_path, tiny_params, joined, make_model, number, verdict, monkeypatch
+):
     monkeypatch.setattr("agentgym.training.raylearner.SLACK_S", 5.0)
-    cfg = load_config(tiny_params(tmp_path), [*joined, "ray.rank_timeout_s=15", "ray.placement_timeout_s=300"])
+    cfg = load_config(
+        tiny_params(tmp_path), [*joined, "ray.rank_timeout_s=15", "ray.placement_timeout_s=300"]
+    )
     model = make_model()
     plan = LearnerPlan(model.config.to_json_string(), weights_blob(model), OptimiserConfig(), 10)
     with open_cluster(cfg, num_ranks=2, num_workers=0) as room, room.learner(plan) as learner:
@@ -262,13 +329,21 @@ def test_a_lost_rank_ends_the_step_and_is_named(tmp_path, tiny_params, joined, m
         assert whole["model.safetensors"] == plan.weights
         where = learner._where[1]
         os.kill(int(where.split()[1]), number)
-        with pytest.raises(RankLost, match=rf"^learner rank 1 \({where}\) {verdict}.*run the step again to go on from its last commit$"):
+        with pytest.raises(
+            RankLost,
+            match=(
+                rf"^learner rank 1 \({where}\) {verdict}.*run the step again to go on from its last"
+                r" commit$"
+            ),
+        ):
             learner.blobs()
 
 
 @ray
 @pytest.mark.timeout(600)
-def test_a_cluster_of_a_runs_own_is_out_of_reach_of_other_machines_and_other_users(tmp_path, tiny_params, make_model, monkeypatch):
+def test_a_cluster_of_a_runs_own_is_out_of_reach_of_other_machines_and_other_users(
+    tmp_path, tiny_params, make_model, monkeypatch
+):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # what is set for other clusters
     monkeypatch.setenv("RAY_ADDRESS", "203.0.113.5:6379")
     cfg = load_config(tiny_params(tmp_path), ["compute=ray", "ray.placement_timeout_s=300"])
@@ -289,9 +364,12 @@ def test_a_cluster_of_a_runs_own_is_out_of_reach_of_other_machines_and_other_use
         assert learner.blobs()["model.safetensors"] == plan.weights
         listening = [(name, address) for name, address, _ in sockets() - others]
         folder = room._folder
-        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())}
+        modes = {
+            path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())
+        }
     assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
-    assert sum(name.startswith("ray::LearnerRank") for name, _ in listening) >= 4, listening  # their own, and gloo's
+    # their own, and gloo's
+    assert sum(name.startswith("ray::LearnerRank") for name, _ in listening) >= 4, listening
     assert {address for _, address in listening} == {"127.0.0.1"}, listening
     assert modes[folder.name] == 0o700
     assert "r" in modes

@@ -19,7 +19,9 @@ def pair(make_model, tokenizer):
     """(engine without environments, learner) that start from the same weights."""
     checkpoint = new_checkpoint(make_model(), tokenizer)
     learner = Learner(checkpoint.model, OptimiserConfig(lr=LR, warmup_steps=0), total_steps=10)
-    policy = TorchPolicy(make_model(), stop_id=checkpoint.renderer.stop_id, num_slots=2, context_tokens=64)
+    policy = TorchPolicy(
+        make_model(), stop_id=checkpoint.renderer.stop_id, num_slots=2, context_tokens=64
+    )
     loop = LoopThread()
     yield Engine(RunConfig(), checkpoint, policy, None, loop, ""), learner
     loop.close()
@@ -29,7 +31,12 @@ def train(learner):
     """Every weight moves by the learning rate, as in Adam's first step."""
     with torch.no_grad():
         for parameter in learner.model.parameters():
-            parameter.add_(LR * torch.sign(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))))
+            parameter.add_(
+                LR
+                * torch.sign(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+                )
+            )
 
 
 def test_weights_that_arrived_pass_the_canary(pair):
@@ -37,19 +44,31 @@ def test_weights_that_arrived_pass_the_canary(pair):
     train(learner)
     assert engine.publish(learner, 1) < engine_module.CANARY_TOLERANCE / 5
     assert engine.policy.version == 1
-    assert all(torch.equal(tensor, weights_of(learner.model)[name]) for name, tensor in weights_of(engine.policy._model).items())
+    assert all(
+        torch.equal(tensor, weights_of(learner.model)[name])
+        for name, tensor in weights_of(engine.policy._model).items()
+    )
 
 
 def test_a_forgotten_publish_of_one_small_step_is_seen(pair, monkeypatch):
     engine, learner = pair
     train(learner)
-    monkeypatch.setattr("agentgym.rollouts.policies.torch.load_weights", lambda model, weights: None)
-    with pytest.raises(EngineMismatch, match="weights version 1 did not reach the engine: canary prompts differ by"):
+    monkeypatch.setattr(
+        "agentgym.rollouts.policies.torch.load_weights", lambda model, weights: None
+    )
+    with pytest.raises(
+        EngineMismatch, match="weights version 1 did not reach the engine: canary prompts differ by"
+    ):
         engine.publish(learner, 1)
 
 
 @pytest.mark.parametrize(
-    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"]
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.layers.0.self_attn.k_proj.weight",
+    ],
 )
 def test_one_damaged_tensor_is_seen(pair, monkeypatch, name):
     engine, learner = pair

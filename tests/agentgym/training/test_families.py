@@ -75,7 +75,11 @@ REFUSED = {
         "dynamic",
     ),
     "mamba": ("MambaConfig", {"state_size": 8}, "linear_attention"),
-    "bert-like": ("Gemma3TextConfig", {"head_dim": 12, "use_bidirectional_attention": True}, "causal"),
+    "bert-like": (
+        "Gemma3TextConfig",
+        {"head_dim": 12, "use_bidirectional_attention": True},
+        "causal",
+    ),
 }
 
 
@@ -123,17 +127,16 @@ def test_a_model_that_computes_something_else_never_starts():
 
 def test_two_scores_of_one_batch_are_equal_in_a_model_with_dropout():
     model = build(*SUPPORTED["phi"])
-    learner = LearnerPlan(model.config.to_json_string(), weights_blob(model), OptimiserConfig(), 1).build()
+    learner = LearnerPlan(
+        model.config.to_json_string(), weights_blob(model), OptimiserConfig(), 1
+    ).build()
     rows = torch.arange(3, 40)
     layout = PackedRows(torch.tensor([0, 20, 37]))
 
     def states():
         decoder = learner.model.get_decoder()
         return decoder(
-            input_ids=rows[None],
-            position_ids=layout.position[None],
-            use_cache=False,
-            layout=layout,
+            input_ids=rows[None], position_ids=layout.position[None], use_cache=False, layout=layout
         ).last_hidden_state
 
     assert torch.equal(states(), states())

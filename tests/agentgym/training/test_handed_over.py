@@ -9,7 +9,14 @@ from transformers import AutoModelForCausalLM
 
 from agentgym.attention import RAGGED
 from agentgym.config import ConfigError, ModelConfig
-from agentgym.training.model import load_hub, read_architecture, save_pretrained, tokenizer_files, tokenizer_from_files, weights_blob
+from agentgym.training.model import (
+    load_hub,
+    read_architecture,
+    save_pretrained,
+    tokenizer_files,
+    tokenizer_from_files,
+    weights_blob,
+)
 
 NAMING_CODE = {
     "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
@@ -32,11 +39,19 @@ def folder(tmp_path, make_model, tokenizer, monkeypatch):
     model = make_model()
     architecture = {**model.config.to_dict(), **NAMING_CODE}
     files = tokenizer_files(tokenizer)
-    save_pretrained(tmp_path, architecture=json.dumps(architecture), weights=weights_blob(model), tokenizer=files)
+    save_pretrained(
+        tmp_path,
+        architecture=json.dumps(architecture),
+        weights=weights_blob(model),
+        tokenizer=files,
+    )
     declared = json.loads((tmp_path / "tokenizer_config.json").read_text())
     declared["auto_map"] = {"AutoTokenizer": ["evil.Tokenizer", None]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
-    (tmp_path / "evil.py").write_text("import sys\nsys.evil = True\nclass Config: pass\nclass Model: pass\nclass Tokenizer: pass\n")
+    (tmp_path / "evil.py").write_text(
+        "import sys\nsys.evil = True\nclass Config: pass\nclass Model: pass\nclass Tokenizer:"
+        " pass\n"
+    )
     return tmp_path
 
 
@@ -50,12 +65,29 @@ def test_what_a_config_says_about_code_is_ignored_and_not_handed_on(folder):
 
 
 def test_a_checkpoints_config_is_read_alike():
-    text = json.dumps({"model_type": "qwen2", "hidden_size": 64, **NAMING_CODE, "text_config": {"_attn_implementation": "somebody/kernel"}})
+    text = json.dumps(
+        {
+            "model_type": "qwen2",
+            "hidden_size": 64,
+            **NAMING_CODE,
+            "text_config": {"_attn_implementation": "somebody/kernel"},
+        }
+    )
     config = read_architecture(text)
     assert config.hidden_size == 64
     assert "somebody" not in str(vars(config))
     model = AutoModelForCausalLM.from_config(
-        read_architecture(json.dumps({"model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 8, **NAMING_CODE}))
+        read_architecture(
+            json.dumps(
+                {
+                    "model_type": "qwen2",
+                    "hidden_size": 32,
+                    "num_hidden_layers": 1,
+                    "vocab_size": 8,
+                    **NAMING_CODE,
+                }
+            )
+        )
     )
     assert model.config._attn_implementation in ("sdpa", "eager")
 
@@ -63,7 +95,10 @@ def test_a_checkpoints_config_is_read_alike():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "has a quantization_config; quantized weights are not trained here"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "has a quantization_config; quantized weights are not trained here",
+        ),
         ({"dtype": "save"}, "has dtype 'save'; expected one of float32, float16, bfloat16"),
         ({"torch_dtype": {"": "evil"}}, "has torch_dtype .*; expected one of float32"),
         ({"model_type": None}, "names no model_type"),
@@ -78,21 +113,31 @@ def test_what_is_no_architecture_of_ours_is_bad_input(changes, message):
 
 def test_a_model_type_only_its_own_code_knows_is_refused_without_asking():
     with pytest.raises(ValueError, match="evil_model"):
-        read_architecture(json.dumps({"model_type": "evil_model", "auto_map": {"AutoConfig": "evil.Config"}}))
+        read_architecture(
+            json.dumps({"model_type": "evil_model", "auto_map": {"AutoConfig": "evil.Config"}})
+        )
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
 def test_pickled_weights_are_refused_by_name(folder, name):
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(ConfigError, match=rf"expected weights in \*\.safetensors; it holds {name}, which are pickles"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"expected weights in \*\.safetensors; it holds {name}, which are pickles",
+    ):
         load_hub(ModelConfig(source="hub", name=str(folder)))
     assert not hasattr(sys, "evil")
 
 
-@pytest.mark.parametrize("name", ["evil.py", "config.json", "../tokenizer.json", "", "tokenizer.json/.."])
+@pytest.mark.parametrize(
+    "name", ["evil.py", "config.json", "../tokenizer.json", "", "tokenizer.json/.."]
+)
 def test_a_tokenizers_files_have_known_names(tokenizer, tmp_path, name):
     files = {**tokenizer_files(tokenizer), name: "{}"}
-    for use in (tokenizer_from_files, lambda files: save_pretrained(tmp_path, architecture="{}", weights=b"", tokenizer=files)):
+    for use in (
+        tokenizer_from_files,
+        lambda files: save_pretrained(tmp_path, architecture="{}", weights=b"", tokenizer=files),
+    ):
         with pytest.raises(ValueError, match="a tokenizer has no file"):
             use(files)

@@ -1,4 +1,6 @@
-"""A run that learns from trajectories of others, of two environments: gold players and losers, in AgentGym's published layout."""
+"""A run that learns from trajectories of others, of two environments: gold players and losers,
+in AgentGym's published layout.
+"""
 
 import json
 import shutil
@@ -26,7 +28,12 @@ from envs.registry import load_spec
 pytestmark = pytest.mark.timeout(600)
 
 OPTIONS = {
-    "babyai": {"levels": ["GoToRedBallNoDists"], "view": "compact", "actions": "low", "reward": "binary"},
+    "babyai": {
+        "levels": ["GoToRedBallNoDists"],
+        "view": "compact",
+        "actions": "low",
+        "reward": "binary",
+    },
     "textcraft": {"max_depth": 1, "distractors": 1},
 }
 BEFORE = ("prepare", "initialise", "evaluate-initialise", "warm-start", "evaluate-warm-start")
@@ -39,7 +46,9 @@ MANUAL = [
 
 
 def play(env, task, actions=None):
-    """A published row of an episode that was really played; without actions the expert plays. None where it gives up."""
+    """A published row of an episode that was really played; without actions the expert plays.
+    None where it gives up.
+    """
     spec = load_spec(env, OPTIONS[env])
     simulator = spec.make()
     messages = [*MANUAL, ("human", None, simulator.reset(task))]
@@ -47,7 +56,10 @@ def play(env, task, actions=None):
     try:
         for action in actions if expert is None else iter(expert.next_action, None):
             result = simulator.step(action)
-            messages += [("gpt", True, f"Thought:\nNow {action}.\n\nAction:\n{action}"), ("human", None, result.observation)]
+            messages += [
+                ("gpt", True, f"Thought:\nNow {action}.\n\nAction:\n{action}"),
+                ("human", None, result.observation),
+            ]
             if result.terminated or result.truncated:
                 break
     except ExpertFailed:
@@ -55,20 +67,34 @@ def play(env, task, actions=None):
     finally:
         simulator.close()
     keys = ("from", "loss", "value")
-    return {"item_id": f"{env}_{task}", "conversations": [dict(zip(keys, message, strict=True)) for message in messages]}
+    return {
+        "item_id": f"{env}_{task}",
+        "conversations": [dict(zip(keys, message, strict=True)) for message in messages],
+    }
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A dataset of two environments and, beside it, trajectories of its items: of each a gold one and, of every other one, a losing one."""
+    """A dataset of two environments and, beside it, trajectories of its items: of each a gold
+    one and, of every other one, a losing one.
+    """
     folder = tmp_path_factory.mktemp("published")
     for env, tasks in ITEMS.items():
-        for name, ids in ((f"train/{env}_train.json", tasks), (f"eval/{env}_test.json", range(100, 108))):
+        for name, ids in (
+            (f"train/{env}_train.json", tasks),
+            (f"eval/{env}_test.json", range(100, 108)),
+        ):
             (folder / "lists" / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / "lists" / name).write_text(json.dumps([{"item_id": f"{env}_{task}"} for task in ids]))
-        rows = [play(env, task) for task in tasks] + [play(env, task, LOSING[env]) for task in tasks[::2]]
+            (folder / "lists" / name).write_text(
+                json.dumps([{"item_id": f"{env}_{task}"} for task in ids])
+            )
+        rows = [play(env, task) for task in tasks] + [
+            play(env, task, LOSING[env]) for task in tasks[::2]
+        ]
         (folder / "trajectories").mkdir(exist_ok=True)
-        (folder / "trajectories" / f"{env}_trajectories.json").write_text(json.dumps([row for row in rows if row]))
+        (folder / "trajectories" / f"{env}_trajectories.json").write_text(
+            json.dumps([row for row in rows if row])
+        )
     return folder
 
 
@@ -82,13 +108,37 @@ def begun(published, tmp_path_factory):
         "data": {"path": str(published / "lists"), "trajectories": str(published / "trajectories")},
         "env": {"name": "babyai", "options": OPTIONS["babyai"]},
         "mix": [{"name": "textcraft", "options": OPTIONS["textcraft"]}],
-        "model": {"context_tokens": 1024, "hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 64},
-        "warm_start": {"source": "trajectories", "num_demos": 120, "steps": 100, "batch_size": 16, "optimiser": {"lr": 0.005}},
-        "rollout": {"items_per_step": 4, "group_size": 2, "max_new_tokens": 24, "concurrency": 8, "action_format": "react"},
+        "model": {
+            "context_tokens": 1024,
+            "hidden_size": 32,
+            "num_heads": 1,
+            "num_kv_heads": 1,
+            "mlp_size": 64,
+        },
+        "warm_start": {
+            "source": "trajectories",
+            "num_demos": 120,
+            "steps": 100,
+            "batch_size": 16,
+            "optimiser": {"lr": 0.005},
+        },
+        "rollout": {
+            "items_per_step": 4,
+            "group_size": 2,
+            "max_new_tokens": 24,
+            "concurrency": 8,
+            "action_format": "react",
+        },
         "horizon": {"kind": "fixed", "max_turns": [6], "stage_steps": [2]},
         "offline": {"num_items": 8, "pairs_per_step": 4},
         "validation": {"every": 0},
-        "evaluation": {"num_items": 4, "num_samples": 1, "k": [1], "max_turns": 6, "num_bootstrap": 100},
+        "evaluation": {
+            "num_items": 4,
+            "num_samples": 1,
+            "k": [1],
+            "max_turns": 6,
+            "num_bootstrap": 100,
+        },
         "store": {"path": str(folder / "store")},
     }
     (folder / "params.yaml").write_text(yaml.safe_dump(tree))
@@ -108,7 +158,9 @@ def of_recipe(begun, recipe, folder):
     return cfg
 
 
-def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_comparison(begun, published):
+def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_comparison(
+    begun, published
+):
     cfg = load_config(begun / "params.yaml")
     store = open_store(cfg)
     done = finished(cfg, store)
@@ -116,17 +168,27 @@ def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_compa
     trained = {
         item.item_id
         for env in OPTIONS
-        for item in load_splits(published / "lists", env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed).train
+        for item in load_splits(
+            published / "lists",
+            env,
+            validation_fraction=cfg.data.validation_fraction,
+            seed=cfg.seed,
+        ).train
     }
     assert {each.item.item_id for each in recorded} == trained
     demos = decode_trajectories(store.read(done["initialise"], DEMOS))
     results = done["initialise"].results
     assert results["num_played"] == 120
     assert results["num_demos"] == sum(demo.success for demo in demos)
-    assert results["num_demos"] + sum(not demo.success for demo in demos) + results["num_too_long"] == 120
+    assert (
+        results["num_demos"] + sum(not demo.success for demo in demos) + results["num_too_long"]
+        == 120
+    )
     for env in OPTIONS:
         assert {demo.success for demo in demos if demo.item.env == env} == {True, False}
-        assert {demo.status for demo in demos if demo.item.env == env and not demo.success} == {Status.MAX_TURNS}
+        assert {demo.status for demo in demos if demo.item.env == env and not demo.success} == {
+            Status.MAX_TURNS
+        }
     spans = [demo.input_ids[turn.start : turn.end] for demo in demos for turn in demo.turns]
     assert sum(sum(demo.action_mask) for demo in demos) == sum(map(len, spans))
 
@@ -137,7 +199,8 @@ def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_compa
         def read(manifest, name):
             return store.read(manifest, name)
 
-    assert [demo.success for demo in demonstrations(Context)] == [True] * results["num_demos"]  # what is imitated
+    # what is imitated
+    assert [demo.success for demo in demonstrations(Context)] == [True] * results["num_demos"]
 
 
 @pytest.mark.parametrize("recipe", ["sft", "dpo", "agent_evol"])
@@ -150,9 +213,17 @@ def test_a_run_trains_from_them_and_passes_its_audit(begun, recipe, tmp_path):
         demos = decode_trajectories(store.read(finished(cfg, store)["initialise"], DEMOS))
         pairs = material_of(cfg, stages(cfg.horizon)[0], [], demos)
         assert {pair[0].item.env for pair in pairs} == set(OPTIONS)
-        assert all(pair[0].success and not pair[1].success and pair[0].item == pair[1].item for pair in pairs)
+        assert all(
+            pair[0].success and not pair[1].success and pair[0].item == pair[1].item
+            for pair in pairs
+        )
         commits = store.history("stage-1", outcome.manifest.key)
-        points = [point for commit in commits if METRICS in commit.records for point in decode_points(store.read(commit, METRICS))]
+        points = [
+            point
+            for commit in commits
+            if METRICS in commit.records
+            for point in decode_points(store.read(commit, METRICS))
+        ]
         assert points[0].metrics["rollout/num_kept"] >= len(pairs) > 0
     report = audit(cfg, num_episodes=None)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
@@ -161,11 +232,18 @@ def test_a_run_trains_from_them_and_passes_its_audit(begun, recipe, tmp_path):
 def test_a_run_whose_trajectories_solve_nothing_of_an_environment_says_so(begun, tmp_path):
     """Recorded on other options: the same ids are other tasks here."""
     other = [*OPTIONS["babyai"].items(), ("levels", ["OpenRedDoor"])]
-    tree = {"extends": str(begun / "params.yaml"), "env": {"options": dict(other)}, "store": {"path": str(tmp_path / "store")}}
+    tree = {
+        "extends": str(begun / "params.yaml"),
+        "env": {"options": dict(other)},
+        "store": {"path": str(tmp_path / "store")},
+    }
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(tree))
     cfg = load_config(tmp_path / "params.yaml", ["warm_start.num_demos=8"])
     run_step("prepare", cfg)
-    with pytest.raises(ValueError, match=r"^of trajectories that fit model\.context_tokens, babyai's solve none of \d tasks"):
+    with pytest.raises(
+        ValueError,
+        match=r"^of trajectories that fit model\.context_tokens, babyai's solve none of \d tasks",
+    ):
         run_step("initialise", cfg)
 
 
@@ -174,12 +252,18 @@ def test_the_audit_finds_an_action_that_was_not_imported(begun, tmp_path):
     store = open_store(cfg)
     final = finished(cfg, store)["initialise"]
     demos = decode_trajectories(store.read(final, DEMOS))
-    index = next(index for index, demo in enumerate(demos) if not demo.success and demo.item.env == "babyai")
+    index = next(
+        index for index, demo in enumerate(demos) if not demo.success and demo.item.env == "babyai"
+    )
     turns = (*demos[index].turns[:-1], replace(demos[index].turns[-1], action="turn right"))
     demos[index] = replace(demos[index], turns=turns)
     data, folder = encode_trajectories(demos), next((cfg.store.path / "steps").glob("initialise-*"))
     (folder / "blobs" / Blob.of(data).digest).write_bytes(data)
     forged = Manifest.model_copy(final, update={"blobs": {**final.blobs, DEMOS: Blob.of(data)}})
     (folder / "manifests" / "000000.json").write_bytes(forged.to_bytes())
-    said = {check.name: " | ".join(check.failures) for check in audit(cfg, num_episodes=1).checks if not check.ok}
+    said = {
+        check.name: " | ".join(check.failures)
+        for check in audit(cfg, num_episodes=1).checks
+        if not check.ok
+    }
     assert f"sample {demos[index].sample}: actions as imported" in said["numbers"]

@@ -40,7 +40,14 @@ def batch_of(rows=ROWS, rewards=REWARDS, groups=(0, 0, 0, 1, 1, 1), temperature=
         placed[int(starts[row]) + max(index for index, m in enumerate(masks) if m)] = rewards[row]
     ids = torch.tensor([token for ids, _ in rows for token in ids])
     return Batch(
-        ids, starts, mask, placed, torch.zeros(len(mask)), torch.tensor(groups), torch.zeros(len(rows), dtype=torch.bool), temperature
+        ids,
+        starts,
+        mask,
+        placed,
+        torch.zeros(len(mask)),
+        torch.tensor(groups),
+        torch.zeros(len(rows), dtype=torch.bool),
+        temperature,
     )
 
 
@@ -63,7 +70,9 @@ def weights(learner):
 
 def assert_same(first, second, **tolerance):
     for name, tensor in first.items():
-        torch.testing.assert_close(tensor, second[name], **(tolerance or {"atol": 0, "rtol": 0}), msg=name)
+        torch.testing.assert_close(
+            tensor, second[name], **(tolerance or {"atol": 0, "rtol": 0}), msg=name
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -100,7 +109,13 @@ def test_an_action_without_anything_before_it_is_a_bug(make_learner):
         make_learner().score(batch_of([([5, 6], [1, 1])], [1.0], (0,)))
 
 
-EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.05, "minibatches": 1, "critic_warmup_steps": 0, "constant_length": 6}
+EVERYTHING = {
+    "kl_coef": 0.1,
+    "entropy_coef": 0.05,
+    "minibatches": 1,
+    "critic_warmup_steps": 0,
+    "constant_length": 6,
+}
 
 
 @pytest.fixture
@@ -111,19 +126,29 @@ def make_whole(make_model):
         critic = networks.ValueNet(make_model(7))
         with torch.no_grad():
             critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
-        return Learner(make_model(0), OPTIMISER, total_steps=10, critic=critic, reference=make_model(3))
+        return Learner(
+            make_model(0), OPTIMISER, total_steps=10, critic=critic, reference=make_model(3)
+        )
 
     return make
 
 
 def all_gradients(learner):
-    critic = {f"critic {name}": parameter.grad for name, parameter in learner._critic.named_parameters() if parameter.grad is not None}
+    critic = {
+        f"critic {name}": parameter.grad
+        for name, parameter in learner._critic.named_parameters()
+        if parameter.grad is not None
+    }
     return gradients(learner) | {name: gradient.clone() for name, gradient in critic.items()}
 
 
-@pytest.mark.parametrize("recipe", sorted(name for name, row in RECIPES.items() if row.loop == "rl"))
+@pytest.mark.parametrize(
+    "recipe", sorted(name for name, row in RECIPES.items() if row.loop == "rl")
+)
 @pytest.mark.parametrize("how", ["micro-batches", "order"])
-def test_loss_and_gradient_of_every_recipe_depend_neither_on_micro_batches_nor_on_packing(make_whole, monkeypatch, recipe, how):
+def test_loss_and_gradient_of_every_recipe_depend_neither_on_micro_batches_nor_on_packing(
+    make_whole, monkeypatch, recipe, how
+):
     whole, other = make_whole(), make_whole()
     config = AlgorithmConfig(recipe=recipe, **EVERYTHING)
     batch = on_policy(whole, batch_of())
@@ -151,14 +176,18 @@ def test_what_a_recipe_needs_and_was_not_given_is_named(make_learner):
 def test_a_batch_without_action_tokens_reaches_no_loss(make_whole):
     learner = make_whole()
     before = weights(learner)
-    batch = replace(batch_of(), action_mask=torch.zeros(len(batch_of().input_ids), dtype=torch.bool))
+    batch = replace(
+        batch_of(), action_mask=torch.zeros(len(batch_of().input_ids), dtype=torch.bool)
+    )
     for recipe in ("grpo", "ppo"):
         with pytest.raises(ValueError, match="without a single action token"):
             learner.update(batch, AlgorithmConfig(recipe=recipe), step=1, seed=0)
     assert_same(before, weights(learner))
 
 
-def test_the_critic_values_the_state_before_each_action_and_where_each_row_was_cut(make_model, plain):
+def test_the_critic_values_the_state_before_each_action_and_where_each_row_was_cut(
+    make_model, plain
+):
     model = make_model(0)
     critic = networks.ValueNet(model)
     with torch.no_grad():
@@ -170,29 +199,42 @@ def test_the_critic_values_the_state_before_each_action_and_where_each_row_was_c
         hidden = plain(model).get_decoder()(torch.tensor([ids])).last_hidden_state[0]
         of = (hidden @ critic.head.weight[0] + 0.5).tolist()
         expected += [of[index - 1] for index, action in enumerate(mask) if action]
-        last.append(of[-2] if mask[-1] else of[-1])  # where nothing follows an action, no value was ever trained
+        # where nothing follows an action, no value was ever trained
+        last.append(of[-2] if mask[-1] else of[-1])
     assert values.tolist() == pytest.approx(expected, abs=1e-3)
     assert ends.tolist() == pytest.approx(last, abs=1e-3)
 
 
-def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_critic_knows(make_model, monkeypatch):
-    """Row 4 always won after its observation; now the context ends right after the next action, before anything is paid.
+def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_critic_knows(
+    make_model, monkeypatch
+):
+    """Row 4 always won after its observation; now the context ends right after the next action,
+    before anything is paid.
 
-    With gamma 1, lambda 1 and no reward of its own the target of each of its tokens is V(s_end), which should be 1.
+    With gamma 1, lambda 1 and no reward of its own the target of each of its tokens is V(s_end),
+    which should be 1.
     """
     critic = networks.ValueNet(make_model(0))
     learner = Learner(make_model(0), OPTIMISER, total_steps=99, critic=critic, critic_lr=3e-3)
-    config = AlgorithmConfig(recipe="ppo", minibatches=1, critic_warmup_steps=99, truncated="bootstrap")
+    config = AlgorithmConfig(
+        recipe="ppo", minibatches=1, critic_warmup_steps=99, truncated="bootstrap"
+    )
     outcomes = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
     ended = on_policy(learner, batch_of(rewards=outcomes))
     for step in range(1, 61):
         learner.update(ended, config, step=step, seed=0)
-    cut = replace(ended, rewards=batch_of(rewards=[*outcomes[:4], 0.0, 0.0]).rewards, cut=torch.arange(6) == 4)
+    cut = replace(
+        ended, rewards=batch_of(rewards=[*outcomes[:4], 0.0, 0.0]).rewards, cut=torch.arange(6) == 4
+    )
     with torch.no_grad():
         everywhere = critic.head(networks._states(critic.body, cut)[0])[:, 0]
     given = []
     gae = learner_module.ADVANTAGES["gae"]
-    monkeypatch.setitem(learner_module.ADVANTAGES, "gae", lambda experience: given.append(gae(experience)) or given[0])
+    monkeypatch.setitem(
+        learner_module.ADVANTAGES,
+        "gae",
+        lambda experience: given.append(gae(experience)) or given[0],
+    )
     learner.update(cut, config, step=61, seed=0)
     targets = given[0][1][cut.row[cut.action_mask] == 4]
     assert targets.tolist() == pytest.approx([1.0, 1.0], abs=0.05)
@@ -207,22 +249,34 @@ def test_only_cut_rows_are_bootstrapped_and_only_where_asked(make_whole):
     for truncated in ("zero", "bootstrap"):
         learner = make_whole()
         batch = replace(on_policy(learner, batch_of()), cut=cut)
-        values[truncated] = learner.update(batch, AlgorithmConfig(truncated=truncated, **config), step=1, seed=0)["critic/loss"]
+        values[truncated] = learner.update(
+            batch, AlgorithmConfig(truncated=truncated, **config), step=1, seed=0
+        )["critic/loss"]
     learner = make_whole()
     batch = on_policy(learner, batch_of())  # nothing is cut: nothing to bootstrap
-    uncut = learner.update(batch, AlgorithmConfig(truncated="bootstrap", **config), step=1, seed=0)["critic/loss"]
+    uncut = learner.update(batch, AlgorithmConfig(truncated="bootstrap", **config), step=1, seed=0)[
+        "critic/loss"
+    ]
     assert values["zero"] == pytest.approx(uncut, rel=1e-5)
     assert values["bootstrap"] != pytest.approx(uncut, rel=1e-3)
 
 
 def test_the_critic_learns_the_outcome(make_model):
-    learner = Learner(make_model(0), OPTIMISER, total_steps=99, critic=networks.ValueNet(make_model(0)), critic_lr=3e-3)
+    learner = Learner(
+        make_model(0),
+        OPTIMISER,
+        total_steps=99,
+        critic=networks.ValueNet(make_model(0)),
+        critic_lr=3e-3,
+    )
     config = AlgorithmConfig(recipe="ppo", minibatches=1, critic_warmup_steps=99)
     before = weights(learner)
     batch = on_policy(learner, batch_of())
     logs = [learner.update(batch, config, step=step, seed=0) for step in range(1, 81)]
-    assert logs[0]["critic/loss"] == pytest.approx(0.25, abs=0.1)  # half of the outcomes, a head of zeros: 0.5 * mean of r
-    # three of the twelve states open rows of outcomes 1, 0, 0 and three of 1, 1, 0: no critic can know; 0.5 * 6 * (2 / 9) / 12
+    # half of the outcomes, a head of zeros: 0.5 * mean of r
+    assert logs[0]["critic/loss"] == pytest.approx(0.25, abs=0.1)
+    # three of the twelve states open rows of outcomes 1, 0, 0 and three of 1, 1, 0: no critic can
+    # know; 0.5 * 6 * (2 / 9) / 12
     assert logs[-1]["critic/loss"] == pytest.approx(1 / 18, abs=1e-3)
     assert_same(before, weights(learner))  # the policy waits for it
     assert "actor/loss" not in logs[-1]
@@ -244,7 +298,9 @@ def test_a_saved_critic_continues_to_the_bit(make_whole):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 20])
-def test_gradients_and_metrics_do_not_depend_on_the_micro_batches(make_learner, monkeypatch, tokens):
+def test_gradients_and_metrics_do_not_depend_on_the_micro_batches(
+    make_learner, monkeypatch, tokens
+):
     whole, split = make_learner(), make_learner()
     batch = on_policy(whole, batch_of())
     metrics = whole.update(batch, ONE_UPDATE, step=1, seed=0)
@@ -267,22 +323,35 @@ def test_gradients_and_metrics_do_not_depend_on_the_order_of_the_rows(make_learn
     one, other = make_learner(), make_learner()
     batch = on_policy(one, batch_of())
     metrics = one.update(batch, ONE_UPDATE, step=1, seed=0)
-    assert other.update(batch.select(torch.tensor([4, 0, 5, 2, 3, 1])), ONE_UPDATE, step=1, seed=0) == pytest.approx(metrics, abs=1e-5)
+    assert other.update(
+        batch.select(torch.tensor([4, 0, 5, 2, 3, 1])), ONE_UPDATE, step=1, seed=0
+    ) == pytest.approx(metrics, abs=1e-5)
     assert_same(gradients(one), gradients(other), atol=1e-5, rtol=1e-4)
 
 
 def test_micro_batches_hold_every_row_once_within_the_budget(monkeypatch):
     monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 12)
     batch = batch_of()
-    # lengths 6, 3, 8, 3, 5, 2: 2 * 6 fits, 3 * 8 does not, 2 * 8 does not, 2 * 5 fits, 3 * 5 does not
-    assert [rows.tolist() for rows in learner_module._micro_batches(batch)] == [[0, 1], [2], [3, 4], [5]]
-    assert [rows.tolist() for rows in learner_module._micro_batches(batch, torch.tensor([2, 4]))] == [[2], [4]]
+    # lengths 6, 3, 8, 3, 5, 2: 2 * 6 fits, 3 * 8 does not, 2 * 8 does not, 2 * 5 fits, 3 * 5 does
+    # not
+    assert [rows.tolist() for rows in learner_module._micro_batches(batch)] == [
+        [0, 1],
+        [2],
+        [3, 4],
+        [5],
+    ]
+    assert [
+        rows.tolist() for rows in learner_module._micro_batches(batch, torch.tensor([2, 4]))
+    ] == [[2], [4]]
 
 
 def test_observation_tokens_reach_no_loss(make_learner):
     one, other = make_learner(), make_learner()
     batch = on_policy(one, batch_of())
-    noise = torch.randn(len(batch.input_ids), generator=torch.Generator().manual_seed(0)) * ~batch.action_mask
+    noise = (
+        torch.randn(len(batch.input_ids), generator=torch.Generator().manual_seed(0))
+        * ~batch.action_mask
+    )
     metrics = one.update(batch, ONE_UPDATE, step=1, seed=0)
     noisy = replace(batch, logprobs=batch.logprobs + noise, rewards=batch.rewards + noise)
     assert other.update(noisy, ONE_UPDATE, step=1, seed=0) == metrics
@@ -299,7 +368,9 @@ def test_what_follows_the_last_action_changes_nothing(make_learner):
 
 
 def test_the_first_update_follows_the_plain_policy_gradient(make_learner, plain):
-    """On-policy the ratio is 1 and nothing is clipped: the gradient is that of -mean over tokens of A log p."""
+    """On-policy the ratio is 1 and nothing is clipped: the gradient is that of -mean over
+    tokens of A log p.
+    """
     learner = make_learner(OptimiserConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9))
     twin = plain(learner.model)
     # groups 1,0,0 and 1,1,0: advantages 1.154701, -0.577350 twice; 0.577350 twice, -1.154701
@@ -343,7 +414,10 @@ def test_a_saved_optimiser_continues_to_the_bit(make_learner):
     metrics = [learner.supervised(batch_of(), step=3) for learner in (whole, resumed, forgetful)]
     assert metrics[0] == metrics[1]
     assert_same(weights(whole), weights(resumed))
-    assert not torch.equal(weights(whole)["model.norm.weight"], weights(forgetful)["model.norm.weight"])  # negative control
+    # negative control
+    assert not torch.equal(
+        weights(whole)["model.norm.weight"], weights(forgetful)["model.norm.weight"]
+    )
 
 
 def rounded(model):
@@ -359,23 +433,33 @@ def masters(learner):
 
 
 def distance(first, second):
-    return math.sqrt(sum(float(((tensor.float() - second[name].float()) ** 2).sum()) for name, tensor in first.items()))
+    return math.sqrt(
+        sum(
+            float(((tensor.float() - second[name].float()) ** 2).sum())
+            for name, tensor in first.items()
+        )
+    )
 
 
 def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_model):
     config = OptimiserConfig(lr=1e-6, warmup_steps=0)
     twin = Learner(rounded(make_model()), config, total_steps=60)
     narrow = Learner(rounded(make_model()).bfloat16(), config, total_steps=60)
-    plain = Learner(rounded(make_model()).bfloat16(), config, total_steps=60)  # negative control: AdamW on the weights themselves
+    # negative control: AdamW on the weights themselves
+    plain = Learner(rounded(make_model()).bfloat16(), config, total_steps=60)
     plain._policy._masters = dict(plain.model.named_parameters())
     before = weights(twin)
     for step in range(1, 61):
         for learner in (twin, narrow, plain):
             learner.supervised(batch_of(), step=step)
     assert distance(masters(narrow), weights(twin)) < 0.15 * distance(weights(twin), before)
-    assert distance(masters(narrow), before) == pytest.approx(distance(weights(twin), before), rel=0.02)
+    assert distance(masters(narrow), before) == pytest.approx(
+        distance(weights(twin), before), rel=0.02
+    )
     assert distance(weights(plain), before) < 0.15 * distance(weights(twin), before)
-    assert_same(weights(narrow), {name: master.bfloat16() for name, master in masters(narrow).items()})
+    assert_same(
+        weights(narrow), {name: master.bfloat16() for name, master in masters(narrow).items()}
+    )
 
     def gain(moved):
         """Of the log-probability of the actions, in float32 whatever the weights are in."""
@@ -404,14 +488,21 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32(make_model, monkeypatch
 def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, recipe):
     def make():
         critic = networks.ValueNet(make_model(7).bfloat16())
-        return Learner(make_model().bfloat16(), OptimiserConfig(lr=1e-5, warmup_steps=0), total_steps=10, critic=critic)
+        return Learner(
+            make_model().bfloat16(),
+            OptimiserConfig(lr=1e-5, warmup_steps=0),
+            total_steps=10,
+            critic=critic,
+        )
 
     config = AlgorithmConfig(recipe=recipe, minibatches=2, critic_warmup_steps=0)
     whole, resumed, forgetful = make(), make(), make()
     batch = on_policy(whole, batch_of())
     whole.update(batch, config, step=1, seed=0)
     blobs = whole.blobs()
-    assert {tensor.dtype for tensor in load_safetensors(blobs[checkpoint.WEIGHTS]).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_safetensors(blobs[checkpoint.WEIGHTS]).values()} == {
+        torch.bfloat16
+    }
     for learner in (resumed, forgetful):
         load_weights(learner.model, load_safetensors(blobs[checkpoint.WEIGHTS]))
         load_weights(learner._critic, load_safetensors(blobs[checkpoint.CRITIC]))
@@ -420,25 +511,38 @@ def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, re
     for learner in (whole, resumed):
         learner.update(replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
     assert resumed.blobs() == whole.blobs()
-    assert forgetful.blobs()[checkpoint.OPTIMISER] != blobs[checkpoint.OPTIMISER]  # negative control
-    with pytest.raises(ValueError, match=r"master weight .* does not round to its weight; take both from one commit"):
+    # negative control
+    assert forgetful.blobs()[checkpoint.OPTIMISER] != blobs[checkpoint.OPTIMISER]
+    with pytest.raises(
+        ValueError,
+        match=r"master weight .* does not round to its weight; take both from one commit",
+    ):
         forgetful.load_optimisers(whole.blobs())
 
 
 def test_float32_weights_have_no_second_copy(make_learner):
     learner = make_learner()
     learner.supervised(batch_of(), step=1)
-    assert all(learner._policy._masters[name] is parameter for name, parameter in learner.model.named_parameters())
-    keys = {name.rpartition(":")[2] for name in load_safetensors(learner.blobs()[checkpoint.OPTIMISER])}
+    assert all(
+        learner._policy._masters[name] is parameter
+        for name, parameter in learner.model.named_parameters()
+    )
+    keys = {
+        name.rpartition(":")[2] for name in load_safetensors(learner.blobs()[checkpoint.OPTIMISER])
+    }
     assert keys == {"step", "exp_avg", "exp_avg_sq"}
     narrow = Learner(learner.model.bfloat16(), OPTIMISER, total_steps=10)
-    with pytest.raises(ValueError, match=r"has no master weight of .*; it is of a model in float32"):
+    with pytest.raises(
+        ValueError, match=r"has no master weight of .*; it is of a model in float32"
+    ):
         narrow.load_optimisers(learner.blobs())
 
 
 def test_learning_rates_of_each_schedule():
     def rates(schedule, steps, warmup=2):
-        config = OptimiserConfig(lr=1.0, warmup_steps=warmup, schedule=schedule, final_lr_fraction=0.1)
+        config = OptimiserConfig(
+            lr=1.0, warmup_steps=warmup, schedule=schedule, final_lr_fraction=0.1
+        )
         return [learning_rate(config, step, 10) for step in steps]
 
     assert rates("constant", [1, 2, 3, 10, 99]) == pytest.approx([0.5, 1, 1, 1, 1])
@@ -450,19 +554,27 @@ def test_learning_rates_of_each_schedule():
 
 
 def test_the_rate_of_the_step_is_the_one_applied(make_learner):
-    slow, fast = (make_learner(OptimiserConfig(lr=1e-2, warmup_steps=warmup, weight_decay=0.0)) for warmup in (10, 0))
+    slow, fast = (
+        make_learner(OptimiserConfig(lr=1e-2, warmup_steps=warmup, weight_decay=0.0))
+        for warmup in (10, 0)
+    )
     before = weights(slow)
     metrics = [learner.supervised(batch_of(), step=1) for learner in (slow, fast)]
     assert [m["sft/lr"] for m in metrics] == pytest.approx([1e-3, 1e-2])
     # Adam's first step moves each weight by the rate, whatever the gradient
-    moved = [(weights(learner)["model.norm.weight"] - before["model.norm.weight"]).abs().max() for learner in (slow, fast)]
+    moved = [
+        (weights(learner)["model.norm.weight"] - before["model.norm.weight"]).abs().max()
+        for learner in (slow, fast)
+    ]
     assert [float(distance) for distance in moved] == pytest.approx([1e-3, 1e-2], rel=1e-2)
 
 
 def test_a_supervised_batch_without_actions_is_refused(make_learner):
     learner = make_learner()
     before = weights(learner)
-    batch = replace(batch_of(), action_mask=torch.zeros(len(batch_of().input_ids), dtype=torch.bool))
+    batch = replace(
+        batch_of(), action_mask=torch.zeros(len(batch_of().input_ids), dtype=torch.bool)
+    )
     with pytest.raises(ValueError, match="without a single action token"):
         learner.supervised(batch, step=1)
     assert_same(before, weights(learner))
@@ -471,8 +583,12 @@ def test_a_supervised_batch_without_actions_is_refused(make_learner):
 def test_a_gradient_that_is_not_finite_leaves_the_weights_unchanged(make_learner):
     learner = make_learner()
     before = weights(learner)
-    hook = learner.model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient * math.nan)
-    with pytest.raises(FloatingPointError, match="gradient norm nan is not finite; the weights were not changed"):
+    hook = learner.model.model.layers[0].mlp.up_proj.weight.register_hook(
+        lambda gradient: gradient * math.nan
+    )
+    with pytest.raises(
+        FloatingPointError, match="gradient norm nan is not finite; the weights were not changed"
+    ):
         learner.supervised(batch_of(), step=1)
     assert_same(before, weights(learner))
     hook.remove()
@@ -485,10 +601,15 @@ def test_logged_probabilities_of_another_policy_stop_the_run(make_learner):
     before = weights(learner)
     batch = on_policy(learner, batch_of())
     shifted = replace(batch, logprobs=batch.logprobs.roll(1) * batch.action_mask)
-    with pytest.raises(EngineMismatch, match=r"step 7: engine and learner differ by KL .* \(limit 0.05, largest single difference"):
+    with pytest.raises(
+        EngineMismatch,
+        match=r"step 7: engine and learner differ by KL .* \(limit 0.05, largest single difference",
+    ):
         learner.update(shifted, ONE_UPDATE, step=7, seed=0)
     with pytest.raises(EngineMismatch, match="KL nan"):
-        learner.update(replace(batch, logprobs=batch.logprobs * math.nan), ONE_UPDATE, step=7, seed=0)
+        learner.update(
+            replace(batch, logprobs=batch.logprobs * math.nan), ONE_UPDATE, step=7, seed=0
+        )
     with pytest.raises(EngineMismatch):  # sampled at another temperature than recorded
         learner.update(replace(batch, temperature=0.5), ONE_UPDATE, step=7, seed=0)
     assert_same(before, weights(learner))
@@ -513,26 +634,34 @@ def test_clip_fractions_of_an_update_count_only_where_clipping_binds(make_learne
     def count(logprobs, old_logprobs, *rest, clip_low, clip_high, **bounds):
         ratio = (logprobs - old_logprobs).exp()
         outside.append(float(((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).float().mean()))
-        return clip_fractions(logprobs, old_logprobs, *rest, clip_low=clip_low, clip_high=clip_high, **bounds)
+        return clip_fractions(
+            logprobs, old_logprobs, *rest, clip_low=clip_low, clip_high=clip_high, **bounds
+        )
 
     monkeypatch.setattr(learner_module, "clip_fractions", count)
     config = AlgorithmConfig(minibatches=1, epochs=4)
     metrics = learner.update(replace(batch, logprobs=batch.logprobs - 1e-3), config, step=1, seed=0)
-    assert metrics["actor/clip_frac"] == pytest.approx(metrics["actor/clip_frac_low"] + metrics["actor/clip_frac_high"])
+    assert metrics["actor/clip_frac"] == pytest.approx(
+        metrics["actor/clip_frac_low"] + metrics["actor/clip_frac_high"]
+    )
     assert metrics["actor/clip_frac_low"] > 0
     assert metrics["actor/clip_frac_high"] > 0
     # negative control: ratios outside the bounds with the sign of the advantage ignored
     assert metrics["actor/clip_frac"] < sum(outside) / len(outside)
     assert metrics["mismatch/capped_frac"] == 0
-    capped = learner.update(on_policy(learner, batch), config.model_copy(update={"importance_cap": 0.5}), step=2, seed=0)
+    capped = learner.update(
+        on_policy(learner, batch), config.model_copy(update={"importance_cap": 0.5}), step=2, seed=0
+    )
     assert capped["mismatch/capped_frac"] == 1
 
 
 def test_groups_without_signal_thin_the_gradient_instead_of_vanishing_from_its_mean(make_learner):
-    # both groups of ROWS carry signal, 12 action tokens; a third group of equal rewards adds 7 without: each weight falls from
-    # 1/12 to 1/19 and the gradient with it
+    # both groups of ROWS carry signal, 12 action tokens; a third group of equal rewards adds 7
+    # without: each weight falls from 1/12 to 1/19 and the gradient with it
     batch = batch_of()
-    wider = batch_of(ROWS + ROWS[3:] + ROWS[3:4], [*REWARDS, 1.0, 1.0, 1.0, 1.0], (0, 0, 0, 1, 1, 1, 2, 2, 2, 2))
+    wider = batch_of(
+        ROWS + ROWS[3:] + ROWS[3:4], [*REWARDS, 1.0, 1.0, 1.0, 1.0], (0, 0, 0, 1, 1, 1, 2, 2, 2, 2)
+    )
     config = OptimiserConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9)
     alone, beside = make_learner(config), make_learner(config)
     alone.update(on_policy(alone, batch), ONE_UPDATE, step=1, seed=0)
@@ -545,7 +674,9 @@ def test_groups_without_signal_thin_the_gradient_instead_of_vanishing_from_its_m
 def test_a_batch_of_equal_groups_changes_nothing_and_says_so(make_learner):
     learner = make_learner()
     before = weights(learner)
-    metrics = learner.update(on_policy(learner, batch_of(rewards=[1.0] * 3 + [0.0] * 3)), ONE_UPDATE, step=1, seed=0)
+    metrics = learner.update(
+        on_policy(learner, batch_of(rewards=[1.0] * 3 + [0.0] * 3)), ONE_UPDATE, step=1, seed=0
+    )
     assert metrics["actor/rows_with_signal_frac"] == 0
     assert "actor/loss" not in metrics
     assert_same(before, weights(learner))
@@ -555,7 +686,9 @@ def test_minibatches_are_drawn_from_seed_and_step_alone(make_learner):
     results = []
     for seed in (3, 3, 4):
         learner = make_learner()
-        learner.update(on_policy(learner, batch_of()), AlgorithmConfig(minibatches=3), step=1, seed=seed)
+        learner.update(
+            on_policy(learner, batch_of()), AlgorithmConfig(minibatches=3), step=1, seed=seed
+        )
         results.append(weights(learner))
     assert_same(results[0], results[1])
     assert not torch.equal(results[0]["model.norm.weight"], results[2]["model.norm.weight"])

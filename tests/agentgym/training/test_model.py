@@ -22,7 +22,9 @@ from agentgym.training.model import (
     weights_of,
 )
 
-SMALL = ModelConfig(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, mlp_size=32, context_tokens=64)
+SMALL = ModelConfig(
+    hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, mlp_size=32, context_tokens=64
+)
 
 
 def small(seed):
@@ -32,7 +34,12 @@ def small(seed):
 def logits_of(model, ids):
     layout = PackedRows(torch.tensor([0, len(ids)]))
     with torch.no_grad():
-        return model.eval()(input_ids=torch.tensor([ids]), position_ids=layout.position[None], use_cache=False, layout=layout).logits[0]
+        return model.eval()(
+            input_ids=torch.tensor([ids]),
+            position_ids=layout.position[None],
+            use_cache=False,
+            layout=layout,
+        ).logits[0]
 
 
 def test_a_new_model_is_a_function_of_its_seed_alone():
@@ -63,8 +70,12 @@ def test_weights_survive_the_way_through_bytes():
 def test_weights_that_do_not_fit_are_named_and_change_nothing():
     model, other = small(7), weights_of(small(8))
     before = weights_blob(model)
-    with pytest.raises(ValueError, match=r"parameters \['model.norm.weight'\] are on one side only"):
-        load_weights(model, {name: tensor for name, tensor in other.items() if name != "model.norm.weight"})
+    with pytest.raises(
+        ValueError, match=r"parameters \['model.norm.weight'\] are on one side only"
+    ):
+        load_weights(
+            model, {name: tensor for name, tensor in other.items() if name != "model.norm.weight"}
+        )
     with pytest.raises(ValueError, match=r"parameters \['extra'\] are on one side only"):
         load_weights(model, {**other, "extra": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"model.norm.weight is \(5,\), expected \(32,\)"):
@@ -77,21 +88,36 @@ def test_a_saved_folder_is_an_ordinary_hugging_face_model(tmp_path, make_model, 
 
     checkpoint = new_checkpoint(make_model(), tokenizer)
     files = json.loads(checkpoint.tokenizer_json)
-    save_pretrained(tmp_path / "m", architecture=checkpoint.architecture, weights=weights_blob(checkpoint.model), tokenizer=files)
+    save_pretrained(
+        tmp_path / "m",
+        architecture=checkpoint.architecture,
+        weights=weights_blob(checkpoint.model),
+        tokenizer=files,
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="sdpa").eval()
     ids = [5, 6, 7, 80]
     with torch.no_grad():
-        torch.testing.assert_close(model(torch.tensor([ids])).logits[0], logits_of(checkpoint.model, ids), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            model(torch.tensor([ids])).logits[0],
+            logits_of(checkpoint.model, ids),
+            atol=1e-4,
+            rtol=1e-4,
+        )
     loaded = AutoTokenizer.from_pretrained(tmp_path / "m")
     messages = [{"role": "user", "content": "go to the red ball"}]
-    assert loaded.apply_chat_template(messages, tokenize=False) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert loaded.apply_chat_template(messages, tokenize=False) == tokenizer.apply_chat_template(
+        messages, tokenize=False
+    )
     assert loaded("turn left 2")["input_ids"] == tokenizer("turn left 2")["input_ids"]
 
 
 def test_a_local_folder_loads_like_a_hub_repository(tmp_path, make_model, tokenizer):
     source = make_model()
     save_pretrained(
-        tmp_path, architecture=source.config.to_json_string(), weights=weights_blob(source), tokenizer=tokenizer_files(tokenizer)
+        tmp_path,
+        architecture=source.config.to_json_string(),
+        weights=weights_blob(source),
+        tokenizer=tokenizer_files(tokenizer),
     )
     model, loaded = load_hub(ModelConfig(source="hub", name=str(tmp_path)))
     assert torch.equal(logits_of(model, [5, 6, 7]), logits_of(source, [5, 6, 7]))

@@ -1,4 +1,6 @@
-"""What the recipes without online sampling learn from, one step of each by hand, and a stage that is killed on the way."""
+"""What the recipes without online sampling learn from, one step of each by hand, and a stage
+that is killed on the way.
+"""
 
 import shutil
 import signal
@@ -83,23 +85,44 @@ def test_a_pair_is_a_higher_reward_before_a_lower_one_of_the_same_item():
 
 
 def test_rewards_that_differ_by_rounding_make_no_pair():
-    group = [episode(1, sample, reward) for sample, reward in enumerate([0.66, 0.6600000000000001, 0.67])]
-    assert names(preference_pairs(group, per_item=9, seed=0, step=1)) == [((1, 2), (1, 0)), ((1, 2), (1, 1))]
+    group = [
+        episode(1, sample, reward) for sample, reward in enumerate([0.66, 0.6600000000000001, 0.67])
+    ]
+    assert names(preference_pairs(group, per_item=9, seed=0, step=1)) == [
+        ((1, 2), (1, 0)),
+        ((1, 2), (1, 1)),
+    ]
 
 
 def test_pairs_of_an_item_are_bounded_and_drawn_from_seed_and_step_alone():
-    group = [episode(1, sample, float(sample % 2)) for sample in range(8)]  # 4 winners, 4 losers: 16 pairs
-    drawn = {(seed, step): names(preference_pairs(group, per_item=3, seed=seed, step=step)) for seed in (0, 1) for step in (1, 21)}
+    # 4 winners, 4 losers: 16 pairs
+    group = [episode(1, sample, float(sample % 2)) for sample in range(8)]
+    drawn = {
+        (seed, step): names(preference_pairs(group, per_item=3, seed=seed, step=step))
+        for seed in (0, 1)
+        for step in (1, 21)
+    }
     assert all(len(pairs) == len(set(pairs)) == 3 for pairs in drawn.values())
-    assert all(winner[1] % 2 == 1 and loser[1] % 2 == 0 for pairs in drawn.values() for winner, loser in pairs)
+    assert all(
+        winner[1] % 2 == 1 and loser[1] % 2 == 0
+        for pairs in drawn.values()
+        for winner, loser in pairs
+    )
     assert len({tuple(pairs) for pairs in drawn.values()}) == 4
     assert names(preference_pairs(group, per_item=3, seed=0, step=1)) == drawn[0, 1]
     assert len(preference_pairs(group, per_item=99, seed=0, step=1)) == 16
 
 
 def test_of_each_item_the_first_successes_are_kept():
-    group = [episode(task, sample, float(sample > 1)) for task in (1, 2) for sample in range(5)] + [episode(3, 0, 0.0)]
-    assert [(each.item.task_id, each.sample) for each in successes(group, per_item=2)] == [(1, 2), (1, 3), (2, 2), (2, 3)]
+    group = [episode(task, sample, float(sample > 1)) for task in (1, 2) for sample in range(5)] + [
+        episode(3, 0, 0.0)
+    ]
+    assert [(each.item.task_id, each.sample) for each in successes(group, per_item=2)] == [
+        (1, 2),
+        (1, 3),
+        (2, 2),
+        (2, 3),
+    ]
 
 
 def test_failed_environments_and_masked_cuts_make_no_pair(tmp_path, tiny_params):
@@ -112,15 +135,26 @@ def test_failed_environments_and_masked_cuts_make_no_pair(tmp_path, tiny_params)
     cfg = load_config(tiny_params(tmp_path), ["algorithm.recipe=dpo"])
     stage = stages(cfg.horizon)[0]
     assert names(material_of(cfg, stage, group)) == [((1, 0), (1, 2))]
-    masked = load_config(tiny_params(tmp_path), ["algorithm.recipe=dpo", "algorithm.truncated=mask"])
+    masked = load_config(
+        tiny_params(tmp_path), ["algorithm.recipe=dpo", "algorithm.truncated=mask"]
+    )
     assert material_of(masked, stage, group) == []
 
 
 # rows of two turns: actions, an observation between them, actions
 PAIRS = [
-    (episode(1, 0, 1.0, [5, 9, 33, 12, 40, 41], [0, 0, 1, 1, 0, 1]), episode(1, 1, 0.0, [5, 9, 12, 7, 30], [0, 0, 1, 0, 1])),
-    (episode(2, 0, 1.0, [6, 30, 31], [0, 1, 1]), episode(2, 1, 0.0, [6, 30, 7, 8, 50], [0, 1, 0, 0, 1])),
-    (episode(3, 0, 1.0, [6, 35], [0, 1]), episode(3, 1, 0.0, [5, 9, 18, 19, 20, 21, 22], [0, 0, 1, 0, 0, 1, 1])),
+    (
+        episode(1, 0, 1.0, [5, 9, 33, 12, 40, 41], [0, 0, 1, 1, 0, 1]),
+        episode(1, 1, 0.0, [5, 9, 12, 7, 30], [0, 0, 1, 0, 1]),
+    ),
+    (
+        episode(2, 0, 1.0, [6, 30, 31], [0, 1, 1]),
+        episode(2, 1, 0.0, [6, 30, 7, 8, 50], [0, 1, 0, 0, 1]),
+    ),
+    (
+        episode(3, 0, 1.0, [6, 35], [0, 1]),
+        episode(3, 1, 0.0, [5, 9, 18, 19, 20, 21, 22], [0, 0, 1, 0, 0, 1, 1]),
+    ),
 ]
 
 
@@ -129,9 +163,13 @@ def learner_and_pairs(make_model):
     """A learner, pairs, and what another policy thinks of their actions."""
 
     def make():
-        learner = Learner(make_model(0), OptimiserConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9), total_steps=10)
+        learner = Learner(
+            make_model(0), OptimiserConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9), total_steps=10
+        )
         batch = to_batch([each for pair in PAIRS for each in pair])
-        return learner, replace(batch, logprobs=Learner(make_model(1), OptimiserConfig(), total_steps=1).score(batch))
+        return learner, replace(
+            batch, logprobs=Learner(make_model(1), OptimiserConfig(), total_steps=1).score(batch)
+        )
 
     return make
 
@@ -144,7 +182,9 @@ def test_the_mask_keeps_the_actions_of_all_turns_of_both_sides():
     batch = to_batch([each for pair in PAIRS for each in pair])
     counts = torch.zeros(6).index_add_(0, batch.row, batch.action_mask.float())
     assert counts.tolist() == [3, 2, 2, 2, 1, 3]
-    assert batch.select(torch.tensor([4, 5])).action_mask.tolist() == [bool(m) for m in (0, 1, 0, 0, 1, 0, 0, 1, 1)]
+    assert batch.select(torch.tensor([4, 5])).action_mask.tolist() == [
+        bool(m) for m in (0, 1, 0, 0, 1, 0, 0, 1, 1)
+    ]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -156,7 +196,9 @@ def test_one_preference_step_has_the_gradient_of_the_formula(learner_and_pairs, 
     def gain(trajectory, row):
         logp = torch.log_softmax(twin(torch.tensor([trajectory.input_ids])).logits[0].float(), -1)
         places = [place for place, action in enumerate(trajectory.action_mask) if action]
-        return sum(logp[place - 1, trajectory.input_ids[place]] - reference[row][place] for place in places)
+        return sum(
+            logp[place - 1, trajectory.input_ids[place]] - reference[row][place] for place in places
+        )
 
     for index, (chosen, rejected) in enumerate(PAIRS):
         z = beta * (gain(chosen, 2 * index) - gain(rejected, 2 * index + 1))
@@ -172,14 +214,18 @@ def test_one_preference_step_has_the_gradient_of_the_formula(learner_and_pairs, 
 
 
 @pytest.mark.parametrize("tokens", [1, 12, 20])
-def test_micro_batches_keep_pairs_together_and_change_no_gradient(learner_and_pairs, monkeypatch, tokens):
+def test_micro_batches_keep_pairs_together_and_change_no_gradient(
+    learner_and_pairs, monkeypatch, tokens
+):
     (whole, batch), (split, _) = learner_and_pairs(), learner_and_pairs()
     metrics = whole.prefer(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1)
     monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", tokens)
     parts = list(learner_module._micro_batches(batch, unit=2))
     assert len(parts) > 1
     assert all(part[0] % 2 == 0 and len(part) % 2 == 0 for part in parts)
-    assert split.prefer(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1) == pytest.approx(metrics, abs=1e-4)
+    assert split.prefer(
+        batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1
+    ) == pytest.approx(metrics, abs=1e-4)
     expected = gradients(whole.model)
     for name, gradient in gradients(split.model).items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-4, rtol=1e-3, msg=name)
@@ -187,7 +233,8 @@ def test_micro_batches_keep_pairs_together_and_change_no_gradient(learner_and_pa
 
 def test_a_preference_step_widens_the_margin(learner_and_pairs):
     learner, batch = learner_and_pairs()
-    batch = replace(batch, logprobs=learner.score(batch))  # the reference is the policy itself: the margin begins at 0
+    # the reference is the policy itself: the margin begins at 0
+    batch = replace(batch, logprobs=learner.score(batch))
     first = learner.prefer(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1)
     second = learner.prefer(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=2)
     assert first["dpo/loss"] == pytest.approx(0.693147, abs=1e-4)
@@ -197,8 +244,14 @@ def test_a_preference_step_widens_the_margin(learner_and_pairs):
 
 def test_a_stage_is_computed_by_its_own_loop_and_keyed_by_what_it_reads(tmp_path, tiny_params):
     params = tiny_params(tmp_path)
-    steps = {recipe: steps_of(load_config(params, [f"algorithm.recipe={recipe}"])) for recipe in ("grpo", "dpo", "agent_evol", "sft")}
-    sources = {recipe: source_files(table["stage-1"].modules, package_folders()) for recipe, table in steps.items()}
+    steps = {
+        recipe: steps_of(load_config(params, [f"algorithm.recipe={recipe}"]))
+        for recipe in ("grpo", "dpo", "agent_evol", "sft")
+    }
+    sources = {
+        recipe: source_files(table["stage-1"].modules, package_folders())
+        for recipe, table in steps.items()
+    }
     assert "agentgym.training.rl" in sources["grpo"]
     assert "agentgym.training.offline" not in sources["grpo"]
     for recipe in ("dpo", "agent_evol", "sft"):
@@ -209,23 +262,35 @@ def test_a_stage_is_computed_by_its_own_loop_and_keyed_by_what_it_reads(tmp_path
     assert steps["dpo"]["stage-2"].parents == ("prepare", "stage-1")
     assert steps["sft"]["stage-2"].parents == ("prepare", "stage-1", "initialise")
     assert steps["agent_evol"]["stage-1"].parents == ("prepare", "warm-start", "initialise")
-    assert steps["agent_evol"]["stage-2"].parents == ("prepare", "stage-1", "warm-start", "initialise")
+    assert steps["agent_evol"]["stage-2"].parents == (
+        "prepare",
+        "stage-1",
+        "warm-start",
+        "initialise",
+    )
 
 
 def test_a_stage_that_would_meet_an_item_twice_is_bad_input(tmp_path, tiny_params):
     cfg = load_config(tiny_params(tmp_path), ["algorithm.recipe=dpo", "offline.num_items=100"])
-    with pytest.raises(ConfigError, match=r"^offline.num_items 100 is more than a third of the \d+ train items of babyai"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^offline.num_items 100 is more than a third of the \d+ train items of babyai",
+    ):
         load_data(cfg)
 
 
 @pytest.fixture
 def begin(whole_run, tmp_path, tiny_params):
-    """begin(name) -> params of a deterministic run that is done up to its first stage, whose every optimiser step commits."""
+    """begin(name) -> params of a deterministic run that is done up to its first stage, whose
+    every optimiser step commits.
+    """
 
     def make(name, recipe="dpo"):
         shutil.copytree(whole_run / "half", tmp_path / name)
         validation = {"every": 1, "num_items": 4, "max_turns": 7}
-        params = tiny_params(tmp_path / name, deterministic=True, algorithm={"recipe": recipe}, validation=validation)
+        params = tiny_params(
+            tmp_path / name, deterministic=True, algorithm={"recipe": recipe}, validation=validation
+        )
         assert {str(run_step(each, load_config(params))) for each in BEFORE} == {"done"}
         return params
 
@@ -242,8 +307,14 @@ def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin):
     assert str(run_step("stage-1", untouched)) == "ran"
     script = params.parent / "driver.py"
     script.write_text(DRIVER)
-    for fatal in (1, 3):  # the second part of the exploration; the weights are written, their manifest is not
-        done = subprocess.run([sys.executable, str(script), str(params), str(fatal)], capture_output=True, text=True, timeout=300)
+    # the second part of the exploration; the weights are written, their manifest is not
+    for fatal in (1, 3):
+        done = subprocess.run(
+            [sys.executable, str(script), str(params), str(fatal)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == -signal.SIGKILL, done.stderr
     cfg = load_config(params)
     assert str(run_step("stage-1", cfg)) == "resumed at commit 3"
@@ -252,7 +323,10 @@ def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin):
     assert {WEIGHTS, OPTIMISER} <= ours[-1].blobs.keys()
     assert ours[-1].blobs[WEIGHTS] == theirs[-1].blobs[WEIGHTS] != ours[-2].blobs[WEIGHTS]
     assert [len(commit.state["consumed"]) for commit in theirs] == [6, 2, 0, 0]
-    logs = [[decode_trajectories(open_store(each).read(m, TRAJECTORIES)) for m in history(each)] for each in (untouched, cfg)]
+    logs = [
+        [decode_trajectories(open_store(each).read(m, TRAJECTORIES)) for m in history(each)]
+        for each in (untouched, cfg)
+    ]
     assert logs[0] == logs[1]
     for each in (untouched, cfg):
         report = audit(each, num_episodes=4)
@@ -264,15 +338,29 @@ def test_a_forged_reward_of_an_explored_episode_is_found(begin):
     run_step("stage-1", cfg)
     commit, store = history(cfg)[0], open_store(cfg)
     episodes = decode_trajectories(store.read(commit, TRAJECTORIES))
-    index, failed = next((index, each) for index, each in enumerate(episodes) if each.status is Status.MAX_TURNS)
+    index, failed = next(
+        (index, each) for index, each in enumerate(episodes) if each.status is Status.MAX_TURNS
+    )
     turns = (*failed.turns[:-1], replace(failed.turns[-1], reward=1.0))
-    episodes[index] = replace(failed, turns=turns, reward=1.0, success=True, status=Status.TERMINATED)
-    data, folder = encode_trajectories(episodes), next((cfg.store.path / "steps").glob(f"stage-1-{commit.key[:16]}"))
+    episodes[index] = replace(
+        failed, turns=turns, reward=1.0, success=True, status=Status.TERMINATED
+    )
+    data, folder = (
+        encode_trajectories(episodes),
+        next((cfg.store.path / "steps").glob(f"stage-1-{commit.key[:16]}")),
+    )
     (folder / "blobs" / Blob.of(data).digest).write_bytes(data)
-    forged = Manifest.model_copy(commit, update={"records": {**commit.records, TRAJECTORIES: Blob.of(data)}})
+    forged = Manifest.model_copy(
+        commit, update={"records": {**commit.records, TRAJECTORIES: Blob.of(data)}}
+    )
     (folder / "manifests" / "000000.json").write_bytes(forged.to_bytes())
-    said = {check.name: " | ".join(check.failures) for check in audit(cfg, num_episodes=999).checks if not check.ok}
-    assert said.keys() == {"replay", "numbers", "records"}  # later commits name the one that was there
+    said = {
+        check.name: " | ".join(check.failures)
+        for check in audit(cfg, num_episodes=999).checks
+        if not check.ok
+    }
+    # later commits name the one that was there
+    assert said.keys() == {"replay", "numbers", "records"}
     where = f"stage-1 commit 0 {failed.item.item_id} sample {failed.sample}"
     assert f"{where} turn {len(turns)}: (observation, reward)" in said["replay"]
     assert "stage-1 commit 2 step 1: rollout/success" in said["numbers"]
@@ -289,30 +377,53 @@ class Context:
         return self.store.read(manifest, name)
 
 
-def test_only_self_training_begins_anew_in_every_stage_and_only_imitation_keeps_its_optimiser(begin):
+def test_only_self_training_begins_anew_in_every_stage_and_only_imitation_keeps_its_optimiser(
+    begin,
+):
     params = begin("learners")
-    context = Context(load_config(params, ["algorithm.recipe=grpo", "validation.every=2"]))  # as the run that trained stage-1
+    # as the run that trained stage-1
+    context = Context(load_config(params, ["algorithm.recipe=grpo", "validation.every=2"]))
     warm, trained = context.parents["warm-start"], context.parents["stage-1"]
     wanted = {"dpo": trained, "sft": trained, "agent_evol": warm}
     for recipe, source in wanted.items():
         context.cfg = load_config(params, [f"algorithm.recipe={recipe}"])
         made = offline._plan_learner(
-            context, stages(context.cfg.horizon)[1], trained, None, load_checkpoint(context.store, trained)
+            context,
+            stages(context.cfg.horizon)[1],
+            trained,
+            None,
+            load_checkpoint(context.store, trained),
         ).build()
         expected = weights_of(load_checkpoint(context.store, source).model)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(made.model).items()), recipe
+        assert all(
+            torch.equal(tensor, expected[name]) for name, tensor in weights_of(made.model).items()
+        ), recipe
         assert (made.blobs()[OPTIMISER] == context.read(trained, OPTIMISER)) is (recipe == "sft")
         resumed = offline._plan_learner(
-            context, stages(context.cfg.horizon)[1], warm, trained, load_checkpoint(context.store, trained)
+            context,
+            stages(context.cfg.horizon)[1],
+            warm,
+            trained,
+            load_checkpoint(context.store, trained),
         ).build()
         assert resumed.blobs()[OPTIMISER] == context.read(trained, OPTIMISER)
 
 
-@pytest.mark.parametrize(("recipe", "lacking"), [("dpo", "pair of different rewards"), ("agent_evol", "success")])
-def test_a_stage_without_anything_to_learn_from_says_what_it_found(tmp_path, tiny_params, recipe, lacking):
+@pytest.mark.parametrize(
+    ("recipe", "lacking"), [("dpo", "pair of different rewards"), ("agent_evol", "success")]
+)
+def test_a_stage_without_anything_to_learn_from_says_what_it_found(
+    tmp_path, tiny_params, recipe, lacking
+):
     class Empty:
         cfg = load_config(tiny_params(tmp_path), [f"algorithm.recipe={recipe}"])
 
     episodes = [episode(1, sample, 0.0) for sample in range(4)]
-    with pytest.raises(RuntimeError, match=rf"stage 1: no {lacking} among 4 episodes of 8 items at max_turns 5 \(success 0.00\); raise"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            rf"stage 1: no {lacking} among 4 episodes of 8 items at max_turns 5 \(success 0.00\);"
+            r" raise"
+        ),
+    ):
         offline._lesson(Empty, stages(Empty.cfg.horizon)[0], None, None, [], episodes)

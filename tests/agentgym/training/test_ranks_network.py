@@ -10,7 +10,11 @@ from agentgym.training.raylearner import LearnerRank, interface_of
 
 
 def listening():
-    return {connection.laddr[:2] for connection in psutil.Process().net_connections("inet") if connection.status == psutil.CONN_LISTEN}
+    return {
+        connection.laddr[:2]
+        for connection in psutil.Process().net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 def test_rank_0_listens_on_its_nodes_address_alone(monkeypatch):

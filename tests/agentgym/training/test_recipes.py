@@ -1,4 +1,6 @@
-"""Every recipe through a whole tiny run: it trains, resumes where it stopped, and the audit believes it."""
+"""Every recipe through a whole tiny run: it trains, resumes where it stopped, and the audit
+believes it.
+"""
 
 import shutil
 
@@ -52,12 +54,16 @@ def points(cfg, name):
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_each_recipe_trains_two_stages_and_passes_the_audit(begin, recipe):
     cfg = begin(algorithm={"recipe": recipe, **ALGORITHM})
-    assert [str(run_step(name, cfg)) for name in (*BEFORE, "stage-1", "stage-2")] == ["done"] * 5 + ["ran"] * 2
+    assert [str(run_step(name, cfg)) for name in (*BEFORE, "stage-1", "stage-2")] == [
+        "done"
+    ] * 5 + ["ran"] * 2
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
     metrics = [point.metrics for name in ("stage-1", "stage-2") for point in points(cfg, name)]
     assert len(metrics) == 4
-    norm = {"rl": "actor/grad_norm", "dpo": "dpo/grad_norm"}.get(RECIPES[recipe].loop, "sft/grad_norm")
+    norm = {"rl": "actor/grad_norm", "dpo": "dpo/grad_norm"}.get(
+        RECIPES[recipe].loop, "sft/grad_norm"
+    )
     assert any(row.get(norm, 0.0) > 0 for row in metrics)
     if RECIPES[recipe].needs_critic:
         assert "actor/loss" not in metrics[0]  # the critic warms up alone
@@ -70,9 +76,32 @@ def test_each_recipe_trains_two_stages_and_passes_the_audit(begin, recipe):
         {"algorithm": {"recipe": "ppo", "truncated": "bootstrap", **ALGORITHM}},
         {"algorithm": {"recipe": "grpo", "kl_coef": 0.01}},
         {"algorithm": {"recipe": "rloo", "kl_coef": 0.01, "entropy_coef": 0.01}},
-        {"algorithm": {"recipe": "grpo", "truncated": "mask", "shuffle_rewards": True, "aggregation": "sequence"}},
-        {"rollout": {"items_per_step": 4, "group_size": 4, "temperature": 0.7, "concurrency": 8, "max_staleness": 1}},
-        {"horizon": {"kind": "adaptive", "max_turns": [5, 7], "stage_steps": [4], "window": 1, "min_gain": 1.0}},
+        {
+            "algorithm": {
+                "recipe": "grpo",
+                "truncated": "mask",
+                "shuffle_rewards": True,
+                "aggregation": "sequence",
+            }
+        },
+        {
+            "rollout": {
+                "items_per_step": 4,
+                "group_size": 4,
+                "temperature": 0.7,
+                "concurrency": 8,
+                "max_staleness": 1,
+            }
+        },
+        {
+            "horizon": {
+                "kind": "adaptive",
+                "max_turns": [5, 7],
+                "stage_steps": [4],
+                "window": 1,
+                "min_gain": 1.0,
+            }
+        },
     ],
     ids=["bootstrap", "kl in loss", "kl in reward", "mask", "staleness", "adaptive"],
 )
@@ -83,9 +112,18 @@ def test_options_of_training_pass_the_audit_too(begin, changes):
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
     if "horizon" in changes:  # a gain of 1 is out of reach: two steps at each level
-        assert [point.metrics["rollout/max_turns"] for point in points(cfg, "stage-1")] == [5, 5, 7, 7]
+        assert [point.metrics["rollout/max_turns"] for point in points(cfg, "stage-1")] == [
+            5,
+            5,
+            7,
+            7,
+        ]
     if cfg.algorithm.kl_coef:
-        rows = [point.metrics["actor/reference_kl"] for name in ("stage-1", "stage-2") for point in points(cfg, name)]
+        rows = [
+            point.metrics["actor/reference_kl"]
+            for name in ("stage-1", "stage-2")
+            for point in points(cfg, name)
+        ]
         assert rows[0] == pytest.approx(0, abs=1e-6)  # the reference is where training started,
         assert rows[-1] > 1e-6  # also in the second stage
     if cfg.rollout.max_staleness:
@@ -94,28 +132,48 @@ def test_options_of_training_pass_the_audit_too(begin, changes):
 
 
 def test_bootstrapped_episodes_cut_by_the_context_pass_the_audit(tmp_path, tiny_params):
-    small = ["warm_start.num_demos=20", "warm_start.steps=10", "horizon.stage_steps=[2,1]", "validation.every=0"]
-    narrow = ["model.context_tokens=96", "rollout.observation_tokens=7"]  # the observations take more than they say
-    params = tiny_params(tmp_path, algorithm={"recipe": "ppo", "truncated": "bootstrap", **ALGORITHM})
+    small = [
+        "warm_start.num_demos=20",
+        "warm_start.steps=10",
+        "horizon.stage_steps=[2,1]",
+        "validation.every=0",
+    ]
+    # the observations take more than they say
+    narrow = ["model.context_tokens=96", "rollout.observation_tokens=7"]
+    params = tiny_params(
+        tmp_path, algorithm={"recipe": "ppo", "truncated": "bootstrap", **ALGORITHM}
+    )
     cfg = load_config(params, [*small, *narrow])
     for name in ("prepare", "initialise", "warm-start", "stage-1"):
         run_step(name, cfg)
     store = open_store(cfg)
     final = finished(cfg, store)["stage-1"]
-    episodes = [e for commit in store.history("stage-1", final.key) for e in decode_trajectories(store.read(commit, TRAJECTORIES))]
+    episodes = [
+        e
+        for commit in store.history("stage-1", final.key)
+        for e in decode_trajectories(store.read(commit, TRAJECTORIES))
+    ]
     cut = [e for e in episodes if e.status is Status.MAX_TOKENS and e.item.split == "train"]
-    assert {e.action_mask[-1] for e in cut} == {True, False}  # the last observation fits in some, not in others
+    # the last observation fits in some, not in others
+    assert {e.action_mask[-1] for e in cut} == {True, False}
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
 
 
-def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(started, tmp_path, tiny_params, monkeypatch):
+def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
+    started, tmp_path, tiny_params, monkeypatch
+):
     warm = load_config(tiny_params(started))
     checkpoint = load_checkpoint(open_store(warm), finished(warm, open_store(warm))["warm-start"])
     checkpoint.model.bfloat16().save_pretrained(tmp_path / "model")
     checkpoint.tokenizer.save_pretrained(tmp_path / "model")
     # two forwards in bfloat16 differ by their shapes: the engine decodes token by token
-    changes = ["deterministic=true", "model.source=hub", f"model.name={tmp_path / 'model'}", "warm_start.enabled=false"]
+    changes = [
+        "deterministic=true",
+        "model.source=hub",
+        f"model.name={tmp_path / 'model'}",
+        "warm_start.enabled=false",
+    ]
     changes += ["optimiser.lr=1e-5", "horizon.stage_steps=[3,1]", "validation.every=0"]
     finals, commit = [], StepContext.commit
 
@@ -135,9 +193,15 @@ def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(started,
         assert str(run_step("stage-1", cfg)) == ("resumed at commit 1" if killed else "ran")
         finals.append(finished(cfg, open_store(cfg))["stage-1"])
     assert finals[0].digest == finals[1].digest
-    state, weights = (load_safetensors(open_store(cfg).read(finals[1], name)) for name in (OPTIMISER, WEIGHTS))
-    assert all(torch.equal(state[f"{name}:master"].bfloat16(), tensor) for name, tensor in weights.items())
-    assert any(not torch.equal(state[f"{name}:master"], tensor.float()) for name, tensor in weights.items())
+    state, weights = (
+        load_safetensors(open_store(cfg).read(finals[1], name)) for name in (OPTIMISER, WEIGHTS)
+    )
+    assert all(
+        torch.equal(state[f"{name}:master"].bfloat16(), tensor) for name, tensor in weights.items()
+    )
+    assert any(
+        not torch.equal(state[f"{name}:master"], tensor.float()) for name, tensor in weights.items()
+    )
 
 
 def test_a_stage_that_was_trained_without_the_critic_is_named(begin):
@@ -153,5 +217,8 @@ def test_a_stage_that_was_trained_without_the_critic_is_named(begin):
 
     context = Context()
     context.cfg = begin(algorithm={"recipe": "ppo"})
-    with pytest.raises(ConfigError, match=r"recipe ppo needs a critic, and stage-1 commit 1 has no critic\.safetensors"):
+    with pytest.raises(
+        ConfigError,
+        match=r"recipe ppo needs a critic, and stage-1 commit 1 has no critic\.safetensors",
+    ):
         rl.plan_learner(context, start, rl.load_checkpoint(store, start))

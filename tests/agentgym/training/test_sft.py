@@ -10,7 +10,9 @@ from agentgym.training.sft import Step, _TextEpisode, demo_rows, replies_of
 from agentgym.trajectories import Recorded
 from agentgym.types import Item
 
-SETTINGS = EpisodeSettings(seed=0, step=0, max_turns=1, temperature=1.0, max_new_tokens=6, context_tokens=256)
+SETTINGS = EpisodeSettings(
+    seed=0, step=0, max_turns=1, temperature=1.0, max_new_tokens=6, context_tokens=256
+)
 
 
 @pytest.mark.parametrize("action_format", ["plain", "react"])
@@ -19,11 +21,18 @@ def test_a_demonstration_is_rendered_as_a_rollout_reads_it(tokenizer, action_for
     episode = _TextEpisode(Item("babyai", 4), "task: go")
     episode.steps = [Step("turn left", "you see", 0.0), Step("move forward", "done", 1.0)]
     episode.success = True
-    demo = episode.tokenise(renderer, replace(SETTINGS, action_format=action_format, manuals={"babyai": "rules"}))
+    demo = episode.tokenise(
+        renderer, replace(SETTINGS, action_format=action_format, manuals={"babyai": "rules"})
+    )
     spans = [demo.input_ids[turn.start : turn.end] for turn in demo.turns]
-    assert [extract_action(renderer.text(span), action_format) for span in spans] == ["turn left", "move forward"]
+    assert [extract_action(renderer.text(span), action_format) for span in spans] == [
+        "turn left",
+        "move forward",
+    ]
     assert all(span[-1] == renderer.stop_id for span in spans)
-    assert [i for i, action in enumerate(demo.action_mask) if action] == [i for turn in demo.turns for i in range(turn.start, turn.end)]
+    assert [i for i, action in enumerate(demo.action_mask) if action] == [
+        i for turn in demo.turns for i in range(turn.start, turn.end)
+    ]
     assert list(demo.input_ids[: demo.turns[0].start]) == renderer.start("task: go", "rules")
     between = demo.input_ids[demo.turns[0].end : demo.turns[1].start]
     assert list(between) == renderer.bridge("you see", stopped=True)
@@ -36,14 +45,28 @@ THOUGHT = "Thought:\nThe ball is to my left.\n\nAction:\nturn left"
 def test_a_recorded_thought_is_learned_with_its_action_where_replies_have_thoughts(tokenizer):
     renderer = ChatRenderer(tokenizer)
     recorded = Recorded(Item("babyai", 4), (THOUGHT, "Action: move forward", "drop "))
-    assert replies_of(recorded, "react") == [(THOUGHT, "turn left"), ("Action: move forward", "move forward"), ("", "drop")]
+    assert replies_of(recorded, "react") == [
+        (THOUGHT, "turn left"),
+        ("Action: move forward", "move forward"),
+        ("", "drop"),
+    ]
     assert replies_of(recorded, "plain") == [("", "turn left"), ("", "move forward"), ("", "drop")]
     episode = _TextEpisode(Item("babyai", 4), "task: go", 3)
-    episode.steps = [Step(action, "you see", 0.0, reply) for reply, action in replies_of(recorded, "react")]
+    episode.steps = [
+        Step(action, "you see", 0.0, reply) for reply, action in replies_of(recorded, "react")
+    ]
     demo = episode.tokenise(renderer, replace(SETTINGS, action_format="react"))
     spans = [demo.input_ids[turn.start : turn.end] for turn in demo.turns]
-    assert [renderer.text(span) for span in spans] == [THOUGHT, "Action: move forward", "Action: drop"]
-    assert [extract_action(renderer.text(span), "react") for span in spans] == ["turn left", "move forward", "drop"]
+    assert [renderer.text(span) for span in spans] == [
+        THOUGHT,
+        "Action: move forward",
+        "Action: drop",
+    ]
+    assert [extract_action(renderer.text(span), "react") for span in spans] == [
+        "turn left",
+        "move forward",
+        "drop",
+    ]
     assert sum(demo.action_mask) == sum(map(len, spans))
     assert demo.sample == 3
     assert THOUGHT in episode.texts()

@@ -1,4 +1,6 @@
-"""Two processes that hold the weights together learn what one learns alone, and read what it wrote."""
+"""Two processes that hold the weights together learn what one learns alone, and read what it
+wrote.
+"""
 
 import json
 import pickle
@@ -36,7 +38,8 @@ from agentgym.training.sharded import Sharded
 folder, rank = sys.argv[1], int(sys.argv[2])
 set_threads()
 wait = datetime.timedelta(seconds=120)
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=wait)
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, \
+timeout=wait)
 plans, batches, config = pickle.load(open(folder + "/asked", "rb"))
 learn = pickle.load(open(folder + "/learn", "rb"))
 exec(learn)
@@ -50,7 +53,8 @@ from dataclasses import replace
 
 def plan_from(plan, blobs):
     states = {name: blob for name, blob in blobs.items() if "optimizer" in name}
-    return replace(plan, weights=blobs["model.safetensors"], critic=blobs["critic.safetensors"], optimiser_states=states)
+    return replace(plan, weights=blobs["model.safetensors"], critic=blobs["critic.safetensors"], \
+optimiser_states=states)
 
 def all_of(plans, batches, config, build):
     told = {}
@@ -63,7 +67,8 @@ def all_of(plans, batches, config, build):
     told["resumed"] = build(plans["resumed"]).update(batches["whole"], config, step=2, seed=0)
     lonely = build(plans["new"])
     told["one row"] = lonely.supervised(batches["one row"], step=1)
-    told["pairs"] = lonely.prefer(batches["pairs"], told["score"][: len(batches["pairs"].input_ids)], beta=0.1, label_smoothing=0.0, step=2)
+    told["pairs"] = lonely.prefer(batches["pairs"], told["score"][: \
+len(batches["pairs"].input_ids)], beta=0.1, label_smoothing=0.0, step=2)
     told["after"] = lonely.weights_blob()
     narrow = build(plans["narrow"])
     told["narrow first"] = narrow.update(batches["whole"], config, step=1, seed=0)
@@ -95,9 +100,19 @@ def alone_and_together(make_model, tmp_path_factory):
     model, folder = make_model(), tmp_path_factory.mktemp("ranks")
     optimiser = OptimiserConfig(lr=LR, warmup_steps=0)
     new = LearnerPlan(
-        model.config.to_json_string(), weights_blob(model), optimiser, 10, critic=b"", critic_lr=LR, reference=weights_blob(make_model(1))
+        model.config.to_json_string(),
+        weights_blob(model),
+        optimiser,
+        10,
+        critic=b"",
+        critic_lr=LR,
+        reference=weights_blob(make_model(1)),
     )
-    batches = {"whole": batch_of([7, 12, 5, 9, 3], 60), "one row": batch_of([8], 60), "pairs": batch_of([7, 12, 5, 9], 60)}
+    batches = {
+        "whole": batch_of([7, 12, 5, 9, 3], 60),
+        "one row": batch_of([8], 60),
+        "pairs": batch_of([7, 12, 5, 9], 60),
+    }
     scored = new.build().score(batches["whole"])
     batches["whole"].logprobs.copy_(scored)  # as if an engine with these weights had sampled it
     one = new.build()
@@ -110,7 +125,9 @@ def alone_and_together(make_model, tmp_path_factory):
     alone = scope["all_of"](plans, batches, CONFIG, lambda plan: plan.build())
     (folder / "asked").write_bytes(pickle.dumps((plans, batches, CONFIG)))
     (folder / "learn").write_bytes(pickle.dumps(LEARN))
-    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(rank)]) for rank in range(2)]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(rank)]) for rank in range(2)
+    ]
     try:
         assert [rank.wait(240) for rank in ranks] == [0, 0]
     finally:
@@ -120,10 +137,14 @@ def alone_and_together(make_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("part", ["first", "second", "resumed", "one row", "pairs"])
-def test_losses_gradients_and_metrics_do_not_depend_on_the_number_of_ranks(alone_and_together, part):
+def test_losses_gradients_and_metrics_do_not_depend_on_the_number_of_ranks(
+    alone_and_together, part
+):
     _, _, alone, together = alone_and_together
     assert alone[part].keys() == together[part].keys()
-    assert together[part] == pytest.approx(alone[part], rel=2e-4, abs=2e-5), json.dumps([alone[part], together[part]], indent=1)
+    assert together[part] == pytest.approx(alone[part], rel=2e-4, abs=2e-5), json.dumps(
+        [alone[part], together[part]], indent=1
+    )
 
 
 def test_scores_do_not_depend_on_the_number_of_ranks(alone_and_together):
@@ -134,7 +155,10 @@ def test_scores_do_not_depend_on_the_number_of_ranks(alone_and_together):
 def test_weights_after_an_update_are_those_of_one_process(alone_and_together):
     new, _, alone, together = alone_and_together
     before = load_safetensors(new.weights)
-    for ours, theirs in ((alone["blobs"][WEIGHTS], together["blobs"][WEIGHTS]), (alone["after"], together["after"])):
+    for ours, theirs in (
+        (alone["blobs"][WEIGHTS], together["blobs"][WEIGHTS]),
+        (alone["after"], together["after"]),
+    ):
         mine, other = load_safetensors(ours), load_safetensors(theirs)
         assert mine.keys() == other.keys() == before.keys()
         moved = torch.cat([(mine[name] - before[name]).flatten() for name in before])
@@ -144,16 +168,25 @@ def test_weights_after_an_update_are_those_of_one_process(alone_and_together):
 
 
 @pytest.mark.parametrize("name", [OPTIMISER, CRITIC_OPTIMISER])
-def test_a_checkpoint_of_two_ranks_holds_the_optimisers_state_of_every_weight(alone_and_together, name):
+def test_a_checkpoint_of_two_ranks_holds_the_optimisers_state_of_every_weight(
+    alone_and_together, name
+):
     _, _, alone, together = alone_and_together
-    assert load_safetensors(together["blobs"][name]).keys() == load_safetensors(alone["blobs"][name]).keys()
+    assert (
+        load_safetensors(together["blobs"][name]).keys()
+        == load_safetensors(alone["blobs"][name]).keys()
+    )
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(alone_and_together):
     new, batches, _, together = alone_and_together
     scope = {}
     exec(LEARN, scope)
-    resumed = scope["plan_from"](new, together["blobs"]).build().update(batches["whole"], CONFIG, step=2, seed=0)
+    resumed = (
+        scope["plan_from"](new, together["blobs"])
+        .build()
+        .update(batches["whole"], CONFIG, step=2, seed=0)
+    )
     assert resumed == pytest.approx(together["second"], rel=2e-4, abs=2e-5)
 
 
@@ -172,5 +205,8 @@ def test_weights_in_bfloat16_have_masters_on_every_rank_and_go_on_to_the_bit(alo
             assert tensor.dtype == torch.bfloat16
             assert torch.equal(state[f"{name}:master"].bfloat16(), tensor), name
     mine, other = (load_safetensors(told["narrow"][OPTIMISER]) for told in (alone, together))
-    apart = torch.cat([(mine[name] - other[name]).flatten() for name in mine if name.endswith(":master")])
-    assert 0 < float(apart.norm()) / apart.numel() ** 0.5 < 2 * LR  # two steps of Adam; forwards in bfloat16 differ by their shapes
+    apart = torch.cat(
+        [(mine[name] - other[name]).flatten() for name in mine if name.endswith(":master")]
+    )
+    # two steps of Adam; forwards in bfloat16 differ by their shapes
+    assert 0 < float(apart.norm()) / apart.numel() ** 0.5 < 2 * LR

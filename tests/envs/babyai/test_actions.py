@@ -5,7 +5,16 @@ from collections import deque
 
 import pytest
 
-from envs.babyai.actions import CHECK, Move, Refusal, find_paths, normalise, offer, plan_high, plan_low
+from envs.babyai.actions import (
+    CHECK,
+    Move,
+    Refusal,
+    find_paths,
+    normalise,
+    offer,
+    plan_high,
+    plan_low,
+)
 from envs.babyai.views import Seen, View
 
 UP = 3  # looking this way AgentGym's window is what is seen
@@ -38,7 +47,10 @@ def test_text_outside_the_low_grammar_is_unreadable(text):
 
 def test_going_to_an_object_ends_before_it_and_facing_it():
     assert plan("go to red ball 1", view_of(BALL)) == (Move.FORWARD,)
-    assert plan("go to red ball", view_of(Seen("ball", "red", "", 0, 2))) == (Move.LEFT, Move.FORWARD)
+    assert plan("go to red ball", view_of(Seen("ball", "red", "", 0, 2))) == (
+        Move.LEFT,
+        Move.FORWARD,
+    )
 
 
 def test_going_to_what_one_faces_already_asks_for_nothing():
@@ -46,9 +58,16 @@ def test_going_to_what_one_faces_already_asks_for_nothing():
 
 
 def test_a_path_leads_around_what_is_in_the_way():
-    # past the nearer ball: a turn, one cell aside, a turn, 5 cells along, and a turn to face the farther one
+    # past the nearer ball: a turn, one cell aside, a turn, 5 cells along, and a turn to face the
+    # farther one
     faced, _ = find_paths(view_of(BALL, FAR_BALL), UP)
-    assert faced[FAR_BALL.cell] == (Move.LEFT, Move.FORWARD, Move.RIGHT, *[Move.FORWARD] * 5, Move.RIGHT)
+    assert faced[FAR_BALL.cell] == (
+        Move.LEFT,
+        Move.FORWARD,
+        Move.RIGHT,
+        *[Move.FORWARD] * 5,
+        Move.RIGHT,
+    )
 
 
 def test_a_plan_leads_over_cells_nobody_sees_and_through_closed_doors():
@@ -58,22 +77,30 @@ def test_a_plan_leads_over_cells_nobody_sees_and_through_closed_doors():
 
 
 @pytest.mark.parametrize(
-    ("compass", "row_behind", "column_right"), [(0, True, False), (1, True, True), (2, False, True), (3, False, False)]
+    ("compass", "row_behind", "column_right"),
+    [(0, True, False), (1, True, True), (2, False, True), (3, False, False)],
 )
 def test_the_window_of_a_plan_depends_on_the_way_the_agent_looks(compass, row_behind, column_right):
     around = {(1, 1), (0, 1), (1, 0), (1, -1)}
-    behind = Seen("ball", "red", "", 0, -2)  # walls on the left and ahead, and beside the agent: the way leads behind it
+    # walls on the left and ahead, and beside the agent: the way leads behind it
+    behind = Seen("ball", "red", "", 0, -2)
     faced, _ = find_paths(view_of(behind, walls=around | {(0, -1)}), compass)
     assert (behind.cell in faced) == row_behind
-    barred = Seen("ball", "red", "", 5, 0)  # a wall from side to side of the view: the way leads past its right end
+    # a wall from side to side of the view: the way leads past its right end
+    barred = Seen("ball", "red", "", 5, 0)
     faced, _ = find_paths(view_of(barred, walls={(3, left) for left in range(-3, 4)}), compass)
     assert (barred.cell in faced) == column_right
 
 
 def search_plainly(view, compass):
-    """AgentGym's search as it is defined: what is found goes to the end of the queue however often, its last finder is remembered."""
+    """AgentGym's search as it is defined: what is found goes to the end of the queue however
+    often, its last finder is remembered.
+    """
     steps = ((1, 0), (0, -1), (-1, 0), (0, 1))
-    rows, columns = range(-1 if compass in (0, 1) else 0, 7), range(-4 if compass in (1, 2) else -3, 4)
+    rows, columns = (
+        range(-1 if compass in (0, 1) else 0, 7),
+        range(-4 if compass in (1, 2) else -3, 4),
+    )
     solid = view.walls | {seen.cell for seen in view.objects if seen.kind != "door"}
     came, visited, queue, faced, entered = {}, set(), deque([((0, 0), 0)]), {}, {}
 
@@ -86,19 +113,31 @@ def search_plainly(view, compass):
         front = (cell[0] + steps[turned][0], cell[1] + steps[turned][1])
         faced.setdefault(front, way_to(state))
         entered.setdefault(cell, way_to(state))
-        found = [(Move.FORWARD, (front, turned))] if front[0] in rows and front[1] in columns and front not in solid else []
-        for move, following in [*found, (Move.LEFT, (cell, (turned - 1) % 4)), (Move.RIGHT, (cell, (turned + 1) % 4))]:
+        found = (
+            [(Move.FORWARD, (front, turned))]
+            if front[0] in rows and front[1] in columns and front not in solid
+            else []
+        )
+        for move, following in [
+            *found,
+            (Move.LEFT, (cell, (turned - 1) % 4)),
+            (Move.RIGHT, (cell, (turned + 1) % 4)),
+        ]:
             if following not in visited:
                 came[following] = (state, move)
                 queue.append(following)
     objects = [seen.cell for seen in view.objects]
     doors = [seen.cell for seen in view.objects if seen.state == "open"]
-    return {cell: faced[cell] for cell in objects if cell in faced}, {cell: entered[cell] for cell in doors if cell in entered}
+    return {cell: faced[cell] for cell in objects if cell in faced}, {
+        cell: entered[cell] for cell in doors if cell in entered
+    }
 
 
 def test_the_layered_search_finds_the_ways_of_the_plain_one():
     chance = random.Random(1)
-    cells = [(ahead, left) for ahead in range(7) for left in range(-3, 4) if (ahead, left) != (0, 0)]
+    cells = [
+        (ahead, left) for ahead in range(7) for left in range(-3, 4) if (ahead, left) != (0, 0)
+    ]
     kinds = [("ball", "red", ""), ("door", "red", "open"), ("door", "grey", "closed")]
     for _ in range(150):
         chance.shuffle(cells)
@@ -116,7 +155,10 @@ def test_picking_up_walks_there_first(verb):
 
 def test_doors_are_gone_through_according_to_their_state_and_one_stops_in_the_doorway():
     assert plan("go through green open door 1", view_of(OPENED)) == (Move.FORWARD, Move.FORWARD)
-    assert plan("toggle and go through grey closed door 1", view_of(CLOSED)) == (Move.TOGGLE, Move.FORWARD)
+    assert plan("toggle and go through grey closed door 1", view_of(CLOSED)) == (
+        Move.TOGGLE,
+        Move.FORWARD,
+    )
     assert plan("toggle and go through grey door", view_of(CLOSED)) == (Move.TOGGLE, Move.FORWARD)
     assert isinstance(plan("go through grey closed door 1", view_of(CLOSED)), Refusal)
     assert isinstance(plan("toggle and go through green open door 1", view_of(OPENED)), Refusal)
@@ -138,7 +180,9 @@ def test_doors_are_gone_through_according_to_their_state_and_one_stops_in_the_do
     ],
 )
 def test_what_cannot_be_done_is_refused_with_a_reason(text, reason):
-    refusal = plan(text, view_of(BALL, LOCKED, Seen("door", "grey", "closed", 0, 3), walls={(1, 0)}))
+    refusal = plan(
+        text, view_of(BALL, LOCKED, Seen("door", "grey", "closed", 0, 3), walls={(1, 0)})
+    )
     assert isinstance(refusal, Refusal)
     assert refusal.readable
     assert reason in refusal.reason
@@ -148,7 +192,8 @@ def test_full_hands_take_nothing_and_drop_only_where_nothing_lies():
     view = view_of(Seen("ball", "red", "", 1, 0), carrying="blue key")
     assert "hands are full" in plan("pickup red ball 1", view).reason
     assert "is taken" in plan("drop", view).reason
-    assert plan("drop", view_of(CLOSED, carrying="blue key")) == (Move.DROP,)  # offered before a door, as in AgentGym
+    # offered before a door, as in AgentGym
+    assert plan("drop", view_of(CLOSED, carrying="blue key")) == (Move.DROP,)
 
 
 def test_toggle_is_offered_before_a_door_that_opens_and_understood_before_any_door_or_box():

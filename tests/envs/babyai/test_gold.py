@@ -39,7 +39,9 @@ def test_the_expert_solves_every_level_but_those_the_readme_lists():
     failures = {task_id: why for task_id in range(NUM_IDS) if (why := play_expert(world, task_id))}
     by_level = Counter(AGENTGYM_LEVELS[task_id % 40] for task_id in failures)
     print(f"solved {NUM_IDS - len(failures)} of {NUM_IDS}; not: {dict(by_level)}")
-    assert by_level.keys() <= NEVER | SELDOM, {AGENTGYM_LEVELS[task % 40]: why for task, why in failures.items()}
+    assert by_level.keys() <= NEVER | SELDOM, {
+        AGENTGYM_LEVELS[task % 40]: why for task, why in failures.items()
+    }
     assert all(by_level[level] == 5 for level in NEVER)
 
 
@@ -47,7 +49,20 @@ def test_the_expert_solves_every_level_but_those_the_readme_lists():
 def test_junk_and_silence_are_paid_nothing_on_any_level(actions):
     world = spec({"levels": "agentgym", "actions": actions}).make()
     chance = random.Random(0)
-    junk = ["", "   ", "win", "done", "answer", "go to", "pick up the moon", "toggle me", "\x00", "🤖", "forward!", '{"action": "left"}']
+    junk = [
+        "",
+        "   ",
+        "win",
+        "done",
+        "answer",
+        "go to",
+        "pick up the moon",
+        "toggle me",
+        "\x00",
+        "🤖",
+        "forward!",
+        '{"action": "left"}',
+    ]
     for task_id in range(NUM_IDS):
         world.reset(task_id)
         for action in ["", *chance.sample(junk, 3)]:

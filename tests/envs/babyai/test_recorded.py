@@ -1,8 +1,10 @@
-"""60 episodes recorded on AgentGym's own BabyAI server, played again on our `/agentgym` routes; `-s` prints what differs, by kind.
+"""60 episodes recorded on AgentGym's own BabyAI server, played again on our `/agentgym` routes;
+`-s` prints what differs, by kind.
 
-`recorded.json` holds facts only: `actions` is a table, each episode is [data_idx, goal, told, turns], a turn is
-[action, reward, score, done, *told], and told is [actions offered, [[object, steps ahead, steps to the side (left: negative)]],
-[what is faced, steps], what is carried]; an answer without the view tells no objects, nothing faced, nothing carried.
+`recorded.json` holds facts only: `actions` is a table, each episode is [data_idx, goal, told,
+turns], a turn is [action, reward, score, done, *told], and told is [actions offered, [[object,
+steps ahead, steps to the side (left: negative)]], [what is faced, steps], what is carried]; an
+answer without the view tells no objects, nothing faced, nothing carried.
 """
 
 import asyncio
@@ -18,10 +20,13 @@ from envs.server import ServerSettings, make_app
 
 RECORDED = json.loads(Path(__file__).with_name("recorded.json").read_text())
 ACTIONS = RECORDED["actions"]
-ANSWER = re.compile(r"(?:Your goal: (?P<goal>.*)\n)?(?P<told>(?:.*\n)*)Available actions: (?P<offered>\[.*\])")
+ANSWER = re.compile(
+    r"(?:Your goal: (?P<goal>.*)\n)?(?P<told>(?:.*\n)*)Available actions: (?P<offered>\[.*\])"
+)
 OBJECT = re.compile(
     r"There is a ([a-z ]+ \d+) "
-    r"(?:right in front of you (\d+) steps away|(\d+) steps in front of you and (\d+) steps to your (left|right))\."
+    r"(?:right in front of you (\d+) steps away|(\d+) steps in front of you and (\d+) steps to your"
+    r" (left|right))\."
 )
 FACED = re.compile(r"You are facing a (\w+) (\d+) steps away\.")
 CARRIED = re.compile(r"You are carrying a (\w+ \w+)\.")
@@ -33,11 +38,19 @@ def read_answer(text):
     answer = ANSWER.fullmatch(text)
     objects = []
     for name, straight, ahead, aside, side in OBJECT.findall(answer["told"]):
-        objects.append([name, int(straight or ahead), int(aside or 0) * (-1 if side == "left" else 1)])
+        objects.append(
+            [name, int(straight or ahead), int(aside or 0) * (-1 if side == "left" else 1)]
+        )
     faced = FACED.search(answer["told"])
     carried = CARRIED.search(answer["told"])
     facing = [faced[1], int(faced[2])] if faced else None
-    return answer["goal"], dict(zip(FACTS, (json.loads(answer["offered"]), objects, facing, carried and carried[1]), strict=True))
+    return answer["goal"], dict(
+        zip(
+            FACTS,
+            (json.loads(answer["offered"]), objects, facing, carried and carried[1]),
+            strict=True,
+        )
+    )
 
 
 def recorded_facts(told):
@@ -46,10 +59,14 @@ def recorded_facts(told):
 
 
 async def replay(post, episode, differences):
-    """Plays one episode to its recorded end and counts what differs. Result: the number of its turns."""
+    """Plays one episode to its recorded end and counts what differs.
+    Result: the number of its turns.
+    """
     data_idx, goal, told, turns = episode
     number = (await post("/create"))["id"]
-    our_goal, ours = read_answer((await post("/reset", id=number, data_idx=data_idx))["observation"])
+    our_goal, ours = read_answer(
+        (await post("/reset", id=number, data_idx=data_idx))["observation"]
+    )
     if our_goal != goal:
         assert our_goal.replace("then", "and").replace("after you", "and") == goal
         differences["a goal keeps its order"] += 1
@@ -63,7 +80,11 @@ async def replay(post, episode, differences):
             break
         ours, theirs = read_answer(reply["observation"])[1], recorded_facts(told)
         differences.update(fact for fact in FACTS if ours[fact] != theirs[fact])
-        differences.update(kind for kind, value in (("reward", reward), ("score", score), ("done", done)) if reply[kind] != value)
+        differences.update(
+            kind
+            for kind, value in (("reward", reward), ("score", score), ("done", done))
+            if reply[kind] != value
+        )
     await post("/close", id=number)
     return len(turns)
 
@@ -73,7 +94,9 @@ def test_recorded_play_carries_over():
         app = make_app(load_spec("babyai", {}), ServerSettings(drain_timeout_s=0.1))
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://env/agentgym") as client,
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(app), base_url="http://env/agentgym"
+            ) as client,
         ):
 
             async def post(route, **body):
@@ -81,10 +104,14 @@ def test_recorded_play_carries_over():
                 assert reply.status_code == 200, reply.text
                 return reply.json()
 
-            return sum([await replay(post, episode, differences) for episode in RECORDED["episodes"]])
+            return sum(
+                [await replay(post, episode, differences) for episode in RECORDED["episodes"]]
+            )
 
     differences = Counter()
     num_turns = asyncio.run(main())
-    print(f"{len(RECORDED['episodes'])} episodes, {num_turns} turns; differences: {dict(differences)}")
+    print(
+        f"{len(RECORDED['episodes'])} episodes, {num_turns} turns; differences: {dict(differences)}"
+    )
     assert (len(RECORDED["episodes"]), num_turns) == (60, 558)
     assert differences == {"a goal keeps its order": 5}

@@ -37,8 +37,13 @@ def play(world, task_id, actions):
 
 def test_a_task_is_told_in_a_few_words():
     world = world_of()
-    assert world.reset(0) == "goal: go to the green key\nsee: green key 2 ahead 1 right, wall 6 ahead"
-    assert world.step("fly").observation == "invalid action\nsee: green key 2 ahead 1 right, wall 6 ahead"
+    assert (
+        world.reset(0) == "goal: go to the green key\nsee: green key 2 ahead 1 right, wall 6 ahead"
+    )
+    assert (
+        world.step("fly").observation
+        == "invalid action\nsee: green key 2 ahead 1 right, wall 6 ahead"
+    )
     assert world.step("move forward").observation == "see: green key 1 ahead 1 right, wall 5 ahead"
     world.step("move forward")
     result = world.step("turn right")
@@ -62,14 +67,20 @@ def test_what_a_box_hides_and_what_is_carried_belong_to_a_world():
     def of(level):
         return [json.loads(spec({"levels": [level]}).identity(task)) for task in range(3)]
 
-    assert all(any(cell and cell[:1] == [7] and cell[3][:1] == [5] for cell in cells) for *_, cells in of("KeyInBox"))  # a key in a box
+    # a key in a box
+    assert all(
+        any(cell and cell[:1] == [7] and cell[3][:1] == [5] for cell in cells)
+        for *_, cells in of("KeyInBox")
+    )
     assert all(agent[-1] is not None for _, _, _, agent, _ in of("PutNextS7N4Carrying"))
 
 
 def test_what_is_carried_is_told_until_it_is_dropped():
     world = world_of(levels=["GoToLocalS8N7"], actions="high")
     goal = world.reset(0).split("\n")[0]
-    others = [seen.name for seen in world.view.objects if seen.name not in goal and seen.kind != "door"]
+    others = [
+        seen.name for seen in world.view.objects if seen.name not in goal and seen.kind != "door"
+    ]
     assert world.step(f"pickup {others[0]} 1").observation.endswith(f"\ncarry: {others[0]}")
     assert "carry" not in world.step("drop").observation
 
@@ -80,7 +91,8 @@ def test_reward_minigrid_falls_with_every_move():
     world.step("nonsense")
     for action in ("move forward", "move forward"):
         assert world.step(action).reward == 0.0
-    assert world.step("turn right").reward == pytest.approx(1 - 0.9 * 3 / 64)  # three moves of the 64 a room of side 8 allows
+    # three moves of the 64 a room of side 8 allows
+    assert world.step("turn right").reward == pytest.approx(1 - 0.9 * 3 / 64)
 
 
 def test_the_simulators_own_limit_truncates():
@@ -146,27 +158,43 @@ def test_going_through_a_door_stops_in_the_doorway():
     world.reset(0)
     result = world.step("toggle and go through red closed door 1")
     assert world.env.grid.get(*world.env.agent_pos).type == "door"
-    # the door was opened on the way: only the last move is asked whether the mission is done, so nothing is paid and play goes on
+    # the door was opened on the way: only the last move is asked whether the mission is done, so
+    # nothing is paid and play goes on
     assert (result.reward, result.terminated, result.success) == (0.0, False, False)
 
 
 def test_a_failed_mission_ends_a_low_episode_and_may_be_repaired_in_a_high_one():
-    low, high = (world_of(levels=["PickupDistDebug"], actions=actions) for actions in ("low", "high"))
+    low, high = (
+        world_of(levels=["PickupDistDebug"], actions=actions) for actions in ("low", "high")
+    )
     assert low.reset(0).startswith("goal: pick up the green key")
     low.step("turn left")
     wrong = low.step("pickup")
     assert (wrong.terminated, wrong.success) == (True, False)
     high.reset(0)
-    results = [high.step(action) for action in ("pickup purple box 1", "drop", "turn right", "pickup green key 1")]
-    assert [(result.terminated, result.success) for result in results] == [(False, False)] * 3 + [(True, True)]
+    results = [
+        high.step(action)
+        for action in ("pickup purple box 1", "drop", "turn right", "pickup green key 1")
+    ]
+    assert [(result.terminated, result.success) for result in results] == [(False, False)] * 3 + [
+        (True, True)
+    ]
 
 
 def test_invalid_actions_and_checks_are_answered_without_the_view():
     world = world_of(levels="agentgym", view="agentgym", actions="high")
     actions = world.reset(0).rpartition("\n")[2]
-    assert actions.startswith('Available actions: ["turn left", "turn right", "move forward", "pickup grey key 1", ')
-    assert world.step("fly").observation == f"The action is not recognized. Please check valid actions.\n{actions}"
-    assert world.step("check available actions").observation == f"This is what you can do now.\n{actions}"
+    assert actions.startswith(
+        'Available actions: ["turn left", "turn right", "move forward", "pickup grey key 1", '
+    )
+    assert (
+        world.step("fly").observation
+        == f"The action is not recognized. Please check valid actions.\n{actions}"
+    )
+    assert (
+        world.step("check available actions").observation
+        == f"This is what you can do now.\n{actions}"
+    )
     assert world.num_moves == 0
 
 
@@ -191,8 +219,14 @@ def test_the_expert_takes_over_where_a_command_across_unseen_cells_fails():
 
 
 def test_what_begins_in_the_hands_is_first_told_where_it_was_taken_from_in_agentgyms_view_only():
-    told = {view: world_of(levels=["PutNextS7N4Carrying"], view=view, actions="high").reset(0) for view in ("agentgym", "compact")}
-    assert "There is a yellow box 1 2 steps in front of you and 1 steps to your left." in told["agentgym"]
+    told = {
+        view: world_of(levels=["PutNextS7N4Carrying"], view=view, actions="high").reset(0)
+        for view in ("agentgym", "compact")
+    }
+    assert (
+        "There is a yellow box 1 2 steps in front of you and 1 steps to your left."
+        in told["agentgym"]
+    )
     assert "You are carrying a yellow box." in told["agentgym"]
     assert "\ncarry: yellow box" in told["compact"]
     assert "yellow box" not in told["compact"].split("\n")[1]
@@ -204,7 +238,14 @@ def test_the_40_levels_of_agentgym_exist_and_reset_and_take_junk():
         first = world.reset(task_id)
         assert first.startswith("Your goal: ")
         assert 'Available actions: ["turn left", "turn right"' in first
-        for action in ("check available actions", "go to red ball 1", "blub", "move forward", "pickup grey key 1", "drop"):
+        for action in (
+            "check available actions",
+            "go to red ball 1",
+            "blub",
+            "move forward",
+            "pickup grey key 1",
+            "drop",
+        ):
             result = world.step(action)
             if result.terminated:
                 break
@@ -255,7 +296,15 @@ def test_the_expert_recovers_from_moves_it_did_not_advise():
 
 def test_the_expert_speaks_the_high_grammar_on_many_levels():
     world = world_of(
-        levels=["GoToRedBall", "PickupLoc", "OpenDoorLoc", "UnlockLocalDist", "PutNextLocalS6N4", "ActionObjDoor"], actions="high"
+        levels=[
+            "GoToRedBall",
+            "PickupLoc",
+            "OpenDoorLoc",
+            "UnlockLocalDist",
+            "PutNextLocalS6N4",
+            "ActionObjDoor",
+        ],
+        actions="high",
     )
     solved = 0
     for task_id in range(24):
@@ -282,7 +331,8 @@ def test_an_expert_that_cannot_says_so_and_one_that_hangs_is_stopped():
     with pytest.raises(ExpertFailed, match="BabyAIBot has no plan"):
         advise(0)
     with pytest.raises(TimeoutError):
-        asyncio.run(run_bounded(lambda: advise(2 * 4 + 1), 1.0))  # seed 4 of UnlockToUnlock: replan never returns
+        # seed 4 of UnlockToUnlock: replan never returns
+        asyncio.run(run_bounded(lambda: advise(2 * 4 + 1), 1.0))
     assert world.step("turn left").observation.startswith("see:")
 
 
@@ -290,7 +340,11 @@ def test_an_expert_that_cannot_says_so_and_one_that_hangs_is_stopped():
 @settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(
-        st.one_of(st.text(max_size=40), st.from_regex(r"(go to|pickup|toggle and go through) [a-z]{3,6} (ball|door) \d{0,4}")), max_size=8
+        st.one_of(
+            st.text(max_size=40),
+            st.from_regex(r"(go to|pickup|toggle and go through) [a-z]{3,6} (ball|door) \d{0,4}"),
+        ),
+        max_size=8,
     )
 )
 def test_junk_text_never_raises(view, actions, texts):
@@ -320,7 +374,8 @@ for options in ({"levels": "agentgym", "view": "agentgym", "actions": "high"}, {
     for task_id in range(60):
         text = world.reset(task_id)
         digest.update(text.encode())
-        for action in ("turn left", "move forward", "go to red ball 1", "turn right", "move forward"):
+        for action in ("turn left", "move forward", "go to red ball 1", "turn right", "move \
+forward"):
             result = world.step(action)
             digest.update(result.observation.encode())
             if result.terminated or result.truncated:
@@ -332,7 +387,13 @@ print(digest.hexdigest())
 def test_equal_task_ids_give_equal_transcripts_in_two_processes():
     def digest(hash_seed):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        return subprocess.run([sys.executable, "-c", TRANSCRIPT], env=environment, capture_output=True, check=True, timeout=60).stdout
+        return subprocess.run(
+            [sys.executable, "-c", TRANSCRIPT],
+            env=environment,
+            capture_output=True,
+            check=True,
+            timeout=60,
+        ).stdout
 
     first = digest("1")
     assert len(first.strip()) == hashlib.sha256().digest_size * 2

@@ -25,7 +25,14 @@ def world(pool):
     worlds = []
 
     def make(**options):
-        worlds.append(World(pool, Options(**{"tasks": PUBLISHED, "max_moves": 100, "reward": "normalised", **options})))
+        worlds.append(
+            World(
+                pool,
+                Options(
+                    **{"tasks": PUBLISHED, "max_moves": 100, "reward": "normalised", **options}
+                ),
+            )
+        )
         return worlds[-1]
 
     yield make

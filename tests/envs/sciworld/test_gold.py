@@ -38,7 +38,9 @@ def check(world, per_task):
     assert len({find_task(PUBLISHED, task_id).name for task_id in chosen}) == 23
     scores = {task_id: play(playing, task_id)[0] for task_id in chosen}
     print(f"solved {sum(score == 100 for score in scores.values())} of {len(scores)}")
-    assert all(score == 100 for score in scores.values()), {find_task(PUBLISHED, i): s for i, s in scores.items() if s != 100}
+    assert all(score == 100 for score in scores.values()), {
+        find_task(PUBLISHED, i): s for i, s in scores.items() if s != 100
+    }
     return len(scores)
 
 

@@ -12,7 +12,11 @@ def compiler():
     """Major version of `javac`; "" without one."""
     if shutil.which("javac") is None:
         return ""
-    return subprocess.run(["javac", "-version"], capture_output=True, text=True, check=True).stdout.split()[1].partition(".")[0]
+    return (
+        subprocess.run(["javac", "-version"], capture_output=True, text=True, check=True)
+        .stdout.split()[1]
+        .partition(".")[0]
+    )
 
 
 @pytest.mark.skipif(compiler() != JDK, reason=f"needs JDK {JDK}")
@@ -22,4 +26,6 @@ def test_the_archive_is_made_of_the_source_beside_it(tmp_path):
     with zipfile.ZipFile(built) as ours, zipfile.ZipFile(WRAPPER) as shipped:
         assert ours.namelist() == shipped.namelist()
         for name in ours.namelist():
-            assert ours.read(name) == shipped.read(name), f"{name} is of another source; run python -m envs.sciworld.make_jar"
+            assert ours.read(name) == shipped.read(name), (
+                f"{name} is of another source; run python -m envs.sciworld.make_jar"
+            )

@@ -1,4 +1,6 @@
-"""Games that share a process do not share a world, and what happens to a process ends its own games alone."""
+"""Games that share a process do not share a world, and what happens to a process ends its own
+games alone.
+"""
 
 import asyncio
 import json
@@ -21,12 +23,23 @@ from envs.sciworld.jvm import GameFailed, JvmLost
 from envs.sciworld.slots import SlotPool
 from envs.sciworld.tasks import PUBLISHED, VARIATIONS, Task
 
-GAMES = [Task(name, variation) for name in PUBLISHED for variation in (0, VARIATIONS[name] // 2)]  # 46
+# 46
+GAMES = [Task(name, variation) for name in PUBLISHED for variation in (0, VARIATIONS[name] // 2)]
 
 
 def actions_of(task, limit):
     """The recorded way, or where none is a walk around."""
-    return (solution(task) or ["look around", "wait1", "inventory", "open door to hallway", "go to hallway", "look around"])[:limit]
+    return (
+        solution(task)
+        or [
+            "look around",
+            "wait1",
+            "inventory",
+            "open door to hallway",
+            "go to hallway",
+            "look around",
+        ]
+    )[:limit]
 
 
 def alone(pool, task, limit):
@@ -43,7 +56,8 @@ def interleaved(pool, tasks, limit, seed):
     with ThreadPoolExecutor(8) as threads:
         open_slots = list(threads.map(lambda _: pool.acquire(), tasks))
         loaded = threads.map(
-            lambda pair: pair[0].call("l", pair[1].name, str(pair[1].variation)).texts, zip(open_slots, tasks, strict=True)
+            lambda pair: pair[0].call("l", pair[1].name, str(pair[1].variation)).texts,
+            zip(open_slots, tasks, strict=True),
         )
         told = [[texts] for texts in loaded]
         waiting = {number: actions_of(task, limit) for number, task in enumerate(tasks)}
@@ -67,7 +81,8 @@ sys.path.insert(0, sys.argv[1])
 from test_slots import GAMES, interleaved
 from envs.sciworld.slots import SlotPool
 pool = SlotPool(slots_per_jvm=5)
-json.dump(interleaved(pool, GAMES[int(sys.argv[2])::int(sys.argv[3])], int(sys.argv[4]), 2), sys.stdout)
+json.dump(interleaved(pool, GAMES[int(sys.argv[2])::int(sys.argv[3])], int(sys.argv[4]), 2), \
+sys.stdout)
 pool.close()
 """
 
@@ -81,9 +96,19 @@ def check_isolation(step, limit):
     finally:
         pool.close()
     assert again == expected
-    command = [sys.executable, "-c", ELSEWHERE, os.path.dirname(__file__), "0", str(step), str(limit)]
+    command = [
+        sys.executable,
+        "-c",
+        ELSEWHERE,
+        os.path.dirname(__file__),
+        "0",
+        str(step),
+        str(limit),
+    ]
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env=environment, check=True
+    )
     assert json.loads(done.stdout) == [[list(texts) for texts in told] for told in expected]
 
 
@@ -112,7 +137,13 @@ def test_a_warm_pool_opens_eight_games_for_a_fraction_of_what_a_cold_one_takes()
         before = pool.engine_s
         with ThreadPoolExecutor(8) as threads:
             held = list(threads.map(lambda _: pool.acquire(), range(8)))
-            list(threads.map(lambda slot, task: slot.call("l", task.name, str(task.variation)), held, GAMES[1::6]))
+            list(
+                threads.map(
+                    lambda slot, task: slot.call("l", task.name, str(task.variation)),
+                    held,
+                    GAMES[1::6],
+                )
+            )
         return pool.engine_s - before
 
     cold, warm = SlotPool(), SlotPool()
@@ -197,7 +228,9 @@ def test_games_awaited_at_once_are_the_games_alone(pool):
         return told + [(await slot.call_async("s", action)).texts for action in actions_of(task, 6)]
 
     async def play_all():
-        return await asyncio.gather(*(play(slot, task) for slot, task in zip(held, tasks, strict=True)))
+        return await asyncio.gather(
+            *(play(slot, task) for slot, task in zip(held, tasks, strict=True))
+        )
 
     held = [pool.acquire() for _ in tasks]
     assert asyncio.run(play_all()) == expected
@@ -220,12 +253,16 @@ def stop(pid):
     """Every thread: they stop one after another."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 10
-    while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
+    while any(
+        stat.read_text().rpartition(")")[2].split()[0] != "T"
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("text", ["look around", "x" * 300_000])  # the second does not fit into the pipe
+# the second does not fit into the pipe
+@pytest.mark.parametrize("text", ["look around", "x" * 300_000])
 @pytest.mark.parametrize("awaited", [False, True])
 def test_a_process_that_stands_still_is_ended_with_all_its_games(small, text, awaited):
     held = [small.acquire() for _ in range(2)]
@@ -243,7 +280,8 @@ def test_a_killed_process_ends_the_games_that_wait_for_it(small):
     held = [small.acquire() for _ in range(2)]
 
     async def wait_both():
-        waiting = [asyncio.create_task(slot.call_async("g", "boil", "1")) for slot in held]  # seconds
+        # seconds
+        waiting = [asyncio.create_task(slot.call_async("g", "boil", "1")) for slot in held]
         await asyncio.sleep(0.2)
         os.kill(held[0].process.jvm.pid, signal.SIGKILL)
         return await asyncio.gather(*waiting, return_exceptions=True)
@@ -345,7 +383,10 @@ def test_closing_leaves_no_process_thread_or_descriptor():
         pool = SlotPool()
         slot = pool.acquire()
         pids = pool.pids
-        assert not [c for c in psutil.Process(pids[0]).net_connections() if c.status == psutil.CONN_LISTEN]  # nobody else gets in
+        # nobody else gets in
+        assert not [
+            c for c in psutil.Process(pids[0]).net_connections() if c.status == psutil.CONN_LISTEN
+        ]
         pool.close()
         with pytest.raises(JvmLost):
             slot.call("s", "look around")
@@ -356,7 +397,17 @@ def test_closing_leaves_no_process_thread_or_descriptor():
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_no_process_outlives_its_server(how, tmp_path):
     port_file = tmp_path / "port"
-    command = [sys.executable, "-m", "envs", "serve", "sciworld", "--port-file", str(port_file), "--drain-timeout", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "envs",
+        "serve",
+        "sciworld",
+        "--port-file",
+        str(port_file),
+        "--drain-timeout",
+        "1",
+    ]
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
     deadline = time.monotonic() + 60

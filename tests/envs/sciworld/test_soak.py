@@ -1,4 +1,6 @@
-"""A server of Java processes that serves for weeks: sessions come, go, are forgotten, and processes are killed under them."""
+"""A server of Java processes that serves for weeks: sessions come, go, are forgotten, and
+processes are killed under them.
+"""
 
 import asyncio
 import os
@@ -43,7 +45,9 @@ async def visit(pool, first, count):
     async def one(number):
         async with slots:
             try:
-                async with pool.session(Item("sciworld", number * 37 % 4639), f"key {number}") as session:
+                async with pool.session(
+                    Item("sciworld", number * 37 % 4639), f"key {number}"
+                ) as session:
                     for action in ACTIONS:
                         reply = await session.step(action)
                         if reply.terminated or reply.truncated:
@@ -73,12 +77,18 @@ async def soak(endpoints, num_sessions, num_abandoned, num_kills):
             lost += await playing
             number += count
         for index in range(num_abandoned):
-            await pool.ask(endpoints[0], "/create", CreateReply, CreateRequest(request_key=f"abandoned {index}", task_id=index))
+            await pool.ask(
+                endpoints[0],
+                "/create",
+                CreateReply,
+                CreateRequest(request_key=f"abandoned {index}", task_id=index),
+            )
         deadline = time.monotonic() + 60
         while (await pool.info())[0].active_sessions:
             assert time.monotonic() < deadline, "abandoned sessions are not reaped"
             await asyncio.sleep(0.5)
-        await asyncio.sleep(IDLE_S if num_sessions >= 1000 else 0)  # what more sessions at once needed ends
+        # what more sessions at once needed ends
+        await asyncio.sleep(IDLE_S if num_sessions >= 1000 else 0)
         assert await visit(pool, number, fifth) == 0
         return plateau, tree.held(), lost, tree.jvms()
 
@@ -87,17 +97,26 @@ async def soak(endpoints, num_sessions, num_abandoned, num_kills):
     ("num_sessions", "num_abandoned", "num_kills"),
     [(60, 6, 1), pytest.param(1000, 50, 5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
 )
-def test_memory_threads_descriptors_and_processes_come_back(num_sessions, num_abandoned, num_kills, tmp_path):
+def test_memory_threads_descriptors_and_processes_come_back(
+    num_sessions, num_abandoned, num_kills, tmp_path
+):
     settings = EnvConfig(name="sciworld", max_sessions=256, session_ttl_s=TTL_S)
     with local_env(settings, expert=False, log_path=tmp_path / "log") as endpoints:
-        plateau, end, lost, jvms = asyncio.run(soak(endpoints, num_sessions, num_abandoned, num_kills))
-    print(f"(MiB, threads, descriptors, Java processes): {plateau} after a fifth, {end} at the end; {lost} sessions lost")
+        plateau, end, lost, jvms = asyncio.run(
+            soak(endpoints, num_sessions, num_abandoned, num_kills)
+        )
+    print(
+        f"(MiB, threads, descriptors, Java processes): {plateau} after a fifth, {end} at the end;"
+        f" {lost} sessions lost"
+    )
     assert 0 < lost <= num_kills * SLOTS_PER_JVM
     if num_sessions >= 1000:  # before, the compiler still works
         assert end[3] <= plateau[3]
         assert end[0] <= 1.05 * plateau[0]
     extra = max(end[3] - plateau[3], 0)
-    assert end[1] <= POOL_THREADS + min(32, os.cpu_count() + 4) + 2  # its own pool, asyncio's, the loop and the owner's watch
-    assert end[2] <= plateau[2] + (1 + 2 * SLOTS_PER_JVM) * extra  # its life and two pipes for each game
+    # its own pool, asyncio's, the loop and the owner's watch
+    assert end[1] <= POOL_THREADS + min(32, os.cpu_count() + 4) + 2
+    # its life and two pipes for each game
+    assert end[2] <= plateau[2] + (1 + 2 * SLOTS_PER_JVM) * extra
     _, left = psutil.wait_procs(jvms, timeout=20)
     assert not left

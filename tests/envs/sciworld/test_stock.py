@@ -17,7 +17,11 @@ TASK = 2936 + 3
 
 
 # their object lists and readings differ where identity hashes do
-SENSITIVE = [Task("power-component", 10), Task("use-thermometer", 270), Task("identify-life-stages-2", 0)]
+SENSITIVE = [
+    Task("power-component", 10),
+    Task("use-thermometer", 270),
+    Task("identify-life-stages-2", 0),
+]
 
 
 def test_under_equal_identity_hashes_the_stock_engine_says_what_ours_does(pool):
@@ -25,7 +29,8 @@ def test_under_equal_identity_hashes_the_stock_engine_says_what_ours_does(pool):
     try:
         for task in SENSITIVE:
             told = [
-                [place.call("l", task.name, str(task.variation)).texts] + [place.call("s", action).texts for action in solution(task)]
+                [place.call("l", task.name, str(task.variation)).texts]
+                + [place.call("s", action).texts for action in solution(task)]
                 for place in (ours, theirs)
             ]
             assert told[0] == told[1], task
@@ -36,11 +41,16 @@ def test_under_equal_identity_hashes_the_stock_engine_says_what_ours_does(pool):
 
 def transcript(world):
     told = [world.reset(TASK)]
-    told += [world.step(action) for action in ("open door to kitchen", "go to kitchen", "look around", "focus on agent")]
+    told += [
+        world.step(action)
+        for action in ("open door to kitchen", "go to kitchen", "look around", "focus on agent")
+    ]
     return told
 
 
-def test_without_the_wrapper_episodes_are_the_same_and_the_log_says_so(world, tmp_path, monkeypatch, caplog):
+def test_without_the_wrapper_episodes_are_the_same_and_the_log_says_so(
+    world, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(stock, "WRAPPER", tmp_path / "slots.jar")
     spec = load_spec("sciworld", {})
     assert "one Java process for each session" in caplog.text

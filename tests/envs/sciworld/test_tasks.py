@@ -45,12 +45,16 @@ def test_indices_mean_what_the_published_lists_mean():
 
 
 def test_an_index_beyond_the_last_is_refused_with_the_range():
-    with pytest.raises(UnknownTask, match=r"sciworld task 4639: these 23 kinds of task have the indices 0 to 4638"):
+    with pytest.raises(
+        UnknownTask, match=r"sciworld task 4639: these 23 kinds of task have the indices 0 to 4638"
+    ):
         find_task(PUBLISHED, 4639)
 
 
 def test_the_table_is_the_engines(pool):
-    names = [task["task_name"] for task in json.loads(find_engine().with_name("tasks.json").read_text())]
+    names = [
+        task["task_name"] for task in json.loads(find_engine().with_name("tasks.json").read_text())
+    ]
     assert names == list(VARIATIONS)
     slot = pool.acquire()
     assert [int(text) for text in slot.call("v", *names).texts] == list(VARIATIONS.values())

@@ -23,7 +23,9 @@ def finish(world, task_id):
 
 def test_a_solved_task_pays_one_in_parts_that_follow_the_score(world):
     observations, results = finish(world(), FIND_LIVING)
-    assert observations[0].startswith("Your task is to find a(n) living thing. First, focus on the thing.")
+    assert observations[0].startswith(
+        "Your task is to find a(n) living thing. First, focus on the thing."
+    )
     assert "\nThis outside location is called the outside." in observations[0]
     scores = [result.info["score"] for result in results]
     assert scores == sorted(scores)
@@ -31,7 +33,12 @@ def test_a_solved_task_pays_one_in_parts_that_follow_the_score(world):
         assert result.reward == pytest.approx((result.info["score"] - before) / 100)
     assert sum(result.reward for result in results) == pytest.approx(1.0)
     assert [result.success for result in results] == [False] * (len(results) - 1) + [True]
-    assert results[-1].info == {"score": 100, "moves": 5, "task": "find-living-thing", "variation": 3}
+    assert results[-1].info == {
+        "score": 100,
+        "moves": 5,
+        "task": "find-living-thing",
+        "variation": 3,
+    }
 
 
 def test_a_failed_task_is_over_and_worth_nothing(world):
@@ -70,7 +77,22 @@ def test_too_many_moves_cut_the_episode(world):
 
 
 @pytest.mark.parametrize(
-    "action", ["", "   ", "fly", "x" * 4000, "focus on " * 200, "\x00", "🤖", "look\naround", "reset", "exit", "go to go to", "0", "7"]
+    "action",
+    [
+        "",
+        "   ",
+        "fly",
+        "x" * 4000,
+        "focus on " * 200,
+        "\x00",
+        "🤖",
+        "look\naround",
+        "reset",
+        "exit",
+        "go to go to",
+        "0",
+        "7",
+    ],
 )
 def test_what_the_engine_cannot_read_is_an_observation(world, action):
     playing = world()
@@ -86,7 +108,8 @@ def test_an_action_on_which_the_engine_raises_ends_the_episode_worth_nothing(wor
     playing.reset(FIND_LIVING)
     paid = playing.step("open door to kitchen").reward
     assert paid > 0
-    slot, playing._slot = playing._slot, SimpleNamespace(call=lambda *_: slot.call("a", "shutdown"))  # on which the engine raises
+    # on which the engine raises
+    slot, playing._slot = playing._slot, SimpleNamespace(call=lambda *_: slot.call("a", "shutdown"))
     last = playing.step("look around")
     playing._slot = slot
     assert (paid + last.reward, last.terminated, last.success) == (pytest.approx(0), True, False)
@@ -124,7 +147,9 @@ def test_the_picture_shows_rooms_objects_and_what_is_held(world):
     assert kind == "application/json"
     assert picture["room"] == "outside"
     assert "blue jay" in [thing["name"] for thing in picture["inventory"]]
-    rooms = {room["name"]: [thing["name"] for thing in room["objects"]] for room in picture["rooms"]}
+    rooms = {
+        room["name"]: [thing["name"] for thing in room["objects"]] for room in picture["rooms"]
+    }
     assert {"kitchen", "foundry", "greenhouse", "outside"} <= rooms.keys()
     assert "fountain" in rooms["outside"]
     assert "stove" in rooms["kitchen"]
@@ -171,7 +196,13 @@ def test_bad_options_are_named(options, message):
 
 def test_without_java_the_server_says_what_to_install(monkeypatch):
     monkeypatch.setenv("JAVA_HOME", "/nowhere")
-    with pytest.raises(ValueError, match=r"needs a Java runtime and found no `java` in /nowhere; install one: apt-get install \S+"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"needs a Java runtime and found no `java` in /nowhere; install one: apt-get"
+            r" install \S+"
+        ),
+    ):
         load_spec("sciworld", {})
 
 

@@ -1,4 +1,6 @@
-"""A small retrieval server that speaks the Search-R1 API, on loopback, and keeps a log of what it was asked."""
+"""A small retrieval server that speaks the Search-R1 API, on loopback, and keeps a log of what
+it was asked.
+"""
 
 import json
 import threading
@@ -23,13 +25,21 @@ def found(asked):
     """The reply a retrieval server gives."""
     hits = [CAPITALS.search(query, asked["topk"]) for query in asked["queries"]]
     return {
-        "result": [[{"document": {"id": "1", "contents": f'"{d.title}"\n{d.text}'}, "score": 0.5} for d in documents] for documents in hits]
+        "result": [
+            [
+                {"document": {"id": "1", "contents": f'"{d.title}"\n{d.text}'}, "score": 0.5}
+                for d in documents
+            ]
+            for documents in hits
+        ]
     }
 
 
 @pytest.fixture
 def retrieving():
-    """retrieving(behave) -> (url, log) of a server; behave(handler, asked, number) may answer in its own way and then returns True."""
+    """retrieving(behave) -> (url, log) of a server; behave(handler, asked, number) may answer
+    in its own way and then returns True.
+    """
 
     @contextmanager
     def serve(behave=lambda handler, asked, number: False):

@@ -1,4 +1,6 @@
-"""The embedded corpus: what the generator wrote is what is there, and the documents do answer the questions."""
+"""The embedded corpus: what the generator wrote is what is there, and the documents do answer
+the questions.
+"""
 
 import gzip
 import json
@@ -31,7 +33,9 @@ def test_the_generator_reproduces_the_files_byte_for_byte():
     for name, content in generate.build().items():
         stored = (generate.HERE / name).read_bytes()
         assert stored[4:8] == b"\0\0\0\0"  # no time stamp
-        assert gzip.decompress(stored) == content, f"{name} is not what the generator writes: python -m envs.searchqa.corpus.generate"
+        assert gzip.decompress(stored) == content, (
+            f"{name} is not what the generator writes: python -m envs.searchqa.corpus.generate"
+        )
 
 
 def test_there_are_enough_passages_and_they_are_small():
@@ -39,7 +43,9 @@ def test_there_are_enough_passages_and_they_are_small():
     assert len(rows) == len({row["title"] for row in rows}) == 2496
     assert len({row["text"] for row in rows}) == 2496
     assert all(20 < len(row["text"]) < 400 and "{" not in row["text"] for row in rows)
-    assert sum(path.stat().st_size for path in (retrievers.PASSAGES, questions.QUESTIONS)) < 1_000_000
+    assert (
+        sum(path.stat().st_size for path in (retrievers.PASSAGES, questions.QUESTIONS)) < 1_000_000
+    )
 
 
 def test_both_splits_hold_as_many_one_hop_as_two_hop_questions(asked):
@@ -78,7 +84,9 @@ def test_the_splits_share_no_question_and_no_entity(asked, told):
         names = {hop.title for question in split for hop in question.hops}
         return names | {question.answers[0] for question in split if question.answers[0] in told}
 
-    assert not {question.text for question in asked.train} & {question.text for question in asked.eval}
+    assert not {question.text for question in asked.train} & {
+        question.text for question in asked.eval
+    }
     assert len(entities(asked.train)) > 1000
     assert len(entities(asked.eval)) > 400
     assert not entities(asked.train) & entities(asked.eval)
@@ -102,7 +110,11 @@ def test_the_world_is_consistent():
             assert person.entity("school").number("founded") <= person.number("born") + 16
         if "spouse" in person.facts:
             spouse = person.entity("spouse")
-            assert spouse.facts["married"] == person.facts["married"] < min(person.number("died"), spouse.number("died"))
+            assert (
+                spouse.facts["married"]
+                == person.facts["married"]
+                < min(person.number("died"), spouse.number("died"))
+            )
     makers = {
         "work": ("maker", "year"),
         "building": ("architect", "opened"),
@@ -116,7 +128,11 @@ def test_the_world_is_consistent():
         "battle": ("victor", "year"),
     }.items():
         for entity in world.by_kind[kind]:
-            assert entity.entity(maker).number("born") + 20 < entity.number(year) < entity.entity(maker).number("died")
+            assert (
+                entity.entity(maker).number("born") + 20
+                < entity.number(year)
+                < entity.entity(maker).number("died")
+            )
 
 
 def test_most_names_have_a_near_twin(told):
@@ -125,7 +141,11 @@ def test_most_names_have_a_near_twin(told):
     for title in told:
         first_words.append(title.split()[0])
         last_words.append(title.split()[-1])
-    twins = [t for t in told if first_words.count(t.split()[0]) > 1 or last_words.count(t.split()[-1]) > 1]
+    twins = [
+        t
+        for t in told
+        if first_words.count(t.split()[0]) > 1 or last_words.count(t.split()[-1]) > 1
+    ]
     assert len(twins) > 0.8 * len(told)
 
 

@@ -47,7 +47,12 @@ def test_the_expert_succeeds_on_every_id_within_three_turns(mode):
         results = play(episode, lambda turn, expert=expert: expert.next_action(), MAX_TURNS)
         assert [result.reward for result in results] == [0.0] * len(episode.question.hops) + [1.0]
         assert results[-1].success
-        assert results[-1].info == {"data_source": episode.question.data_source, "num_searches": len(results) - 1, "f1": 1.0, "em": 1.0}
+        assert results[-1].info == {
+            "data_source": episode.question.data_source,
+            "num_searches": len(results) - 1,
+            "f1": 1.0,
+            "em": 1.0,
+        }
 
 
 @pytest.mark.slow
@@ -57,7 +62,9 @@ def test_the_expert_succeeds_on_every_question_there_is():
         episode = make()
         episode.reset(task_id)
         expert = episode.expert()
-        assert play(episode, lambda turn, expert=expert: expert.next_action(), MAX_TURNS)[-1].success, task_id
+        assert play(episode, lambda turn, expert=expert: expert.next_action(), MAX_TURNS)[
+            -1
+        ].success, task_id
 
 
 @pytest.mark.parametrize("mode", ["strict", "agentgym"])
@@ -89,28 +96,40 @@ def test_answering_with_the_question_or_the_first_title_earns_nothing():
         assert episode.step(f"<answer>{episode.question.text}</answer>").reward == 0.0
         episode.reset(task_id)
         episode.step(f"<search>{episode.question.text}</search>")
-        assert episode.step(f"<answer>{episode.searched[0].documents[0].title}</answer>").reward == 0.0
+        assert (
+            episode.step(f"<answer>{episode.searched[0].documents[0].title}</answer>").reward == 0.0
+        )
 
 
 def test_an_episode_in_words():
     episode = spec({"topk": 1}).make()
     assert episode.reset(FIRST_TRAIN_ID + 5) == "Question: Who founded the company Tevex Mills?"
     result = episode.step("<think>Look it up.</think>\n<search>Tevex Mills</search>")
-    assert result.observation == (
-        '<information>Doc 1(Title: "Tevex Mills") Tevex Mills is a company based in Hirford. A strike closed its workshops for one winter.'
-        " Krarith Glildall founded it in 1760. The firm is known for its blotting paper.</information>"
+    assert (
+        result.observation
+        == '<information>Doc 1(Title: "Tevex Mills") Tevex Mills is a company based in Hirford. A'
+        " strike closed its workshops for one winter. Krarith Glildall founded it in 1760. The"
+        " firm is known for its blotting paper.</information>"
     )
     assert (result.reward, result.terminated, result.success) == (0.0, False, False)
     result = episode.step("<answer>krarith glildall.</answer>")
-    assert (result.observation, result.reward, result.terminated, result.success) == ("Your answer is right.", 1.0, True, True)
+    assert (result.observation, result.reward, result.terminated, result.success) == (
+        "Your answer is right.",
+        1.0,
+        True,
+        True,
+    )
     media_type, text = episode.render()
     assert media_type == "text/plain"
     assert text.decode().splitlines() == [
         "Question (embedded_one_hop): Who founded the company Tevex Mills?",
         "",
         "Search 1: Tevex Mills",
-        "  Tevex Mills: Tevex Mills is a company based in Hirford. A strike closed its workshops for one winter."
-        " Krarith Glildall founded it in 1760. The firm is known for its blotting paper.",
+        (
+            "  Tevex Mills: Tevex Mills is a company based in Hirford. A strike closed its"
+            " workshops for one winter. Krarith Glildall founded it in 1760. The firm is known for"
+            " its blotting paper."
+        ),
         "",
         "Answer: krarith glildall. (right)",
     ]
@@ -127,8 +146,14 @@ def test_agentgym_mode_goes_on_until_the_answer_is_right():
     episode = episode_of(FIRST_TRAIN_ID + 5, mode="agentgym")
     for _ in range(3):
         result = episode.step("<answer>somebody</answer>")
-        assert (result.observation, result.reward, result.terminated, result.info["em"]) == (PROTOCOLS["own"].try_again, 0.0, False, 0.0)
-    result = episode.step("<answer>nobody</answer>, no: <answer>Krarith Glildall</answer>")  # there the last answer of a reply counts
+        assert (result.observation, result.reward, result.terminated, result.info["em"]) == (
+            PROTOCOLS["own"].try_again,
+            0.0,
+            False,
+            0.0,
+        )
+    # there the last answer of a reply counts
+    result = episode.step("<answer>nobody</answer>, no: <answer>Krarith Glildall</answer>")
     assert (result.reward, result.terminated, result.success) == (1.0, True, True)
 
 
@@ -136,20 +161,35 @@ def test_agentgyms_protocol_asks_in_its_order_and_has_its_four_cases():
     served = spec({"protocol": "agentgym", "mode": "agentgym"})
     places = [
         served.instructions.index(part)
-        for part in ("<think>", "<search>", "<information>", "<answer>...</answer>", "confident", "For example")
+        for part in (
+            "<think>",
+            "<search>",
+            "<information>",
+            "<answer>...</answer>",
+            "confident",
+            "For example",
+        )
     ]
     assert served.instructions.endswith("\n")  # a blank line before the question
     assert places[0] < places[1] < places[2] < places[3]
     assert places[4] < places[5]
-    episode, says = episode_of(FIRST_TRAIN_ID + 5, protocol="agentgym", mode="agentgym"), PROTOCOLS["agentgym"]
+    episode, says = (
+        episode_of(FIRST_TRAIN_ID + 5, protocol="agentgym", mode="agentgym"),
+        PROTOCOLS["agentgym"],
+    )
     found = episode.step(
         "<think>I could <search>Tevex Mills</search> or</think> <answer>junk</answer>"
     ).observation  # the raw reply is read
     assert found.startswith("<information>Doc 1(Title: ")
     assert episode.step("<answer>somebody</answer>").observation == says.try_again
     assert episode.step("hm").observation == says.neither
-    assert all(f"<{tag}>" in says.neither and f"</{tag}>" in says.neither for tag in ("search", "answer"))
-    assert episode.step("<search> </search>").observation == "<information>No document matches.</information>"
+    assert all(
+        f"<{tag}>" in says.neither and f"</{tag}>" in says.neither for tag in ("search", "answer")
+    )
+    assert (
+        episode.step("<search> </search>").observation
+        == "<information>No document matches.</information>"
+    )
     won = episode.step("<think><answer>nobody</answer></think><answer>Krarith Glildall</answer>")
     assert (won.observation, won.reward, won.terminated) == (says.right, 1.0, True)
     assert not {says.right, says.wrong, says.try_again, says.neither} & {*vars_of(PROTOCOLS["own"])}
@@ -165,7 +205,12 @@ def test_nothing_is_paid_after_the_end(mode):
     assert episode.step(right_answer(episode)).reward == 1.0
     for reply in (right_answer(episode), "<search>town</search>", ""):
         result = episode.step(reply)
-        assert (result.observation, result.reward, result.terminated, result.success) == (OVER, 0.0, True, False)
+        assert (result.observation, result.reward, result.terminated, result.success) == (
+            OVER,
+            0.0,
+            True,
+            False,
+        )
     assert episode.searched == []
 
 
@@ -190,17 +235,25 @@ def test_as_many_documents_are_shown_as_were_asked_for(topk):
 def test_texts_can_be_limited_and_the_expert_says_what_it_could_not_see():
     episode = episode_of(FIRST_TRAIN_ID + 5, max_doc_chars=40)
     observation = episode.step("<search>Tevex Mills</search>").observation
-    assert observation.startswith('<information>Doc 1(Title: "Tevex Mills") Tevex Mills is a company based in ...\nDoc 2')
+    assert observation.startswith(
+        '<information>Doc 1(Title: "Tevex Mills") Tevex Mills is a company based in ...\nDoc 2'
+    )
     expert = episode.expert()
     episode.step(expert.next_action())
     with pytest.raises(
-        ExpertFailed, match=r"no document tells what 'Who founded the company Tevex Mills\?' needs; searched for: Tevex Mills;"
+        ExpertFailed,
+        match=(
+            r"no document tells what 'Who founded the company Tevex Mills\?' needs; searched for:"
+            r" Tevex Mills;"
+        ),
     ):
         expert.next_action()
 
 
 def test_the_expert_goes_on_from_what_others_did():
-    episode = episode_of(next(i for i, q in enumerate(questions.embedded().eval) if len(q.hops) == 2))
+    episode = episode_of(
+        next(i for i, q in enumerate(questions.embedded().eval) if len(q.hops) == 2)
+    )
     first, second = episode.question.hops
     expert = episode.expert()
     assert expert.next_action() == expert.next_action() == f"<search>{first.query}</search>"
@@ -224,8 +277,17 @@ def test_a_query_is_read_up_to_a_limit():
         st.one_of(
             st.text(max_size=60),
             st.builds("<search>{}</search>".format, st.text(max_size=60)),
-            st.builds("<think>{}</think><answer>{}</answer>".format, st.text(max_size=20), st.text(max_size=20)),
-            st.lists(st.sampled_from(["<search>", "</search>", "<answer>", "</answer>", "<think>", "town"]), max_size=8).map("".join),
+            st.builds(
+                "<think>{}</think><answer>{}</answer>".format,
+                st.text(max_size=20),
+                st.text(max_size=20),
+            ),
+            st.lists(
+                st.sampled_from(
+                    ["<search>", "</search>", "<answer>", "</answer>", "<think>", "town"]
+                ),
+                max_size=8,
+            ).map("".join),
         ),
         max_size=6,
     ),
@@ -254,7 +316,8 @@ def turn(number):
     episode = episodes[number]
     if not episode.ended:
         action = episode.expert().next_action()
-        told[number] += [action, repr(episode.step("<search>river town founded</search>")), repr(episode.step(action))]
+        told[number] += [action, repr(episode.step("<search>river town founded</search>")), \
+repr(episode.step(action))]
 if sys.argv[1] == "interleaved":
     for _ in range(3):
         for number in reversed(range(len(ids))):
@@ -273,7 +336,9 @@ def test_equal_task_ids_give_equal_transcripts_in_two_processes_and_between_othe
     def digest(hash_seed, order):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         command = [sys.executable, "-c", TRANSCRIPT, order]
-        return subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60).stdout
+        return subprocess.run(
+            command, env=environment, capture_output=True, check=True, timeout=60
+        ).stdout
 
     assert digest("0", "interleaved") == digest("4711", "one by one")
 

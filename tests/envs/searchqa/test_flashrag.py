@@ -31,7 +31,11 @@ def write(folder, split, rows):
 
 def borders():
     """First and last row of every published range: (task id, row)."""
-    return [(task_id, row(r.data_source, task_id - r.first, r.split)) for r in RANGES for task_id in (r.first, r.last)]
+    return [
+        (task_id, row(r.data_source, task_id - r.first, r.split))
+        for r in RANGES
+        for task_id in (r.first, r.last)
+    ]
 
 
 def test_the_published_ranges_follow_one_another():
@@ -69,9 +73,15 @@ def test_ids_outside_the_ranges_are_refused(tmp_path, task_id):
 
 def test_a_missing_row_or_file_is_named(tmp_path):
     found = FlashRag(write(tmp_path, "test", [row("nq", 0)]))
-    with pytest.raises(ValueError, match=r"task id 3610 is row 0 of triviaqa \(test\), but .*test\.parquet has no such row"):
+    with pytest.raises(
+        ValueError,
+        match=r"task id 3610 is row 0 of triviaqa \(test\), but .*test\.parquet has no such row",
+    ):
         found[3610]
-    with pytest.raises(ValueError, match=r"task id 130881 is row 0 of hotpotqa \(train\), but .*train\.parquet is not there"):
+    with pytest.raises(
+        ValueError,
+        match=r"task id 130881 is row 0 of hotpotqa \(train\), but .*train\.parquet is not there",
+    ):
         found[130_881]
 
 
@@ -87,7 +97,12 @@ def test_rows_without_extra_info_are_counted_within_their_data_set(tmp_path):
 def test_questions_end_in_a_question_mark_and_answers_come_from_either_column(tmp_path):
     rows = [
         row("nq", 0, question=" who wrote it \n"),
-        row("nq", 1, question="who?", reward_model={"style": "rule", "ground_truth": {"target": ["x", "y"]}}),
+        row(
+            "nq",
+            1,
+            question="who?",
+            reward_model={"style": "rule", "ground_truth": {"target": ["x", "y"]}},
+        ),
     ]
     found = FlashRag(write(tmp_path, "test", rows))
     assert found[0].text == "who wrote it?"
@@ -100,8 +115,14 @@ def test_questions_end_in_a_question_mark_and_answers_come_from_either_column(tm
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([row("squad", 0)], r"test\.parquet, row 0: unknown data_source 'squad'; known: nq, triviaqa"),
-        ([row("nq", 0), row("nq", 3610)], r"row 1: index 3610 of nq, which has 3610 questions \(test\)"),
+        (
+            [row("squad", 0)],
+            r"test\.parquet, row 0: unknown data_source 'squad'; known: nq, triviaqa",
+        ),
+        (
+            [row("nq", 0), row("nq", 3610)],
+            r"row 1: index 3610 of nq, which has 3610 questions \(test\)",
+        ),
         ([row("nq", 5), row("nq", 5)], "row 1: index 5 of nq comes twice"),
         ([{"question": "q", "golden_answers": ["a"]}], "no column data_source"),
         ([{"question": "q", "data_source": "nq"}], "no answers"),
@@ -113,7 +134,13 @@ def test_files_that_contradict_the_layout_are_refused(tmp_path, rows, message):
 
 
 def test_a_row_without_an_answer_is_an_error_and_not_an_unsolvable_task(tmp_path):
-    found = FlashRag(write(tmp_path, "test", [row("nq", 0), row("nq", 1, answers=pa.array([], pa.string()).to_pylist())]))
+    found = FlashRag(
+        write(
+            tmp_path,
+            "test",
+            [row("nq", 0), row("nq", 1, answers=pa.array([], pa.string()).to_pylist())],
+        )
+    )
     with pytest.raises(ValueError, match="task id 1: the row has no golden answer"):
         found[1]
 
@@ -152,7 +179,9 @@ def test_episodes_on_the_benchmarks_search_a_real_index(tmp_path, retrieving):
         assert episode.reset(0) == "Question: what is the capital of japan?"
         expert = episode.expert()
         first = episode.step(expert.next_action())
-        assert first.observation.startswith('<information>Doc 1(Title: "Japan") Japan is a country.')
+        assert first.observation.startswith(
+            '<information>Doc 1(Title: "Japan") Japan is a country.'
+        )
         assert log[-1][1]["topk"] == 2
         assert expert.next_action() == "<answer>Tokyo</answer>"
         result = episode.step(expert.next_action())
@@ -162,7 +191,8 @@ def test_episodes_on_the_benchmarks_search_a_real_index(tmp_path, retrieving):
         episode.reset(1)
         expert = episode.expert()
         episode.step(expert.next_action())
-        with pytest.raises(ExpertFailed, match="no document tells"):  # it gives no answer that it was not shown
+        # it gives no answer that it was not shown
+        with pytest.raises(ExpertFailed, match="no document tells"):
             expert.next_action()
         with pytest.raises(ValueError, match="has no such row"):
             make().reset(2)

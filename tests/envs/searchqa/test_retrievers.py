@@ -6,7 +6,14 @@ from math import log
 from envs.searchqa import questions, retrievers
 from envs.searchqa.retrievers import Bm25, Document
 
-SMALL = Bm25([Document("Oak", "a tree"), Document("Elm", "a tree"), Document("Pike", "a fish"), Document("Ash", "a tree")])
+SMALL = Bm25(
+    [
+        Document("Oak", "a tree"),
+        Document("Elm", "a tree"),
+        Document("Pike", "a fish"),
+        Document("Ash", "a tree"),
+    ]
+)
 
 
 def test_the_best_match_comes_first_and_ties_keep_the_order_of_the_corpus():
@@ -27,7 +34,9 @@ def test_topk_is_really_used():
 
 
 def test_scores_are_those_of_the_formula():
-    """idf = ln(1 + (N - df + .5) / (df + .5)), tf / (tf + k1 (1 - b + b len / mean)); titles count twice."""
+    """idf = ln(1 + (N - df + .5) / (df + .5)), tf / (tf + k1 (1 - b + b len / mean)); titles
+    count twice.
+    """
     norm = 1.2 * (1 - 0.75 + 0.75 * 3 / 3)  # every document has three words
     rare, common = log(1 + 3.5 / 1.5), log(1 + 1.5 / 3.5)  # in one and in three of four documents
     scores = SMALL._index.get_scores_from_ids([SMALL._vocabulary["oak"], SMALL._vocabulary["tree"]])
@@ -49,5 +58,8 @@ def test_the_way_to_an_answer_can_be_searched_and_the_second_half_not_from_the_q
         for hop in question.hops:
             assert hop.title in [document.title for document in index.search(hop.query, 3)]
     two_hop = [question for question in questions.embedded().eval if len(question.hops) == 2]
-    straight = sum(question.hops[1].title in [d.title for d in index.search(question.text, 3)] for question in two_hop)
+    straight = sum(
+        question.hops[1].title in [d.title for d in index.search(question.text, 3)]
+        for question in two_hop
+    )
     assert straight < 0.02 * len(two_hop)

@@ -34,7 +34,8 @@ def test_normalisation_removes_case_punctuation_articles_and_white_space(text, n
         ("12 04", ["1204"], False),
         ("", ["Paris"], False),
         ("  \n", [""], False),
-        ("the", ["The"], True),  # a golden answer that normalises to nothing is compared as it stands
+        # a golden answer that normalises to nothing is compared as it stands
+        ("the", ["The"], True),
         ("A", ["a"], True),
         ("an", ["A"], False),
         ("?", ["the"], False),

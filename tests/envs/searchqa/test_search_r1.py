@@ -25,21 +25,30 @@ def failing(url, message, timeout_s=5.0):
 
 def test_a_search_is_one_request_in_the_words_of_the_api(retrieving):
     with retrieving() as (url, log):
-        assert SearchR1(url).search("capital of Japan", 1) == [Document("Japan", "Japan is a country. Its capital is Tokyo.")]
-        assert log == [("/retrieve", {"queries": ["capital of Japan"], "topk": 1, "return_scores": True})]
-        assert SearchR1(url.removesuffix("/retrieve")).search("whale", 2) == []  # found nothing, which is an answer
+        assert SearchR1(url).search("capital of Japan", 1) == [
+            Document("Japan", "Japan is a country. Its capital is Tokyo.")
+        ]
+        assert log == [
+            ("/retrieve", {"queries": ["capital of Japan"], "topk": 1, "return_scores": True})
+        ]
+        # found nothing, which is an answer
+        assert SearchR1(url.removesuffix("/retrieve")).search("whale", 2) == []
         assert log[-1][0] == "/retrieve"
 
 
 def test_contents_without_a_title_line_are_taken_as_they_are(retrieving):
     def behave(handler, asked, number):
         handler.reply(
-            b'{"result": [[{"document": {"contents": "only a title"}}, {"document": {"contents": "Plain\\n two\\nlines "}, "score": 1}]]}'
+            b'{"result": [[{"document": {"contents": "only a title"}}, {"document": {"contents":'
+            b' "Plain\\n two\\nlines "}, "score": 1}]]}'
         )
         return True
 
     with retrieving(behave) as (url, _):
-        assert SearchR1(url).search("q", 3) == [Document("only a title", ""), Document("Plain", "two\nlines")]
+        assert SearchR1(url).search("q", 3) == [
+            Document("only a title", ""),
+            Document("Plain", "two\nlines"),
+        ]
 
 
 def test_queries_of_many_threads_travel_together_and_each_gets_its_own_documents(retrieving):
@@ -111,7 +120,13 @@ def test_a_refused_query_finds_nothing_and_costs_no_other_its_documents(retrievi
     with retrieving(refuse) as (url, _), ThreadPoolExecutor(5) as pool:
         retriever = SearchR1(url)
         found = list(pool.map(lambda query: retriever.search(query, 1), queries))
-    assert [[document.title for document in documents] for documents in found] == [["France"], [], ["Japan"], [], ["Chile"]]
+    assert [[document.title for document in documents] for documents in found] == [
+        ["France"],
+        [],
+        ["Japan"],
+        [],
+        ["Chile"],
+    ]
 
 
 def test_a_server_that_refuses_every_query_is_an_error(retrieving):
@@ -151,7 +166,8 @@ def test_a_retriever_that_does_not_finish_is_left_at_the_deadline(retrieving, tr
     def behave(handler, asked, number):
         handler.send_response(200)
         handler.end_headers()
-        while not over.wait(0.02):  # each byte comes in time for a socket's own timeout, the whole never
+        # each byte comes in time for a socket's own timeout, the whole never
+        while not over.wait(0.02):
             if trickle:
                 handler.wfile.write(b" ")
         return True
@@ -167,7 +183,8 @@ def test_a_retriever_that_does_not_finish_is_left_at_the_deadline(retrieving, tr
 def test_who_gets_no_turn_in_time_is_told_so_and_not_asked_for_later(retrieving):
     with retrieving() as (url, log):
         retriever = SearchR1(url, 0.5)
-        with retriever._turn, pytest.raises(RetrieverError, match=r"no turn within 0\.5 s"):  # as long as another request is under way
+        # as long as another request is under way
+        with retriever._turn, pytest.raises(RetrieverError, match=r"no turn within 0\.5 s"):
             retriever.search("France", 1)
         assert retriever.search("Japan", 1)[0].title == "Japan"
         assert [asked["queries"] for _, asked in log] == [["Japan"]]
@@ -183,7 +200,10 @@ def test_who_gets_no_turn_in_time_is_told_so_and_not_asked_for_later(retrieving)
             b'{"result": [[{"document": {"text": "x"}}]]}',
             r"not a reply of the Search-R1 API: result\.0\.0\.document\.contents: Field required",
         ),
-        (b'{"result": [[{"document": {"contents": 5}}]]}', r"not a reply of the Search-R1 API: result\.0\.0\.document\.contents: "),
+        (
+            b'{"result": [[{"document": {"contents": 5}}]]}',
+            r"not a reply of the Search-R1 API: result\.0\.0\.document\.contents: ",
+        ),
         (b'{"result": []}', "0 lists of documents for 1 queries"),
         (b'{"result": [[], []]}', "2 lists of documents for 1 queries"),
     ],
@@ -232,18 +252,26 @@ def test_a_trouble_of_one_batch_is_not_kept_for_the_next(retrieving):
         assert retriever.search("Japan", 1)[0].title == "Japan"
 
 
-def test_queries_of_a_request_that_was_given_up_fail_and_are_not_answered_with_nothing(retrieving, monkeypatch):
+def test_queries_of_a_request_that_was_given_up_fail_and_are_not_answered_with_nothing(
+    retrieving, monkeypatch
+):
     with retrieving() as (url, _):
         retriever = SearchR1(url)
         monkeypatch.setattr(search_r1, "WINDOW_S", 0.1)
-        monkeypatch.setattr(retriever, "_ask", lambda queries, topk: sys.exit())  # as a thread that is stopped leaves it
+        # as a thread that is stopped leaves it
+        monkeypatch.setattr(retriever, "_ask", lambda queries, topk: sys.exit())
         with ThreadPoolExecutor(2) as pool:
-            first, second = pool.submit(retriever.search, "Japan", 1), pool.submit(retriever.search, "Chile", 1)
+            first, second = (
+                pool.submit(retriever.search, "Japan", 1),
+                pool.submit(retriever.search, "Chile", 1),
+            )
             errors = {type(first.exception()), type(second.exception())}
         assert errors == {SystemExit, RetrieverError}
 
 
-def test_a_dead_retriever_crashes_the_served_step_and_costs_no_other_session(retrieving, monkeypatch):
+def test_a_dead_retriever_crashes_the_served_step_and_costs_no_other_session(
+    retrieving, monkeypatch
+):
     monkeypatch.setattr(search_r1, "BACKOFF_S", 0.01)
 
     def behave(handler, asked, number):
@@ -257,17 +285,26 @@ def test_a_dead_retriever_crashes_the_served_step_and_costs_no_other_session(ret
         app = make_app(served, ServerSettings(drain_timeout_s=0.1))
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://env") as client,
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(app, raise_app_exceptions=False),
+                base_url="http://env",
+            ) as client,
         ):
             ids = []
             for key in "ab":
-                ids.append((await client.post("/create", json={"request_key": key, "task_id": 0})).json()["session_id"])
+                ids.append(
+                    (await client.post("/create", json={"request_key": key, "task_id": 0})).json()[
+                        "session_id"
+                    ]
+                )
             body = {"turn": 1, "action": "<search>Chile</search>"}
             failed = await client.post("/step", json={"session_id": ids[0], **body})
             assert failed.status_code == 500
             assert failed.json()["kind"] == "env_crashed"
             assert url in failed.json()["message"]
-            good = await client.post("/step", json={"session_id": ids[1], "turn": 1, "action": "<search>Japan</search>"})
+            good = await client.post(
+                "/step", json={"session_id": ids[1], "turn": 1, "action": "<search>Japan</search>"}
+            )
             assert "Tokyo" in good.json()["observation"]
 
     with retrieving(behave) as (url, _):

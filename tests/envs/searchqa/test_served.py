@@ -23,13 +23,23 @@ def test_many_episodes_at_once_are_told_as_one_alone(serving):
     async def main(endpoint):
         async with EnvPool([endpoint], request_timeout_s=20) as pool:
             info = (await pool.info())[0]
-            assert (info.env, info.options["mode"], info.options["topk"]) == ("searchqa", "strict", 3)
+            assert (info.env, info.options["mode"], info.options["topk"]) == (
+                "searchqa",
+                "strict",
+                3,
+            )
             assert "<search>" in info.instructions
             tasks = [*range(16), *range(51_713, 51_729)]
-            together = await asyncio.gather(*(follow_the_expert(pool, task_id, f"a{task_id}") for task_id in tasks))
+            together = await asyncio.gather(
+                *(follow_the_expert(pool, task_id, f"a{task_id}") for task_id in tasks)
+            )
             for task_id, told in zip(tasks[:6], together, strict=False):
                 assert await follow_the_expert(pool, task_id, f"b{task_id}") == told
-            assert all(told[0].startswith("Question: ") and told[1].startswith("<information>Doc 1(Title: ") for told in together)
+            assert all(
+                told[0].startswith("Question: ")
+                and told[1].startswith("<information>Doc 1(Title: ")
+                for told in together
+            )
 
     with serving("searchqa", offer_expert=True) as (endpoint, _):
         asyncio.run(main(endpoint))
@@ -48,7 +58,10 @@ def test_sessions_of_a_server_share_requests_to_a_remote_retriever(retrieving, s
         async with EnvPool([endpoint], request_timeout_s=20) as pool:
             return await asyncio.gather(*(search(pool, number) for number in range(12)))
 
-    with retrieving(slow) as (url, log), serving("searchqa", {"retriever": url}, offer_expert=True) as (endpoint, _):
+    with (
+        retrieving(slow) as (url, log),
+        serving("searchqa", {"retriever": url}, offer_expert=True) as (endpoint, _),
+    ):
         before = len(log)  # of the scripted episode
         observations = asyncio.run(main(endpoint))
         assert len(set(observations)) == 1

@@ -8,35 +8,74 @@ from envs.textcraft.make_recipes import condense, dump, factor, main, read
 from envs.textcraft.recipes import SHIPPED, load_book
 
 NAMES = dict(
-    enumerate(["oak_log", "oak_wood", "oak_planks", "yew_planks", "stick", "bamboo", "coal", "charcoal", "torch", "lamp", "dye", "rose"])
+    enumerate(
+        [
+            "oak_log",
+            "oak_wood",
+            "oak_planks",
+            "yew_planks",
+            "stick",
+            "bamboo",
+            "coal",
+            "charcoal",
+            "torch",
+            "lamp",
+            "dye",
+            "rose",
+        ]
+    )
 )
 ID = {name: number for number, name in NAMES.items()} | {"tulip": 12}
 NAMES[12] = "tulip"
 
 
 def shaped(output, count, *rows):
-    return {"inShape": [[ID.get(cell) for cell in row] for row in rows], "result": {"id": ID[output], "count": count}}
+    return {
+        "inShape": [[ID.get(cell) for cell in row] for row in rows],
+        "result": {"id": ID[output], "count": count},
+    }
 
 
 def shapeless(output, count, *names):
-    return {"ingredients": [ID[name] for name in names], "result": {"id": ID[output], "count": count}}
+    return {
+        "ingredients": [ID[name] for name in names],
+        "result": {"id": ID[output], "count": count},
+    }
 
 
 def condensed(*variants):
-    return condense(read({str(number): [variant] for number, variant in enumerate(variants)}, NAMES))
+    return condense(
+        read({str(number): [variant] for number, variant in enumerate(variants)}, NAMES)
+    )
 
 
 def test_variants_of_one_ingredient_become_a_kind_a_plain_item_or_recipes_of_their_own():
-    planks = [shapeless(f"{wood}_planks", 4, log) for wood, log in (("oak", "oak_log"), ("oak", "oak_wood"), ("yew", "rose"))]
-    sticks = [shaped("stick", 4, [plank], [plank]) for plank in ("oak_planks", "yew_planks", "bamboo")]
+    planks = [
+        shapeless(f"{wood}_planks", 4, log)
+        for wood, log in (("oak", "oak_log"), ("oak", "oak_wood"), ("yew", "rose"))
+    ]
+    sticks = [
+        shaped("stick", 4, [plank], [plank]) for plank in ("oak_planks", "yew_planks", "bamboo")
+    ]
     lit = [shaped("torch", 4, [fuel], ["stick"]) for fuel in ("coal", "charcoal")]
     lamps = [
         shaped("lamp", 1, [fuel, fuel, None], [plank, None, None])
         for fuel in ("coal", "charcoal")
         for plank in ("oak_planks", "yew_planks")
     ]
-    wood = [shapeless("oak_wood", 3, "oak_log"), *(shapeless("bamboo", 1, plank) for plank in ("oak_planks", "yew_planks"))]
-    kinds, recipes = condensed(*planks, *sticks, *lit, *lamps, *wood, shapeless("dye", 1, "rose"), shapeless("dye", 1, "tulip"))
+    wood = [
+        shapeless("oak_wood", 3, "oak_log"),
+        *(shapeless("bamboo", 1, plank) for plank in ("oak_planks", "yew_planks")),
+    ]
+    kinds, recipes = condensed(
+        *planks,
+        *sticks,
+        *lit,
+        *lamps,
+        *wood,
+        shapeless("dye", 1, "rose"),
+        shapeless("dye", 1, "tulip"),
+    )
     assert kinds == {"planks": ["oak_planks", "yew_planks"]}
     assert recipes == [
         ("bamboo", 1, {"#planks": 1}),
@@ -60,16 +99,25 @@ def test_variants_that_are_no_product_are_refused():
 
 
 def test_what_the_script_writes_can_be_read(tmp_path):
-    (tmp_path / "out.json").write_text(dump("test", {"k": ["a"]}, [("a", 2, {"b": 1}), ("c", 1, {"#k": 3})]))
-    assert [recipe.text for recipe in load_book(str(tmp_path / "out.json")).recipes] == ["craft 2 a using 1 b", "craft 1 c using 3 k"]
+    (tmp_path / "out.json").write_text(
+        dump("test", {"k": ["a"]}, [("a", 2, {"b": 1}), ("c", 1, {"#k": 3})])
+    )
+    assert [recipe.text for recipe in load_book(str(tmp_path / "out.json")).recipes] == [
+        "craft 2 a using 1 b",
+        "craft 1 c using 3 k",
+    ]
 
 
 def test_the_file_that_ships_names_its_source():
-    assert json.loads(SHIPPED.read_text())["source"].startswith("Minecraft 1.16.2, PyPI minecraft-data")
+    assert json.loads(SHIPPED.read_text())["source"].startswith(
+        "Minecraft 1.16.2, PyPI minecraft-data"
+    )
 
 
 def test_the_file_that_ships_is_what_the_script_makes(tmp_path, monkeypatch):
-    pytest.importorskip("minecraft_data", reason="the script's own tool: pip install minecraft-data==3.20.0")
+    pytest.importorskip(
+        "minecraft_data", reason="the script's own tool: pip install minecraft-data==3.20.0"
+    )
     monkeypatch.setattr("sys.argv", ["make_recipes", "--target", str(tmp_path / "recipes.json")])
     assert main() == 0
     assert (tmp_path / "recipes.json").read_text() == SHIPPED.read_text()

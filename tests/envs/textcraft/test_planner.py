@@ -14,7 +14,12 @@ def draft(text, kind=""):
     """`4 stick: 2 #planks` as a recipe."""
     output, _, ingredients = text.partition(": ")
     count, name = output.split()
-    return Draft(name, int(count), tuple((part.split()[1], int(part.split()[0])) for part in ingredients.split(", ")), kind)
+    return Draft(
+        name,
+        int(count),
+        tuple((part.split()[1], int(part.split()[0])) for part in ingredients.split(", ")),
+        kind,
+    )
 
 
 def book_of(*drafts):
@@ -33,12 +38,22 @@ def test_everything_is_made_before_it_is_used_and_fetched_at_once():
 
 def test_one_craft_is_one_action_however_many_are_needed():
     book = book_of("1 wall: 5 brick", "2 brick: 3 clay")
-    assert solution(book, "wall") == ["get 9 clay", *["craft 2 brick using 3 clay"] * 3, "craft 1 wall using 5 brick"]
+    assert solution(book, "wall") == [
+        "get 9 clay",
+        *["craft 2 brick using 3 clay"] * 3,
+        "craft 1 wall using 5 brick",
+    ]
 
 
 def test_the_recipe_and_the_member_that_save_turns_are_taken():
     woods = [draft("4 ash_planks: 1 ash", "planks"), draft("4 yew_planks: 1 yew", "planks")]
-    book = book_of(*woods, "4 stick: 2 #planks", "1 stick: 2 bamboo", "1 sign: 6 yew_planks, 1 stick", "1 pole: 1 stick")
+    book = book_of(
+        *woods,
+        "4 stick: 2 #planks",
+        "1 stick: 2 bamboo",
+        "1 sign: 6 yew_planks, 1 stick",
+        "1 pole: 1 stick",
+    )
     assert solution(book, "sign") == [
         "get 2 yew",
         "craft 4 yew planks using 1 yew",
@@ -46,7 +61,11 @@ def test_the_recipe_and_the_member_that_save_turns_are_taken():
         "craft 4 stick using 2 yew planks",
         "craft 1 sign using 6 yew planks, 1 stick",
     ]
-    assert solution(book, "pole") == ["get 2 bamboo", "craft 1 stick using 2 bamboo", "craft 1 pole using 1 stick"]
+    assert solution(book, "pole") == [
+        "get 2 bamboo",
+        "craft 1 stick using 2 bamboo",
+        "craft 1 pole using 1 stick",
+    ]
 
 
 def test_a_member_that_is_held_is_used_up_first():
@@ -66,18 +85,30 @@ def test_no_other_choice_of_recipes_and_members_is_shorter_on_any_goal():
     for goal in book.goals:
         names = [goal]
         for name in names:  # grows: the whole tree
-            below = [part for recipe in book.by_output.get(name, ()) for part, _ in recipe.ingredients]
-            names += [part for part in dict.fromkeys([*below, *book.members.get(name, ())]) if part not in names]
+            below = [
+                part for recipe in book.by_output.get(name, ()) for part, _ in recipe.ingredients
+            ]
+            names += [
+                part
+                for part in dict.fromkeys([*below, *book.members.get(name, ())])
+                if part not in names
+            ]
         recipes = [name for name in names if len(book.by_output.get(name, ())) > 1]
         kinds = [name for name in names if name in book.members]
-        ways = [book.by_output[name] for name in recipes] + [sorted(book.members[kind]) for kind in kinds]
+        ways = [book.by_output[name] for name in recipes] + [
+            sorted(book.members[kind]) for kind in kinds
+        ]
         combinations = list(itertools.islice(itertools.product(*ways), 1500))
         if len(combinations) == 1500:
             continue
         compared += 1
         shortest = len(solution(book, goal))
         for chosen in combinations:
-            choices = Choices(book, dict(zip(recipes, chosen, strict=False)), dict(zip(kinds, chosen[len(recipes) :], strict=True)))
+            choices = Choices(
+                book,
+                dict(zip(recipes, chosen, strict=False)),
+                dict(zip(kinds, chosen[len(recipes) :], strict=True)),
+            )
             assert shortest <= len(Plan(goal, {}, choices).acts)
     assert compared == 544  # all but three, where too many dyes lead to too many flowers
 
@@ -85,7 +116,13 @@ def test_no_other_choice_of_recipes_and_members_is_shorter_on_any_goal():
 @pytest.mark.parametrize("seed", range(3))
 def test_the_expert_repeats_itself_and_recovers_from_acts_that_were_not_its_own(seed):
     world = spec({"min_depth": 2}).make()
-    foreign = ["get 3 oak log", "craft 4 oak planks using 1 oak log", "craft 4 stick using 2 oak planks", "get 1 junk", "get 5 string"]
+    foreign = [
+        "get 3 oak log",
+        "craft 4 oak planks using 1 oak log",
+        "craft 4 stick using 2 oak planks",
+        "get 1 junk",
+        "get 5 string",
+    ]
     for task_id in range(seed, 423, 20):
         world.reset(task_id)
         expert = world.expert()
@@ -107,4 +144,7 @@ def test_an_expert_asked_in_the_middle_goes_on_from_what_is_held():
     actions = []
     while not world.step(action := expert.next_action()).terminated:
         actions.append(action)
-    assert [*actions, action] == [*["craft 4 stick using 2 oak planks"] * 2, "craft 3 ladder using 7 stick"]
+    assert [*actions, action] == [
+        *["craft 4 stick using 2 oak planks"] * 2,
+        "craft 3 ladder using 7 stick",
+    ]

@@ -12,16 +12,39 @@ from envs.textcraft.draft import Draft
 from envs.textcraft.recipes import Book, _draft, item_id, load_book, plain
 
 FOLDER = {
-    "acacia_planks": {"type": "minecraft:crafting_shapeless", "group": "planks", "ingredients": [{"tag": "minecraft:acacia_logs"}]},
-    "oak_planks": {"type": "minecraft:crafting_shapeless", "group": "planks", "ingredients": [{"item": "minecraft:oak_log"}]},
-    "stick": {"type": "minecraft:crafting_shaped", "group": "sticks", "pattern": ["#", "#"], "key": {"#": {"tag": "minecraft:planks"}}},
+    "acacia_planks": {
+        "type": "minecraft:crafting_shapeless",
+        "group": "planks",
+        "ingredients": [{"tag": "minecraft:acacia_logs"}],
+    },
+    "oak_planks": {
+        "type": "minecraft:crafting_shapeless",
+        "group": "planks",
+        "ingredients": [{"item": "minecraft:oak_log"}],
+    },
+    "stick": {
+        "type": "minecraft:crafting_shaped",
+        "group": "sticks",
+        "pattern": ["#", "#"],
+        "key": {"#": {"tag": "minecraft:planks"}},
+    },
     "torch": {
         "type": "minecraft:crafting_shaped",
         "pattern": ["X", "#"],
-        "key": {"#": {"item": "minecraft:stick"}, "X": [{"item": "minecraft:coal"}, {"item": "minecraft:charcoal"}]},
+        "key": {
+            "#": {"item": "minecraft:stick"},
+            "X": [{"item": "minecraft:coal"}, {"item": "minecraft:charcoal"}],
+        },
     },
-    "coal": {"type": "minecraft:crafting_shapeless", "ingredients": [{"item": "minecraft:coal_block"}]},
-    "coal_block": {"type": "minecraft:crafting_shaped", "pattern": ["###", "###", "###"], "key": {"#": {"item": "minecraft:coal"}}},
+    "coal": {
+        "type": "minecraft:crafting_shapeless",
+        "ingredients": [{"item": "minecraft:coal_block"}],
+    },
+    "coal_block": {
+        "type": "minecraft:crafting_shaped",
+        "pattern": ["###", "###", "###"],
+        "key": {"#": {"item": "minecraft:coal"}},
+    },
     "iron_ingot_from_nuggets": {
         "type": "minecraft:crafting_shaped",
         "group": "iron_ingot",
@@ -29,7 +52,10 @@ FOLDER = {
         "key": {"#": {"item": "minecraft:iron_nugget"}},
         "result": {"item": "minecraft:iron_ingot"},
     },
-    "iron_nugget": {"type": "minecraft:crafting_shapeless", "ingredients": [{"item": "minecraft:iron_ingot"}]},
+    "iron_nugget": {
+        "type": "minecraft:crafting_shapeless",
+        "ingredients": [{"item": "minecraft:iron_ingot"}],
+    },
     "book": {
         "type": "minecraft:crafting_shapeless",
         "ingredients": [
@@ -40,7 +66,11 @@ FOLDER = {
         ],
         "result": "minecraft:book",
     },
-    "stone": {"type": "minecraft:smelting", "ingredient": {"item": "minecraft:cobblestone"}, "result": "minecraft:stone"},
+    "stone": {
+        "type": "minecraft:smelting",
+        "ingredient": {"item": "minecraft:cobblestone"},
+        "result": "minecraft:stone",
+    },
     "armor_dye": {"type": "minecraft:crafting_special_armordye"},
 }
 COUNTS = {"acacia_planks": 4, "oak_planks": 4, "stick": 4, "torch": 4, "coal": 9, "iron_nugget": 9}
@@ -51,7 +81,10 @@ def write(folder, order=None, rename=lambda name: name):
     for name in order or FOLDER:
         content = FOLDER[name]
         if content["type"].startswith("minecraft:crafting_sha"):
-            content = {"result": {"item": f"minecraft:{name}", "count": COUNTS.get(name, 1)}, **content}
+            content = {
+                "result": {"item": f"minecraft:{name}", "count": COUNTS.get(name, 1)},
+                **content,
+            }
         (folder / f"{rename(name)}.json").write_text(json.dumps(content))
     return folder
 
@@ -62,7 +95,8 @@ def test_a_folder_of_recipe_files_becomes_goals(tmp_path):
         "craft 4 acacia planks using 1 acacia logs",  # a tag that nothing crafts is an item
         "craft 1 book using 3 paper, 1 leather",
         "craft 1 coal block using 9 coal",  # but no coal from the block
-        "craft 1 iron ingot using 9 iron nugget",  # but no nuggets from the ingot, which would close a cycle
+        # but no nuggets from the ingot, which would close a cycle
+        "craft 1 iron ingot using 9 iron nugget",
         "craft 4 oak planks using 1 oak log",
         "craft 4 stick using 2 planks",
         "craft 4 torch using 1 stick, 1 coal",  # of coal and charcoal the first
@@ -86,7 +120,12 @@ def test_an_episode_is_played_on_such_a_folder(tmp_path, where):
     made = spec({"recipes": str(tmp_path / where), "min_depth": 3})
     world = made.make()
     assert world.reset(0).endswith("Goal: craft torch.")
-    for action in ("get 1 acacia logs", "craft acacia planks using 1 acacia logs", "craft stick using 2 acacia planks", "get 1 coal"):
+    for action in (
+        "get 1 acacia logs",
+        "craft acacia planks using 1 acacia logs",
+        "craft stick using 2 acacia planks",
+        "get 1 coal",
+    ):
         assert world.step(action).observation.startswith(("Got", "Crafted"))
     assert world.step("craft torch using 1 stick, 1 coal").success
     assert made.options["digest"] not in ("", spec({}).options["digest"])
@@ -98,7 +137,9 @@ def test_the_order_of_creation_and_listing_changes_nothing(tmp_path, monkeypatch
     random.Random(3).shuffle(shuffled)
     other = write(tmp_path / "b", shuffled)
     listed = Path.glob
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: sorted(listed(self, pattern), reverse=True))
+    monkeypatch.setattr(
+        Path, "glob", lambda self, pattern: sorted(listed(self, pattern), reverse=True)
+    )
     books = load_book(str(sorted_folder)), load_book(str(other))
     assert books[0] is not books[1]
     assert books[0].goals == books[1].goals
@@ -109,15 +150,32 @@ def test_the_order_of_creation_and_listing_changes_nothing(tmp_path, monkeypatch
 
 
 def test_a_cycle_is_broken_where_the_last_file_name_closes_it(tmp_path):
-    book = load_book(str(write(tmp_path / "r", rename=lambda name: "0" + name if name == "iron_nugget" else name)))
-    assert [recipe.text for recipe in book.recipes if "iron" in recipe.text] == ["craft 9 iron nugget using 1 iron ingot"]
+    book = load_book(
+        str(
+            write(tmp_path / "r", rename=lambda name: "0" + name if name == "iron_nugget" else name)
+        )
+    )
+    assert [recipe.text for recipe in book.recipes if "iron" in recipe.text] == [
+        "craft 9 iron nugget using 1 iron ingot"
+    ]
 
 
 def test_a_cycle_through_a_kind_or_through_several_recipes_is_broken_too():
-    through_a_kind = [Draft("ash_planks", 4, (("box", 1),), "planks"), Draft("yew_planks", 4, (("yew", 1),), "planks")]
+    through_a_kind = [
+        Draft("ash_planks", 4, (("box", 1),), "planks"),
+        Draft("yew_planks", 4, (("yew", 1),), "planks"),
+    ]
     through_a_kind.append(Draft("box", 1, (("#planks", 8),)))
-    assert [recipe.output for recipe in Book(through_a_kind, "test").recipes] == ["ash planks", "yew planks"]
-    around = [Draft("a", 1, (("b", 1),)), Draft("b", 1, (("c", 1),)), Draft("c", 1, (("d", 1), ("a", 1))), Draft("c", 1, (("d", 2),))]
+    assert [recipe.output for recipe in Book(through_a_kind, "test").recipes] == [
+        "ash planks",
+        "yew planks",
+    ]
+    around = [
+        Draft("a", 1, (("b", 1),)),
+        Draft("b", 1, (("c", 1),)),
+        Draft("c", 1, (("d", 1), ("a", 1))),
+        Draft("c", 1, (("d", 2),)),
+    ]
     assert [recipe.text for recipe in Book(around, "test").recipes] == [
         "craft 1 a using 1 b",
         "craft 1 b using 1 c",
@@ -137,8 +195,13 @@ def test_depth_counts_the_shallowest_way():
 
 
 def test_items_that_fit_two_kinds_are_given_to_the_one_that_needs_them():
-    drafts = [Draft(name, 1, (("raw", 1),), kind) for name, kind in (("a", "x"), ("b", "x"), ("b2", "y"))]
-    drafts += [Draft("b", 1, (("other", 1),), "y"), Draft("goal", 1, (("#x", 2), ("#y", 2), ("b", 1)))]
+    drafts = [
+        Draft(name, 1, (("raw", 1),), kind) for name, kind in (("a", "x"), ("b", "x"), ("b2", "y"))
+    ]
+    drafts += [
+        Draft("b", 1, (("other", 1),), "y"),
+        Draft("goal", 1, (("#x", 2), ("#y", 2), ("b", 1))),
+    ]
     book = Book(drafts, "test")
     assert book.members == {"x": {"a", "b"}, "y": {"b", "b2"}}
     assert book.find("goal", Counter(a=2, b=3))
@@ -151,7 +214,11 @@ def test_items_that_fit_two_kinds_are_given_to_the_one_that_needs_them():
 
 
 def test_a_kind_named_like_an_item_takes_that_item_and_is_told_apart_from_it():
-    drafts = [Draft("red_sand", 1, (("dye", 1), ("sand", 1)), "sand"), Draft("tnt", 1, (("#sand", 4),)), Draft("map", 1, (("#ink", 1),))]
+    drafts = [
+        Draft("red_sand", 1, (("dye", 1), ("sand", 1)), "sand"),
+        Draft("tnt", 1, (("#sand", 4),)),
+        Draft("map", 1, (("#ink", 1),)),
+    ]
     book = Book(drafts, "test")
     assert [recipe.text for recipe in book.recipes] == [
         "craft 1 red sand using 1 dye, 1 sand",
@@ -160,7 +227,15 @@ def test_a_kind_named_like_an_item_takes_that_item_and_is_told_apart_from_it():
     ]
     assert book.members == {"any sand": {"sand", "red sand"}}
     assert book.raw == {"dye", "sand", "ink"}
-    assert book.depth == {"dye": 0, "sand": 0, "any sand": 0, "ink": 0, "red sand": 1, "tnt": 1, "map": 1}
+    assert book.depth == {
+        "dye": 0,
+        "sand": 0,
+        "any sand": 0,
+        "ink": 0,
+        "red sand": 1,
+        "tnt": 1,
+        "map": 1,
+    }
     assert book.find("tnt", Counter({"sand": 3, "red sand": 1}))
     assert not book.find("red sand", Counter({"dye": 1, "red sand": 1}))
     assert solution(book, "tnt") == ["get 4 sand", "craft 1 tnt using 4 sand"]
@@ -182,10 +257,22 @@ def test_files_of_newer_versions_are_understood():
         ("{", "cannot read"),
         ("[]", "is no recipe"),
         ('{"no": "type"}', "is no recipe"),
-        ('{"type": "crafting_shapeless", "ingredients": [{"fluid": "x"}], "result": "y"}', "KeyError 'tag'"),
+        (
+            '{"type": "crafting_shapeless", "ingredients": [{"fluid": "x"}], "result": "y"}',
+            "KeyError 'tag'",
+        ),
         ('{"type": "crafting_shapeless", "ingredients": [], "result": "y"}', "no crafting recipe"),
-        ('{"type": "crafting_shapeless", "ingredients": [{"item": "a, b"}], "result": "y"}', "is no name of an item"),
-        ('{"type": "crafting_shapeless", "ingredients": [{"item": "a"}], "result": {"item": "y", "count": -1}}', "-1 y"),
+        (
+            '{"type": "crafting_shapeless", "ingredients": [{"item": "a, b"}], "result": "y"}',
+            "is no name of an item",
+        ),
+        (
+            (
+                '{"type": "crafting_shapeless", "ingredients": [{"item": "a"}], "result": {"item":'
+                ' "y", "count": -1}}'
+            ),
+            "-1 y",
+        ),
         ('{"type": "crafting_shapeless", "ingredients": "abcdefghij", "result": "y"}', "grid of 9"),
     ],
 )
@@ -198,7 +285,15 @@ def test_files_that_are_no_recipes_are_named(tmp_path, content, message):
             load_book(str(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["{}", "[1]", '{"kinds": {}, "recipes": [["a", 1]]}', '{"kinds": {}, "recipes": [["a", 1, {"b": 0}]]}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        "[1]",
+        '{"kinds": {}, "recipes": [["a", 1]]}',
+        '{"kinds": {}, "recipes": [["a", 1, {"b": 0}]]}',
+    ],
+)
 def test_a_file_that_is_no_recipe_file_is_named(tmp_path, content):
     (tmp_path / "mine.json").write_text(content)
     with pytest.raises(ValueError, match=r"mine\.json is no recipe file"):
@@ -212,9 +307,16 @@ def test_an_empty_folder_is_refused(tmp_path):
 
 def test_a_file_of_ones_own_is_played(tmp_path):
     mine = tmp_path / "mine.json"
-    mine.write_text('{"kinds": {"tool": ["axe"]}, "recipes": [["axe", 1, {"wood": 1}], ["raft", 1, {"#tool": 1, "rope": 2}]]}')
+    mine.write_text(
+        '{"kinds": {"tool": ["axe"]}, "recipes": [["axe", 1, {"wood": 1}], ["raft", 1, {"#tool": 1,'
+        ' "rope": 2}]]}'
+    )
     world = spec({"recipes": str(mine)}).make()
-    assert world.reset(1) == "Crafting commands:\ncraft 1 raft using 1 tool, 2 rope\ncraft 1 axe using 1 wood\n\nGoal: craft raft."
+    assert (
+        world.reset(1)
+        == "Crafting commands:\ncraft 1 raft using 1 tool, 2 rope\ncraft 1 axe using 1"
+        " wood\n\nGoal: craft raft."
+    )
 
 
 def test_names_are_written_with_blanks_and_without_the_games_own_namespace():
@@ -227,11 +329,17 @@ def test_invented_recipes_leave_the_shipped_ones_as_they_are_and_can_all_be_craf
     shipped, book, fewer = load_book(), load_book("invented:500"), load_book("invented:100")
     invented = [recipe for recipe in book.recipes if recipe.output not in shipped.by_output]
     assert len(invented) == len({recipe.output for recipe in invented}) == 500
-    assert invented[:100] == [recipe for recipe in fewer.recipes if recipe.output not in shipped.by_output]
+    assert invented[:100] == [
+        recipe for recipe in fewer.recipes if recipe.output not in shipped.by_output
+    ]
     assert {book.depth[recipe.output] for recipe in invented} == {1}
     assert all(book.told(goal) == shipped.told(goal) for goal in shipped.goals)
     words = {word for name in (*shipped.by_output, *shipped.raw) for word in name.split()}
-    assert all(set(name.split()) <= words for recipe in invented for name in (recipe.output, *dict(recipe.ingredients)))
+    assert all(
+        set(name.split()) <= words
+        for recipe in invented
+        for name in (recipe.output, *dict(recipe.ingredients))
+    )
     world = spec({"recipes": "invented:500", "max_depth": 1}).make()
     for task_id in range(0, 624, 25):
         world.reset(task_id)
@@ -243,5 +351,7 @@ def test_invented_recipes_leave_the_shipped_ones_as_they_are_and_can_all_be_craf
 
 @pytest.mark.parametrize("number", ["", "0", "many", "20001", "-3", "1 "])
 def test_a_wrong_number_of_invented_recipes_is_told(number):
-    with pytest.raises(ValueError, match="expected invented:N with N from 1 to 20000, got 'invented:"):
+    with pytest.raises(
+        ValueError, match="expected invented:N with N from 1 to 20000, got 'invented:"
+    ):
         spec({"recipes": f"invented:{number}"})

@@ -18,9 +18,15 @@ def test_many_sessions_at_once_are_solved_by_the_expert_over_http(serving):
 
     async def main(endpoint):
         async with EnvPool([endpoint], request_timeout_s=10) as pool:
-            info = (await check_endpoints(pool, expect_env="textcraft", allow_expert=True, expect_options={"max_depth": 3}))[0]
+            info = (
+                await check_endpoints(
+                    pool, expect_env="textcraft", allow_expert=True, expect_options={"max_depth": 3}
+                )
+            )[0]
             assert len(info.options["digest"]) == 16
-            together = await asyncio.gather(*(episode(pool, task_id) for task_id in range(0, 536, 16)))
+            together = await asyncio.gather(
+                *(episode(pool, task_id) for task_id in range(0, 536, 16))
+            )
             assert [(reward, success) for _, reward, success in together] == [(1.0, True)] * 34
             assert (await episode(pool, 32, "alone"))[0] == together[2][0]
 
@@ -29,10 +35,22 @@ def test_many_sessions_at_once_are_solved_by_the_expert_over_http(serving):
 
 
 def test_junk_over_http_is_answered_and_never_paid(serving):
-    junk = ["", "\x00", "x" * 16_384, "craft", "get 99999999999 stick", "craft 1 bowl using " + "1 a," * 4000, "🪓", "inventory"]
+    junk = [
+        "",
+        "\x00",
+        "x" * 16_384,
+        "craft",
+        "get 99999999999 stick",
+        "craft 1 bowl using " + "1 a," * 4000,
+        "🪓",
+        "inventory",
+    ]
 
     async def main(endpoint):
-        async with EnvPool([endpoint], request_timeout_s=10) as pool, pool.session(Item("textcraft", 0), "junk") as session:
+        async with (
+            EnvPool([endpoint], request_timeout_s=10) as pool,
+            pool.session(Item("textcraft", 0), "junk") as session,
+        ):
             for action in junk:
                 reply = await session.step(action)
                 assert (reply.reward, reply.terminated) == (0.0, False)

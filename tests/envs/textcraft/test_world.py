@@ -85,7 +85,10 @@ def test_the_figures_of_the_readme_are_those_of_the_recipes():
     world = world_of()
     book = world.book
     items = len(book.raw) + len(book.by_output)
-    assert f"{len(book.recipes)} recipes in use, {len(book.goals)} goals, {items} items ({len(book.raw)} of them" in readme
+    assert (
+        f"{len(book.recipes)} recipes in use, {len(book.goals)} goals, {items} items"
+        f" ({len(book.raw)} of them" in readme
+    )
     start = 0
     for depth in range(1, 5):
         goals = [goal for goal in book.goals if book.depth[goal] == depth]
@@ -93,7 +96,13 @@ def test_the_figures_of_the_readme_are_those_of_the_recipes():
         for task_id in range(start, start + len(goals)):
             world.reset(task_id)
             turns.append(solve(world)[0])
-        row = (depth, f"{start}-{start + len(goals) - 1}", len(goals), sorted(turns)[len(turns) // 2], max(turns))
+        row = (
+            depth,
+            f"{start}-{start + len(goals) - 1}",
+            len(goals),
+            sorted(turns)[len(turns) // 2],
+            max(turns),
+        )
         assert "| " + " | ".join(map(str, row)) + " |" in readme
         start += len(goals)
 
@@ -103,13 +112,25 @@ def test_ingredients_are_exact_and_the_stated_amount_is_not_looked_at():
     world.reset(0)
     play(world, "get 9 cobblestone", "get 4 bamboo", "craft 7 stick using 2 bamboo")
     assert world.inventory == {"cobblestone": 9, "bamboo": 2, "stick": 1}
-    for wrong in ("2 cobblestone, 1 stick", "1 cobblestone", "1 cobblestone, 1 stick, 1 bamboo", "1 stick, 1 stick", "1 bamboo, 1 stick"):
+    for wrong in (
+        "2 cobblestone, 1 stick",
+        "1 cobblestone",
+        "1 cobblestone, 1 stick, 1 bamboo",
+        "1 stick, 1 stick",
+        "1 bamboo, 1 stick",
+    ):
         refused = world.step(f"craft 1 lever using {wrong}")
-        assert refused.observation.startswith(("Could not find a valid recipe for lever using", "Could not find enough items"))
+        assert refused.observation.startswith(
+            ("Could not find a valid recipe for lever using", "Could not find enough items")
+        )
         assert refused.reward == 0
     assert world.inventory == {"cobblestone": 9, "bamboo": 2, "stick": 1}
     result = world.step("craft lever using 1 stick, 1 cobblestone")
-    assert (result.observation, result.reward, result.terminated) == ("Crafted 1 minecraft:lever", 1.0, True)
+    assert (result.observation, result.reward, result.terminated) == (
+        "Crafted 1 minecraft:lever",
+        1.0,
+        True,
+    )
     assert world.inventory == {"cobblestone": 8, "bamboo": 2, "lever": 1}
 
 
@@ -117,20 +138,41 @@ def test_a_kind_is_filled_by_any_of_its_members_even_mixed_and_by_nothing_else()
     world = world_of(goals=["chest"])
     world.reset(0)
     play(world, "get 2 oak log", "get 1 birch log", "get 8 bamboo")
-    play(world, "craft oak planks using 1 oak log", "craft oak planks using 1 oak log", "craft birch planks using 1 birch log")
-    assert "not find enough" in world.step("craft 1 chest using 8 planks").observation  # nobody can hold a kind
+    play(
+        world,
+        "craft oak planks using 1 oak log",
+        "craft oak planks using 1 oak log",
+        "craft birch planks using 1 birch log",
+    )
+    # nobody can hold a kind
+    assert "not find enough" in world.step("craft 1 chest using 8 planks").observation
     assert "not find a valid recipe" in world.step("craft 1 chest using 8 bamboo").observation
-    assert "not find a valid recipe" in world.step("craft 1 chest using 6 oak planks, 1 birch planks").observation
+    assert (
+        "not find a valid recipe"
+        in world.step("craft 1 chest using 6 oak planks, 1 birch planks").observation
+    )
     assert play(world, "craft 1 chest using 5 oak planks, 3 birch planks").success
 
 
 def test_two_kinds_in_one_recipe_are_told_apart():
     world = world_of(goals=["barrel"])
     world.reset(0)
-    play(world, *["get 2 oak log", "craft oak planks using 1 oak log", "craft oak planks using 1 oak log", "get 1 warped stem"])
-    play(world, "craft warped planks using 1 warped stem", "craft warped slab using 3 warped planks")
+    play(
+        world,
+        *[
+            "get 2 oak log",
+            "craft oak planks using 1 oak log",
+            "craft oak planks using 1 oak log",
+            "get 1 warped stem",
+        ],
+    )
+    play(
+        world, "craft warped planks using 1 warped stem", "craft warped slab using 3 warped planks"
+    )
     assert "valid recipe" in world.step("craft barrel using 8 oak planks").observation
-    assert "valid recipe" in world.step("craft barrel using 2 oak planks, 6 warped slab").observation
+    assert (
+        "valid recipe" in world.step("craft barrel using 2 oak planks, 6 warped slab").observation
+    )
     assert play(world, "craft barrel using 2 warped slab, 6 oak planks").success
 
 
@@ -153,9 +195,15 @@ def test_two_kinds_in_one_recipe_are_told_apart():
         ("craft 1 lever using stick", "Wrong item format: stick"),
         ("craft 1 lever using 1 stick,", "Wrong item format: "),
         ("craft 1 lever using 0 stick", "Wrong item format: 0 stick"),
-        ("craft 1 lever using 1 cobblestone, 1 stick", "Could not find enough items to craft minecraft:lever"),
+        (
+            "craft 1 lever using 1 cobblestone, 1 stick",
+            "Could not find enough items to craft minecraft:lever",
+        ),
         ("x" * 5000, "Could not execute " + "x" * ECHO_CHARS + "..."),
-        ("craft 1 a using " + "1 b, " * 3000, "Could not extract recipe from craft 1 a using 1 b, "),
+        (
+            "craft 1 a using " + "1 b, " * 3000,
+            "Could not extract recipe from craft 1 a using 1 b, ",
+        ),
     ],
 )
 def test_every_text_gets_an_answer_that_says_what_came_of_it(action, observation):
@@ -171,8 +219,17 @@ def test_every_text_gets_an_answer_that_says_what_came_of_it(action, observation
     texts=st.lists(
         st.one_of(
             st.text(max_size=60),
-            st.from_regex(r"(get|craft|inventory) ?[0-9]{0,7} ?(stick|oak_log|planks|)( using ([0-9]{0,3} ?[a-z ,]{0,12})*)?"),
-            st.sampled_from(["get 9 oak log", "craft 4 oak planks using 1 oak log", "craft 4 stick using 2 oak planks"]),
+            st.from_regex(
+                r"(get|craft|inventory) ?[0-9]{0,7} ?(stick|oak_log|planks|)( using ([0-9]{0,3}"
+                r" ?[a-z ,]{0,12})*)?"
+            ),
+            st.sampled_from(
+                [
+                    "get 9 oak log",
+                    "craft 4 oak planks using 1 oak log",
+                    "craft 4 stick using 2 oak planks",
+                ]
+            ),
         ),
         max_size=10,
     )
@@ -201,7 +258,10 @@ def test_a_step_limit_truncates_but_takes_no_success_away():
     world = world_of(goals=["stick"], max_steps=2)
     world.reset(0)
     results = [world.step("inventory"), world.step("inventory")]
-    assert [(result.truncated, result.terminated) for result in results] == [(False, False), (True, False)]
+    assert [(result.truncated, result.terminated) for result in results] == [
+        (False, False),
+        (True, False),
+    ]
     world.reset(0)
     result = play(world, "get 2 bamboo", "craft 1 stick using 2 bamboo")
     assert (result.truncated, result.terminated, result.reward) == (False, True, 1.0)
@@ -209,41 +269,65 @@ def test_a_step_limit_truncates_but_takes_no_success_away():
 
 
 def commands_of(observation):
-    return observation.removeprefix("Crafting commands:\n").partition("\n\nGoal: craft ")[0].split("\n")
+    return (
+        observation.removeprefix("Crafting commands:\n")
+        .partition("\n\nGoal: craft ")[0]
+        .split("\n")
+    )
 
 
 def test_distractors_use_what_the_tree_uses_and_never_help():
-    tree = {"craft 1 lever using 1 cobblestone, 1 stick", "craft 1 stick using 2 bamboo", "craft 4 stick using 2 planks"}
+    tree = {
+        "craft 1 lever using 1 cobblestone, 1 stick",
+        "craft 1 stick using 2 bamboo",
+        "craft 4 stick using 2 planks",
+    }
     planks = ("acacia", "birch", "crimson", "dark oak", "jungle", "oak", "spruce", "warped")
-    tree |= {f"craft 4 {wood} planks using 1 {wood} {'stem' if wood in ('crimson', 'warped') else 'log'}" for wood in planks}
+    tree |= {
+        f"craft 4 {wood} planks using 1 {wood} {'stem' if wood in ('crimson', 'warped') else 'log'}"
+        for wood in planks
+    }
     drawn = set()
     for task_id in range(30):
         commands = commands_of(world_of(goals=["lever"]).reset(task_id))
         assert len(commands) == len(set(commands)) == len(tree) + 10
         others = set(commands) - tree
         assert len(others) == 10
-        assert all(re.search(r"using .*\b(cobblestone|stick|planks|bamboo|log|stem)\b", command) for command in others)
+        assert all(
+            re.search(r"using .*\b(cobblestone|stick|planks|bamboo|log|stem)\b", command)
+            for command in others
+        )
         drawn |= others
     assert len(drawn) > 50
     assert set(commands_of(world_of(goals=["lever"], distractors=0).reset(5))) == tree
-    assert len(commands_of(world_of(goals=["bread"]).reset(0))) == 1 + 3  # only so many recipes use wheat
+    # only so many recipes use wheat
+    assert len(commands_of(world_of(goals=["bread"]).reset(0))) == 1 + 3
 
 
 def test_depths_choose_the_goals():
-    counts = {depth: len(world_of(min_depth=depth, max_depth=depth).options.goals) for depth in (1, 2, 3, 4)}
+    counts = {
+        depth: len(world_of(min_depth=depth, max_depth=depth).options.goals)
+        for depth in (1, 2, 3, 4)
+    }
     assert counts == {1: 124, 2: 293, 3: 119, 4: 11}
     assert len(world_of(min_depth=3).options.goals) == 130
     goals = world_of().options.goals
     assert len(goals) == 547
     book = world_of().book
-    assert [(book.depth[goal], goal) for goal in goals] == sorted((book.depth[goal], goal) for goal in goals)
+    assert [(book.depth[goal], goal) for goal in goals] == sorted(
+        (book.depth[goal], goal) for goal in goals
+    )
     world = world_of(max_depth=1)
     world.reset(124 + 7)
     assert world.goal == goals[7]
 
 
 def test_goals_by_name_keep_the_books_order():
-    assert world_of(goals=["loom", "oak_planks", "lever"]).options.goals == ("oak planks", "lever", "loom")
+    assert world_of(goals=["loom", "oak_planks", "lever"]).options.goals == (
+        "oak planks",
+        "lever",
+        "loom",
+    )
 
 
 TRANSCRIPT = """
@@ -271,7 +355,13 @@ print(digest.hexdigest())
 def test_interleaved_episodes_are_the_same_in_two_processes():
     def digest(hash_seed):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        return subprocess.run([sys.executable, "-c", TRANSCRIPT], env=environment, capture_output=True, check=True, timeout=60).stdout
+        return subprocess.run(
+            [sys.executable, "-c", TRANSCRIPT],
+            env=environment,
+            capture_output=True,
+            check=True,
+            timeout=60,
+        ).stdout
 
     first = digest("1")
     assert len(first.strip()) == 64
@@ -289,7 +379,9 @@ def test_an_episode_does_not_depend_on_other_sessions():
         play(other, "get 1 stone", "inventory")
         assert used.step("inventory").observation == "Inventory: You are not carrying anything."
     assert made.make().reset(3) != made.make().reset(3 + 547)  # the same goal among other commands
-    assert made.make().reset(3).partition("Goal")[2] == made.make().reset(3 + 547).partition("Goal")[2]
+    assert (
+        made.make().reset(3).partition("Goal")[2] == made.make().reset(3 + 547).partition("Goal")[2]
+    )
 
 
 def test_a_picture_in_words_shows_what_is_held_and_what_is_missing():
@@ -352,4 +444,7 @@ def test_the_manual_agrees_with_the_grammar():
 
 
 def test_spelling_is_forgiven():
-    assert normalise(" Craft 1\tMinecraft:Oak_Planks  using 1 oak log . ") == "craft 1 oak planks using 1 oak log"
+    assert (
+        normalise(" Craft 1\tMinecraft:Oak_Planks  using 1 oak log . ")
+        == "craft 1 oak planks using 1 oak log"
+    )

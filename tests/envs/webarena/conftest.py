@@ -10,22 +10,33 @@ import pytest
 
 from envs.registry import load_spec
 
-HOME = """<!doctype html><title>Mug shop</title><body style="margin:8px;font:16px/20px 'DejaVu Sans', sans-serif">
+HOME = """<!doctype html><title>Mug shop</title><body style="margin:8px;font:16px/20px 'DejaVu \
+Sans', sans-serif">
 <h1>Mugs</h1>
 <a href="/second">Second page</a> <a href="/popup-target" target="_blank">New window</a>
 <form action="/found"><label>Search <input name="q" aria-label="Search"></label>
 <select name="size" aria-label="Size"><option>Small</option><option>Large</option></select>
 <button>Go</button></form>
-<button onclick="fetch('/slow').then(r => r.text()).then(t => document.getElementById('out').textContent = t)">Load</button>
+<button onclick="fetch('/slow').then(r => r.text()).then(t => \
+document.getElementById('out').textContent = t)">Load</button>
 <p id="out"></p><p style="display:none">hidden words</p>
 <iframe src="/inner" title="Inner" width="300" height="80"></iframe>
 <div style="height:2000px"></div><a href="/second">Far below</a></body>"""
 
 PAGES = {
     "/": HOME,
-    "/second": "<!doctype html><title>Second</title><h1>Second page</h1><p>The red mug costs <b>12</b>.</p><a href='/'>Back</a>",
-    "/popup-target": '<!doctype html><title>Popup</title><body><button onclick="window.close()">Close me</button></body>',
-    "/inner": "<!doctype html><title>Inside</title><body><button onclick=\"this.textContent='pressed'\">Inner button</button></body>",
+    "/second": (
+        "<!doctype html><title>Second</title><h1>Second page</h1><p>The red mug costs"
+        " <b>12</b>.</p><a href='/'>Back</a>"
+    ),
+    "/popup-target": (
+        '<!doctype html><title>Popup</title><body><button onclick="window.close()">Close'
+        " me</button></body>"
+    ),
+    "/inner": (
+        "<!doctype html><title>Inside</title><body><button"
+        " onclick=\"this.textContent='pressed'\">Inner button</button></body>"
+    ),
 }
 
 
@@ -117,7 +128,12 @@ def make_spec(site, tmp_path_factory):
     def make(*tasks, **options):
         file = tmp_path_factory.mktemp("tasks") / "tasks.json"
         file.write_text(json.dumps(list(tasks) or [task()]))
-        made.append(load_spec("webarena", {"tasks": str(file), "sites": {"shopping": site.url}, "goto_s": 5.0, **options}))
+        made.append(
+            load_spec(
+                "webarena",
+                {"tasks": str(file), "sites": {"shopping": site.url}, "goto_s": 5.0, **options},
+            )
+        )
         return made[-1]
 
     yield make
@@ -132,12 +148,18 @@ def spec(make_spec):
 
 @contextlib.contextmanager
 def opened(spec):
-    """An open episode on task 0. `click(role, name)` acts on what is shown under this role and name."""
+    """An open episode on task 0.
+    `click(role, name)` acts on what is shown under this role and name.
+    """
     simulator = spec.make()
     first = simulator.reset(0)
 
     def number(role, name):
-        found = [element.id for element in simulator.shown if (element.role, element.name) == (role, name)]
+        found = [
+            element.id
+            for element in simulator.shown
+            if (element.role, element.name) == (role, name)
+        ]
         assert found, (role, name, [str(element) for element in simulator.shown])
         return found[0]
 

@@ -15,12 +15,17 @@ def program(path):
     return path
 
 
-def test_a_given_program_comes_first_then_the_systems_then_playwrights_those_without_a_window_first(tmp_path, monkeypatch):
+def test_a_given_program_comes_first_then_the_systems_then_playwrights_those_without_a_window_first(
+    tmp_path, monkeypatch
+):
     downloads = (
         "cache/chromium_headless_shell-1255/chrome-headless-shell-linux64/chrome-headless-shell",
         "cache/chromium-1255/chrome-linux/chrome",
     )
-    order = [program(tmp_path / path) for path in ("bin/chromium-headless-shell", downloads[0], "bin/chromium", downloads[1])]
+    order = [
+        program(tmp_path / path)
+        for path in ("bin/chromium-headless-shell", downloads[0], "bin/chromium", downloads[1])
+    ]
     monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert find_browser("chromium") == str(tmp_path / "bin/chromium")
@@ -50,17 +55,27 @@ def test_a_machine_without_a_browser_is_told_how_to_get_one(tmp_path, monkeypatc
 
 
 def test_the_command_prints_the_program():
-    done = subprocess.run([sys.executable, "-m", "envs.webarena.chromium"], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "envs.webarena.chromium"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
     assert done.stdout.strip() == find_browser()
 
 
 def test_names_resolve_to_the_given_addresses_and_nothing_else():
-    rules = next(switch for switch in switches([("shop.test:80", "127.0.0.1:81")]) if "resolver" in switch)
+    rules = next(
+        switch for switch in switches([("shop.test:80", "127.0.0.1:81")]) if "resolver" in switch
+    )
     assert rules == "--host-resolver-rules=MAP shop.test:80 127.0.0.1:81, MAP * ~NOTFOUND"
     assert "MAP [::1]:80 [::1]:80" in switches([("[::1]:80", "[::1]:80")])[0]
 
 
-@pytest.mark.parametrize("address", ["shop.test", "a b:80", "a,MAP x y:80", "*:80", ":80", "host:port"])
+@pytest.mark.parametrize(
+    "address", ["shop.test", "a b:80", "a,MAP x y:80", "*:80", ":80", "host:port"]
+)
 def test_an_address_that_could_be_a_rule_is_refused(address):
     with pytest.raises(ValueError, match="is no host:port"):
         switches([(address, "127.0.0.1:80")])

@@ -57,14 +57,22 @@ def score(answer="", page=None, judge=None, types=("string_match",), **rules):
 
 @pytest.mark.parametrize(
     ("text", "cleaned"),
-    [(" 'Red Mug' ", "red mug"), ('"a"', "a"), ("'a\"", "'a\""), ("''a''", "'a'"), ("  ", ""), ("'", "'")],
+    [
+        (" 'Red Mug' ", "red mug"),
+        ('"a"', "a"),
+        ("'a\"", "'a\""),
+        ("''a''", "'a'"),
+        ("  ", ""),
+        ("'", "'"),
+    ],
 )
 def test_cleaning_drops_space_one_pair_of_quotes_and_capitals(text, cleaned):
     assert clean(text) == cleaned
 
 
 @pytest.mark.parametrize(
-    ("reference", "answer", "expected"), [('"4"', "4 ", 1), ("4", "4.0", 0), ("Red Mug", "''red mug''", 1), ("a", "", 0)]
+    ("reference", "answer", "expected"),
+    [('"4"', "4 ", 1), ("4", "4.0", 0), ("Red Mug", "''red mug''", 1), ("a", "", 0)],
 )
 def test_exact_answers_are_compared_clean(reference, answer, expected):
     assert score(answer, exact=reference).score == expected
@@ -121,7 +129,8 @@ def test_tokens_split_signs_but_not_numbers():
         ("http://h/s?q=a", "http://h/s?q=b", 0),
         ("http://h/s?q=a", "http://h/s", 0),
         ("http://h/s?q=", "http://h/s", 1),  # blank values are ignored
-        ("http://h/s?q=a |OR| http://h/s?q=b&p=2", "http://h/s?q=b", 0),  # key p of the second one is asked for
+        # key p of the second one is asked for
+        ("http://h/s?q=a |OR| http://h/s?q=b&p=2", "http://h/s?q=b", 0),
         ("http://h/s?q=a |OR| http://h/s?q=b&p=2", "http://h/s?q=a&p=2", 1),
         ("http://h/x |OR| http://h/y", "http://h/y", 1),
     ],
@@ -134,16 +143,26 @@ def test_the_score_is_the_product_in_the_order_of_the_file():
     pages = {"http://h/": "start", "http://h/cart": "<b>Tea &amp; mug</b>"}
     rules = {
         "reference_url": "http://h/",
-        "targets": (Target("last", "", None, ("start",)), Target("http://h/cart", "", None, ("tea & mug |OR| tea", "<b>"))),
+        "targets": (
+            Target("last", "", None, ("start",)),
+            Target("http://h/cart", "", None, ("tea & mug |OR| tea", "<b>")),
+        ),
     }
     page = Browser(pages=pages)
     assert score(page=page, types=("url_match", "program_html"), **rules).score == 1
     assert page.opened == ["http://h/cart"]
     verdict = score(page=Browser(pages=pages), types=("program_html", "url_match"), **rules)
-    assert verdict.parts == {"program_html": [1.0, 1.0], "url_match": 1.0}  # the address of the other page still holds h/
+    # the address of the other page still holds h/
+    assert verdict.parts == {"program_html": [1.0, 1.0], "url_match": 1.0}
     left = Browser(pages=pages)
     assert (
-        score(page=left, types=("program_html", "url_match"), reference_url="http://h/ |OR| x", targets=rules["targets"][::-1]).score == 0
+        score(
+            page=left,
+            types=("program_html", "url_match"),
+            reference_url="http://h/ |OR| x",
+            targets=rules["targets"][::-1],
+        ).score
+        == 0
     )
 
 
@@ -164,12 +183,26 @@ def test_the_score_is_the_product_in_the_order_of_the_file():
 )
 def test_what_a_locator_finds_is_compared_as_python_prints_it(value, exact, included, expected):
     page = Browser(scripts={"document.x": value})
-    assert score(page=page, types=("program_html",), targets=(Target("last", "document.x", exact, included),)).score == expected
+    assert (
+        score(
+            page=page,
+            types=("program_html",),
+            targets=(Target("last", "document.x", exact, included),),
+        ).score
+        == expected
+    )
 
 
 def test_actions_before_a_locator_may_fail():
     page = Browser(scripts={"document.open()": ScriptFailed("no"), "document.x": "yes"})
-    assert score(page=page, types=("program_html",), targets=(Target("last", "document.x", "yes", (), ("document.open()",)),)).score == 1
+    assert (
+        score(
+            page=page,
+            types=("program_html",),
+            targets=(Target("last", "document.x", "yes", (), ("document.open()",)),),
+        ).score
+        == 1
+    )
 
 
 def test_helpers_get_the_address_and_literal_texts():
@@ -177,12 +210,25 @@ def test_helpers_get_the_address_and_literal_texts():
     targets = (Target("func:reddit_get_post_url('__last_url__')", "document.x", "y", ()),)
     assert score(page=page, types=("program_html",), targets=targets).score == 1
     assert page.opened == ["reddit_get_post_url(http://h/f/cats/12/a-title)"]
-    role = Target("last", "func:gitlab_get_project_memeber_role(__page__, 'abi')", "gitlab_get_project_memeber_role(__page__, abi)", ())
+    role = Target(
+        "last",
+        "func:gitlab_get_project_memeber_role(__page__, 'abi')",
+        "gitlab_get_project_memeber_role(__page__, abi)",
+        (),
+    )
     assert score(page=page, types=("program_html",), targets=(role,)).score == 1
 
 
 @pytest.mark.parametrize(
-    "text", ["func:f(open('/etc/passwd'))", "func:f('a' + 'b')", "func:a.b('x')", "func:f('a\\'b')", "func:f", "func:f('a') or 1"]
+    "text",
+    [
+        "func:f(open('/etc/passwd'))",
+        "func:f('a' + 'b')",
+        "func:a.b('x')",
+        "func:f('a\\'b')",
+        "func:f",
+        "func:f('a') or 1",
+    ],
 )
 def test_a_helper_call_is_read_and_never_evaluated(text):
     with pytest.raises(ValueError, match="expected"):
@@ -206,16 +252,26 @@ def test_free_answers_go_to_the_judge_one_reference_at_a_time():
     judge = Asked(True)
     verdict = score("'About Three'", judge=judge, fuzzy=("3", "three"))
     assert (verdict.score, verdict.judge) == (1, "asked")
-    assert judge.questions == [("How many?", "3", "about three"), ("How many?", "three", "about three")]
+    assert judge.questions == [
+        ("How many?", "3", "about three"),
+        ("How many?", "three", "about three"),
+    ]
     assert score("three", judge=Asked(False), fuzzy=("3",)).score == 0
 
 
 def test_a_task_that_cannot_be_done_is_passed_by_saying_so():
     nobody = Asked(False)
-    assert score("N/A", judge=nobody, fuzzy="N/A", string_note="no phone number is given").score == 1
+    assert (
+        score("N/A", judge=nobody, fuzzy="N/A", string_note="no phone number is given").score == 1
+    )
     assert nobody.questions == []
     judge = Asked(True)
-    assert score("no number there", judge=judge, fuzzy="N/A", string_note="no phone number is given").score == 1
+    assert (
+        score(
+            "no number there", judge=judge, fuzzy="N/A", string_note="no phone number is given"
+        ).score
+        == 1
+    )
     assert judge.questions == [("How many?", "no phone number is given", "no number there")]
 
 
@@ -237,7 +293,8 @@ def test_a_task_that_cannot_be_done_is_passed_by_saying_so():
         ("12", "٠١٢", True),
         ("12", "1" * 5_000, False),  # more digits than `int` reads
         ("1" * 5_000, "0" * 5_000 + "1" * 5_000 + ".00", True),
-        ("Ann", "Ann " + " ".join(f"word{chr(97 + i)}" for i in range(26)), False),  # a whole page is no answer
+        # a whole page is no answer
+        ("Ann", "Ann " + " ".join(f"word{chr(97 + i)}" for i in range(26)), False),
     ],
 )
 def test_the_rules_compare_numbers_and_words(reference, answer, expected):
@@ -246,15 +303,26 @@ def test_the_rules_compare_numbers_and_words(reference, answer, expected):
 
 def test_the_rules_want_a_reason_and_a_no():
     reason = "the account has no phone number on file"
-    assert Rules().same_reason("What is her phone number?", reason, "There is no phone number in the account")
-    assert not Rules().same_reason("What is her phone number?", reason, "the phone number of the account is on file")
+    assert Rules().same_reason(
+        "What is her phone number?", reason, "There is no phone number in the account"
+    )
+    assert not Rules().same_reason(
+        "What is her phone number?", reason, "the phone number of the account is on file"
+    )
     assert not Rules().same_reason("What is her phone number?", reason, "No.")
 
 
 @pytest.mark.parametrize("digits", ["9" * 5_000, "0" * 5_000 + "65"])
 def test_a_character_reference_of_thousands_of_digits_is_no_character(digits):
     page = Browser(scripts={"document.x": f"a &#{digits}; b &amp; c"})
-    assert score(page=page, types=("program_html",), targets=(Target("last", "document.x", None, ("b & c",)),)).score == 1
+    assert (
+        score(
+            page=page,
+            types=("program_html",),
+            targets=(Target("last", "document.x", None, ("b & c",)),),
+        ).score
+        == 1
+    )
 
 
 def test_a_helper_that_finds_nothing_leaves_nothing_to_look_at():
@@ -263,12 +331,23 @@ def test_a_helper_that_finds_nothing_leaves_nothing_to_look_at():
             return ""
 
     page = Browser()
-    task = Task(0, (), (), "", Evaluation(("program_html",), targets=(Target("func:shopping_get_latest_order_url()", "", "", ()),)))
+    task = Task(
+        0,
+        (),
+        (),
+        "",
+        Evaluation(
+            ("program_html",), targets=(Target("func:shopping_get_latest_order_url()", "", "", ()),)
+        ),
+    )
     assert evaluate(task, "", page, Nothing(), Rules()).score == 0
     assert page.opened == []
 
 
-@pytest.mark.parametrize("text", [" " * 16_000 + "x", "." + " " * 16_000 + "x", "a. " * 5_000 + "x", "." * 16_000, "'" * 16_000])
+@pytest.mark.parametrize(
+    "text",
+    [" " * 16_000 + "x", "." + " " * 16_000 + "x", "a. " * 5_000 + "x", "." * 16_000, "'" * 16_000],
+)
 def test_no_answer_takes_an_evaluator_long(text):
     began = time.perf_counter()
     tokens(text)

@@ -1,4 +1,6 @@
-"""What the browser's processes are told and allowed: no secret of the trainer's, and a sandbox of their own."""
+"""What the browser's processes are told and allowed: no secret of the trainer's, and a sandbox
+of their own.
+"""
 
 import contextlib
 import os
@@ -13,7 +15,8 @@ from .conftest import opened
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("chromium")
-# what a session's renderers run under: a line of `switch` for the browser's, then one of "Seccomp" for each
+# what a session's renderers run under: a line of `switch` for the browser's, then one of "Seccomp"
+# for each
 LOOK = """
 import psutil
 from pathlib import Path
@@ -27,12 +30,14 @@ try:
     print("without" if "--no-sandbox" in browser.cmdline() else "with")
     for child in browser.children(recursive=True):
         if "--type=renderer" in child.cmdline():
-            print(next(line for line in Path(f"/proc/{child.pid}/status").read_text().splitlines() if line.startswith("Seccomp:")))
+            print(next(line for line in Path(f"/proc/{child.pid}/status").read_text().splitlines() \
+if line.startswith("Seccomp:")))
 finally:
     simulator.close()
     spec.close()
 """
-NO_NAMESPACES = "echo 0 > /proc/sys/user/max_user_namespaces && "  # none may be made inside this one
+# none may be made inside this one
+NO_NAMESPACES = "echo 0 > /proc/sys/user/max_user_namespaces && "
 
 
 def look_as_a_user(before="", **variables):
@@ -40,11 +45,28 @@ def look_as_a_user(before="", **variables):
     if os.geteuid():
         as_user = []
     else:
-        as_user = ["unshare", "--user", "--map-user=54321", "--map-group=54321", *(["--keep-caps"] if before else []), "--"]
-        if subprocess.run([*as_user, "unshare", "--user", "true"], capture_output=True, check=False).returncode:
+        as_user = [
+            "unshare",
+            "--user",
+            "--map-user=54321",
+            "--map-group=54321",
+            *(["--keep-caps"] if before else []),
+            "--",
+        ]
+        if subprocess.run(
+            [*as_user, "unshare", "--user", "true"], capture_output=True, check=False
+        ).returncode:
             pytest.skip("this machine allows no user namespaces")
     command = [*as_user, "sh", "-c", f'{before}exec "$0" -c "$1"', sys.executable, LOOK]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_browser_driver_and_keeper_know_no_secret_of_this_process(make_spec, monkeypatch):
@@ -60,7 +82,9 @@ def test_browser_driver_and_keeper_know_no_secret_of_this_process(make_spec, mon
             with contextlib.suppress(psutil.NoSuchProcess):
                 told[process.pid] = Path(f"/proc/{process.pid}/environ").read_bytes()
         assert {browser.pid, driver.pid, keeper.pid} < told.keys()
-        assert not [pid for pid, text in told.items() if b"not-to-be-told" in text or b"PYTEST" in text]
+        assert not [
+            pid for pid, text in told.items() if b"not-to-be-told" in text or b"PYTEST" in text
+        ]
         assert "node" in driver.name()
         assert b"LC_TIME=C.UTF-8" in told[browser.pid]
         names = {line.partition(b"=")[0].decode() for line in told[driver.pid].split(b"\0")}

@@ -1,4 +1,6 @@
-"""The judge behind an endpoint: verdicts, bounded retries, and failures that never count as a wrong answer."""
+"""The judge behind an endpoint: verdicts, bounded retries, and failures that never count as a
+wrong answer.
+"""
 
 import json
 import threading
@@ -14,17 +16,29 @@ from envs.webarena.judge import Endpoint, JudgeFailed
 
 @contextmanager
 def answering(*replies):
-    """An endpoint that gives each request the next reply: a verdict's text, a status, or seconds to wait."""
+    """An endpoint that gives each request the next reply: a verdict's text, a status, or
+    seconds to wait.
+    """
     left, asked = list(replies), []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            asked.append((self.path, self.headers.get("Authorization"), json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            asked.append(
+                (
+                    self.path,
+                    self.headers.get("Authorization"),
+                    json.loads(self.rfile.read(int(self.headers["Content-Length"]))),
+                )
+            )
             reply = left.pop(0) if len(left) > 1 else left[0]
             if isinstance(reply, float):
                 time.sleep(reply)
             status = reply if isinstance(reply, int) else 200
-            text = json.dumps({"choices": [{"message": {"content": reply}}]}) if isinstance(reply, str) else "{}"
+            text = (
+                json.dumps({"choices": [{"message": {"content": reply}}]})
+                if isinstance(reply, str)
+                else "{}"
+            )
             self.send_response(status)
             self.end_headers()
             self.wfile.write(text.encode())
@@ -47,14 +61,25 @@ def at_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"), [("Both say 3.\ncorrect", True), ("partially correct", False), ("It is incorrect.", False), ("CORRECT", True)]
+    ("said", "expected"),
+    [
+        ("Both say 3.\ncorrect", True),
+        ("partially correct", False),
+        ("It is incorrect.", False),
+        ("CORRECT", True),
+    ],
 )
 def test_only_a_fully_correct_answer_counts(said, expected, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with answering(said) as (url, asked):
         assert Endpoint(url, "m", "JUDGE_KEY").same_answer("How many?", "3", "three") is expected
     path, authorization, body = asked[0]
-    assert (path, authorization, body["model"], body["temperature"]) == ("/v1/chat/completions", "Bearer secret", "m", 0)
+    assert (path, authorization, body["model"], body["temperature"]) == (
+        "/v1/chat/completions",
+        "Bearer secret",
+        "m",
+        0,
+    )
     assert "How many?" in body["messages"][0]["content"]
 
 
@@ -97,7 +122,9 @@ def test_an_answer_that_leaves_the_judge_speechless_is_wrong_where_it_judges_oth
     tries = 1 if speechless == 400 else judges.ATTEMPTS
     with answering(*[speechless] * tries, "correct") as (url, asked):
         assert Endpoint(url, "m").same_answer("q", "the reference", "say nothing") is False
-    assert [("the reference\n==" in body["messages"][0]["content"]) for _, _, body in asked] == [False] * tries + [True]
+    assert [("the reference\n==" in body["messages"][0]["content"]) for _, _, body in asked] == [
+        False
+    ] * tries + [True]
     with answering(speechless) as (url, _), pytest.raises(JudgeFailed):
         Endpoint(url, "m").same_answer("q", "r", "a")
 

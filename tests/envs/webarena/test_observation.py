@@ -10,8 +10,8 @@ def lines(observation):
 def test_a_page_is_shown_in_webarenas_form(episode):
     head, _, rest = episode.first.partition("\n\n")
     assert head == "OBSERVATION:\nTab 0 (current): Mug shop"
-    assert rest == (
-        "[1] RootWebArea 'Mug shop' focused: True\n"
+    assert (
+        rest == "[1] RootWebArea 'Mug shop' focused: True\n"
         "\t[2] heading 'Mugs'\n"
         "\t[3] link 'Second page'\n"
         "\t[4] link 'New window'\n"
@@ -44,24 +44,35 @@ def test_only_what_the_window_shows_is_listed(episode):
 
 def test_ids_stay_while_the_document_lives_and_are_never_used_again(episode):
     def ids(observation):
-        return {line.strip().partition("] ")[2]: int(re.match(r"\t*\[(\d+)\]", line)[1]) for line in lines(observation)}
+        return {
+            line.strip().partition("] ")[2]: int(re.match(r"\t*\[(\d+)\]", line)[1])
+            for line in lines(observation)
+        }
 
     first = ids(episode.first)
     loaded = ids(episode.click("button", "Load"))
-    assert {name: loaded[name] for name in first if name in loaded} == {name: first[name] for name in first if name in loaded}
+    assert {name: loaded[name] for name in first if name in loaded} == {
+        name: first[name] for name in first if name in loaded
+    }
     assert loaded["StaticText 'arrived'"] > max(first.values())  # it was awaited, and it is new
     second = ids(episode.click("link", "Second page"))
     assert min(second.values()) > max(loaded.values())
     back = ids(episode.step("go_back"))
     assert min(back.values()) > max(second.values())
-    assert episode.step(f"click [{first[chr(108) + 'ink ' + repr('Second page')]}]") == "There is no element 3 in the current page."
+    assert (
+        episode.step(f"click [{first[chr(108) + 'ink ' + repr('Second page')]}]")
+        == "There is no element 3 in the current page."
+    )
 
 
 def test_equal_episodes_are_shown_equally(spec):
     def play():
         simulator = spec.make()
         try:
-            return [simulator.reset(0), *(simulator.step(f"click [{number}]").observation for number in (12, 3))]
+            return [
+                simulator.reset(0),
+                *(simulator.step(f"click [{number}]").observation for number in (12, 3)),
+            ]
         finally:
             simulator.close()
 
@@ -130,7 +141,9 @@ def test_an_observation_has_a_bound(make_spec):
 
 
 def test_a_slow_answer_is_waited_for_and_an_endless_one_is_not(episode, site):
-    site.pages["/busy"] = "<title>Busy</title><button onclick=\"fetch('/hang')\">Wait</button><p>ready</p>"
+    site.pages["/busy"] = (
+        "<title>Busy</title><button onclick=\"fetch('/hang')\">Wait</button><p>ready</p>"
+    )
     assert "StaticText 'ready'" in episode.step("goto [onestopmarket.com/busy]")
     assert "StaticText 'ready'" in episode.click("button", "Wait")
 
@@ -139,7 +152,11 @@ def test_the_outcome_is_scored_at_stop_and_the_window_can_be_looked_at(episode):
     media_type, picture = episode.simulator.render()
     assert (media_type, picture[:4]) == ("image/png", b"\x89PNG")
     wrong_form = episode.simulator.step("I give up")
-    assert (wrong_form.reward, wrong_form.terminated, wrong_form.info) == (0.0, False, {"error": "action"})
+    assert (wrong_form.reward, wrong_form.terminated, wrong_form.info) == (
+        0.0,
+        False,
+        {"error": "action"},
+    )
     end = episode.simulator.step("```stop [12]```")
     assert (end.reward, end.terminated, end.success) == (1.0, True, True)
     assert end.info["parts"] == {"string_match": {"exact_match": 1.0}}

@@ -1,4 +1,6 @@
-"""What dies and what lives on: a page, the browser, its driver, the server. Nothing is left behind."""
+"""What dies and what lives on: a page, the browser, its driver, the server.
+Nothing is left behind.
+"""
 
 import asyncio
 import contextlib
@@ -36,12 +38,15 @@ def chromium_of(spec):
 
 
 def left_of(folder):
-    """Processes that name the folder on their command line or in their environment, and those these started."""
+    """Processes that name the folder on their command line or in their environment, and those
+    these started.
+    """
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and (
-                folder in " ".join(process.cmdline()) or folder in process.environ().get("TMPDIR", "")
+                folder in " ".join(process.cmdline())
+                or folder in process.environ().get("TMPDIR", "")
             ):
                 found |= {process, *process.children(recursive=True)}
     return found
@@ -84,7 +89,9 @@ def test_a_crashed_page_ends_its_session_and_no_other(make_spec):
     assert "Mug shop" in spec.make().reset(0)
 
 
-def test_a_page_that_loops_for_ever_ends_its_session_in_time_and_no_other(make_spec, site, monkeypatch):
+def test_a_page_that_loops_for_ever_ends_its_session_in_time_and_no_other(
+    make_spec, site, monkeypatch
+):
     monkeypatch.setattr("envs.webarena.tabs.INPUT_S", 2.0)
     monkeypatch.setattr("envs.webarena.tabs.Tabs.ask.__defaults__", (2.0,))
     site.pages["/loop"] = "<title>Loop</title><button onclick='for (;;);'>go</button>"
@@ -97,7 +104,8 @@ def test_a_page_that_loops_for_ever_ends_its_session_in_time_and_no_other(make_s
                 one.click("button", "go")
             assert time.monotonic() - began < 20
         assert "Second page" in other.click("link", "Second page")
-        assert len(other.simulator._sites.chromium._running.browser.contexts) == 1  # the hung one is closed
+        # the hung one is closed
+        assert len(other.simulator._sites.chromium._running.browser.contexts) == 1
 
 
 def test_pages_that_never_answer_do_not_hold_up_another_session(make_spec, site, monkeypatch):
@@ -117,7 +125,10 @@ def test_pages_that_never_answer_do_not_hold_up_another_session(make_spec, site,
             actions = ["goto [onestopmarket.com/hang]", "goto [onestopmarket.com/hang]"]
             hung[2].step("goto [onestopmarket.com/loop]")
             actions.append(f"click [{hung[2].number('button', 'go')}]")
-            waiting = [asyncio.create_task(hang(one, action)) for one, action in zip(hung, actions, strict=True)]
+            waiting = [
+                asyncio.create_task(hang(one, action))
+                for one, action in zip(hung, actions, strict=True)
+            ]
             await asyncio.sleep(0.2)
             await other.simulator.step_async("scroll [down]")
             assert not ended
@@ -203,9 +214,24 @@ def served(tmp_path, site, *, tasks, **popen):
     file, port_file = tmp_path / "tasks.json", tmp_path / "port"
     file.write_text(json.dumps(tasks))
     options = json.dumps({"tasks": str(file), "sites": {"shopping": site.url}})
-    command = [sys.executable, "-m", "envs", "serve", "webarena", "--options", options, "--port-file", str(port_file)]
+    command = [
+        sys.executable,
+        "-m",
+        "envs",
+        "serve",
+        "webarena",
+        "--options",
+        options,
+        "--port-file",
+        str(port_file),
+    ]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen([*command, "--drain-timeout", "0.1"], stderr=(tmp_path / "log").open("wb"), env=environment, **popen)
+    process = subprocess.Popen(
+        [*command, "--drain-timeout", "0.1"],
+        stderr=(tmp_path / "log").open("wb"),
+        env=environment,
+        **popen,
+    )
     try:
         deadline = time.monotonic() + 40
         while True:
@@ -222,7 +248,9 @@ def served(tmp_path, site, *, tasks, **popen):
 
 
 def call(url, body):
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=30) as reply:
         return json.loads(reply.read())
 
@@ -239,8 +267,15 @@ def test_a_server_takes_its_browser_along_however_it_ends(short_path, site, end)
     tmp_path = short_path
     with served(tmp_path, site, tasks=[task(5)]) as (process, url):
         session = call(f"{url}/create", {"request_key": "k", "task_id": 5})["session_id"]
-        assert call(f"{url}/step", {"session_id": session, "turn": 1, "action": "scroll [down]"})["turn"] == 1
-        (folder,) = [str(path) for path in tmp_path.iterdir() if path.name.startswith(browsers.PREFIX)]
+        assert (
+            call(f"{url}/step", {"session_id": session, "turn": 1, "action": "scroll [down]"})[
+                "turn"
+            ]
+            == 1
+        )
+        (folder,) = [
+            str(path) for path in tmp_path.iterdir() if path.name.startswith(browsers.PREFIX)
+        ]
         processes = left_of(folder)
         assert len(processes) >= 5
         with pytest.raises(urllib.error.HTTPError, match="422") as missing:
@@ -250,15 +285,24 @@ def test_a_server_takes_its_browser_along_however_it_ends(short_path, site, end)
         process.wait(30)
         assert gone(folder)
         assert not psutil.wait_procs(processes, timeout=5)[1]
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "port") == ["log", "tasks.json"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "port") == [
+        "log",
+        "tasks.json",
+    ]
 
 
 def test_what_a_killed_browser_leaves_behind_is_ended_with_its_server(short_path, site):
     """Stopped processes do not notice that their browser is gone."""
     with served(short_path, site, tasks=[task(5)]) as (process, url):
         call(f"{url}/create", {"request_key": "k", "task_id": 5})
-        (folder,) = [str(path) for path in short_path.iterdir() if path.name.startswith(browsers.PREFIX)]
-        (browser,) = [found for found in left_of(folder) if "chrom" in found.name() and os.getsid(found.pid) == found.pid]
+        (folder,) = [
+            str(path) for path in short_path.iterdir() if path.name.startswith(browsers.PREFIX)
+        ]
+        (browser,) = [
+            found
+            for found in left_of(folder)
+            if "chrom" in found.name() and os.getsid(found.pid) == found.pid
+        ]
         children = browser.children(recursive=True)
         for child in children:
             child.suspend()

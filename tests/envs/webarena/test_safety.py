@@ -100,8 +100,14 @@ def test_a_page_cannot_lead_to_a_foreign_host(episode, site, foreign, how):
         "script": f"<button onclick=\"location='{url}'\">go</button>",
         "form": f"<form action='{url}'><button>go</button></form>",
         "redirect": "<a href='/away'>go</a>",
-        "refresh": f"<button onclick=\"document.head.innerHTML='<meta http-equiv=refresh content=0;url={url}>'\">go</button>",
-        "frame": f"<button onclick=\"document.body.innerHTML='<iframe src={url}></iframe><img src={url}>stay'\">go</button>",
+        "refresh": (
+            "<button onclick=\"document.head.innerHTML='<meta http-equiv=refresh"
+            f" content=0;url={url}>'\">go</button>"
+        ),
+        "frame": (
+            f"<button onclick=\"document.body.innerHTML='<iframe src={url}></iframe><img"
+            f" src={url}>stay'\">go</button>"
+        ),
     }
     site.pages["/trap"] = body(pages[how])
     episode.step("goto [onestopmarket.com/trap]")
@@ -115,7 +121,13 @@ def test_a_page_cannot_lead_to_a_foreign_host(episode, site, foreign, how):
 
 
 @pytest.mark.parametrize(
-    "url", ["file:///etc/passwd", "chrome://version", "data:text/html,<title>Data</title>", "view-source:http://127.0.0.1/"]
+    "url",
+    [
+        "file:///etc/passwd",
+        "chrome://version",
+        "data:text/html,<title>Data</title>",
+        "view-source:http://127.0.0.1/",
+    ],
 )
 @pytest.mark.parametrize("how", ["link", "script", "window"])
 def test_a_page_cannot_lead_to_another_scheme(shared, site, url, how):
@@ -130,7 +142,9 @@ def test_a_page_cannot_lead_to_another_scheme(shared, site, url, how):
     assert "root:" not in shown
     assert "Data" not in shown
     tabs = shared.simulator._tabs
-    assert all(tab.page.url == "about:blank" or tab.page.url.startswith(site.url) for tab in tabs.living())
+    assert all(
+        tab.page.url == "about:blank" or tab.page.url.startswith(site.url) for tab in tabs.living()
+    )
     for _ in tabs.living()[1:]:
         shared.step("tab_focus [1]")
         shared.step("close_tab")
@@ -138,7 +152,8 @@ def test_a_page_cannot_lead_to_another_scheme(shared, site, url, how):
 
 def test_a_page_made_by_a_script_is_left_again(episode, site):
     site.pages["/trap"] = body(
-        "<button onclick=\"location=window.URL.createObjectURL(new Blob(['<title>Blob</title>'],{type:'text/html'}))\">go</button>"
+        '<button onclick="location=window.URL.createObjectURL(new'
+        " Blob(['<title>Blob</title>'],{type:'text/html'}))\">go</button>"
     )
     episode.step("goto [onestopmarket.com/trap]")
     shown = episode.click("button", "go")
@@ -152,7 +167,8 @@ def test_scripts_reach_no_foreign_host(episode, site, foreign):
     async function go() {{
       const tries = [fetch('http://127.0.0.1:{port}/fetch', {{mode: 'no-cors'}}),
         fetch('http://localhost:{port}/name', {{mode: 'no-cors'}}),
-        new Promise((ok, no) => {{ const w = new WebSocket('ws://127.0.0.1:{port}/socket'); w.onopen = ok; w.onerror = no; }}),
+        new Promise((ok, no) => {{ const w = new WebSocket('ws://127.0.0.1:{port}/socket'); \
+w.onopen = ok; w.onerror = no; }}),
         navigator.serviceWorker.register('/worker.js')];
       const ends = await Promise.allSettled(tries);
       navigator.sendBeacon('http://127.0.0.1:{port}/beacon', 'x');
@@ -171,7 +187,9 @@ async def workers(episode):
 
 
 def test_tabs_that_a_page_opens_have_a_cap(episode, site):
-    site.pages["/trap"] = body("<button onclick=\"for (let i = 0; i < 40; i++) window.open('/second?' + i)\">go</button>")
+    site.pages["/trap"] = body(
+        "<button onclick=\"for (let i = 0; i < 40; i++) window.open('/second?' + i)\">go</button>"
+    )
     episode.step("goto [onestopmarket.com/trap]")
     for _ in range(12):
         shown = episode.click("button", "go")
@@ -184,7 +202,10 @@ def test_tabs_that_a_page_opens_have_a_cap(episode, site):
 def test_a_download_leaves_no_file(episode, site):
     site.pages["/file"] = (
         200,
-        {"Content-Disposition": "attachment; filename=x.bin", "Content-Type": "application/octet-stream"},
+        {
+            "Content-Disposition": "attachment; filename=x.bin",
+            "Content-Type": "application/octet-stream",
+        },
         "x" * 1000,
     )
     site.pages["/trap"] = body("<a href='/file' download>go</a>")
@@ -196,8 +217,9 @@ def test_a_download_leaves_no_file(episode, site):
 
 def test_dialogs_are_dismissed_and_a_flood_of_them_closes_the_tab(episode, site):
     site.pages["/trap"] = body(
-        "<button onclick=\"this.textContent = [alert('a'), confirm('b'), prompt('c')].join()\">ask</button>"
-        "<button onclick=\"for (;;) alert('again')\">flood</button>"
+        "<button onclick=\"this.textContent = [alert('a'), confirm('b'),"
+        " prompt('c')].join()\">ask</button><button onclick=\"for (;;)"
+        " alert('again')\">flood</button>"
     )
     episode.step("goto [onestopmarket.com/trap]")
     shown = episode.click("button", "ask")
@@ -212,7 +234,10 @@ def test_dialogs_are_dismissed_and_a_flood_of_them_closes_the_tab(episode, site)
 
 
 def test_a_page_that_never_settles_is_shown_after_the_cap(episode, site):
-    site.pages["/trap"] = body("<p>words</p><script>setInterval(() => { fetch('/second'); document.title += '.' }, 50)</script>")
+    site.pages["/trap"] = body(
+        "<p>words</p><script>setInterval(() => { fetch('/second'); document.title += '.' },"
+        " 50)</script>"
+    )
     began = time.monotonic()
     shown = episode.step("goto [onestopmarket.com/trap]")
     assert time.monotonic() - began < 15
@@ -220,7 +245,9 @@ def test_a_page_that_never_settles_is_shown_after_the_cap(episode, site):
 
 
 def test_a_page_that_keeps_sending_itself_elsewhere_is_bounded(episode, site):
-    site.pages["/trap"] = body("<p>words</p><script>setTimeout(() => location.reload(), 10)</script>")
+    site.pages["/trap"] = body(
+        "<p>words</p><script>setTimeout(() => location.reload(), 10)</script>"
+    )
     began = time.monotonic()
     with contextlib.suppress(BrowserLost):  # it may or may not be caught between two loads
         episode.step("goto [onestopmarket.com/trap]")
@@ -229,7 +256,9 @@ def test_a_page_that_keeps_sending_itself_elsewhere_is_bounded(episode, site):
 
 @pytest.mark.parametrize("kind", ["elements", "text"])
 def test_a_page_of_ten_megabytes_is_not_read(episode, site, kind):
-    site.pages["/huge"] = body(f"<p>words{' and words' * 4}</p>" * 200_000 if kind == "elements" else "word " * 2_000_000)
+    site.pages["/huge"] = body(
+        f"<p>words{' and words' * 4}</p>" * 200_000 if kind == "elements" else "word " * 2_000_000
+    )
     began = time.monotonic()
     shown = episode.step("goto [onestopmarket.com/huge]")
     assert time.monotonic() - began < 60
@@ -241,11 +270,15 @@ def test_a_page_of_ten_megabytes_is_not_read(episode, site, kind):
 
 def test_text_of_a_page_stays_text(episode, site):
     site.pages["/trap"] = body(
-        "<p>&lt;script&gt;alert(1)&lt;/script&gt; ``` {{7*7}} \u202e \x1b[31m</p><img src=x alt='&quot;&gt;&lt;b&gt;'>", "T|Tab 9: x"
+        "<p>&lt;script&gt;alert(1)&lt;/script&gt; ``` {{7*7}} \u202e \x1b[31m</p><img src=x"
+        " alt='&quot;&gt;&lt;b&gt;'>",
+        "T|Tab 9: x",
     )
     shown = episode.step("goto [onestopmarket.com/trap]")
-    assert "<script>alert(1)</script> ``` {{7*7}}" in shown  # as it stands; what shows it escapes it
+    # as it stands; what shows it escapes it
+    assert "<script>alert(1)</script> ``` {{7*7}}" in shown
     assert "\x1b" not in shown
     assert "\u202e" not in shown  # as Python prints it
     media_type, picture = episode.simulator.render()
-    assert (media_type, picture[:8]) == ("image/png", b"\x89PNG\r\n\x1a\n")  # a picture: nothing of the page is markup in a viewer
+    # a picture: nothing of the page is markup in a viewer
+    assert (media_type, picture[:8]) == ("image/png", b"\x89PNG\r\n\x1a\n")

@@ -1,4 +1,6 @@
-"""Outcomes scored in a real browser, with the login files and helpers that WebArena's own sites need."""
+"""Outcomes scored in a real browser, with the login files and helpers that WebArena's own sites
+need.
+"""
 
 import dataclasses
 import json
@@ -19,7 +21,12 @@ SECOND = {"reference_url": "__SHOPPING__/second", "reference_answers": None}
 
 
 def target(url, locator, prep=(), **contents):
-    return {"url": url, "locator": locator, "required_contents": contents, "prep_actions": list(prep)}
+    return {
+        "url": url,
+        "locator": locator,
+        "required_contents": contents,
+        "prep_actions": list(prep),
+    }
 
 
 def html(*targets, types=("program_html",)):
@@ -29,26 +36,68 @@ def html(*targets, types=("program_html",)):
 HEADING = "document.querySelector('h1').innerText"
 TASKS = [
     task(0, **{"eval_types": ["url_match"], **SECOND}),
-    task(1, **html(target("last", HEADING, exact_match="second page"), target("__SHOPPING__/", HEADING, must_include=["Mugs"]))),
-    task(2, **html(target("__SHOPPING__/", HEADING, exact_match="Mugs"), types=("url_match", "program_html"))),
+    task(
+        1,
+        **html(
+            target("last", HEADING, exact_match="second page"),
+            target("__SHOPPING__/", HEADING, must_include=["Mugs"]),
+        ),
+    ),
+    task(
+        2,
+        **html(
+            target("__SHOPPING__/", HEADING, exact_match="Mugs"),
+            types=("url_match", "program_html"),
+        ),
+    ),
     task(3, **html(target("__SHOPPING__/", "document.none.x", must_include=["x"]))),
     task(4, **html(target("__SHOPPING__/", "document.querySelector('b')", exact_match="None"))),
-    task(5, **html(target("last", "document.title", prep=["document.nothing.x", "document.title = 'changed'"], exact_match="changed"))),
+    task(
+        5,
+        **html(
+            target(
+                "last",
+                "document.title",
+                prep=["document.nothing.x", "document.title = 'changed'"],
+                exact_match="changed",
+            )
+        ),
+    ),
     task(6, **html(target("last", "", must_include=["costs <b>12</b>"]))),
     task(7, **html(target("__SHOPPING__/missing-page", "document.title", exact_match="Not found"))),
     task(8, **html(target("last", "document.title + (() => { for (;;); })()", exact_match="x"))),
     task(9, **html(target("http://127.0.0.1:1/", "document.title", exact_match="x"))),
     task(10, start="__SHOPPING__/second |AND| __SHOPPING__/", eval_types=["url_match"], **SECOND),
-    {**task(11, **html(target("__SHOPPING__/", "document.cookie", must_include=["session=abc"]))), "storage_state": "./.auth/shop.json"},
-    task(12, **html(target("func:reddit_get_post_url('__last_url__')", HEADING, exact_match="second page"))),
+    {
+        **task(
+            11, **html(target("__SHOPPING__/", "document.cookie", must_include=["session=abc"]))
+        ),
+        "storage_state": "./.auth/shop.json",
+    },
+    task(
+        12,
+        **html(
+            target("func:reddit_get_post_url('__last_url__')", HEADING, exact_match="second page")
+        ),
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def spec(make_spec, tmp_path_factory):
     folder = tmp_path_factory.mktemp("auth")
-    cookie = {"name": "session", "value": "abc", "domain": "127.0.0.1", "path": "/", "expires": -1, "httpOnly": False, "secure": False}
-    (folder / "shop.json").write_text(json.dumps({"cookies": [{**cookie, "sameSite": "Lax"}], "origins": []}))
+    cookie = {
+        "name": "session",
+        "value": "abc",
+        "domain": "127.0.0.1",
+        "path": "/",
+        "expires": -1,
+        "httpOnly": False,
+        "secure": False,
+    }
+    (folder / "shop.json").write_text(
+        json.dumps({"cookies": [{**cookie, "sameSite": "Lax"}], "origins": []})
+    )
     return make_spec(*TASKS, storage_state=str(folder))
 
 
@@ -98,7 +147,9 @@ def test_several_start_pages_are_tabs(spec):
         simulator.close()
 
 
-def test_a_page_of_the_task_file_that_cannot_be_judged_is_a_failure_of_the_environment(spec, monkeypatch):
+def test_a_page_of_the_task_file_that_cannot_be_judged_is_a_failure_of_the_environment(
+    spec, monkeypatch
+):
     monkeypatch.setattr("envs.webarena.tabs.Tabs.ask.__defaults__", (2.0,))
     with pytest.raises(BrowserLost, match="does not answer within 2 s"):
         end(spec, 8)
@@ -133,7 +184,9 @@ def test_a_judge_that_breaks_on_the_text_scores_it_0_and_says_so(make_spec, monk
 
 def test_a_judge_that_fails_is_a_failure_of_the_environment(make_spec):
     fuzzy = task(0, reference_answers={"fuzzy_match": ["12"]})
-    spec = make_spec(fuzzy, judge={"base_url": "http://127.0.0.1:9/v1", "model": "m", "timeout_s": 1.0})
+    spec = make_spec(
+        fuzzy, judge={"base_url": "http://127.0.0.1:9/v1", "model": "m", "timeout_s": 1.0}
+    )
     with pytest.raises(RuntimeError, match=r"judge m at http://127\.0\.0\.1:9/v1"):
         end(spec, 0)
 
@@ -173,9 +226,17 @@ def shop_api(reviews):
 
 def test_a_real_shops_orders_and_reviews_are_asked_for_over_its_api(monkeypatch):
     monkeypatch.setenv("AGENTGYM_SECRET_SHOP_PASSWORD", "pw")
-    with shop_api([{"nickname": "Ann", "ratings": [{"percent": 20}]}, {"nickname": "Bob", "ratings": [{"percent": 80}]}]) as url:
+    with shop_api(
+        [
+            {"nickname": "Ann", "ratings": [{"percent": 20}]},
+            {"nickname": "Bob", "ratings": [{"percent": 80}]},
+        ]
+    ) as url:
         helpers = SiteHelpers({"shopping": url})
-        assert helpers.call("shopping_get_latest_order_url", [], None) == f"{url}/sales/order/view/order_id/189/"
+        assert (
+            helpers.call("shopping_get_latest_order_url", [], None)
+            == f"{url}/sales/order/view/order_id/189/"
+        )
         assert helpers.call("shopping_get_sku_latest_review_author", ["B00/X"], None) == "Bob"
         assert helpers.call("shopping_get_sku_latest_review_rating", ["B00/X"], None) == "80"
     with pytest.raises(HelperFailed, match="shopping_get_latest_order_url"):

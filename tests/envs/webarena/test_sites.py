@@ -1,4 +1,6 @@
-"""The embedded sites over HTTP, as a browser asks them: isolation, workflows, bad input, escaping, price of a session."""
+"""The embedded sites over HTTP, as a browser asks them: isolation, workflows, bad input,
+escaping, price of a session.
+"""
 
 import hashlib
 import html
@@ -18,7 +20,8 @@ from envs.webarena.sites import SITES, TENANT_HEADER, SiteServer, queries
 from envs.webarena.sites.server import _BY_HOST
 from envs.webarena.sites.world import content
 
-DIGEST = "26bd97538ed5d458"  # of the content of seed 0; tasks.json and gold.json are true of this content alone
+# of the content of seed 0; tasks.json and gold.json are true of this content alone
+DIGEST = "26bd97538ed5d458"
 MUG = "/product/2/halden-ember-enamel-mug"
 
 
@@ -35,7 +38,12 @@ class Visitor:
 
     def send(self, method, site, path, body=None, **headers):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        given = {"Host": SITES.get(site, site), TENANT_HEADER: self.token, "Content-Type": "application/x-www-form-urlencoded", **headers}
+        given = {
+            "Host": SITES.get(site, site),
+            TENANT_HEADER: self.token,
+            "Content-Type": "application/x-www-form-urlencoded",
+            **headers,
+        }
         connection.request(method, path, body, given)
         answer = connection.getresponse()
         text = answer.read().decode()
@@ -50,7 +58,13 @@ class Visitor:
 
     def post(self, site, path, form=None, at="/"):
         """Post a form that stands on the page `at`; the page it leads to."""
-        status, text, headers = self.send("POST", site, path, urlencode(form or {}, doseq=True), Referer=f"http://{SITES[site]}{at}")
+        status, text, headers = self.send(
+            "POST",
+            site,
+            path,
+            urlencode(form or {}, doseq=True),
+            Referer=f"http://{SITES[site]}{at}",
+        )
         assert status == 303, (path, status, text)
         return self.send("GET", site, headers["Location"])[1]
 
@@ -78,7 +92,12 @@ def note(page):
 
 def buy(visitor, **changes):
     visitor.post("shopping", "/cart/add/66", {"quantity": 1})
-    return visitor.post("shopping", "/checkout", {"shipping": "standard", "payment": "invoice", **changes}, "/checkout")
+    return visitor.post(
+        "shopping",
+        "/checkout",
+        {"shipping": "standard", "payment": "invoice", **changes},
+        "/checkout",
+    )
 
 
 # ---- sessions
@@ -98,11 +117,16 @@ def test_a_new_session_begins_with_the_seeds_content(server, visitor):
     visitor.post("gitlab", "/jlindgren/tidebook/-/issues/8/state")
     visitor.server.close_tenant(visitor.token)
     assert visitor.send("GET", "gitlab", "/")[0] == 403
-    assert 'class="badge open">Open' in Visitor(*server).get("gitlab", "/jlindgren/tidebook/-/issues/8")
+    assert 'class="badge open">Open' in Visitor(*server).get(
+        "gitlab", "/jlindgren/tidebook/-/issues/8"
+    )
 
 
 def test_without_a_known_session_or_site_there_is_nothing(server, visitor):
-    assert visitor.send("GET", "shopping", "/", **{TENANT_HEADER: "guess"})[:2] == (403, "no such session\n")
+    assert visitor.send("GET", "shopping", "/", **{TENANT_HEADER: "guess"})[:2] == (
+        403,
+        "no such session\n",
+    )
     assert visitor.send("GET", "shopping", "/", **{TENANT_HEADER: ""})[0] == 403
     assert visitor.send("GET", "shop.example", "/")[0] == 404
     with pytest.raises(KeyError):
@@ -113,12 +137,16 @@ def test_the_content_of_a_seed_is_the_same_on_every_machine():
     digest = hashlib.sha256()
     for part in (content(0).store, content(0).forum, content(0).hub):
         for _, value in sorted(vars(part).items()):
-            digest.update(repr(list(value.rows.values()) if hasattr(value, "rows") else value).encode())
+            digest.update(
+                repr(list(value.rows.values()) if hasattr(value, "rows") else value).encode()
+            )
     assert digest.hexdigest()[:16] == DIGEST
 
 
 def test_another_seed_has_other_content():
-    assert [p.name for p in content(1).store.fresh().products] != [p.name for p in content(0).store.fresh().products]
+    assert [p.name for p in content(1).store.fresh().products] != [
+        p.name for p in content(0).store.fresh().products
+    ]
 
 
 def test_a_session_costs_little(server):
@@ -153,7 +181,9 @@ def test_another_thread_can_read_while_the_sites_write(visitor):
     reader = threading.Thread(target=read)
     reader.start()
     for number in range(60):
-        visitor.send("POST", "reddit", "/f/homelab/300/comment", urlencode({"body": f"Comment {number}"}))
+        visitor.send(
+            "POST", "reddit", "/f/homelab/300/comment", urlencode({"body": f"Comment {number}"})
+        )
     done.set()
     reader.join(10)
     assert not failed
@@ -162,11 +192,21 @@ def test_another_thread_can_read_while_the_sites_write(visitor):
 
 def test_a_stopped_server_is_gone_and_uvicorns_loggers_are_untouched():
     access = logging.getLogger("uvicorn.access")
-    before = (access.level, access.propagate, list(access.handlers), logging.getLogger("uvicorn.error").level)
+    before = (
+        access.level,
+        access.propagate,
+        list(access.handlers),
+        logging.getLogger("uvicorn.error").level,
+    )
     server = SiteServer()
     visitor = Visitor(server, server.start())
     visitor.get("gitlab", "/")
-    assert before == (access.level, access.propagate, list(access.handlers), logging.getLogger("uvicorn.error").level)
+    assert before == (
+        access.level,
+        access.propagate,
+        list(access.handlers),
+        logging.getLogger("uvicorn.error").level,
+    )
     server.stop()
     server.stop()
     with pytest.raises(OSError):
@@ -182,7 +222,10 @@ def test_an_order_of_the_shop_shows_in_the_administration(visitor):
     page = buy(visitor)
     assert "Thank you for your purchase!" in page
     assert "000000301" in page
-    assert queries.shopping_get_latest_order_url(visitor.world) == "http://shop.test/account/orders/301"
+    assert (
+        queries.shopping_get_latest_order_url(visitor.world)
+        == "http://shop.test/account/orders/301"
+    )
     assert "000000301" in visitor.get("shopping_admin", "/orders")
     assert visitor.world.store.products[66].stock == stock - 1
     assert len(visitor.world.store.cart) == 0
@@ -190,8 +233,18 @@ def test_an_order_of_the_shop_shows_in_the_administration(visitor):
 
 def test_a_change_in_the_administration_shows_in_the_shop(visitor):
     old = visitor.world.store.products[2]
-    form = {"name": old.name, "price": "1,014.5", "stock": "3", "enabled": "yes", "category": "toys", "description": "New words."}
-    assert note(visitor.post("shopping_admin", "/products/2", form, "/products/2")) == ("status", "You saved the product.")
+    form = {
+        "name": old.name,
+        "price": "1,014.5",
+        "stock": "3",
+        "enabled": "yes",
+        "category": "toys",
+        "description": "New words.",
+    }
+    assert note(visitor.post("shopping_admin", "/products/2", form, "/products/2")) == (
+        "status",
+        "You saved the product.",
+    )
     page = visitor.get("shopping", MUG)
     assert "$1,014.50" in page
     assert "New words." in page
@@ -212,25 +265,57 @@ def test_a_review_waits_for_approval(visitor):
 
 def test_a_status_and_its_comment_reach_the_customer(visitor):
     buy(visitor)
-    visitor.post("shopping_admin", "/orders/301/comment", {"status": "Shipped", "comment": "On its way", "visible": "1"})
-    visitor.post("shopping_admin", "/orders/301/comment", {"status": "Shipped", "comment": "Our little secret"})
+    visitor.post(
+        "shopping_admin",
+        "/orders/301/comment",
+        {"status": "Shipped", "comment": "On its way", "visible": "1"},
+    )
+    visitor.post(
+        "shopping_admin",
+        "/orders/301/comment",
+        {"status": "Shipped", "comment": "Our little secret"},
+    )
     page = visitor.get("shopping", "/account/orders/301")
     assert "On its way" in page
     assert "Our little secret" not in page
 
 
 def test_more_than_the_stock_cannot_be_bought(visitor):
-    assert note(visitor.post("shopping", "/cart/add/99", {"choice": "Slate Gray", "quantity": 2}))[0] == "status"
-    kind, text = note(visitor.post("shopping", "/cart/add/99", {"choice": "Oat White", "quantity": 1}))
-    assert (kind, text) == ("alert", "The requested quantity of Okto Juniper Portable Speaker is not available: 2 left.")
+    assert (
+        note(visitor.post("shopping", "/cart/add/99", {"choice": "Slate Gray", "quantity": 2}))[0]
+        == "status"
+    )
+    kind, text = note(
+        visitor.post("shopping", "/cart/add/99", {"choice": "Oat White", "quantity": 1})
+    )
+    assert (kind, text) == (
+        "alert",
+        "The requested quantity of Okto Juniper Portable Speaker is not available: 2 left.",
+    )
 
 
 def test_what_is_sold_out_by_now_can_still_leave_the_cart(visitor):
     visitor.post("shopping", "/cart/add/66", {"quantity": 2})
-    form = {"name": "Gone", "price": "1", "stock": "0", "enabled": "yes", "category": "office", "description": "Gone."}
+    form = {
+        "name": "Gone",
+        "price": "1",
+        "stock": "0",
+        "enabled": "yes",
+        "category": "office",
+        "description": "Gone.",
+    }
     visitor.post("shopping_admin", "/products/66", form)
-    assert note(visitor.post("shopping", "/cart/update", {"quantity_1": "1"}, "/cart"))[0] == "alert"
-    assert note(visitor.post("shopping", "/checkout", {"shipping": "pickup", "payment": "invoice"}, "/checkout")) is not None
+    assert (
+        note(visitor.post("shopping", "/cart/update", {"quantity_1": "1"}, "/cart"))[0] == "alert"
+    )
+    assert (
+        note(
+            visitor.post(
+                "shopping", "/checkout", {"shipping": "pickup", "payment": "invoice"}, "/checkout"
+            )
+        )
+        is not None
+    )
     assert visitor.world.store.orders.next_id() == 301
     assert "no items" in visitor.post("shopping", "/cart/update", {"quantity_1": "0"}, "/cart")
 
@@ -244,7 +329,9 @@ def test_a_second_vote_takes_the_first_back(visitor):
 
 def test_a_reply_stands_below_its_comment(visitor):
     parent = visitor.world.forum.comments.where("post_id", 300)[0]
-    page = visitor.post("reddit", "/f/homelab/300/comment", {"body": "An answer", "parent": parent.id})
+    page = visitor.post(
+        "reddit", "/f/homelab/300/comment", {"body": "An answer", "parent": parent.id}
+    )
     rows = re.findall(r'<article class="comment d(\d)">(.*?)</article>', page, re.DOTALL)
     place = next(i for i, (_, text) in enumerate(rows) if "An answer" in text)
     assert parent.body in html.unescape(rows[place - 1][1])
@@ -265,10 +352,13 @@ def test_roles_are_kept(visitor):
     def refused(path, form=None):
         return note(visitor.post("gitlab", path, form))[0] == "alert"
 
-    assert refused("/birdlab/whistle/-/project_members", {"username": "ychoi", "role": "Guest"})  # no member there
+    # no member there
+    assert refused("/birdlab/whistle/-/project_members", {"username": "ychoi", "role": "Guest"})
     assert refused("/openquay/crane/-/merge_requests/1/merge")  # developer
     assert not refused("/openquay/crane/-/merge_requests/1/approve")
-    owner = next(m for m in visitor.world.hub.memberships.where("project_id", 5) if m.role == "Owner")
+    owner = next(
+        m for m in visitor.world.hub.memberships.where("project_id", 5) if m.role == "Owner"
+    )
     assert refused(f"/lanternworks/lantern/-/project_members/{owner.id}/remove")
     url = "http://code.test/lanternworks/lantern/-/issues"
     assert queries.gitlab_get_project_memeber_role(visitor.world, url, "jlindgren") == "Maintainer"
@@ -316,15 +406,21 @@ def test_a_session_can_begin_logged_out(server, site):
 
 @pytest.mark.parametrize("next", ["//evil.test", "http://evil.test", "/\\evil.test", ""])
 def test_a_login_leads_nowhere_else(visitor, next):
-    _, _, headers = visitor.send("POST", "gitlab", "/login", urlencode({**LOGINS["gitlab"][1], "next": next}))
+    _, _, headers = visitor.send(
+        "POST", "gitlab", "/login", urlencode({**LOGINS["gitlab"][1], "next": next})
+    )
     assert headers["Location"] == "/"
 
 
 def test_a_form_leads_back_to_its_own_site_alone(visitor):
     form = urlencode({"value": "1"})
-    headers = visitor.send("POST", "reddit", "/vote/post/1", form, Referer="http://evil.test/f/books")[2]
+    headers = visitor.send(
+        "POST", "reddit", "/vote/post/1", form, Referer="http://evil.test/f/books"
+    )[2]
     assert headers["Location"] == "/"
-    headers = visitor.send("POST", "reddit", "/vote/post/1", form, Referer="http://forum.test/f/books?sort=new")[2]
+    headers = visitor.send(
+        "POST", "reddit", "/vote/post/1", form, Referer="http://forum.test/f/books?sort=new"
+    )[2]
     assert headers["Location"] == "/f/books?sort=new"
 
 
@@ -332,24 +428,104 @@ def test_a_form_leads_back_to_its_own_site_alone(visitor):
 
 TIDE = "/jlindgren/tidebook/-"
 BAD = [
-    ("shopping", "/product/2/review", MUG, {"nickname": "Typed before"}, "Rating is a required field."),
-    ("shopping", "/cart/add/2", MUG, {"choice": "Forest Green", "quantity": "-1"}, "Quantity must be a whole number from 1 to 99."),
-    ("shopping", "/cart/add/2", MUG, {"choice": "Pink", "quantity": "1"}, "Color: please choose one of the offered values."),
-    ("shopping", "/account/address", "/account/address", {"street": "Typed before"}, "City is a required field."),
-    ("shopping", "/account/edit", "/account/edit", {"first": "N", "last": "W", "email": "a b@c"}, "Please enter a valid email address"),
-    ("shopping_admin", "/products/2", "/products/2", {"name": "Typed before", "price": "free"}, "Price must be an amount such as 24.90."),
-    ("shopping_admin", "/orders/5/comment", "/orders/5", {"status": "Lost"}, "Status: please choose one of the offered values."),
-    ("reddit", "/submit", "/submit", {"board": "books", "body": "Typed before"}, "Title is a required field."),
-    ("reddit", "/create_forum", "/create_forum", {"name": "a b", "title": "Typed before"}, "Name must be 3 to 25 letters, digits or"),
-    ("reddit", "/f/homelab/300/comment", "/f/homelab/300", {"body": " "}, "Comment is a required field."),
-    ("gitlab", "/projects/new", "/projects/new", {"name": "tidebook", "visibility": "Public"}, "jlindgren/tidebook exists already."),
-    ("gitlab", f"{TIDE}/issues/new", f"{TIDE}/issues/new", {"title": "Typed before", "due": "soon"}, "Due date must be"),
-    ("gitlab", f"{TIDE}/milestones/new", "/", {"title": "M", "start": "2024-02-02", "due": "2024-01-01"}, "Due date must not be"),
+    (
+        "shopping",
+        "/product/2/review",
+        MUG,
+        {"nickname": "Typed before"},
+        "Rating is a required field.",
+    ),
+    (
+        "shopping",
+        "/cart/add/2",
+        MUG,
+        {"choice": "Forest Green", "quantity": "-1"},
+        "Quantity must be a whole number from 1 to 99.",
+    ),
+    (
+        "shopping",
+        "/cart/add/2",
+        MUG,
+        {"choice": "Pink", "quantity": "1"},
+        "Color: please choose one of the offered values.",
+    ),
+    (
+        "shopping",
+        "/account/address",
+        "/account/address",
+        {"street": "Typed before"},
+        "City is a required field.",
+    ),
+    (
+        "shopping",
+        "/account/edit",
+        "/account/edit",
+        {"first": "N", "last": "W", "email": "a b@c"},
+        "Please enter a valid email address",
+    ),
+    (
+        "shopping_admin",
+        "/products/2",
+        "/products/2",
+        {"name": "Typed before", "price": "free"},
+        "Price must be an amount such as 24.90.",
+    ),
+    (
+        "shopping_admin",
+        "/orders/5/comment",
+        "/orders/5",
+        {"status": "Lost"},
+        "Status: please choose one of the offered values.",
+    ),
+    (
+        "reddit",
+        "/submit",
+        "/submit",
+        {"board": "books", "body": "Typed before"},
+        "Title is a required field.",
+    ),
+    (
+        "reddit",
+        "/create_forum",
+        "/create_forum",
+        {"name": "a b", "title": "Typed before"},
+        "Name must be 3 to 25 letters, digits or",
+    ),
+    (
+        "reddit",
+        "/f/homelab/300/comment",
+        "/f/homelab/300",
+        {"body": " "},
+        "Comment is a required field.",
+    ),
+    (
+        "gitlab",
+        "/projects/new",
+        "/projects/new",
+        {"name": "tidebook", "visibility": "Public"},
+        "jlindgren/tidebook exists already.",
+    ),
+    (
+        "gitlab",
+        f"{TIDE}/issues/new",
+        f"{TIDE}/issues/new",
+        {"title": "Typed before", "due": "soon"},
+        "Due date must be",
+    ),
+    (
+        "gitlab",
+        f"{TIDE}/milestones/new",
+        "/",
+        {"title": "M", "start": "2024-02-02", "due": "2024-01-01"},
+        "Due date must not be",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("site", "path", "at", "form", "message"), BAD)
-def test_a_wrong_form_says_what_is_wrong_and_keeps_what_was_typed(visitor, site, path, at, form, message):
+def test_a_wrong_form_says_what_is_wrong_and_keeps_what_was_typed(
+    visitor, site, path, at, form, message
+):
     page = visitor.post(site, path, form, at)
     kind, text = note(page)
     assert kind == "alert"
@@ -386,20 +562,35 @@ ODD = [
 @pytest.mark.parametrize("form", ODD)
 def test_no_form_of_any_route_answers_with_an_error_of_the_server(visitor, site, form):
     body = urlencode(form, doseq=True, errors="replace")
-    paths = {"ns": "jlindgren", "name": "tidebook" if site == "gitlab" else "books", "slug": "x", "step": "merge", "path": "README.md"}
+    paths = {
+        "ns": "jlindgren",
+        "name": "tidebook" if site == "gitlab" else "books",
+        "slug": "x",
+        "step": "merge",
+        "path": "README.md",
+    }
     for method, pattern, _, _ in _BY_HOST[SITES[site]].routes:
-        path = re.sub(r"\(\?P<(\w+)>.*?\)(?=/|$)", lambda part: paths.get(part[1], "1"), pattern.pattern.removesuffix("/?"))
+        path = re.sub(
+            r"\(\?P<(\w+)>.*?\)(?=/|$)",
+            lambda part: paths.get(part[1], "1"),
+            pattern.pattern.removesuffix("/?"),
+        )
         if path == "/logout":
             continue
         status = visitor.send(
-            method, site, path + ("" if method == "POST" else f"?{body[:2000]}&page=0&from=x"), body if method == "POST" else None
+            method,
+            site,
+            path + ("" if method == "POST" else f"?{body[:2000]}&page=0&from=x"),
+            body if method == "POST" else None,
         )[0]
         assert status in (200, 303, 400, 404), (path, status)
 
 
 def test_oversized_and_odd_requests_are_refused(visitor):
     assert visitor.send("POST", "reddit", "/submit", "body=" + "x" * 300_000)[0] == 413
-    assert visitor.send("POST", "reddit", "/submit", "&".join(f"a{n}=1" for n in range(200)))[0] == 400
+    assert (
+        visitor.send("POST", "reddit", "/submit", "&".join(f"a{n}=1" for n in range(200)))[0] == 400
+    )
     assert visitor.send("PUT", "reddit", "/submit", "a=1")[0] == 405
     assert visitor.send("POST", "reddit", "/forums", "a=1")[0] == 405
     assert visitor.send("GET", "reddit", "/%00%ff/../..")[0] == 404
@@ -411,13 +602,34 @@ def test_what_a_person_types_is_shown_as_text(visitor):
     visitor.post("reddit", "/submit", {"board": "books", "title": evil, "body": evil})
     visitor.post("reddit", "/f/books/301/comment", {"body": evil})
     visitor.post("reddit", "/user/marlow_reads/edit_biography", {"bio": evil})
-    visitor.post("shopping", "/product/2/review", {"rating": "1", "nickname": evil, "title": evil, "text": evil})
+    visitor.post(
+        "shopping",
+        "/product/2/review",
+        {"rating": "1", "nickname": evil, "title": evil, "text": evil},
+    )
     visitor.post("gitlab", "/jlindgren/tidebook/-/issues/new", {"title": evil, "body": evil})
-    visitor.post("gitlab", "/jlindgren/tidebook/-/labels", {"title": evil[:40], "description": evil, "color": "red"})
+    visitor.post(
+        "gitlab",
+        "/jlindgren/tidebook/-/labels",
+        {"title": evil[:40], "description": evil, "color": "red"},
+    )
     visitor.post("gitlab", "/profile", {"full_name": evil, "status": evil, "bio": evil})
-    pages = [("reddit", "/f/books/301"), ("reddit", "/f/books?sort=new"), ("reddit", "/user/marlow_reads"), ("shopping_admin", "/reviews")]
-    pages += [("shopping_admin", "/reviews/783"), ("gitlab", "/jlindgren/tidebook/-/issues"), ("gitlab", "/jlindgren/tidebook/-/issues/19")]
-    pages += [("gitlab", "/jlindgren/tidebook/-/labels"), ("gitlab", "/jlindgren"), ("gitlab", f"/search?{urlencode({'q': evil})}")]
+    pages = [
+        ("reddit", "/f/books/301"),
+        ("reddit", "/f/books?sort=new"),
+        ("reddit", "/user/marlow_reads"),
+        ("shopping_admin", "/reviews"),
+    ]
+    pages += [
+        ("shopping_admin", "/reviews/783"),
+        ("gitlab", "/jlindgren/tidebook/-/issues"),
+        ("gitlab", "/jlindgren/tidebook/-/issues/19"),
+    ]
+    pages += [
+        ("gitlab", "/jlindgren/tidebook/-/labels"),
+        ("gitlab", "/jlindgren"),
+        ("gitlab", f"/search?{urlencode({'q': evil})}"),
+    ]
     for site, path in pages:
         page = visitor.get(site, path)
         assert "&lt;script&gt;" in page, path
@@ -450,7 +662,9 @@ def test_the_pages_hang_together_and_every_control_has_a_name(visitor, site):
     seen, queue, shapes = set(), ["/"], {}
     while queue:
         path = queue.pop()
-        shape = re.sub(r"\d+|(?<=/)[\w-]+(?=/-/)|(?<=/f/)\w+|[\w-]{25,}", "N", path.partition("?")[0])
+        shape = re.sub(
+            r"\d+|(?<=/)[\w-]+(?=/-/)|(?<=/f/)\w+|[\w-]{25,}", "N", path.partition("?")[0]
+        )
         shapes[shape] = shapes.get(shape, 0) + 1
         if path in seen or shapes[shape] > 3:
             continue
@@ -459,7 +673,11 @@ def test_the_pages_hang_together_and_every_control_has_a_name(visitor, site):
         page.feed(visitor.get(site, path))
         assert page.headings == 1, path
         assert len(set(page.ids)) == len(page.ids), path
-        nameless = [given for given in page.controls if given.get("id") not in page.labels and not given.get("aria-label")]
+        nameless = [
+            given
+            for given in page.controls
+            if given.get("id") not in page.labels and not given.get("aria-label")
+        ]
         assert not nameless, (path, nameless)
         queue += [path.partition("?")[0] + link if link[0] == "?" else link for link in page.links]
         assert all(link[0] in "/?" for link in page.links), "a link that leaves the site"

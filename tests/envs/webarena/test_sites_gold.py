@@ -1,7 +1,8 @@
-"""Every task's gold, played by a person's means in the real browser against the embedded sites, and scored by a small reading of the rules.
+"""Every task's gold, played by a person's means in the real browser against the embedded sites,
+and scored by a small reading of the rules.
 
-The player resolves `[role 'name']` with Playwright's own computation of accessible names and insists that what it touches lies in the
-viewport, for that is all an agent is shown.
+The player resolves `[role 'name']` with Playwright's own computation of accessible names and
+insists that what it touches lies in the viewport, for that is all an agent is shown.
 """
 
 import html
@@ -17,7 +18,9 @@ import pytest
 from envs.webarena.chromium import find_browser
 from envs.webarena.sites import SITES, TENANT_HEADER, SiteServer, queries
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser of these tests")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright drives the browser of these tests"
+)
 FOLDER = Path(queries.__file__).resolve().parent.parent
 TASKS = json.loads((FOLDER / "tasks.json").read_text())
 GOLD = json.loads((FOLDER / "gold.json").read_text())
@@ -47,7 +50,11 @@ class Player:
 
     def __init__(self, browser, server, task):
         self.server, self.token, self.answer = server, server.open_tenant(), None
-        self.context = browser.new_context(viewport=VIEWPORT, extra_http_headers={TENANT_HEADER: self.token}, service_workers="block")
+        self.context = browser.new_context(
+            viewport=VIEWPORT,
+            extra_http_headers={TENANT_HEADER: self.token},
+            service_workers="block",
+        )
         self.context.set_default_timeout(10_000)
         for url in task["start_url"].split(" |AND| "):
             self.open_tab().goto(placed(url))
@@ -111,7 +118,9 @@ class Player:
         if word == "press":
             self.page.keyboard.press(value)
         elif word == "scroll":
-            self.page.evaluate(f"window.scrollBy(0, {'-' if value == 'up' else ''}window.innerHeight)")
+            self.page.evaluate(
+                f"window.scrollBy(0, {'-' if value == 'up' else ''}window.innerHeight)"
+            )
         elif word == "goto":
             self.page.goto(placed(value))
         elif word == "new_tab":
@@ -127,28 +136,40 @@ class Player:
 
 def clean(text):
     text = text.strip()
-    return (text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text).lower()
+    return (
+        text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+    ).lower()
 
 
 def answered(reference, answer):
     """Golds answer word for word, so that a fuzzy reference is judged as text here."""
     if reference.get("fuzzy_match") == "N/A":
         return clean(answer) == "n/a"
-    needed = [*reference.get("must_include", ()), *(text.rstrip(".") for text in reference.get("fuzzy_match", ()))]
+    needed = [
+        *reference.get("must_include", ()),
+        *(text.rstrip(".") for text in reference.get("fuzzy_match", ())),
+    ]
     exact = reference.get("exact_match")
-    return (exact is None or clean(exact) == clean(answer)) and all(clean(text) in clean(answer) for text in needed)
+    return (exact is None or clean(exact) == clean(answer)) and all(
+        clean(text) in clean(answer) for text in needed
+    )
 
 
 def at(url, reference):
     """Whether the page at `url` is one of the references."""
-    here, wanted = urlsplit(url), [urlsplit(placed(one).rstrip("/")) for one in reference.split(" |OR| ")]
+    here, wanted = (
+        urlsplit(url),
+        [urlsplit(placed(one).rstrip("/")) for one in reference.split(" |OR| ")],
+    )
     pooled = {}
     for one in wanted:
         for key, values in parse_qs(one.query).items():
             pooled.setdefault(key, set()).update(values)
     bases = [one.netloc + one.path for one in wanted]
     given = parse_qs(here.query)
-    return any(base in here.netloc + here.path for base in bases) and all(pooled[key] & set(given.get(key, ())) for key in pooled)
+    return any(base in here.netloc + here.path for base in bases) and all(
+        pooled[key] & set(given.get(key, ())) for key in pooled
+    )
 
 
 def called(expression, player):
@@ -165,7 +186,11 @@ def called(expression, player):
 def read(target, player):
     """What a target of the html evaluator finds."""
     if target["url"] != "last":
-        player.page.goto(called(target["url"], player) if target["url"].startswith("func:") else placed(target["url"]))
+        player.page.goto(
+            called(target["url"], player)
+            if target["url"].startswith("func:")
+            else placed(target["url"])
+        )
     locator = target["locator"]
     if locator.startswith("func:"):
         return called(locator, player)
@@ -180,7 +205,10 @@ def read(target, player):
 def met(required, found):
     if "exact_match" in required:
         return clean(required["exact_match"]) == clean(found)
-    return all(any(clean(text) in clean(found) for text in entry.split(" |OR| ")) for entry in required["must_include"])
+    return all(
+        any(clean(text) in clean(found) for text in entry.split(" |OR| "))
+        for entry in required["must_include"]
+    )
 
 
 def parts(task, player, answer):
@@ -203,7 +231,11 @@ def play():
     port = server.start()
     rules = ", ".join(f"MAP {host} 127.0.0.1:{port}" for host in SITES.values())
     with playwright.sync_playwright() as driver:
-        arguments = [f"--host-resolver-rules={rules}, MAP * ~NOTFOUND", "--no-sandbox", "--disable-gpu"]
+        arguments = [
+            f"--host-resolver-rules={rules}, MAP * ~NOTFOUND",
+            "--no-sandbox",
+            "--disable-gpu",
+        ]
         browser = driver.chromium.launch(executable_path=find_browser(), args=arguments)
 
         @contextmanager
@@ -224,12 +256,16 @@ def check_gold(task, play):
         for action in GOLD[str(task["task_id"])]:
             player.act(action)
         assert player.answer is not None, "a gold ends with stop"
-        assert all(parts(task, player, player.answer)), f"{task['intent']} ends at {player.page.url}"
+        assert all(parts(task, player, player.answer)), (
+            f"{task['intent']} ends at {player.page.url}"
+        )
 
 
 def check_untouched(task, play):
     with play(task) as player:
-        assert not all(list(parts(task, player, ""))), f"{task['intent']}: an untouched session passes"
+        assert not all(list(parts(task, player, ""))), (
+            f"{task['intent']}: an untouched session passes"
+        )
 
 
 @pytest.mark.parametrize("number", SHORT)
@@ -243,12 +279,16 @@ def test_an_untouched_session_does_not_pass(number, play):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [task["task_id"] for task in TASKS if task["task_id"] not in SHORT])
+@pytest.mark.parametrize(
+    "number", [task["task_id"] for task in TASKS if task["task_id"] not in SHORT]
+)
 def test_the_gold_of_every_other_task_passes(number, play):
     check_gold(TASKS[number], play)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [task["task_id"] for task in TASKS if task["task_id"] not in SHORT])
+@pytest.mark.parametrize(
+    "number", [task["task_id"] for task in TASKS if task["task_id"] not in SHORT]
+)
 def test_an_untouched_session_passes_no_other_task(number, play):
     check_untouched(TASKS[number], play)

@@ -25,7 +25,11 @@ ROW = {
         "reference_url": "__SHOPPING__/a |OR| __SHOPPING__/b",
         "program_html": [
             {"url": "last", "locator": "", "required_contents": {"must_include": ["x"]}},
-            {"url": "func:shopping_get_latest_order_url()", "locator": "document.title", "required_contents": {"exact_match": "y"}},
+            {
+                "url": "func:shopping_get_latest_order_url()",
+                "locator": "document.title",
+                "required_contents": {"exact_match": "y"},
+            },
         ],
         "url_note": "GOLD in PRED",
         "string_note": "",
@@ -81,11 +85,27 @@ def changed(path, value):
         (["eval"], None, "task 7: eval: expected an object"),
         (["eval", "eval_types"], ["magic"], "task 7: eval.eval_types: expected of string_match"),
         (["eval", "eval_types"], [], "expected at least one"),
-        (["eval", "reference_answers"], None, "task 7: eval.reference_answers: expected one of exact_match"),
+        (
+            ["eval", "reference_answers"],
+            None,
+            "task 7: eval.reference_answers: expected one of exact_match",
+        ),
         (["eval", "url_note"], "EXACT", 'url_note: expected "GOLD in PRED"'),
-        (["eval", "program_html", 0, "locator"], "alert(1)", r"program_html\[0\].locator: expected nothing, or"),
-        (["eval", "program_html", 1, "required_contents"], {}, r"program_html\[1\].required_contents: expected an object"),
-        (["eval", "program_html", 1, "url"], "func:eval(1+1)", r"program_html\[1\].url: expected texts in quotes"),
+        (
+            ["eval", "program_html", 0, "locator"],
+            "alert(1)",
+            r"program_html\[0\].locator: expected nothing, or",
+        ),
+        (
+            ["eval", "program_html", 1, "required_contents"],
+            {},
+            r"program_html\[1\].required_contents: expected an object",
+        ),
+        (
+            ["eval", "program_html", 1, "url"],
+            "func:eval(1+1)",
+            r"program_html\[1\].url: expected texts in quotes",
+        ),
         (["start_url"], "__MAP__", "task 7: sites: map is not configured"),
         (["sites"], ["wikipedia"], "task 7: sites: wikipedia is not configured"),
         (["task_id"], None, "no task_id"),
@@ -116,13 +136,25 @@ def judge(variable):
         ({"tasks": "embeded"}, "did you mean 'embedded'?"),
         ({"sites": {"shoping": "http://a"}}, "unknown site 'shoping'; did you mean 'shopping'?"),
         ({"sites": []}, "option sites: expected"),
-        ({"sites": {"shopping": "ftp://a", "reddit": "http://b"}}, "expected http:// or https:// addresses"),
-        ({"browser": "/bin/false"}, "option browser: expected one of chromium-headless-shell, .*, got '/bin/false'; .* AGENTGYM_BROWSER"),
+        (
+            {"sites": {"shopping": "ftp://a", "reddit": "http://b"}},
+            "expected http:// or https:// addresses",
+        ),
+        (
+            {"browser": "/bin/false"},
+            (
+                "option browser: expected one of chromium-headless-shell, .*, got '/bin/false'; .*"
+                " AGENTGYM_BROWSER"
+            ),
+        ),
         ({"browser": "false"}, "option browser: expected one of "),
         ({"viewport": [10, 10]}, "option viewport: expected"),
         ({"judge": {"model": "m"}}, "option judge: expected base_url, model"),
         (judge("AGENTGYM_SECRET_NO"), "the variable AGENTGYM_SECRET_NO is not set"),
-        (judge("AWS_SECRET_ACCESS_KEY"), "may only name variables that begin with AGENTGYM_SECRET_.*got 'AWS_SECRET_ACCESS_KEY'"),
+        (
+            judge("AWS_SECRET_ACCESS_KEY"),
+            "may only name variables that begin with AGENTGYM_SECRET_.*got 'AWS_SECRET_ACCESS_KEY'",
+        ),
         (judge("AGENTGYM_ENV_TOKEN"), "may only name variables that begin with AGENTGYM_SECRET_"),
         (judge("AGENTGYM_SECRET_"), "may only name variables that begin with AGENTGYM_SECRET_"),
         (judge(["HOME"]), "may only name variables that begin with AGENTGYM_SECRET_"),
@@ -136,7 +168,12 @@ def test_wrong_options_are_refused_before_anything_starts(tmp_path, monkeypatch,
     monkeypatch.setenv("AGENTGYM_SECRET_SHOP_PASSWORD", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "x")
-    given = {"tasks": str(file_of(tmp_path, ROW)), "sites": SITES, "storage_state": "none", **options}
+    given = {
+        "tasks": str(file_of(tmp_path, ROW)),
+        "sites": SITES,
+        "storage_state": "none",
+        **options,
+    }
     with pytest.raises(ValueError, match=message):
         load_spec("webarena", given)
 
@@ -144,7 +181,15 @@ def test_wrong_options_are_refused_before_anything_starts(tmp_path, monkeypatch,
 def test_a_helper_that_cannot_work_is_refused_at_load(tmp_path, monkeypatch):
     monkeypatch.delenv("AGENTGYM_SECRET_SHOP_PASSWORD", raising=False)
     with pytest.raises(ValueError, match="shopping_get_latest_order_url asks the shop's REST API"):
-        load_spec("webarena", {"tasks": str(file_of(tmp_path, ROW)), "sites": SITES, "storage_state": "none"})
+        load_spec(
+            "webarena",
+            {"tasks": str(file_of(tmp_path, ROW)), "sites": SITES, "storage_state": "none"},
+        )
     unknown = changed(["eval", "program_html", 1, "url"], "func:rm('x')")
-    with pytest.raises(ValueError, match="no helper \"func:rm\\('x'\\)\"; known: reddit_get_post_url"):
-        load_spec("webarena", {"tasks": str(file_of(tmp_path, unknown)), "sites": SITES, "storage_state": "none"})
+    with pytest.raises(
+        ValueError, match="no helper \"func:rm\\('x'\\)\"; known: reddit_get_post_url"
+    ):
+        load_spec(
+            "webarena",
+            {"tasks": str(file_of(tmp_path, unknown)), "sites": SITES, "storage_state": "none"},
+        )

@@ -26,7 +26,9 @@ from envs.wire import CreateReply, CreateRequest
 pytestmark = pytest.mark.usefixtures("chromium")
 
 FOLDER = Path(envs.webarena.__file__).parent
-GOLD = {int(task): actions for task, actions in json.loads((FOLDER / "gold.json").read_text()).items()}
+GOLD = {
+    int(task): actions for task, actions in json.loads((FOLDER / "gold.json").read_text()).items()
+}
 SHORT = (2, 12, 24, 35, 53, 74, 89)  # all sites, all evaluators
 FEW = pytest.param(SHORT, id="few")
 ALL = pytest.param(tuple(GOLD), id="all", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
@@ -40,7 +42,9 @@ def spec():
 
 
 def play(spec, task, end=None, left_out=0):
-    """Follow the expert but for the last `left_out` actions, then say `end`. Result: the last step."""
+    """Follow the expert but for the last `left_out` actions, then say `end`.
+    Result: the last step.
+    """
     simulator = spec.make()
     try:
         simulator.reset(task)
@@ -79,7 +83,13 @@ def test_junk_is_worth_nothing(spec, tasks):
         simulator = spec.make()
         try:
             simulator.reset(task)
-            for action in ("", "```click [99999]```", "press [Hyper]", "scroll [down]", "goto [http://example.com]"):
+            for action in (
+                "",
+                "```click [99999]```",
+                "press [Hyper]",
+                "scroll [down]",
+                "goto [http://example.com]",
+            ):
                 step = simulator.step(action)
                 assert (step.reward, step.terminated) == (0.0, False)
             return simulator.step("stop []").reward
@@ -87,7 +97,9 @@ def test_junk_is_worth_nothing(spec, tasks):
             simulator.close()
 
     with ThreadPoolExecutor(3) as pool:
-        assert [task for task, reward in zip(tasks, pool.map(junk, tasks), strict=True) if reward] == []
+        assert [
+            task for task, reward in zip(tasks, pool.map(junk, tasks), strict=True) if reward
+        ] == []
 
 
 def test_the_first_observation_of_task_0_is_what_the_readme_shows(spec):
@@ -108,13 +120,21 @@ def test_sixteen_sessions_that_change_the_same_site_at_once_do_not_see_each_othe
         simulator = spec.make()
 
         def click(role, name):
-            found = next(element.id for element in simulator.shown if (element.role, element.name) == (role, name))
+            found = next(
+                element.id
+                for element in simulator.shown
+                if (element.role, element.name) == (role, name)
+            )
             return simulator.step(f"click [{found}]").observation
 
         try:
             simulator.reset(51)
             click("link", "What did you read in one sitting?")
-            box = next(element.id for element in simulator.shown if (element.role, element.name) == ("textbox", "Comment"))
+            box = next(
+                element.id
+                for element in simulator.shown
+                if (element.role, element.name) == ("textbox", "Comment")
+            )
             simulator.step(f"type [{box}] [this is number {number}.] [0]")
             together.wait()
             click("button", "Post")
@@ -174,7 +194,9 @@ async def soak(endpoints, num_sessions, num_abandoned, num_crashes, num_kills, t
             number = next(numbers)
             async with slots:
                 try:
-                    async with pool.session(Item("webarena", number % len(GOLD)), f"key {number}") as session:
+                    async with pool.session(
+                        Item("webarena", number % len(GOLD)), f"key {number}"
+                    ) as session:
                         for _ in range(2 if num_sessions < 100 else 4):
                             reply = await session.step(await session.expert())
                             if reply.terminated:
@@ -208,35 +230,57 @@ async def soak(endpoints, num_sessions, num_abandoned, num_crashes, num_kills, t
         await asyncio.gather(*(visit() for _ in range(6)))
         assert ends.total() == ends_before + 6
         await asyncio.sleep(2)
-        return plateau, server.held(), ends, {p.pid for p in server._server.children(recursive=True)}
+        return (
+            plateau,
+            server.held(),
+            ends,
+            {p.pid for p in server._server.children(recursive=True)},
+        )
 
 
 @pytest.mark.parametrize(
     ("num_sessions", "num_abandoned", "num_crashes", "num_kills"),
-    [(12, 2, 1, 0), pytest.param(300, 30, 5, 1, marks=[pytest.mark.slow, pytest.mark.timeout(2400)])],
+    [
+        (12, 2, 1, 0),
+        pytest.param(300, 30, 5, 1, marks=[pytest.mark.slow, pytest.mark.timeout(2400)]),
+    ],
 )
-def test_what_sessions_took_is_given_back(tmp_path, num_sessions, num_abandoned, num_crashes, num_kills):
+def test_what_sessions_took_is_given_back(
+    tmp_path, num_sessions, num_abandoned, num_crashes, num_kills
+):
     ttl_s = 8.0
     settings = EnvConfig(name="webarena", max_sessions=64, session_ttl_s=ttl_s)
     with local_env(settings, expert=True, log_path=tmp_path / "log") as endpoints:
-        plateau, end, ends, children = asyncio.run(soak(endpoints, num_sessions, num_abandoned, num_crashes, num_kills, ttl_s))
-    print(f"MiB, processes, files: {plateau} after the first sessions, {end} at the end; {dict(ends)}")
+        plateau, end, ends, children = asyncio.run(
+            soak(endpoints, num_sessions, num_abandoned, num_crashes, num_kills, ttl_s)
+        )
+    print(
+        f"MiB, processes, files: {plateau} after the first sessions, {end} at the end; {dict(ends)}"
+    )
     lost = ends.total() - ends["played"]
     assert ends.total() == num_sessions + 6
     assert set(ends) <= {"played", "env_crashed", "session_gone"}
-    assert lost <= 3 * num_crashes + 8 * num_kills  # a page's renderer costs one session, a browser those that are open
+    # a page's renderer costs one session, a browser those that are open
+    assert lost <= 3 * num_crashes + 8 * num_kills
     assert end[0] <= 1.2 * plateau[0] + 60
     assert end[1] <= plateau[1] + 3
     assert end[2] <= plateau[2] + 3
     deadline = time.monotonic() + 15
-    while alive := [pid for pid in children if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+    while alive := [
+        pid
+        for pid in children
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.1)
 
 
 def test_nothing_survives_the_server_being_killed(tmp_path):
     async def children(endpoints):
-        async with EnvPool(endpoints, request_timeout_s=60) as pool, pool.session(Item("webarena", 0), "k") as session:
+        async with (
+            EnvPool(endpoints, request_timeout_s=60) as pool,
+            pool.session(Item("webarena", 0), "k") as session,
+        ):
             await session.step("scroll [down]")
             pid = (await pool.info())[0].pid
             found = psutil.Process(pid).children(recursive=True)

@@ -8,7 +8,16 @@ from datetime import date, timedelta
 from envs.webarena.sites.dice import Dice
 from envs.webarena.sites.forum import lore
 from envs.webarena.sites.forum.lore import Topic
-from envs.webarena.sites.forum.records import TODAY, Board, Comment, Forum, Member, Post, Subscription, Vote
+from envs.webarena.sites.forum.records import (
+    TODAY,
+    Board,
+    Comment,
+    Forum,
+    Member,
+    Post,
+    Subscription,
+    Vote,
+)
 from envs.webarena.sites.table import Seed, Table
 from envs.webarena.sites.text import slug
 
@@ -42,32 +51,59 @@ class Content:
 
 def generate(seed: int) -> Content:
     dice = Dice(seed, "boards")
-    boards = [Board(id, t.name, t.title, t.description, t.rules, dice.between(120, 4800)) for id, t in enumerate(lore.TOPICS, 1)]
+    boards = [
+        Board(id, t.name, t.title, t.description, t.rules, dice.between(120, 4800))
+        for id, t in enumerate(lore.TOPICS, 1)
+    ]
     dice = Dice(seed, "members")
     names = (DEMO, *lore.NAMES)
-    members = [Member(id, name, dice.pick(lore.BIOS), TODAY - timedelta(days=dice.between(430, 2200))) for id, name in enumerate(names, 1)]
+    members = [
+        Member(id, name, dice.pick(lore.BIOS), TODAY - timedelta(days=dice.between(430, 2200)))
+        for id, name in enumerate(names, 1)
+    ]
     posts = _posts(Dice(seed, "posts"))
     comments = _comments(posts, Dice(seed, "comments"))
     subscribed = [Subscription(board.id) for board in boards if board.name in _SUBSCRIBED]
-    return Content(Seed(boards), Seed(members), Seed(posts), Seed(comments), Seed(()), Seed(subscribed))
+    return Content(
+        Seed(boards), Seed(members), Seed(posts), Seed(comments), Seed(()), Seed(subscribed)
+    )
 
 
 def _posts(dice: Dice) -> list[Post]:
     """In order of their days, no title twice on a board."""
     drafts: list[tuple[date, float, Topic, str, str, str]] = []
     for topic in lore.TOPICS:
-        titles = sorted({template.format(a=a, b=b) + f"\n{a}\n{b}" for template in topic.titles for a in topic.a for b in topic.b})
+        titles = sorted(
+            {
+                template.format(a=a, b=b) + f"\n{a}\n{b}"
+                for template in topic.titles
+                for a in topic.a
+                for b in topic.b
+            }
+        )
         taken: set[str] = set()
         for draft in dice.shuffled(titles):
             title, a, b = draft.split("\n")
             if title in taken:
                 continue
             taken.add(title)
-            drafts.append((TODAY - timedelta(days=dice.between(0, _DAYS)), dice.between(0, 10**6), topic, title, a, b))
+            drafts.append(
+                (
+                    TODAY - timedelta(days=dice.between(0, _DAYS)),
+                    dice.between(0, 10**6),
+                    topic,
+                    title,
+                    a,
+                    b,
+                )
+            )
             if len(taken) == _POSTS_PER_BOARD:
                 break
     drafts.sort(key=lambda draft: draft[:2])
-    return [_post(id, topic, title, a, b, day, dice) for id, (day, _, topic, title, a, b) in enumerate(drafts, 1)]
+    return [
+        _post(id, topic, title, a, b, day, dice)
+        for id, (day, _, topic, title, a, b) in enumerate(drafts, 1)
+    ]
 
 
 def _post(id: int, topic: Topic, title: str, a: str, b: str, day: date, dice: Dice) -> Post:
@@ -77,7 +113,16 @@ def _post(id: int, topic: Topic, title: str, a: str, b: str, day: date, dice: Di
     if dice.chance(0.12):
         url, body = f"https://{dice.pick(lore.DOMAINS)}/{slug(title)}", ""
     author = DEMO if dice.chance(0.03) else dice.pick(lore.NAMES)
-    return Post(id, topic.name, author, title, url, body[:1].upper() + body[1:], day, dice.skewed(420, 3) + dice.between(-4, 6))
+    return Post(
+        id,
+        topic.name,
+        author,
+        title,
+        url,
+        body[:1].upper() + body[1:],
+        day,
+        dice.skewed(420, 3) + dice.between(-4, 6),
+    )
 
 
 def _comments(posts: list[Post], dice: Dice) -> list[Comment]:
@@ -88,10 +133,30 @@ def _comments(posts: list[Post], dice: Dice) -> list[Comment]:
         thread: list[Comment] = []
         lines = dice.shuffled(topics[post.board].comments) + dice.shuffled(lore.REPLIES)
         for line in lines[: dice.skewed(14, 1.5)]:
-            parent = dice.pick(thread) if thread and (line in lore.REPLIES or dice.chance(0.2)) else None
-            day = min(TODAY, (parent.day if parent else post.day) + timedelta(days=dice.skewed(5, 2)))
-            author = DEMO if dice.chance(0.03) else dice.pick([name for name in lore.NAMES if name != (parent.author if parent else "")])
+            parent = (
+                dice.pick(thread) if thread and (line in lore.REPLIES or dice.chance(0.2)) else None
+            )
+            day = min(
+                TODAY, (parent.day if parent else post.day) + timedelta(days=dice.skewed(5, 2))
+            )
+            author = (
+                DEMO
+                if dice.chance(0.03)
+                else dice.pick(
+                    [name for name in lore.NAMES if name != (parent.author if parent else "")]
+                )
+            )
             score = dice.skewed(60, 3) - dice.skewed(9, 3)
-            thread.append(Comment(len(comments) + len(thread) + 1, post.id, parent.id if parent else 0, author, line, day, score))
+            thread.append(
+                Comment(
+                    len(comments) + len(thread) + 1,
+                    post.id,
+                    parent.id if parent else 0,
+                    author,
+                    line,
+                    day,
+                    score,
+                )
+            )
         comments += thread
     return comments

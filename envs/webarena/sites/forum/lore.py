@@ -9,7 +9,9 @@ from envs.webarena.sites.words import load
 
 @dataclass(frozen=True)
 class Topic:
-    """A forum: title templates with {a} and {b} drawn from its word lists, what posts and comments say."""
+    """A forum: title templates with {a} and {b} drawn from its word lists, what posts and
+    comments say.
+    """
 
     name: str
     title: str

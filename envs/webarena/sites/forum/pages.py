@@ -8,10 +8,27 @@ from dataclasses import replace
 from typing import Any
 
 from envs.webarena.sites.forum.content import DEMO
-from envs.webarena.sites.forum.records import TODAY, Board, Comment, Member, Post, Subscription, Vote
+from envs.webarena.sites.forum.records import (
+    TODAY,
+    Board,
+    Comment,
+    Member,
+    Post,
+    Subscription,
+    Vote,
+)
 from envs.webarena.sites.table import Table
 from envs.webarena.sites.text import slug
-from envs.webarena.sites.web import NotFound, Refused, Request, Response, Site, local, paged, redirect
+from envs.webarena.sites.web import (
+    NotFound,
+    Refused,
+    Request,
+    Response,
+    Site,
+    local,
+    paged,
+    redirect,
+)
 
 PASSWORD = "quiet-corner-24"  # noqa: S105 (of the demo account, printed on the login page)
 _PER_PAGE = 15
@@ -45,7 +62,12 @@ def _sorted(request: Request, posts: Sequence[Post], sort: str) -> list[Post]:
     """Ties go to the newer post."""
     forum = request.world.forum
     keys = {
-        "hot": lambda post: (forum.post_score(post) + 2 * forum.num_comments(post)) / (2 + (TODAY - post.day).days),
+        "hot": (
+            lambda post: (
+                (forum.post_score(post) + 2 * forum.num_comments(post))
+                / (2 + (TODAY - post.day).days)
+            )
+        ),
         "new": lambda post: post.day.toordinal(),
         "top": forum.post_score,
         "commented": forum.num_comments,
@@ -53,7 +75,9 @@ def _sorted(request: Request, posts: Sequence[Post], sort: str) -> list[Post]:
     return sorted(posts, key=lambda post: (keys[sort](post), post.id), reverse=True)
 
 
-def _listing(request: Request, template: str, posts: Sequence[Post], default: str = "hot", **context: Any) -> Response:
+def _listing(
+    request: Request, template: str, posts: Sequence[Post], default: str = "hot", **context: Any
+) -> Response:
     sort = request.choice("sort", _SORTS, default)
     page = paged(_sorted(request, posts, sort), request.number("page", 1), _PER_PAGE)
     return request.page(template, page=page, sort=sort, sorts=_SORTS, **context)
@@ -66,7 +90,9 @@ def front(request: Request) -> Response:
     mine = {forum.boards[subscription.id].name for subscription in forum.subscriptions}
     only_mine = _member(request) is not None and bool(mine)
     posts = [post for post in forum.posts if post.board in mine or not only_mine]
-    return _listing(request, "front.html", posts, title="Subscribed forums" if only_mine else "All forums")
+    return _listing(
+        request, "front.html", posts, title="Subscribed forums" if only_mine else "All forums"
+    )
 
 
 @site.get("/all")
@@ -78,8 +104,17 @@ def everything(request: Request) -> Response:
 def boards(request: Request) -> Response:
     forum = request.world.forum
     by = request.choice("by", ("name", "subscribers", "posts"), "name")
-    rows = [(board, _subscribers(request, board), len(forum.posts.where("board", board.name))) for board in forum.boards]
-    rows.sort(key={"name": lambda row: row[0].name, "subscribers": lambda row: -row[1], "posts": lambda row: -row[2]}[by])
+    rows = [
+        (board, _subscribers(request, board), len(forum.posts.where("board", board.name)))
+        for board in forum.boards
+    ]
+    rows.sort(
+        key={
+            "name": lambda row: row[0].name,
+            "subscribers": lambda row: -row[1],
+            "posts": lambda row: -row[2],
+        }[by]
+    )
     return request.page("boards.html", rows=rows, by=by)
 
 
@@ -98,7 +133,9 @@ def _board(request: Request, name: str) -> Board:
 def board(request: Request, name: str) -> Response:
     found = _board(request, name)
     posts = request.world.forum.posts.where("board", name)
-    return _listing(request, "board.html", posts, board=found, subscribers=_subscribers(request, found))
+    return _listing(
+        request, "board.html", posts, board=found, subscribers=_subscribers(request, found)
+    )
 
 
 @site.post("/f/{name}/subscribe")
@@ -133,11 +170,19 @@ def _thread(request: Request, post: Post) -> list[tuple[Comment, int]]:
     for comment in forum.comments.where("post_id", post.id):
         children.setdefault(comment.parent_id, []).append(comment)
     rows: list[tuple[Comment, int]] = []
-    stack = [(comment, 0) for comment in sorted(children.get(0, []), key=lambda c: (forum.comment_score(c), -c.id))]
+    stack = [
+        (comment, 0)
+        for comment in sorted(children.get(0, []), key=lambda c: (forum.comment_score(c), -c.id))
+    ]
     while stack:
         comment, depth = stack.pop()
         rows.append((comment, depth))
-        stack += [(child, depth + 1) for child in sorted(children.get(comment.id, []), key=lambda c: (forum.comment_score(c), -c.id))]
+        stack += [
+            (child, depth + 1)
+            for child in sorted(
+                children.get(comment.id, []), key=lambda c: (forum.comment_score(c), -c.id)
+            )
+        ]
     return rows
 
 
@@ -145,13 +190,19 @@ def _thread(request: Request, post: Post) -> list[tuple[Comment, int]]:
 @site.get("/f/{name}/{id}/{slug}")
 def post(request: Request, name: str, id: int, slug: str = "") -> Response:
     found = _post(request, name, id)
-    return request.page("post.html", post=found, board=_board(request, name), thread=_thread(request, found))
+    return request.page(
+        "post.html", post=found, board=_board(request, name), thread=_thread(request, found)
+    )
 
 
 @site.post("/f/{name}/{id}/comment")
 def write_comment(request: Request, name: str, id: int) -> Response:
     commented, comments = _post(request, name, id), request.world.forum.comments
-    parent = int(request.form["parent"]) if re.fullmatch(r"[0-9]{1,9}", request.form.get("parent", "")) else 0
+    parent = (
+        int(request.form["parent"])
+        if re.fullmatch(r"[0-9]{1,9}", request.form.get("parent", ""))
+        else 0
+    )
     if parent:
         _comment(request, commented, parent)
     body = request.text("body", "Comment", 5000)
@@ -162,7 +213,12 @@ def write_comment(request: Request, name: str, id: int) -> Response:
 @site.get("/f/{name}/{id}/{slug}/comment/{id_comment}")
 def comment(request: Request, name: str, id: int, slug: str, id_comment: int) -> Response:
     found = _post(request, name, id)
-    return request.page("comment.html", post=found, board=_board(request, name), comment=_comment(request, found, id_comment))
+    return request.page(
+        "comment.html",
+        post=found,
+        board=_board(request, name),
+        comment=_comment(request, found, id_comment),
+    )
 
 
 @site.get("/f/{name}/{id}/{slug}/edit", private=True)
@@ -174,7 +230,9 @@ def edit_post(request: Request, name: str, id: int, slug: str) -> Response:
 def save_post(request: Request, name: str, id: int, slug: str) -> Response:
     edited = _own_post(request, name, id)
     title = request.text("title", "Title", 300)
-    new = request.world.forum.posts.put(replace(edited, title=title, body=request.text("body", "Body", 10_000, required=False)))
+    new = request.world.forum.posts.put(
+        replace(edited, title=title, body=request.text("body", "Body", 10_000, required=False))
+    )
     return request.done("The post was edited.", address(new))
 
 
@@ -221,7 +279,10 @@ def _vote(request: Request, votes: Table[Vote], id: int) -> Response:
 def submit(request: Request, name: str = "") -> Response:
     if name:
         _board(request, name)
-    boards = {board.name: board.title for board in sorted(request.world.forum.boards, key=lambda board: board.title)}
+    boards = {
+        board.name: board.title
+        for board in sorted(request.world.forum.boards, key=lambda board: board.title)
+    }
     return request.page("submit.html", boards=boards, chosen=name)
 
 
@@ -229,7 +290,10 @@ def submit(request: Request, name: str = "") -> Response:
 def create_post(request: Request) -> Response:
     posts, boards = request.world.forum.posts, request.world.forum.boards
     name = request.one_of("board", "Forum", [board.name for board in boards])
-    title, url = request.text("title", "Title", 300), request.text("url", "URL", 500, required=False)
+    title, url = (
+        request.text("title", "Title", 300),
+        request.text("url", "URL", 500, required=False),
+    )
     if url and not re.match(r"https?://[^\s/]+", url):
         raise Refused("URL must begin with http:// or https://.")
     body = request.text("body", "Body", 10_000, required=False)
@@ -250,7 +314,10 @@ def create_board(request: Request) -> Response:
         raise Refused("Name must be 3 to 25 letters, digits or underscores.")
     if any(board.name.lower() == name.lower() for board in boards):
         raise Refused("A forum of this name exists already.")
-    description, rules = request.text("description", "Description", 300), request.text("rules", "Rules", 1000, required=False)
+    description, rules = (
+        request.text("description", "Description", 300),
+        request.text("rules", "Rules", 1000, required=False),
+    )
     new = boards.put(Board(boards.next_id(), name, title, description, rules, 0))
     request.world.forum.subscriptions.put(Subscription(new.id))
     return request.done("The forum was created.", f"/f/{name}")
@@ -262,8 +329,18 @@ def user(request: Request, name: str) -> Response:
     member = forum.members.first("name", name)
     if member is None:
         raise NotFound(f"There is no member called {name}.")
-    comments = [(comment, forum.posts.get(comment.post_id)) for comment in forum.comments.where("author", name)[::-1]]
-    return _listing(request, "user.html", forum.posts.where("author", name), "new", member=member, comments=comments[:20])
+    comments = [
+        (comment, forum.posts.get(comment.post_id))
+        for comment in forum.comments.where("author", name)[::-1]
+    ]
+    return _listing(
+        request,
+        "user.html",
+        forum.posts.where("author", name),
+        "new",
+        member=member,
+        comments=comments[:20],
+    )
 
 
 @site.get("/user/{name}/edit_biography", private=True)
@@ -275,7 +352,9 @@ def edit_bio(request: Request, name: str) -> Response:
 @site.post("/user/{name}/edit_biography")
 def save_bio(request: Request, name: str) -> Response:
     _check_self(request, name)
-    request.world.forum.members.put(replace(_me(request), bio=request.text("bio", "Biography", 1000, required=False)))
+    request.world.forum.members.put(
+        replace(_me(request), bio=request.text("bio", "Biography", 1000, required=False))
+    )
     return request.done("Your biography was updated.", f"/user/{name}")
 
 
@@ -288,13 +367,19 @@ def _check_self(request: Request, name: str) -> None:
 def search(request: Request) -> Response:
     query = request.query.get("q", "").strip()[:100]
     words = query.lower().split()
-    posts = [post for post in request.world.forum.posts if words and all(word in f"{post.title} {post.body}".lower() for word in words)]
+    posts = [
+        post
+        for post in request.world.forum.posts
+        if words and all(word in f"{post.title} {post.body}".lower() for word in words)
+    ]
     return _listing(request, "search.html", posts, "new", query=query)
 
 
 @site.get("/login")
 def login(request: Request) -> Response:
-    return request.page("login.html", demo=DEMO, password=PASSWORD, next=local(request.query.get("next", "/")))
+    return request.page(
+        "login.html", demo=DEMO, password=PASSWORD, next=local(request.query.get("next", "/"))
+    )
 
 
 @site.post("/login", private=False)

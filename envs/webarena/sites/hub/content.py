@@ -101,7 +101,11 @@ def generate(seed: int) -> Content:
         Seed(draft.issues),
         Seed(draft.merge_requests),
         Seed(draft.memberships),
-        Seed(Star(project.id) for project in draft.projects if project.path in ("lanternworks/lantern", "openquay/crane")),
+        Seed(
+            Star(project.id)
+            for project in draft.projects
+            if project.path in ("lanternworks/lantern", "openquay/crane")
+        ),
     )
 
 
@@ -113,10 +117,26 @@ def _project(draft: _Draft, plan: Plan, dice: Dice) -> None:
     for name, color, description in lore.LABELS:
         draft.labels.append(Label(len(draft.labels) + 1, id, name, color, description))
     requests = _merge_requests(draft, id, plan, members, dice)
-    branches = ("main", *(request.source for request in requests if request.state == "Open"), "docs-refresh")
+    branches = (
+        "main",
+        *(request.source for request in requests if request.state == "Open"),
+        "docs-refresh",
+    )
     stars, forks = 3 + dice.skewed(1800), dice.skewed(160)
     draft.projects.append(
-        Project(id, plan.path, plan.description, "Public", plan.license, plan.topics, branches, created, stars, forks, "")
+        Project(
+            id,
+            plan.path,
+            plan.description,
+            "Public",
+            plan.license,
+            plan.topics,
+            branches,
+            created,
+            stars,
+            forks,
+            "",
+        )
     )
     _files(draft, id, plan, dice)
     _commits(draft, id, plan, members, created, dice)
@@ -128,7 +148,12 @@ def _members(draft: _Draft, id: int, plan: Plan, created: date, dice: Dice) -> l
     if owner not in (_DEMO, *_NAMES):
         owner = dice.pick(_NAMES)
     others = [name for name in dice.some(_NAMES, dice.between(3, 6)) if name != owner]
-    roles = {owner: "Owner", **{name: dice.pick(("Maintainer", "Developer", "Developer", "Reporter")) for name in others}}
+    roles = {
+        owner: "Owner",
+        **{
+            name: dice.pick(("Maintainer", "Developer", "Developer", "Reporter")) for name in others
+        },
+    }
     if owner != _DEMO and plan.path.startswith(("lanternworks/", "openquay/")):
         roles[_DEMO] = "Maintainer" if plan.path.startswith("lanternworks/") else "Developer"
     for name, role in roles.items():
@@ -143,17 +168,33 @@ def _milestones(draft: _Draft, id: int, dice: Dice) -> list[Milestone]:
         start = date(2023, 5, 1) + timedelta(days=150 * index + dice.between(0, 20))
         due = start + timedelta(days=dice.between(90, 140))
         found.append(
-            Milestone(len(draft.milestones) + len(found) + 1, id, title, f"What has to be done for {title}.", start, due, due >= TODAY)
+            Milestone(
+                len(draft.milestones) + len(found) + 1,
+                id,
+                title,
+                f"What has to be done for {title}.",
+                start,
+                due,
+                due >= TODAY,
+            )
         )
     draft.milestones += found
     return found
 
 
-def _merge_requests(draft: _Draft, id: int, plan: Plan, members: Sequence[str], dice: Dice) -> list[MergeRequest]:
+def _merge_requests(
+    draft: _Draft, id: int, plan: Plan, members: Sequence[str], dice: Dice
+) -> list[MergeRequest]:
     found: list[MergeRequest] = []
     days = sorted(TODAY - timedelta(days=dice.between(1, 300)) for _ in range(dice.between(4, 7)))
-    for iid, (title, day) in enumerate(zip(dice.some(lore.MERGE_TITLES, len(days)), days, strict=True), 1):
-        text = _sentence(title, part=dice.pick(plan.parts), version=f"{dice.between(1, 2)}.{dice.between(0, 9)}.0")
+    for iid, (title, day) in enumerate(
+        zip(dice.some(lore.MERGE_TITLES, len(days)), days, strict=True), 1
+    ):
+        text = _sentence(
+            title,
+            part=dice.pick(plan.parts),
+            version=f"{dice.between(1, 2)}.{dice.between(0, 9)}.0",
+        )
         author = dice.pick(members)
         others = [name for name in members if name != author]
         state = dice.pick(("Open", "Merged", "Merged", "Closed")) if iid < len(days) else "Open"
@@ -163,7 +204,23 @@ def _merge_requests(draft: _Draft, id: int, plan: Plan, members: Sequence[str], 
         branch = f"{iid}-{slug(text)}"[:40].rstrip("-")
         number = len(draft.merge_requests) + len(found) + 1
         reviewer = dice.pick(others) if dice.chance(0.6) else ""
-        found.append(MergeRequest(number, id, iid, text, body, author, reviewer, branch, "main", state, approved, day, remarks))
+        found.append(
+            MergeRequest(
+                number,
+                id,
+                iid,
+                text,
+                body,
+                author,
+                reviewer,
+                branch,
+                "main",
+                state,
+                approved,
+                day,
+                remarks,
+            )
+        )
     draft.merge_requests += found
     return found
 
@@ -187,32 +244,57 @@ def _files(draft: _Draft, id: int, plan: Plan, dice: Dice) -> None:
         "part": dice.pick(plan.parts).capitalize(),
         "word": plan.topics[0],
     }
-    texts = [("README.md", lore.README), ("CONTRIBUTING.md", lore.CONTRIBUTING), ("CHANGELOG.md", lore.CHANGELOG)]
+    texts = [
+        ("README.md", lore.README),
+        ("CONTRIBUTING.md", lore.CONTRIBUTING),
+        ("CHANGELOG.md", lore.CHANGELOG),
+    ]
     texts += [
         ("LICENSE", "{license}\n\nCopyright 2024 the authors of {name}\n"),
         (".gitignore", "build/\n*.log\n"),
         *lore.SOURCES[plan.language],
     ]
     for path, text in texts:
-        draft.files.append(File(len(draft.files) + 1, id, path.format(**words), text.format(**words)))
+        draft.files.append(
+            File(len(draft.files) + 1, id, path.format(**words), text.format(**words))
+        )
 
 
-def _commits(draft: _Draft, id: int, plan: Plan, members: Sequence[str], created: date, dice: Dice) -> None:
+def _commits(
+    draft: _Draft, id: int, plan: Plan, members: Sequence[str], created: date, dice: Dice
+) -> None:
     span = (TODAY - created).days
-    for day in sorted(created + timedelta(days=dice.between(0, span - 1)) for _ in range(dice.between(18, 40))):
+    for day in sorted(
+        created + timedelta(days=dice.between(0, span - 1)) for _ in range(dice.between(18, 40))
+    ):
         version = f"{dice.between(1, 2)}.{dice.between(0, 9)}.{dice.between(0, 4)}"
         title = _sentence(dice.pick(lore.COMMITS), part=dice.pick(plan.parts), version=version)
         number = len(draft.commits) + 1
-        draft.commits.append(Commit(number, id, sha(id, number, title), title, dice.pick(members), day))
+        draft.commits.append(
+            Commit(number, id, sha(id, number, title), title, dice.pick(members), day)
+        )
 
 
-def _issues(draft: _Draft, id: int, plan: Plan, members: Sequence[str], milestones: Sequence[Milestone], dice: Dice) -> None:
+def _issues(
+    draft: _Draft,
+    id: int,
+    plan: Plan,
+    members: Sequence[str],
+    milestones: Sequence[Milestone],
+    dice: Dice,
+) -> None:
     pairs = [(title, label, part) for title, label in lore.ISSUE_TITLES for part in plan.parts]
     days = sorted(TODAY - timedelta(days=dice.between(1, 400)) for _ in range(dice.between(14, 22)))
-    for iid, ((title, label, part), day) in enumerate(zip(dice.some(pairs, len(days)), days, strict=True), 1):
+    for iid, ((title, label, part), day) in enumerate(
+        zip(dice.some(pairs, len(days)), days, strict=True), 1
+    ):
         words = {"part": part, "version": f"1.{dice.between(1, 9)}"}
-        labels = [label] + [name for name in ("needs triage", "documentation") if name != label and dice.chance(0.1)]
-        body = "\n\n".join(_sentence(text, **words) for text in dice.pick(lore.ISSUE_BODIES).split("\n\n"))
+        labels = [label] + [
+            name for name in ("needs triage", "documentation") if name != label and dice.chance(0.1)
+        ]
+        body = "\n\n".join(
+            _sentence(text, **words) for text in dice.pick(lore.ISSUE_BODIES).split("\n\n")
+        )
         is_open = dice.chance(0.55 if (TODAY - day).days > 60 else 0.85)
         author = dice.pick((*members, *_NAMES[:6]))
         assignee = dice.pick(members) if dice.chance(0.55) else ""
@@ -239,8 +321,13 @@ def _issues(draft: _Draft, id: int, plan: Plan, members: Sequence[str], mileston
 
 
 def _remarks(day: date, members: Sequence[str], dice: Dice, most: int) -> tuple[Remark, ...]:
-    days = sorted(min(TODAY, day + timedelta(days=dice.between(0, 20))) for _ in range(dice.skewed(most, 1.3)))
-    return tuple(Remark(dice.pick(members), day, text) for day, text in zip(days, dice.some(lore.REMARKS, len(days)), strict=True))
+    days = sorted(
+        min(TODAY, day + timedelta(days=dice.between(0, 20))) for _ in range(dice.skewed(most, 1.3))
+    )
+    return tuple(
+        Remark(dice.pick(members), day, text)
+        for day, text in zip(days, dice.some(lore.REMARKS, len(days)), strict=True)
+    )
 
 
 def _sentence(template: str, **words: str) -> str:

@@ -9,7 +9,9 @@ from envs.webarena.sites.words import load
 
 @dataclass(frozen=True)
 class Plan:
-    """A project: path, description, language, license, topics, and the parts its issues are about."""
+    """A project: path, description, language, license, topics, and the parts its issues are
+    about.
+    """
 
     path: str
     description: str
@@ -31,7 +33,8 @@ MERGE_TITLES: tuple[str, ...] = _WORDS["merge_titles"]
 COMMITS: tuple[str, ...] = _WORDS["commits"]
 BIOS: tuple[str, ...] = _WORDS["bios"]
 STATUSES: tuple[str, ...] = _WORDS["statuses"]
-SOURCES: dict[str, tuple[tuple[str, str], ...]] = _WORDS["sources"]  # language -> path and text of files
+# language -> path and text of files
+SOURCES: dict[str, tuple[tuple[str, str], ...]] = _WORDS["sources"]
 README: str = _WORDS["readme"]
 CONTRIBUTING: str = _WORDS["contributing"]
 CHANGELOG: str = _WORDS["changelog"]

@@ -13,7 +13,13 @@ from envs.webarena.sites.web import NotFound, Refused, Request, Response
 def members(request: Request, ns: str, name: str) -> Response:
     found = project(request, ns, name)
     rows = request.world.hub.memberships.where("project_id", found.id)
-    return request.page("members.html", project=found, rows=rows, roles=ROLES, manages=may(request, found, "Maintainer"))
+    return request.page(
+        "members.html",
+        project=found,
+        rows=rows,
+        roles=ROLES,
+        manages=may(request, found, "Maintainer"),
+    )
 
 
 @site.post("/{ns}/{name}/-/project_members")

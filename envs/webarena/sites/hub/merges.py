@@ -15,15 +15,34 @@ _STATES = {"Open": "Open", "Merged": "Merged", "Closed": "Closed", "all": "All"}
 def merge_requests(request: Request, ns: str, name: str) -> Response:
     found = project(request, ns, name)
     every = request.world.hub.merge_requests.where("project_id", found.id)
-    state, words = request.choice("state", _STATES, "Open"), request.query.get("search", "").lower().split()
-    chosen = [one for one in every if state in ("all", one.state) and all(word in one.title.lower() for word in words)]
-    counts = {key: len(every) if key == "all" else sum(one.state == key for one in every) for key in _STATES}
+    state, words = (
+        request.choice("state", _STATES, "Open"),
+        request.query.get("search", "").lower().split(),
+    )
+    chosen = [
+        one
+        for one in every
+        if state in ("all", one.state) and all(word in one.title.lower() for word in words)
+    ]
+    counts = {
+        key: len(every) if key == "all" else sum(one.state == key for one in every)
+        for key in _STATES
+    }
     page = paged(chosen[::-1], request.number("page", 1), 20)
-    return request.page("merge_requests.html", project=found, page=page, state=state, states=_STATES, counts=counts)
+    return request.page(
+        "merge_requests.html", project=found, page=page, state=state, states=_STATES, counts=counts
+    )
 
 
 def _merge_request(request: Request, found: Project, iid: int) -> MergeRequest:
-    one = next((one for one in request.world.hub.merge_requests.where("project_id", found.id) if one.iid == iid), None)
+    one = next(
+        (
+            one
+            for one in request.world.hub.merge_requests.where("project_id", found.id)
+            if one.iid == iid
+        ),
+        None,
+    )
     if one is None:
         raise NotFound(f"There is no merge request !{iid} in {found.path}.")
     return one
@@ -32,7 +51,9 @@ def _merge_request(request: Request, found: Project, iid: int) -> MergeRequest:
 @site.get("/{ns}/{name}/-/merge_requests/new", private=True)
 def new_merge_request(request: Request, ns: str, name: str) -> Response:
     found = project(request, ns, name)
-    people = [member.account for member in request.world.hub.memberships.where("project_id", found.id)]
+    people = [
+        member.account for member in request.world.hub.memberships.where("project_id", found.id)
+    ]
     return request.page("merge_form.html", project=found, people=people)
 
 
@@ -40,7 +61,10 @@ def new_merge_request(request: Request, ns: str, name: str) -> Response:
 def create_merge_request(request: Request, ns: str, name: str) -> Response:
     found, table = project(request, ns, name), request.world.hub.merge_requests
     check(request, found, "Developer")
-    title, body = request.text("title", "Title", 255), request.text("body", "Description", 10_000, required=False)
+    title, body = (
+        request.text("title", "Title", 255),
+        request.text("body", "Description", 10_000, required=False),
+    )
     source = request.one_of("source", "Source branch", found.branches)
     target = request.one_of("target", "Target branch", found.branches)
     if source == target:
@@ -49,15 +73,35 @@ def create_merge_request(request: Request, ns: str, name: str) -> Response:
     if reviewer and not request.world.hub.role(found, reviewer):
         raise Refused("Reviewer must be a member of the project.")
     iid = max((one.iid for one in table.where("project_id", found.id)), default=0) + 1
-    table.put(MergeRequest(table.next_id(), found.id, iid, title, body, me(request).name, reviewer, source, target, "Open", (), TODAY, ()))
+    table.put(
+        MergeRequest(
+            table.next_id(),
+            found.id,
+            iid,
+            title,
+            body,
+            me(request).name,
+            reviewer,
+            source,
+            target,
+            "Open",
+            (),
+            TODAY,
+            (),
+        )
+    )
     return request.done("The merge request was created.", f"/{found.path}/-/merge_requests/{iid}")
 
 
 @site.get("/{ns}/{name}/-/merge_requests/{id}")
 def merge_request(request: Request, ns: str, name: str, id: int) -> Response:
     found = project(request, ns, name)
-    people = [member.account for member in request.world.hub.memberships.where("project_id", found.id)]
-    return request.page("merge_request.html", project=found, merge=_merge_request(request, found, id), people=people)
+    people = [
+        member.account for member in request.world.hub.memberships.where("project_id", found.id)
+    ]
+    return request.page(
+        "merge_request.html", project=found, merge=_merge_request(request, found, id), people=people
+    )
 
 
 @site.post("/{ns}/{name}/-/merge_requests/{id}/{step}")
@@ -66,7 +110,13 @@ def act(request: Request, ns: str, name: str, id: int, step: str) -> Response:
     found = project(request, ns, name)
     one = _merge_request(request, found, id)
     if step == "comment":
-        new = replace(one, remarks=(*one.remarks, Remark(me(request).name, TODAY, request.text("text", "Comment", 10_000))))
+        new = replace(
+            one,
+            remarks=(
+                *one.remarks,
+                Remark(me(request).name, TODAY, request.text("text", "Comment", 10_000)),
+            ),
+        )
         message = "Your comment was added."
     else:
         check(request, found, "Developer")
@@ -75,7 +125,9 @@ def act(request: Request, ns: str, name: str, id: int, step: str) -> Response:
     return request.done(message)
 
 
-def _changed(request: Request, found: Project, one: MergeRequest, step: str) -> tuple[MergeRequest, str]:
+def _changed(
+    request: Request, found: Project, one: MergeRequest, step: str
+) -> tuple[MergeRequest, str]:
     name = me(request).name
     if step == "reviewer":
         reviewer = request.text("reviewer", "Reviewer", required=False)
@@ -89,7 +141,10 @@ def _changed(request: Request, found: Project, one: MergeRequest, step: str) -> 
     if one.state != "Open":
         raise Refused("This merge request is no longer open.")
     if step == "approve":
-        return replace(one, approved_by=tuple(dict.fromkeys((*one.approved_by, name)))), "You approved the merge request."
+        return (
+            replace(one, approved_by=tuple(dict.fromkeys((*one.approved_by, name)))),
+            "You approved the merge request.",
+        )
     if step == "merge":
         check(request, found, "Maintainer")
         return replace(one, state="Merged"), "The merge request was merged."

@@ -155,7 +155,11 @@ class Hub:
 
     def role(self, project: Project, account: str) -> str:
         """The account's role in the project, "" for none."""
-        found = [member.role for member in self.memberships.where("project_id", project.id) if member.account == account]
+        found = [
+            member.role
+            for member in self.memberships.where("project_id", project.id)
+            if member.account == account
+        ]
         return found[0] if found else ""
 
     def num_stars(self, project: Project) -> int:

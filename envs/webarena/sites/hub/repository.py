@@ -25,7 +25,9 @@ def _entries(request: Request, found: Project, folder: str) -> list[tuple[str, s
 
 
 def _file(request: Request, found: Project, path: str) -> File:
-    files = [file for file in request.world.hub.files.where("project_id", found.id) if file.path == path]
+    files = [
+        file for file in request.world.hub.files.where("project_id", found.id) if file.path == path
+    ]
     if not files:
         raise NotFound(f"There is no file {path} in {found.path}.")
     return files[0]
@@ -34,9 +36,17 @@ def _file(request: Request, found: Project, path: str) -> File:
 @site.get("/{ns}/{name}")
 def home(request: Request, ns: str, name: str) -> Response:
     found, hub = project(request, ns, name), request.world.hub
-    readme = next((file for file in hub.files.where("project_id", found.id) if file.path == "README.md"), None)
+    readme = next(
+        (file for file in hub.files.where("project_id", found.id) if file.path == "README.md"), None
+    )
     commits = hub.commits.where("project_id", found.id)
-    return request.page("project.html", project=found, entries=_entries(request, found, ""), readme=readme, commits=commits)
+    return request.page(
+        "project.html",
+        project=found,
+        entries=_entries(request, found, ""),
+        readme=readme,
+        commits=commits,
+    )
 
 
 @site.get("/{ns}/{name}/-/tree/main/{path:path}")
@@ -81,10 +91,13 @@ def create_file(request: Request, ns: str, name: str) -> Response:
     found, files = project(request, ns, name), request.world.hub.files
     check(request, found, "Developer")
     path = request.text("path", "File name", 120)
-    if not re.fullmatch(r"[A-Za-z0-9._/-]+", path) or any(part in ("", ".", "..") for part in path.split("/")):
+    if not re.fullmatch(r"[A-Za-z0-9._/-]+", path) or any(
+        part in ("", ".", "..") for part in path.split("/")
+    ):
         raise Refused("File name must be a path such as docs/notes.md.")
     if any(
-        f"{path}/".startswith(f"{file.path}/") or f"{file.path}/".startswith(f"{path}/") for file in files.where("project_id", found.id)
+        f"{path}/".startswith(f"{file.path}/") or f"{file.path}/".startswith(f"{path}/")
+        for file in files.where("project_id", found.id)
     ):
         raise Refused("A file or folder of this name exists already.")
     message = request.text("message", "Commit message", 200)
@@ -101,21 +114,31 @@ def _content(request: Request) -> str:
 def _commit(request: Request, found: Project, message: str) -> None:
     commits = request.world.hub.commits
     number = commits.next_id()
-    commits.put(Commit(number, found.id, sha(found.id, number, message), message, me(request).name, TODAY))
+    commits.put(
+        Commit(number, found.id, sha(found.id, number, message), message, me(request).name, TODAY)
+    )
 
 
 @site.get("/{ns}/{name}/-/commits/main")
 def commits(request: Request, ns: str, name: str) -> Response:
     found = project(request, ns, name)
-    page = paged(request.world.hub.commits.where("project_id", found.id)[::-1], request.number("page", 1), 20)
+    page = paged(
+        request.world.hub.commits.where("project_id", found.id)[::-1], request.number("page", 1), 20
+    )
     return request.page("commits.html", project=found, page=page)
 
 
 @site.get("/{ns}/{name}/-/graphs/main")
 def contributors(request: Request, ns: str, name: str) -> Response:
     found = project(request, ns, name)
-    counted = Counter(commit.author for commit in request.world.hub.commits.where("project_id", found.id))
-    return request.page("contributors.html", project=found, rows=sorted(counted.items(), key=lambda row: (-row[1], row[0])))
+    counted = Counter(
+        commit.author for commit in request.world.hub.commits.where("project_id", found.id)
+    )
+    return request.page(
+        "contributors.html",
+        project=found,
+        rows=sorted(counted.items(), key=lambda row: (-row[1], row[0])),
+    )
 
 
 @site.get("/{ns}/{name}/-/branches")
@@ -129,7 +152,9 @@ def create_branch(request: Request, ns: str, name: str) -> Response:
     check(request, found, "Developer")
     branch = request.text("branch", "Branch name", 60)
     if branch in found.branches or not re.fullmatch(r"[A-Za-z0-9._/-]+", branch):
-        raise Refused("Branch name must be new, of letters, digits, dots, dashes, slashes and underscores.")
+        raise Refused(
+            "Branch name must be new, of letters, digits, dots, dashes, slashes and underscores."
+        )
     request.world.hub.projects.put(replace(found, branches=(*found.branches, branch)))
     return request.done(f"Branch {branch} was created from main.")
 
@@ -152,7 +177,16 @@ def fork(request: Request, ns: str, name: str) -> Response:
     path = f"{owner.name}/{found.name}"
     if hub.projects.first("path", path) is not None:
         raise Refused(f"The project {path} exists already.")
-    copy = replace(found, id=hub.projects.next_id(), path=path, branches=("main",), created=TODAY, stars=0, forks=0, forked_from=found.path)
+    copy = replace(
+        found,
+        id=hub.projects.next_id(),
+        path=path,
+        branches=("main",),
+        created=TODAY,
+        stars=0,
+        forks=0,
+        forked_from=found.path,
+    )
     hub.projects.put(copy)
     hub.projects.put(replace(found, forks=found.forks + 1))
     hub.memberships.put(Membership(hub.memberships.next_id(), copy.id, owner.name, "Owner", TODAY))

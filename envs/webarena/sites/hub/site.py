@@ -1,4 +1,6 @@
-"""The code host's site, and what all its pages ask: who is here, which project, what may be done."""
+"""The code host's site, and what all its pages ask: who is here, which project, what may be
+done.
+"""
 
 from __future__ import annotations
 

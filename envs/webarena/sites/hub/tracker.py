@@ -17,7 +17,9 @@ _COLORS = ("red", "blue", "teal", "orange", "green", "purple", "gray")
 
 def _people(request: Request, found: Project) -> list[str]:
     """Who can be assigned: the members."""
-    return [member.account for member in request.world.hub.memberships.where("project_id", found.id)]
+    return [
+        member.account for member in request.world.hub.memberships.where("project_id", found.id)
+    ]
 
 
 def _labels(request: Request, found: Project) -> list[Label]:
@@ -25,7 +27,10 @@ def _labels(request: Request, found: Project) -> list[Label]:
 
 
 def _milestones(request: Request, found: Project) -> dict[int, str]:
-    return {milestone.id: milestone.title for milestone in request.world.hub.milestones.where("project_id", found.id)}
+    return {
+        milestone.id: milestone.title
+        for milestone in request.world.hub.milestones.where("project_id", found.id)
+    }
 
 
 @site.get("/{ns}/{name}/-/issues")
@@ -40,14 +45,26 @@ def issues(request: Request, ns: str, name: str) -> Response:
         "comments": lambda issue: (-len(issue.remarks), issue.iid),
         "due": lambda issue: (issue.due is None, issue.due or TODAY, issue.iid),
     }
-    counts = {"open": sum(issue.open for issue in every), "closed": sum(not issue.open for issue in every), "all": len(every)}
+    counts = {
+        "open": sum(issue.open for issue in every),
+        "closed": sum(not issue.open for issue in every),
+        "all": len(every),
+    }
     context: dict[str, Any] = {
         "labels": [label.name for label in _labels(request, found)],
         "people": sorted({issue.assignee for issue in every if issue.assignee}),
     }
     page = paged(sorted(chosen, key=keys[sort]), request.number("page", 1), 20)
     return request.page(
-        "issues.html", project=found, page=page, state=state, states=_STATES, counts=counts, sort=sort, sorts=_SORTS, **context
+        "issues.html",
+        project=found,
+        page=page,
+        state=state,
+        states=_STATES,
+        counts=counts,
+        sort=sort,
+        sorts=_SORTS,
+        **context,
     )
 
 
@@ -66,13 +83,23 @@ def _filtered(request: Request, issues: Sequence[Issue], state: str) -> list[Iss
 
 def _form(request: Request, found: Project, **context: Any) -> Response:
     people, labels = _people(request, found), [label.name for label in _labels(request, found)]
-    return request.page("issue_form.html", project=found, people=people, labels=labels, milestones=_milestones(request, found), **context)
+    return request.page(
+        "issue_form.html",
+        project=found,
+        people=people,
+        labels=labels,
+        milestones=_milestones(request, found),
+        **context,
+    )
 
 
 def _typed(request: Request, found: Project) -> dict[str, Any]:
     """The fields of the issue form."""
     assignee = request.text("assignee", "Assignee", required=False)
-    milestone, due = request.text("milestone", "Milestone", required=False), request.text("due", "Due date", required=False)
+    milestone, due = (
+        request.text("milestone", "Milestone", required=False),
+        request.text("due", "Due date", required=False),
+    )
     if assignee and assignee not in _people(request, found):
         raise Refused("Assignee must be a member of the project.")
     if milestone and milestone not in map(str, _milestones(request, found)):
@@ -81,7 +108,11 @@ def _typed(request: Request, found: Project) -> dict[str, Any]:
         "title": request.text("title", "Title", 255),
         "body": request.text("body", "Description", 10_000, required=False),
         "assignee": assignee,
-        "labels": tuple(label.name for label in _labels(request, found) if label.name in request.repeated.get("labels", ())),
+        "labels": tuple(
+            label.name
+            for label in _labels(request, found)
+            if label.name in request.repeated.get("labels", ())
+        ),
         "milestone_id": int(milestone or 0),
         "due": parse_day(due, "Due date") if due else None,
     }
@@ -96,13 +127,26 @@ def new_issue(request: Request, ns: str, name: str) -> Response:
 def create_issue(request: Request, ns: str, name: str) -> Response:
     found, table = project(request, ns, name), request.world.hub.issues
     iid = max((issue.iid for issue in table.where("project_id", found.id)), default=0) + 1
-    new = Issue(table.next_id(), found.id, iid, author=me(request).name, open=True, day=TODAY, remarks=(), **_typed(request, found))
+    new = Issue(
+        table.next_id(),
+        found.id,
+        iid,
+        author=me(request).name,
+        open=True,
+        day=TODAY,
+        remarks=(),
+        **_typed(request, found),
+    )
     table.put(new)
     return request.done("The issue was created.", f"/{found.path}/-/issues/{iid}")
 
 
 def _issue(request: Request, found: Project, iid: int) -> Issue:
-    issues = [issue for issue in request.world.hub.issues.where("project_id", found.id) if issue.iid == iid]
+    issues = [
+        issue
+        for issue in request.world.hub.issues.where("project_id", found.id)
+        if issue.iid == iid
+    ]
     if not issues:
         raise NotFound(f"There is no issue #{iid} in {found.path}.")
     return issues[0]
@@ -158,8 +202,17 @@ def comment_issue(request: Request, ns: str, name: str, id: int) -> Response:
 def labels(request: Request, ns: str, name: str) -> Response:
     found = project(request, ns, name)
     issues = request.world.hub.issues.where("project_id", found.id)
-    rows = [(label, sum(issue.open and label.name in issue.labels for issue in issues)) for label in _labels(request, found)]
-    return request.page("labels.html", project=found, rows=rows, colors=_COLORS, editable=may(request, found, "Developer"))
+    rows = [
+        (label, sum(issue.open and label.name in issue.labels for issue in issues))
+        for label in _labels(request, found)
+    ]
+    return request.page(
+        "labels.html",
+        project=found,
+        rows=rows,
+        colors=_COLORS,
+        editable=may(request, found, "Developer"),
+    )
 
 
 @site.post("/{ns}/{name}/-/labels")
@@ -170,7 +223,15 @@ def create_label(request: Request, ns: str, name: str) -> Response:
     if any(label.name.lower() == title.lower() for label in _labels(request, found)):
         raise Refused("A label of this title exists already.")
     color = request.one_of("color", "Color", _COLORS)
-    table.put(Label(table.next_id(), found.id, title, color, request.text("description", "Description", 200, required=False)))
+    table.put(
+        Label(
+            table.next_id(),
+            found.id,
+            title,
+            color,
+            request.text("description", "Description", 200, required=False),
+        )
+    )
     return request.done(f"Label {title} was created.")
 
 
@@ -194,9 +255,18 @@ def new_milestone(request: Request, ns: str, name: str) -> Response:
 def create_milestone(request: Request, ns: str, name: str) -> Response:
     found, table = project(request, ns, name), request.world.hub.milestones
     check(request, found, "Developer")
-    title, description = request.text("title", "Title", 100), request.text("description", "Description", 2000, required=False)
-    start, due = (request.text(key, label, required=False) for key, label in (("start", "Start date"), ("due", "Due date")))
-    first, last = parse_day(start, "Start date") if start else None, parse_day(due, "Due date") if due else None
+    title, description = (
+        request.text("title", "Title", 100),
+        request.text("description", "Description", 2000, required=False),
+    )
+    start, due = (
+        request.text(key, label, required=False)
+        for key, label in (("start", "Start date"), ("due", "Due date"))
+    )
+    first, last = (
+        parse_day(start, "Start date") if start else None,
+        (parse_day(due, "Due date") if due else None),
+    )
     if first and last and first > last:
         raise Refused("Due date must not be before the start date.")
     new = table.put(Milestone(table.next_id(), found.id, title, description, first, last, True))
@@ -213,8 +283,14 @@ def _milestone(request: Request, found: Project, id: int) -> Milestone:
 @site.get("/{ns}/{name}/-/milestones/{id}")
 def milestone(request: Request, ns: str, name: str, id: int) -> Response:
     found = project(request, ns, name)
-    issues = [issue for issue in request.world.hub.issues.where("project_id", found.id) if issue.milestone_id == id]
-    return request.page("milestone.html", project=found, milestone=_milestone(request, found, id), issues=issues)
+    issues = [
+        issue
+        for issue in request.world.hub.issues.where("project_id", found.id)
+        if issue.milestone_id == id
+    ]
+    return request.page(
+        "milestone.html", project=found, milestone=_milestone(request, found, id), issues=issues
+    )
 
 
 @site.post("/{ns}/{name}/-/milestones/{id}/state")

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from envs.webarena.sites.store.records import PAYMENT, SHIPPING, TODAY, Address, CartLine, Comment, Order, Wish
+from envs.webarena.sites.store.records import (
+    PAYMENT,
+    SHIPPING,
+    TODAY,
+    Address,
+    CartLine,
+    Comment,
+    Order,
+    Wish,
+)
 from envs.webarena.sites.store.shop import find, me, site
 from envs.webarena.sites.web import NotFound, Refused, Request, Response, local, paged
 
@@ -27,7 +36,9 @@ def success(request: Request, id: int) -> Response:
 @site.get("/wishlist", private=True)
 def wishlist(request: Request) -> Response:
     store = request.world.store
-    return request.page("wishlist.html", products=[store.products[wish.product_id] for wish in store.wishes])
+    return request.page(
+        "wishlist.html", products=[store.products[wish.product_id] for wish in store.wishes]
+    )
 
 
 @site.post("/wishlist/add/{id}")
@@ -82,7 +93,11 @@ def reorder(request: Request, id: int) -> Response:
         if product is not None and product.enabled and product.stock >= line.quantity:
             store.cart.put(CartLine(store.cart.next_id(), product.id, line.choice, line.quantity))
             kept += 1
-    return request.done(f"{kept} item{'s' * (kept != 1)} of the order {'were' if kept != 1 else 'was'} added to your cart.", "/cart")
+    return request.done(
+        f"{kept} item{'s' * (kept != 1)} of the order {'were' if kept != 1 else 'was'} added to"
+        " your cart.",
+        "/cart",
+    )
 
 
 @site.post("/account/orders/{id}/cancel")
@@ -91,7 +106,9 @@ def cancel(request: Request, id: int) -> Response:
     if order.status not in ("Pending", "On Hold"):
         raise Refused("Only pending orders can be canceled.")
     comment = Comment(TODAY, "Canceled", "Canceled by the customer.", True)
-    request.world.store.orders.put(replace(order, status="Canceled", comments=(*order.comments, comment)))
+    request.world.store.orders.put(
+        replace(order, status="Canceled", comments=(*order.comments, comment))
+    )
     return request.done("Your order was canceled.")
 
 
@@ -116,9 +133,16 @@ def edit_account(request: Request) -> Response:
 def save_account(request: Request) -> Response:
     first, last = request.text("first", "First Name", 60), request.text("last", "Last Name", 60)
     email = request.text("email", "Email", 120)
-    if email.count("@") != 1 or " " in email or email.startswith("@") or "." not in email.partition("@")[2]:
+    if (
+        email.count("@") != 1
+        or " " in email
+        or email.startswith("@")
+        or "." not in email.partition("@")[2]
+    ):
         raise Refused("Please enter a valid email address (for example, johndoe@domain.com).")
-    new = replace(me(request), first=first, last=last, email=email, newsletter="newsletter" in request.form)
+    new = replace(
+        me(request), first=first, last=last, email=email, newsletter="newsletter" in request.form
+    )
     request.world.store.customers.put(new)
     return request.done("You saved the account information.", "/account")
 
@@ -126,14 +150,20 @@ def save_account(request: Request) -> Response:
 @site.get("/login")
 def login(request: Request) -> Response:
     return request.page(
-        "login.html", password=PASSWORD, demo=request.world.store.customers[1].email, next=local(request.query.get("next", "/"))
+        "login.html",
+        password=PASSWORD,
+        demo=request.world.store.customers[1].email,
+        next=local(request.query.get("next", "/")),
     )
 
 
 @site.post("/login", private=False)
 def log_in(request: Request) -> Response:
     customer = request.world.store.customers[1]
-    if request.form.get("email", "").strip().lower() != customer.email or request.form.get("password") != PASSWORD:
+    if (
+        request.form.get("email", "").strip().lower() != customer.email
+        or request.form.get("password") != PASSWORD
+    ):
         raise Refused("The account sign-in was incorrect. Please check the email and the password.")
     request.world.logins["shopping"] = customer.id
     return request.done(f"Welcome back, {customer.first}!", local(request.form.get("next", "/")))

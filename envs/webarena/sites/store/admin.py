@@ -85,14 +85,22 @@ def _bestsellers(orders: Iterable[Order]) -> list[tuple[int, str, int, int]]:
 def products(request: Request) -> Response:
     search, status = _search(request), request.choice("status", ("enabled", "disabled", "out"), "")
     sort = request.choice("sort", ("id", "name", "price", "stock"), "id")
-    chosen = [product for product in request.world.store.products if _is(product, status) and _found(search, product.name, product.sku)]
+    chosen = [
+        product
+        for product in request.world.store.products
+        if _is(product, status) and _found(search, product.name, product.sku)
+    ]
     chosen.sort(key=lambda product: (getattr(product, sort), product.id))
     page = paged(chosen, request.number("page", 1), _PER_PAGE)
     return request.page("products.html", page=page, search=search, status=status, sort=sort)
 
 
 def _is(product: Product, status: str) -> bool:
-    return {"enabled": product.enabled, "disabled": not product.enabled, "out": product.stock == 0}.get(status, True)
+    return {
+        "enabled": product.enabled,
+        "disabled": not product.enabled,
+        "out": product.stock == 0,
+    }.get(status, True)
 
 
 def _product(request: Request, id: int) -> Product:
@@ -107,7 +115,9 @@ def product(request: Request, id: int) -> Response:
     store = request.world.store
     categories = {category.slug: category.name for category in store.categories}
     reviews = store.reviews.where("product_id", id)[::-1]
-    return request.page("product.html", product=_product(request, id), reviews=reviews, categories=categories)
+    return request.page(
+        "product.html", product=_product(request, id), reviews=reviews, categories=categories
+    )
 
 
 @site.post("/products/{id}")
@@ -119,7 +129,9 @@ def save_product(request: Request, id: int) -> Response:
         price=_cents(request.text("price", "Price", 20)),
         stock=request.whole("stock", "Quantity", 0, 999_999),
         enabled=request.one_of("enabled", "Status", ("yes", "no")) == "yes",
-        category=request.one_of("category", "Category", [category.slug for category in request.world.store.categories]),
+        category=request.one_of(
+            "category", "Category", [category.slug for category in request.world.store.categories]
+        ),
         description=request.text("description", "Description", 4000),
     )
     request.world.store.products.put(new)
@@ -127,7 +139,9 @@ def save_product(request: Request, id: int) -> Response:
 
 
 def _cents(text: str) -> int:
-    """Errors: Refused unless `text` is an amount such as 12, 12.5 or 1,299.00, with or without a dollar sign."""
+    """Errors: Refused unless `text` is an amount such as 12, 12.5 or 1,299.00, with or without
+    a dollar sign.
+    """
     match = re.fullmatch(r"\$?([0-9]{1,6})(?:\.([0-9]{1,2}))?", text.replace(",", ""))
     if match is None:
         raise Refused("Price must be an amount such as 24.90.")
@@ -141,10 +155,13 @@ def orders(request: Request) -> Response:
     chosen = [
         order
         for order in store.orders
-        if (not status or order.status == status) and _found(search, order.number, store.customers[order.customer_id].name)
+        if (not status or order.status == status)
+        and _found(search, order.number, store.customers[order.customer_id].name)
     ]
     page = paged(chosen[::-1], request.number("page", 1), _PER_PAGE)
-    return request.page("orders.html", page=page, search=search, status=status, statuses=ORDER_STATUSES)
+    return request.page(
+        "orders.html", page=page, search=search, status=status, statuses=ORDER_STATUSES
+    )
 
 
 def _order(request: Request, id: int) -> Order:
@@ -158,7 +175,9 @@ def _order(request: Request, id: int) -> Order:
 def order(request: Request, id: int) -> Response:
     found = _order(request, id)
     customer = request.world.store.customers[found.customer_id]
-    return request.page("order.html", order=found, customer=customer, statuses=ORDER_STATUSES, shipping=SHIPPING)
+    return request.page(
+        "order.html", order=found, customer=customer, statuses=ORDER_STATUSES, shipping=SHIPPING
+    )
 
 
 @site.post("/orders/{id}/comment")
@@ -182,10 +201,16 @@ def customers(request: Request) -> Response:
         customer
         for customer in store.customers
         if (not group or customer.group == group)
-        and _found(search, customer.name, customer.email, customer.address.city, customer.address.phone)
+        and _found(
+            search, customer.name, customer.email, customer.address.city, customer.address.phone
+        )
     ]
     return request.page(
-        "customers.html", page=paged(chosen, request.number("page", 1), _PER_PAGE), search=search, group=group, groups=GROUPS
+        "customers.html",
+        page=paged(chosen, request.number("page", 1), _PER_PAGE),
+        search=search,
+        group=group,
+        groups=GROUPS,
     )
 
 
@@ -198,7 +223,10 @@ def _customer(request: Request, id: int) -> Customer:
 
 @site.get("/customers/{id}")
 def customer(request: Request, id: int) -> Response:
-    found, orders = _customer(request, id), request.world.store.orders.where("customer_id", id)[::-1]
+    found, orders = (
+        _customer(request, id),
+        request.world.store.orders.where("customer_id", id)[::-1],
+    )
     spent = sum(order.total for order in _counted(orders))
     return request.page("customer.html", customer=found, orders=orders, spent=spent, groups=GROUPS)
 
@@ -218,10 +246,18 @@ def reviews(request: Request) -> Response:
         review
         for review in store.reviews
         if (not status or review.status == status)
-        and _found(search, review.title, review.nickname, review.text, store.products[review.product_id].name)
+        and _found(
+            search,
+            review.title,
+            review.nickname,
+            review.text,
+            store.products[review.product_id].name,
+        )
     ]
     page = paged(chosen[::-1], request.number("page", 1), _PER_PAGE)
-    return request.page("reviews.html", page=page, search=search, status=status, statuses=REVIEW_STATUSES)
+    return request.page(
+        "reviews.html", page=page, search=search, status=status, statuses=REVIEW_STATUSES
+    )
 
 
 def _review(request: Request, id: int) -> Review:
@@ -234,7 +270,12 @@ def _review(request: Request, id: int) -> Review:
 @site.get("/reviews/{id}")
 def review(request: Request, id: int) -> Response:
     found = _review(request, id)
-    return request.page("review.html", review=found, product=_product(request, found.product_id), statuses=REVIEW_STATUSES)
+    return request.page(
+        "review.html",
+        review=found,
+        product=_product(request, found.product_id),
+        statuses=REVIEW_STATUSES,
+    )
 
 
 @site.post("/reviews/{id}")
@@ -259,9 +300,14 @@ def sales(request: Request) -> Response:
     rows: dict[str, list[Order]] = {}
     for order in chosen:
         rows.setdefault(order.day.isoformat()[:cut], []).append(order)
-    table = [(key, len(orders), sum(map(_items, orders)), sum(order.total for order in orders)) for key, orders in sorted(rows.items())]
+    table = [
+        (key, len(orders), sum(map(_items, orders)), sum(order.total for order in orders))
+        for key, orders in sorted(rows.items())
+    ]
     total = (len(chosen), sum(map(_items, chosen)), sum(order.total for order in chosen))
-    return request.page("sales.html", rows=table[-100:], total=total, period=period, periods=_PERIODS, **span)
+    return request.page(
+        "sales.html", rows=table[-100:], total=total, period=period, periods=_PERIODS, **span
+    )
 
 
 @site.get("/reports/bestsellers")
@@ -280,18 +326,25 @@ def _in_span(request: Request) -> tuple[list[Order], dict[str, Any]]:
     end = request.day("to", "To") or TODAY
     if start > end:
         raise Refused("From must not be later than To.")
-    return _counted(order for order in request.world.store.orders if start <= order.day <= end), {"start": start, "end": end}
+    return _counted(order for order in request.world.store.orders if start <= order.day <= end), {
+        "start": start,
+        "end": end,
+    }
 
 
 @site.get("/login")
 def login(request: Request) -> Response:
-    return request.page("login.html", password=PASSWORD, demo=USER, next=local(request.query.get("next", "/")))
+    return request.page(
+        "login.html", password=PASSWORD, demo=USER, next=local(request.query.get("next", "/"))
+    )
 
 
 @site.post("/login", private=False)
 def log_in(request: Request) -> Response:
     if request.form.get("username", "").strip() != USER or request.form.get("password") != PASSWORD:
-        raise Refused("The account sign-in was incorrect. Please check the user name and the password.")
+        raise Refused(
+            "The account sign-in was incorrect. Please check the user name and the password."
+        )
     request.world.logins["shopping_admin"] = 1
     return request.done("You are signed in.", local(request.form.get("next", "/")))
 

@@ -63,7 +63,10 @@ def generate(seed: int) -> Content:
     products = _products(Dice(seed, "products"))
     customers = _customers(Dice(seed, "customers"))
     dice = Dice(seed, "terms")
-    terms = tuple((term, sum(term in product.name.lower() for product in products), dice.between(3, 60)) for term in lore.SEARCH_TERMS)
+    terms = tuple(
+        (term, sum(term in product.name.lower() for product in products), dice.between(3, 60))
+        for term in lore.SEARCH_TERMS
+    )
     return Content(
         tuple(Category(shelf.slug, shelf.name, shelf.blurb) for shelf in lore.SHELVES),
         tuple(sorted(terms, key=lambda term: -term[2])),
@@ -81,13 +84,19 @@ def _products(dice: Dice) -> list[Product]:
     for shelf in lore.SHELVES:
         for kind in shelf.kinds:
             for series in dice.some(lore.SERIES, _PER_KIND):
-                found.append(_product(len(found) + 1, shelf.slug, dice.pick(shelf.brands), series, kind, dice))
+                found.append(
+                    _product(
+                        len(found) + 1, shelf.slug, dice.pick(shelf.brands), series, kind, dice
+                    )
+                )
     return found
 
 
 def _product(id: int, category: str, brand: str, series: str, kind: Kind, dice: Dice) -> Product:
     name = f"{brand} {series} {kind.name}"
-    opening = dice.pick(lore.OPENINGS).format(brand=brand, series=series, kind=kind.name.lower(), line=kind.line)
+    opening = dice.pick(lore.OPENINGS).format(
+        brand=brand, series=series, kind=kind.name.lower(), line=kind.line
+    )
     return Product(
         id,
         sku=f"{kind.icon[:3].upper()}-{id:04d}",
@@ -113,7 +122,10 @@ def _reviews(products: list[Product], dice: Dice) -> list[Review]:
     drafts: list[tuple[date, int, Product]] = []
     for product in products:
         days = (TODAY - product.added).days
-        drafts += [(product.added + timedelta(days=dice.between(3, days)), product.id, product) for _ in range(dice.skewed(9, 1.6))]
+        drafts += [
+            (product.added + timedelta(days=dice.between(3, days)), product.id, product)
+            for _ in range(dice.skewed(9, 1.6))
+        ]
     drafts.sort(key=lambda draft: draft[:2])
     return [_review(id, product, day, dice) for id, (day, _, product) in enumerate(drafts, 1)]
 
@@ -122,14 +134,29 @@ def _review(id: int, product: Product, day: date, dice: Dice) -> Review:
     rating = dice.pick((5, 5, 5, 5, 4, 4, 4, 3, 3, 2, 1))
     series = product.name.removeprefix(product.brand).split()[0]
     lines = dice.some(lore.REVIEW_LINES[rating], 2)
-    topics = {5: ("gift", "cleaning"), 4: ("gift", "cleaning"), 3: ("size", "cleaning"), 2: ("noise", "size"), 1: ("smell", "noise")}
+    topics = {
+        5: ("gift", "cleaning"),
+        4: ("gift", "cleaning"),
+        3: ("size", "cleaning"),
+        2: ("noise", "size"),
+        1: ("smell", "noise"),
+    }
     if dice.chance(0.3):
         powered = product.category == "electronics" and rating < 4
         lines.append(lore.REVIEW_TOPICS["battery" if powered else dice.pick(topics[rating])])
     recent = (TODAY - day).days < 60
     status = dice.pick(("Approved", "Pending", "Pending", "Not Approved")) if recent else "Approved"
     text = " ".join(lines).format(kind=product.kind.lower(), series=series, brand=product.brand)
-    return Review(id, product.id, dice.pick(lore.NICKNAMES), rating, dice.pick(lore.REVIEW_TITLES[rating]), text, day, status)
+    return Review(
+        id,
+        product.id,
+        dice.pick(lore.NICKNAMES),
+        rating,
+        dice.pick(lore.REVIEW_TITLES[rating]),
+        text,
+        day,
+        status,
+    )
 
 
 def _customers(dice: Dice) -> list[Customer]:
@@ -144,10 +171,26 @@ def _customers(dice: Dice) -> list[Customer]:
 def _customer(id: int, first: str, last: str, dice: Dice) -> Customer:
     city, state, zip = dice.pick(lore.CITIES)
     phone = f"555-01{dice.between(0, 99):02d}"
-    address = Address(f"{dice.between(1, 240)} {dice.pick(lore.STREETS)}", city, state, zip, "United States", phone)
+    address = Address(
+        f"{dice.between(1, 240)} {dice.pick(lore.STREETS)}",
+        city,
+        state,
+        zip,
+        "United States",
+        phone,
+    )
     since = _OPENED if id == 1 else _OPENED + timedelta(days=dice.between(0, 700))
     group = dice.pick(("General", "General", "General", "General", "Wholesale", "VIP"))
-    return Customer(id, first, last, f"{first}.{last}@example.com".lower(), group, since, address, dice.chance(0.4))
+    return Customer(
+        id,
+        first,
+        last,
+        f"{first}.{last}@example.com".lower(),
+        group,
+        since,
+        address,
+        dice.chance(0.4),
+    )
 
 
 def _orders(products: list[Product], customers: list[Customer], dice: Dice) -> list[Order]:
@@ -158,7 +201,9 @@ def _orders(products: list[Product], customers: list[Customer], dice: Dice) -> l
         days = (TODAY - customer.since).days
         drafts.append((customer.since + timedelta(days=dice.between(1, days - 1)), index, customer))
     drafts.sort(key=lambda draft: draft[:2])
-    return [_order(id, customer, day, products, dice) for id, (day, _, customer) in enumerate(drafts, 1)]
+    return [
+        _order(id, customer, day, products, dice) for id, (day, _, customer) in enumerate(drafts, 1)
+    ]
 
 
 def _order(id: int, customer: Customer, day: date, products: list[Product], dice: Dice) -> Order:
@@ -166,13 +211,41 @@ def _order(id: int, customer: Customer, day: date, products: list[Product], dice
     lines = []
     for product in dice.some(sold, dice.pick((1, 1, 2, 2, 3, 4))):
         choice = f"{product.option}: {dice.pick(product.values)}" if product.values else ""
-        lines.append(Line(product.id, product.name, product.sku, choice, product.price, dice.pick((1, 1, 1, 2, 3))))
+        lines.append(
+            Line(
+                product.id,
+                product.name,
+                product.sku,
+                choice,
+                product.price,
+                dice.pick((1, 1, 1, 2, 3)),
+            )
+        )
     age = (TODAY - day).days
     status = (
-        dice.pick(("Complete",) * 8 + ("Canceled",)) if age > 30 else dice.pick(("Pending", "Pending", "Processing", "Shipped", "On Hold"))
+        dice.pick(("Complete",) * 8 + ("Canceled",))
+        if age > 30
+        else dice.pick(("Pending", "Pending", "Processing", "Shipped", "On Hold"))
     )
     comments = [Comment(day, "Pending", "Order received.", True)]
     if dice.chance(0.35):
-        comments.append(Comment(min(TODAY, day + timedelta(days=1)), status, dice.pick(lore.ORDER_COMMENTS), dice.chance(0.5)))
+        comments.append(
+            Comment(
+                min(TODAY, day + timedelta(days=1)),
+                status,
+                dice.pick(lore.ORDER_COMMENTS),
+                dice.chance(0.5),
+            )
+        )
     shipping, payment = dice.pick(tuple(SHIPPING)), dice.pick(tuple(PAYMENT))
-    return Order(id, customer.id, day, status, tuple(lines), shipping, payment, customer.address, tuple(comments))
+    return Order(
+        id,
+        customer.id,
+        day,
+        status,
+        tuple(lines),
+        shipping,
+        payment,
+        customer.address,
+        tuple(comments),
+    )

@@ -9,7 +9,9 @@ from envs.webarena.sites.words import load
 
 @dataclass(frozen=True)
 class Kind:
-    """A sort of product: name, icon, price span in dollars, what to choose, details, and what it is said to be good for."""
+    """A sort of product: name, icon, price span in dollars, what to choose, details, and what
+    it is said to be good for.
+    """
 
     name: str
     icon: str
@@ -33,7 +35,10 @@ class Shelf:
 
 
 _WORDS = load(__file__)
-SHELVES = tuple(Shelf(**{**row, "kinds": tuple(Kind(**kind) for kind in row["kinds"])}) for row in _WORDS["categories"])
+SHELVES = tuple(
+    Shelf(**{**row, "kinds": tuple(Kind(**kind) for kind in row["kinds"])})
+    for row in _WORDS["categories"]
+)
 SERIES: tuple[str, ...] = _WORDS["series"]
 OPENINGS: tuple[str, ...] = _WORDS["openings"]
 MIDDLES: tuple[str, ...] = _WORDS["middles"]
@@ -42,8 +47,12 @@ FIRST: tuple[str, ...] = _WORDS["first"]
 LAST: tuple[str, ...] = _WORDS["last"]
 CITIES: tuple[tuple[str, str, str], ...] = _WORDS["cities"]
 STREETS: tuple[str, ...] = _WORDS["streets"]
-REVIEW_TITLES: dict[int, tuple[str, ...]] = {int(rating): titles for rating, titles in _WORDS["review_titles"].items()}
-REVIEW_LINES: dict[int, tuple[str, ...]] = {int(rating): lines for rating, lines in _WORDS["review_lines"].items()}
+REVIEW_TITLES: dict[int, tuple[str, ...]] = {
+    int(rating): titles for rating, titles in _WORDS["review_titles"].items()
+}
+REVIEW_LINES: dict[int, tuple[str, ...]] = {
+    int(rating): lines for rating, lines in _WORDS["review_lines"].items()
+}
 REVIEW_TOPICS: dict[str, str] = _WORDS["review_topics"]
 ORDER_COMMENTS: tuple[str, ...] = _WORDS["order_comments"]
 NICKNAMES: tuple[str, ...] = _WORDS["nicknames"]

@@ -1,4 +1,6 @@
-"""What the shop and its administration know. All records are frozen; amounts are cents; ids count from 1."""
+"""What the shop and its administration know.
+All records are frozen; amounts are cents; ids count from 1.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +172,11 @@ class Store:
 
     def approved(self, product_id: int) -> list[Review]:
         """The reviews the shop shows, oldest first."""
-        return [review for review in self.reviews.where("product_id", product_id) if review.status == "Approved"]
+        return [
+            review
+            for review in self.reviews.where("product_id", product_id)
+            if review.status == "Approved"
+        ]
 
     def rating(self, product_id: int) -> float:
         """Mean rating of the shown reviews, 0 without any."""

@@ -1,4 +1,6 @@
-"""The shop as its customers see it: catalogue, cart and checkout. Their accounts are in `account.py`."""
+"""The shop as its customers see it: catalogue, cart and checkout.
+Their accounts are in `account.py`.
+"""
 
 from __future__ import annotations
 
@@ -69,18 +71,33 @@ def _listing(request: Request, title: str, products: Sequence[Product], **extra:
     brands = sorted({product.brand for product in products})
     brand = request.choice("brand", brands, "")
     low, high = request.number("min", 0) * 100, request.number("max", 10**7) * 100
-    chosen = [product for product in products if (not brand or product.brand == brand) and low <= product.price <= high]
+    chosen = [
+        product
+        for product in products
+        if (not brand or product.brand == brand) and low <= product.price <= high
+    ]
     sort = request.choice("sort", _SORTS, "position")
     chosen.sort(key=lambda product: (_SORTS[sort][1](request, product), product.id))
     page = paged(chosen, request.number("page", 1), _PER_PAGE)
-    return request.page("listing.html", title=title, page=page, sorts=_SORTS, sort=sort, brands=brands, brand=brand, **extra)
+    return request.page(
+        "listing.html",
+        title=title,
+        page=page,
+        sorts=_SORTS,
+        sort=sort,
+        brands=brands,
+        brand=brand,
+        **extra,
+    )
 
 
 @site.get("/")
 def home(request: Request) -> Response:
     products = request.world.store.visible()
     newest = sorted(products, key=lambda product: (-product.added.toordinal(), product.id))[:8]
-    best = sorted(products, key=lambda product: (-request.world.store.rating(product.id), product.id))[:4]
+    best = sorted(
+        products, key=lambda product: (-request.world.store.rating(product.id), product.id)
+    )[:4]
     return request.page("home.html", newest=newest, best=best)
 
 
@@ -97,7 +114,11 @@ def category(request: Request, slug: str) -> Response:
 def search(request: Request) -> Response:
     query = request.query.get("q", "").strip()[:100]
     words = query.lower().split()
-    products = [product for product in request.world.store.visible() if _matches(product, words)] if words else []
+    products = (
+        [product for product in request.world.store.visible() if _matches(product, words)]
+        if words
+        else []
+    )
     return _listing(request, f"Search results for: '{query}'", products, category=None, query=query)
 
 
@@ -110,9 +131,15 @@ def _matches(product: Product, words: Sequence[str]) -> bool:
 def product(request: Request, id: int, slug: str) -> Response:
     found = find(request, id)
     store = request.world.store
-    related = [other for other in store.visible() if other.kind == found.kind and other.id != id][:4]
+    related = [other for other in store.visible() if other.kind == found.kind and other.id != id][
+        :4
+    ]
     return request.page(
-        "product.html", product=found, category=store.category(found.category), reviews=store.approved(id)[::-1], related=related
+        "product.html",
+        product=found,
+        category=store.category(found.category),
+        reviews=store.approved(id)[::-1],
+        related=related,
     )
 
 
@@ -122,7 +149,11 @@ def write_review(request: Request, id: int) -> Response:
     rating = int(request.one_of("rating", "Rating", "12345"))
     nickname = request.text("nickname", "Nickname", 60)
     title, text = request.text("title", "Summary", 120), request.text("text", "Review", 2000)
-    store.reviews.put(Review(store.reviews.next_id(), reviewed.id, nickname, rating, title, text, TODAY, "Pending"))
+    store.reviews.put(
+        Review(
+            store.reviews.next_id(), reviewed.id, nickname, rating, title, text, TODAY, "Pending"
+        )
+    )
     return request.done("You submitted your review for moderation.")
 
 
@@ -131,11 +162,21 @@ def add_to_cart(request: Request, id: int) -> Response:
     wanted, store = find(request, id), request.world.store
     if wanted.values and "choice" not in request.form:
         return redirect(address(wanted))  # from a list: the choice is made on the product's page
-    choice = f"{wanted.option}: {request.one_of('choice', wanted.option, wanted.values)}" if wanted.values else ""
-    quantity = request.whole("quantity", "Quantity", 1, _MAX_QUANTITY) if "quantity" in request.form else 1
-    same = next((line for line in store.cart.where("product_id", id) if line.choice == choice), None)
+    choice = (
+        f"{wanted.option}: {request.one_of('choice', wanted.option, wanted.values)}"
+        if wanted.values
+        else ""
+    )
+    quantity = (
+        request.whole("quantity", "Quantity", 1, _MAX_QUANTITY) if "quantity" in request.form else 1
+    )
+    same = next(
+        (line for line in store.cart.where("product_id", id) if line.choice == choice), None
+    )
     line = same or CartLine(store.cart.next_id(), id, choice, 0)
-    others = sum(other.quantity for other in store.cart.where("product_id", id) if other.id != line.id)
+    others = sum(
+        other.quantity for other in store.cart.where("product_id", id) if other.id != line.id
+    )
     _check_stock(wanted, line.quantity + quantity + others)
     store.cart.put(replace(line, quantity=line.quantity + quantity))
     return request.done(f"You added {wanted.name} to your shopping cart.")
@@ -145,7 +186,9 @@ def _check_stock(product: Product, quantity: int) -> None:
     if product.stock == 0:
         raise Refused(f"{product.name} is out of stock.")
     if quantity > product.stock:
-        raise Refused(f"The requested quantity of {product.name} is not available: {product.stock} left.")
+        raise Refused(
+            f"The requested quantity of {product.name} is not available: {product.stock} left."
+        )
 
 
 @site.get("/cart")
@@ -156,14 +199,20 @@ def cart(request: Request) -> Response:
 def _bill(request: Request) -> dict[str, Any]:
     store = request.world.store
     items = [(line, store.products[line.product_id]) for line in store.cart]
-    return {"items": items, "subtotal": sum(line.quantity * product.price for line, product in items)}
+    return {
+        "items": items,
+        "subtotal": sum(line.quantity * product.price for line, product in items),
+    }
 
 
 @site.post("/cart/update", private=False)
 def update_cart(request: Request) -> Response:
     """Quantities are `quantity_<line id>`; zero takes the line out."""
     store = request.world.store
-    lines = [replace(line, quantity=request.whole(f"quantity_{line.id}", "Quantity", 0, _MAX_QUANTITY)) for line in store.cart]
+    lines = [
+        replace(line, quantity=request.whole(f"quantity_{line.id}", "Quantity", 0, _MAX_QUANTITY))
+        for line in store.cart
+    ]
     for line in lines:
         if line.quantity:
             _check_stock(store.products[line.product_id], line.quantity)
@@ -203,10 +252,23 @@ def place_order(request: Request) -> Response:
         if not product.enabled:
             raise Refused(f"{product.name} is no longer sold.")
         _check_stock(product, wanted[product.id])
-    lines = tuple(Line(product.id, product.name, product.sku, line.choice, product.price, line.quantity) for line, product in items)
+    lines = tuple(
+        Line(product.id, product.name, product.sku, line.choice, product.price, line.quantity)
+        for line, product in items
+    )
     received = Comment(TODAY, "Pending", "Order received.", True)
     order = store.orders.put(
-        Order(store.orders.next_id(), customer.id, TODAY, "Pending", lines, shipping, payment, customer.address, (received,))
+        Order(
+            store.orders.next_id(),
+            customer.id,
+            TODAY,
+            "Pending",
+            lines,
+            shipping,
+            payment,
+            customer.address,
+            (received,),
+        )
     )
     for id, quantity in wanted.items():
         store.products.put(replace(store.products[id], stock=store.products[id].stock - quantity))

@@ -29,7 +29,12 @@ def model(make_model):
 @pytest.fixture
 def make_policy(make_model, tokenizer):
     def make(num_slots=4, context_tokens=64, seed=0):
-        return TorchPolicy(make_model(seed), stop_id=tokenizer.eos_token_id, num_slots=num_slots, context_tokens=context_tokens)
+        return TorchPolicy(
+            make_model(seed),
+            stop_id=tokenizer.eos_token_id,
+            num_slots=num_slots,
+            context_tokens=context_tokens,
+        )
 
     return make
 
@@ -47,7 +52,9 @@ def greedy_alone(twin, prompt, count, stop_id):
     return ids[len(prompt) :], logprobs
 
 
-def test_requests_of_any_length_at_any_time_equal_row_by_row_hugging_face(make_policy, model, plain, tokenizer):
+def test_requests_of_any_length_at_any_time_equal_row_by_row_hugging_face(
+    make_policy, model, plain, tokenizer
+):
     twin, asked = plain(model), prompts(15)
     policy = make_policy(num_slots=4)  # more requests than slots
 
@@ -66,19 +73,26 @@ def test_requests_of_any_length_at_any_time_equal_row_by_row_hugging_face(make_p
 
 
 def test_logged_probabilities_are_those_of_the_distribution_sampled_from(make_policy, model, plain):
-    """At temperature 0.7 the logits are divided by it; the log-probabilities at temperature 1 would be others."""
+    """At temperature 0.7 the logits are divided by it; the log-probabilities at temperature 1
+    would be others.
+    """
     twin, asked = plain(model), prompts(6, seed=1)
     policy = make_policy()
 
     async def main():
-        return await asyncio.gather(*(policy.generate(prompt, Sampling(key(i), 0.7, 4)) for i, prompt in enumerate(asked)))
+        return await asyncio.gather(
+            *(policy.generate(prompt, Sampling(key(i), 0.7, 4)) for i, prompt in enumerate(asked))
+        )
 
     for prompt, completion in zip(asked, asyncio.run(main()), strict=True):
         ids = torch.tensor([prompt + list(completion.ids)])
         with torch.no_grad():
             logits = twin(ids).logits[0, len(prompt) - 1 : -1]
         scores = [
-            torch.log_softmax(logits / temperature, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist() for temperature in (0.7, 1.0)
+            torch.log_softmax(logits / temperature, -1)
+            .gather(1, ids[0, len(prompt) :, None])[:, 0]
+            .tolist()
+            for temperature in (0.7, 1.0)
         ]
         assert completion.logprobs == pytest.approx(scores[0], abs=1e-5)
         assert completion.logprobs != pytest.approx(scores[1], abs=1e-3)
@@ -93,7 +107,8 @@ def test_a_turn_on_cached_keys_equals_a_fresh_prompt(make_policy):
         ids = prompts(1, seed=2)[0]
         for turn in range(3):
             cached = await policy.generate(ids, Sampling(key(turn=turn), 1.0, 4))
-            assert fed[0] == (len(ids) if turn == 0 else 4)  # the last sampled token and the observation's three
+            # the last sampled token and the observation's three
+            assert fed[0] == (len(ids) if turn == 0 else 4)
             fresh = await make_policy().generate(ids, Sampling(key(turn=turn), 1.0, 4))
             assert cached.ids == fresh.ids
             assert cached.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
@@ -109,7 +124,9 @@ def test_a_changed_history_is_not_answered_from_the_cache(make_policy):
     async def main():
         await policy.generate([5, 6, 7, 8], Sampling(key(), 0.0, 2))
         changed = await policy.generate([5, 9, 7, 8, 10, 11, 12], Sampling(key(turn=1), 0.0, 3))
-        fresh = await make_policy().generate([5, 9, 7, 8, 10, 11, 12], Sampling(key(turn=1), 0.0, 3))
+        fresh = await make_policy().generate(
+            [5, 9, 7, 8, 10, 11, 12], Sampling(key(turn=1), 0.0, 3)
+        )
         assert changed.ids == fresh.ids
         assert changed.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
@@ -120,8 +137,16 @@ def test_what_is_sampled_depends_on_the_key_alone(make_policy):
     prompt, others = [5, 6, 7, 8, 9], prompts(9, seed=3)
 
     async def ask(policy, order, alone=False):
-        requests = {"me": (prompt, key(0)), **({} if alone else {i: (other, key(i + 1)) for i, other in enumerate(others)})}
-        tasks = {name: asyncio.create_task(policy.generate(requests[name][0], Sampling(requests[name][1], 1.0, 6))) for name in order}
+        requests = {
+            "me": (prompt, key(0)),
+            **({} if alone else {i: (other, key(i + 1)) for i, other in enumerate(others)}),
+        }
+        tasks = {
+            name: asyncio.create_task(
+                policy.generate(requests[name][0], Sampling(requests[name][1], 1.0, 6))
+            )
+            for name in order
+        }
         return await tasks["me"], [await task for task in tasks.values()]
 
     async def main():
@@ -131,7 +156,9 @@ def test_what_is_sampled_depends_on_the_key_alone(make_policy):
         assert alone.ids == first.ids == last.ids
         assert alone.logprobs == pytest.approx(first.logprobs, abs=1e-5)
         policy = make_policy()
-        draws = {(await policy.generate(prompt, Sampling(key(0, turn), 1.0, 6))).ids for turn in range(5)}
+        draws = {
+            (await policy.generate(prompt, Sampling(key(0, turn), 1.0, 6))).ids for turn in range(5)
+        }
         assert len(draws) > 1  # another key is another draw
 
     asyncio.run(main())
@@ -140,35 +167,49 @@ def test_what_is_sampled_depends_on_the_key_alone(make_policy):
 def test_two_requests_with_one_key_and_one_prompt_are_both_answered(make_policy):
     async def main():
         policy = make_policy(num_slots=2)
-        return await asyncio.wait_for(asyncio.gather(*(policy.generate([5, 6], Sampling(key(), 1.0, 4)) for _ in range(5))), 10)
+        return await asyncio.wait_for(
+            asyncio.gather(*(policy.generate([5, 6], Sampling(key(), 1.0, 4)) for _ in range(5))),
+            10,
+        )
 
     completions = asyncio.run(main())
     assert len({completion.ids for completion in completions}) == 1
 
 
 def test_draws_follow_the_softmax():
-    """Chi-square over 5 classes, 20,000 draws at evenly spread quantiles and at random ones; 4 degrees of freedom, 18.5 is p = 0.001."""
+    """Chi-square over 5 classes, 20,000 draws at evenly spread quantiles and at random ones; 4
+    degrees of freedom, 18.5 is p = 0.001.
+    """
     logits = torch.tensor([0.3, -1.0, 2.0, 0.0, -3.0])
     count = 20_000
     for temperature in (1.0, 0.5):
         expected = torch.softmax(logits / temperature, -1)
         uniform = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        tokens, logprobs = sample(logits.expand(count, 5), torch.full((count,), temperature), uniform)
+        tokens, logprobs = sample(
+            logits.expand(count, 5), torch.full((count,), temperature), uniform
+        )
         seen = torch.bincount(tokens, minlength=5)
         assert float(((seen - count * expected) ** 2 / (count * expected)).sum()) < 18.5
         assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-5)
         other = torch.softmax(logits, -1) if temperature != 1 else torch.softmax(logits / 0.5, -1)
-        assert float(((seen - count * other) ** 2 / (count * other)).sum()) > 1000  # negative control
+        # negative control
+        assert float(((seen - count * other) ** 2 / (count * other)).sum()) > 1000
 
 
 def test_a_draw_inverts_the_distribution_and_never_leaves_it():
     logits = torch.tensor([[0.25, 0.5, 0.25]]).log().expand(6, 3)
-    tokens, _ = sample(logits, torch.ones(6), torch.tensor([0.0, 0.2, 0.3, 0.7, 0.8, 1 - 2**-53], dtype=torch.float64))
+    tokens, _ = sample(
+        logits,
+        torch.ones(6),
+        torch.tensor([0.0, 0.2, 0.3, 0.7, 0.8, 1 - 2**-53], dtype=torch.float64),
+    )
     assert tokens.tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_temperature_zero_takes_the_largest_logit_whatever_the_draw():
-    tokens, logprobs = sample(torch.tensor([[0.0, 3.0, 1.0]] * 2), torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.999]))
+    tokens, logprobs = sample(
+        torch.tensor([[0.0, 3.0, 1.0]] * 2), torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.999])
+    )
     assert tokens.tolist() == [1, 1]
     # 3 - ln(1 + e^3 + e) = 3 - 3.16985
     assert logprobs.tolist() == pytest.approx([-0.169846] * 2, abs=1e-5)
@@ -185,7 +226,8 @@ def test_an_action_ends_with_the_stop_token_or_at_its_length(make_policy):
         assert (full.stop_reason, stopped.stop_reason) == ("length", "stop")
         assert len(full.ids) == 6
         policy._stop_id = full.ids[5]
-        assert (await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))).stop_reason == "stop"  # at the very last token as well
+        # at the very last token as well
+        assert (await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))).stop_reason == "stop"
 
     asyncio.run(main())
 
@@ -193,7 +235,9 @@ def test_an_action_ends_with_the_stop_token_or_at_its_length(make_policy):
 def test_what_cannot_fit_the_context_is_refused(make_policy):
     async def main():
         policy = make_policy(context_tokens=16)
-        with pytest.raises(ValueError, match=r"prompt of 13 tokens \+ max_new_tokens 4 exceeds the context of 16"):
+        with pytest.raises(
+            ValueError, match=r"prompt of 13 tokens \+ max_new_tokens 4 exceeds the context of 16"
+        ):
             await policy.generate([5] * 13, Sampling(key(), 1.0, 4))
         assert len((await policy.generate([5] * 12, Sampling(key(), 0.0, 4))).ids) <= 4
         with pytest.raises(ValueError, match="nothing to sample from 0 prompt tokens"):
@@ -202,11 +246,16 @@ def test_what_cannot_fit_the_context_is_refused(make_policy):
     asyncio.run(main())
 
 
-def test_publish_lets_running_actions_end_and_later_ones_see_the_new_weights_alone(make_policy, make_model):
+def test_publish_lets_running_actions_end_and_later_ones_see_the_new_weights_alone(
+    make_policy, make_model
+):
     async def main():
         policy, new = make_policy(num_slots=2), make_policy(seed=1)
         before = await make_policy().generate([5, 6, 7], Sampling(key(), 0.0, 5))
-        running = [asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(i), 0.0, 5))) for i in range(2)]
+        running = [
+            asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(i), 0.0, 5)))
+            for i in range(2)
+        ]
         while not policy._active:
             await asyncio.sleep(0)
         publishing = asyncio.create_task(policy.publish(weights_of(make_model(1)), 4))
@@ -255,7 +304,9 @@ def test_an_older_version_is_refused(make_policy, make_model):
         await policy.publish(weights, 0)
         await policy.publish(weights, 5)
         for version in (5, 4, 0):
-            with pytest.raises(ValueError, match=f"weight versions must grow: engine holds 5, got {version}"):
+            with pytest.raises(
+                ValueError, match=f"weight versions must grow: engine holds 5, got {version}"
+            ):
                 await policy.publish(weights, version)
         assert policy.version == 5
 
@@ -269,7 +320,9 @@ def test_weights_that_do_not_fit_leave_the_engine_as_it_was(make_policy, make_mo
         other["model.norm.weight"] = torch.ones(3)  # the last one
         with pytest.raises(ValueError, match=r"model.norm.weight is \(3,\), expected \(64,\)"):
             await policy.publish(other, 1)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(policy._model).items())
+        assert all(
+            torch.equal(tensor, before[name]) for name, tensor in weights_of(policy._model).items()
+        )
         assert (await policy.generate([5], Sampling(key(), 1.0, 2))).version == 0
 
     asyncio.run(main())
@@ -290,8 +343,15 @@ def test_an_engine_failure_reaches_everyone_who_waits_and_the_engine_recovers(ma
         policy._model.forward = failing
         asked = [policy.generate([5, 6, 7], Sampling(key(i), 0.0, 4)) for i in range(5)]
         answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
-        assert [str(answer) for answer in answers] == ["engine failed: MemoryError: no memory left"] * 5
-        again = await asyncio.wait_for(asyncio.gather(*(policy.generate([5, 6, 7], Sampling(key(i), 0.0, 4)) for i in range(5))), 10)
+        assert [str(answer) for answer in answers] == [
+            "engine failed: MemoryError: no memory left"
+        ] * 5
+        again = await asyncio.wait_for(
+            asyncio.gather(
+                *(policy.generate([5, 6, 7], Sampling(key(i), 0.0, 4)) for i in range(5))
+            ),
+            10,
+        )
         assert {completion.ids for completion in again} == {expected.ids}
 
     asyncio.run(main())
@@ -302,7 +362,10 @@ def test_an_engine_failure_reaches_everyone_who_waits_and_the_engine_recovers(ma
 def test_cancelled_requests_free_their_slots(make_policy):
     async def main():
         policy = make_policy(num_slots=2)
-        running = [asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(i), 1.0, 40))) for i in range(5)]
+        running = [
+            asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(i), 1.0, 40)))
+            for i in range(5)
+        ]
         while not policy._active:
             await asyncio.sleep(0)
         for task in running:
@@ -311,8 +374,13 @@ def test_cancelled_requests_free_their_slots(make_policy):
         assert not policy._active
         assert not policy._waiting
         assert not any(slot.busy for slot in policy._slots)
-        completion = await asyncio.wait_for(policy.generate([5, 6, 7], Sampling(key(0), 0.0, 4)), 10)
-        assert completion.ids == (await make_policy().generate([5, 6, 7], Sampling(key(9), 0.0, 4))).ids
+        completion = await asyncio.wait_for(
+            policy.generate([5, 6, 7], Sampling(key(0), 0.0, 4)), 10
+        )
+        assert (
+            completion.ids
+            == (await make_policy().generate([5, 6, 7], Sampling(key(9), 0.0, 4))).ids
+        )
         await asyncio.sleep(0)
         assert policy._pump.done()
 
@@ -325,13 +393,17 @@ def test_scores_are_log_probabilities_of_each_next_token(make_policy, plain, mod
     for row, scores in zip(rows, make_policy().score(rows), strict=True):
         with torch.no_grad():
             logp = torch.log_softmax(twin(torch.tensor([row])).logits[0], -1)
-        assert scores.tolist() == pytest.approx([float(logp[i, token]) for i, token in enumerate(row[1:])], abs=1e-5)
+        assert scores.tolist() == pytest.approx(
+            [float(logp[i, token]) for i, token in enumerate(row[1:])], abs=1e-5
+        )
 
 
 def test_the_distance_to_a_draw_is_what_lies_between_the_uniform_and_the_tokens_interval():
     logits = torch.log(torch.tensor([[0.2, 0.5, 0.3]] * 6))
     uniform = torch.tensor([0.1, 0.1, 0.1, 0.9, 0.9, 0.45], dtype=torch.float64)
-    outside, below = Distribution(logits, torch.ones(6)).distance(uniform, torch.tensor([0, 1, 2, 0, 2, 1]))
+    outside, below = Distribution(logits, torch.ones(6)).distance(
+        uniform, torch.tensor([0, 1, 2, 0, 2, 1])
+    )
     assert outside.tolist() == pytest.approx([0.0, 0.1, 0.6, 0.7, 0.0, 0.0], abs=1e-6)
     assert below.tolist() == [0.0] * 6
     drawn, _ = sample(logits, torch.ones(6), uniform)
@@ -340,31 +412,48 @@ def test_the_distance_to_a_draw_is_what_lies_between_the_uniform_and_the_tokens_
 
 def test_the_distance_of_a_greedy_token_is_how_far_it_lies_below_the_largest():
     logits = torch.tensor([[0.0, 3.0, 1.0]] * 3)
-    outside, below = Distribution(logits, torch.zeros(3)).distance(torch.full((3,), 0.5, dtype=torch.float64), torch.tensor([1, 2, 0]))
+    outside, below = Distribution(logits, torch.zeros(3)).distance(
+        torch.full((3,), 0.5, dtype=torch.float64), torch.tensor([1, 2, 0])
+    )
     assert outside.tolist() == [0.0] * 3
     assert below.tolist() == pytest.approx([0.0, 2.0, 3.0])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
-def test_what_the_engine_drew_in_a_crowd_is_its_draw_in_any_other_forward(make_model, tokenizer, dtype):
+def test_what_the_engine_drew_in_a_crowd_is_its_draw_in_any_other_forward(
+    make_model, tokenizer, dtype
+):
     """And what another sample drew is not."""
     model, asked, count = make_model().to(dtype), prompts(40), 12
     policy = TorchPolicy(model, stop_id=tokenizer.eos_token_id, num_slots=16, context_tokens=64)
 
     async def crowd():
         asks = [Sampling(key(index), float(index % 2), count) for index in range(len(asked))]
-        return await asyncio.gather(*(policy.generate(prompt, ask) for prompt, ask in zip(asked, asks, strict=True)))
+        return await asyncio.gather(
+            *(policy.generate(prompt, ask) for prompt, ask in zip(asked, asks, strict=True))
+        )
 
     foreign = total = 0
     for index, (prompt, completion) in enumerate(zip(asked, asyncio.run(crowd()), strict=True)):
         ids, num = torch.tensor([*prompt, *completion.ids]), len(completion.ids)
         with torch.inference_mode():
             layout = PackedRows(torch.tensor([0, len(ids)]))
-            logits = model(input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout).logits[0].float()
+            logits = (
+                model(
+                    input_ids=ids[None],
+                    position_ids=layout.position[None],
+                    use_cache=False,
+                    layout=layout,
+                )
+                .logits[0]
+                .float()
+            )
         for whose in (index, index + 1):
             own = torch.tensor(uniforms(key(whose), count)[:num])
             temperature = torch.full((num,), float(index % 2))
-            outside, below = Distribution(logits[len(prompt) - 1 : -1], temperature).distance(own, ids[len(prompt) :])
+            outside, below = Distribution(logits[len(prompt) - 1 : -1], temperature).distance(
+                own, ids[len(prompt) :]
+            )
             off = (outside > TOLERANCES[dtype].mass) | (below > TOLERANCES[dtype].nats)
             if whose == index:
                 assert not off.any(), (index, outside.max(), below.max())
