@@ -295,16 +295,10 @@ def main() -> int:
         result = instead(earlier, result, names)
         arguments.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
         arguments.out.write_text(to_markdown(result))
-        kills = (
-            len(
-                [
-                    trial
-                    for trial in earlier["trials"]
-                    if trial["hit"] and trial["kind"] not in names
-                ]
-            )
-            + kills
-        )
+        for part in (out, out.with_suffix(".json")):
+            part.unlink(missing_ok=True)
+        kept = [trial for trial in earlier["trials"] if trial["kind"] not in names]
+        kills += sum(trial["hit"] for trial in kept)
     print(to_markdown(result))
     if len(result["not_run"]) == len(names):
         return 1
