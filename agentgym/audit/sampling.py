@@ -27,7 +27,7 @@ from agentgym.training.engine import ENGINE
 from agentgym.training.networks import head_logits
 from agentgym.types import SampleKey, Trajectory
 
-FORWARD_TOKENS = 16_384  # of one forward
+FORWARD_TOKENS = 4_096  # of one forward: what the caches hold
 HEAD_ELEMENTS = 1 << 24  # tokens times vocabulary whose logits exist at one time
 
 
@@ -147,7 +147,7 @@ class _Judge:
                 sound.append((where, episode))
         size = 0
         chunk: list[tuple[str, Trajectory]] = []
-        for entry in sound:
+        for entry in sorted(sound, key=lambda each: len(each[1].input_ids)):  # little padding
             if chunk and size + len(entry[1].input_ids) > FORWARD_TOKENS:
                 yield from self._forward(chunk, version)
                 size, chunk = 0, []
