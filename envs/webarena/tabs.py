@@ -32,7 +32,7 @@ T = TypeVar("T")
 MAX_DIALOGS = 20  # of one step; the tab that opens more is closed
 PAGE_S = 15.0  # for a page to answer one question
 # for it to take a few keys or a click, and to show that it lives if it does not
-TAKEN_S, INPUT_S = 0.3, 10.0
+TAKEN_S, INPUT_S = 0.3, 15.0
 BLANK = "about:blank"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d)")
 _ODD = re.compile(r"[\x00-\x20\x7f\\]")

@@ -5,10 +5,7 @@ from typing import Any
 
 from envs.env import EnvSpec, StepResult
 
-MANUAL = (
-    "Find the number from 0 to 99. Answer with one number; you are told whether the one sought is"
-    " higher or lower."
-)
+MANUAL = "Find the number from 0 to 99: say one, and you are told if it is higher or lower."
 
 
 class Game:
@@ -52,13 +49,8 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     """Option limit: numbers are below it. Errors: ValueError."""
     limit = options.get("limit", 100)
     if set(options) - {"limit"} or not isinstance(limit, int) or not 1 < limit < 10**6:
-        raise ValueError(
-            f"higher-lower has the one option limit, a whole number from 2 to 999999, got {options}"
-        )
+        raise ValueError(f"the one option is limit, a whole number from 2 to 999999, got {options}")
+    probes = ("50", "no number")
     return EnvSpec(
-        "higher-lower",
-        MANUAL,
-        lambda: Game(limit),
-        {"limit": limit},
-        probe_actions=("50", "no number"),
+        "higher-lower", MANUAL, lambda: Game(limit), {"limit": limit}, probe_actions=probes
     )
