@@ -410,7 +410,7 @@ class EnvPool:
         raise EnvError(endpoint, route, session_id, failure.kind, failure.message)
 
     async def _back_off(self, attempt: int, error: _Retryable) -> None:
-        wait_s = BACKOFF_S * 2**attempt * (1 + self._random.random())
+        wait_s = backoff_s(attempt)
         if error.kind in ("full", "draining") and len(self.endpoints) == 1:
             wait_s = max(wait_s, error.retry_after_s)
         await asyncio.sleep(min(wait_s, MAX_BACKOFF_S))
@@ -498,6 +498,12 @@ def token_of(endpoint: str) -> str:
         if isinstance(endpoint, Endpoint)
         else os.environ.get(TOKEN_VARIABLE, "").strip()
     )
+
+
+def backoff_s(attempt: int, first_s: float = BACKOFF_S) -> float:
+    """How long to wait before a request is sent again; attempt: from 0."""
+    spread = 1 + random.random()  # noqa: S311 - no secret
+    return min(first_s * 2.0 ** min(attempt, 10) * spread, MAX_BACKOFF_S)
 
 
 def request_headers(token: str) -> dict[str, str]:

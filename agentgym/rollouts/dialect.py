@@ -13,7 +13,6 @@ import asyncio
 import json
 import logging
 import math
-import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,13 +22,8 @@ from typing import Any, Self
 import aiohttp
 
 from agentgym.config import ConfigError, EnvConfig
-from agentgym.rollouts.client import (
-    CLOSE_TIMEOUT_S,
-    MAX_BACKOFF_S,
-    EnvError,
-    request_headers,
-    token_of,
-)
+from agentgym.rollouts.client import CLOSE_TIMEOUT_S, EnvError, backoff_s
+from agentgym.rollouts.foreign import ForeignPool, unexpected, unreachable
 from agentgym.types import Item
 from envs.wire import MAX_ACTION_CHARS, StepReply
 
@@ -132,13 +126,7 @@ class AgentGymSession:
             terminated, *truncated = (bool(answer[name]) for name in shape.ends)
             done = terminated or any(truncated)
         except (KeyError, TypeError, ValueError) as error:
-            raise EnvError(
-                self.endpoint,
-                "/step",
-                "",
-                "protocol",
-                f"unexpected answer {json.dumps(answer)[:200]}",
-            ) from error
+            raise unexpected(self.endpoint, "/step", answer) from error
         total = figure if shape.is_total else self._total + figure
         if shape.full:
             total = max(total, 0.0) / shape.full
@@ -174,7 +162,7 @@ class AgentGymSession:
             logger.warning("a session stays open on a server that has no reaper: %s", error)
 
 
-class AgentGymPool:
+class AgentGymPool(ForeignPool):
     """AgentGym's servers of one environment. Use as `async with`."""
 
     def __init__(
@@ -189,15 +177,9 @@ class AgentGymPool:
                 " use native servers"
             )
         self.shape = SHAPES[env]
-        self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
-        self._headers = {
-            endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints
-        }
+        super().__init__(endpoints, max_retries=max_retries)
         self._env = env
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
-        self._max_retries = max_retries
-        self._open = dict.fromkeys(self.endpoints, 0)  # our own sessions
-        self._random = random.SystemRandom()
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -231,66 +213,39 @@ class AgentGymPool:
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[AgentGymSession]:
         """An open session on the item, closed at the end. Errors: EnvError."""
-        endpoint = min(
-            self._random.sample(self.endpoints, min(2, len(self.endpoints))),
-            key=self._open.__getitem__,
-        )
+        endpoint = self._less_used()
         created = await self._repeated(
             endpoint, "/create", self.shape.create(item.task_id), post=True
         )
         number = created.get(self.shape.names_created) if isinstance(created, dict) else created
         if not isinstance(number, int) or isinstance(number, bool):
-            raise EnvError(
-                endpoint,
-                "/create",
-                "",
-                "protocol",
-                f"unexpected answer {json.dumps(created)[:200]}",
-            )
+            raise unexpected(endpoint, "/create", created)
         session = AgentGymSession(self, endpoint, number, "")
-        self._open[endpoint] += 1
-        try:
-            shown = await self._repeated(endpoint, "/reset", self.shape.reset(number, item.task_id))
-            observation = shown.get("observation") if isinstance(shown, dict) else shown
-            lacking = self.shape.describes and not (
-                isinstance(shown, dict) and "task_description" in shown
-            )
-            if (
-                not isinstance(observation, str)
-                or lacking
-                or (isinstance(shown, dict) and shown.get("sites") == "Error")
-            ):
-                raise EnvError(
-                    endpoint,
-                    "/reset",
-                    "",
-                    "protocol",
-                    f"unexpected answer {json.dumps(shown)[:200]}",
-                )
-            if self.shape.observes:
-                observation = await self._observe(endpoint, number)
-            session.observation = (
-                f"{shown['task_description']}\n{observation}"
-                if self.shape.describes
-                else observation
-            )
-            yield session
-        finally:
-            self._open[endpoint] -= 1
-            await session.close()
+        with self._counted(endpoint):
+            try:
+                session.observation = await self._first_look(endpoint, number, item.task_id)
+                yield session
+            finally:
+                await session.close()
+
+    async def _first_look(self, endpoint: str, number: int, task_id: int) -> str:
+        shape = self.shape
+        shown = await self._repeated(endpoint, "/reset", shape.reset(number, task_id))
+        told = shown if isinstance(shown, dict) else {"observation": shown}
+        lacks = shape.describes and "task_description" not in told
+        observation = told.get("observation")
+        if not isinstance(observation, str) or lacks or told.get("sites") == "Error":
+            raise unexpected(endpoint, "/reset", shown)
+        if shape.observes:
+            observation = await self._observe(endpoint, number)
+        return f"{told['task_description']}\n{observation}" if shape.describes else observation
 
     async def _observe(self, endpoint: str, number: int) -> str:
         shown = await self._repeated(
             endpoint, f"/observation?{self.shape.names_id}={number}", None, texts=True
         )
         if not isinstance(shown, str):
-            raise EnvError(
-                endpoint,
-                "/observation",
-                "",
-                "protocol",
-                f"unexpected answer {json.dumps(shown)[:200]}",
-            )
+            raise unexpected(endpoint, "/observation", shown)
         return shown
 
     async def ask(
@@ -324,9 +279,7 @@ class AgentGymPool:
             async with request as response:
                 content, status = await response.read(), response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EnvError(
-                endpoint, route, "", "unreachable", f"{type(error).__name__} {error}".strip()
-            ) from error
+            raise unreachable(endpoint, route, error) from error
         if status == 503:
             raise EnvError(endpoint, route, "", "full", content[:200].decode(errors="replace"))
         try:
@@ -359,7 +312,5 @@ class AgentGymPool:
             except EnvError as error:
                 if error.kind not in ("unreachable", "full") or attempt >= self._max_retries:
                     raise
-                await asyncio.sleep(
-                    min(BACKOFF_S * 2**attempt * (1 + self._random.random()), MAX_BACKOFF_S)
-                )
+                await asyncio.sleep(backoff_s(attempt, BACKOFF_S))
                 attempt += 1

@@ -16,27 +16,19 @@ import contextlib
 import json
 import logging
 import math
-import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from agentgym.config import EnvConfig
-from agentgym.rollouts.client import (
-    BACKOFF_S,
-    CLOSE_TIMEOUT_S,
-    MAX_BACKOFF_S,
-    EnvError,
-    request_headers,
-    token_of,
-)
+from agentgym.rollouts.client import CLOSE_TIMEOUT_S, EnvError, backoff_s
+from agentgym.rollouts.foreign import ForeignPool, unexpected, unreachable
 from agentgym.types import Item
 from envs.wire import MAX_ACTION_CHARS, StepReply
 
@@ -139,13 +131,7 @@ class OpenEnvSession:
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 raw = await self._socket.recv()
         except (WebSocketException, OSError, TimeoutError) as error:
-            raise EnvError(
-                self.endpoint,
-                f"/ws {kind}",
-                "",
-                "unreachable",
-                f"{type(error).__name__} {error}".strip(),
-            ) from error
+            raise unreachable(self.endpoint, f"/ws {kind}", error) from error
         try:
             answer = json.loads(raw)
             told = answer["data"]
@@ -161,7 +147,7 @@ class OpenEnvSession:
             if answer["type"] != "observation" or not isinstance(told, dict):
                 raise self._unexpected(kind, answer)
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise self._unexpected(kind, raw[:200]) from error
+            raise self._unexpected(kind, str(raw)) from error
         return told
 
     def _text(self, data: Mapping[str, Any]) -> str:
@@ -172,16 +158,10 @@ class OpenEnvSession:
         return text
 
     def _unexpected(self, kind: str, answer: Any) -> EnvError:
-        return EnvError(
-            self.endpoint,
-            f"/ws {kind}".rstrip(),
-            "",
-            "protocol",
-            f"unexpected answer {str(answer)[:200]!r}",
-        )
+        return unexpected(self.endpoint, f"/ws {kind}".rstrip(), answer)
 
 
-class OpenEnvPool:
+class OpenEnvPool(ForeignPool):
     """OpenEnv's servers of one environment. Use as `async with`."""
 
     def __init__(
@@ -193,26 +173,10 @@ class OpenEnvPool:
         patience_s: float = 20.0,
     ) -> None:
         """patience_s: servers that are full are asked at least so long."""
-        self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
-        self._headers = {
-            endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints
-        }
+        super().__init__(endpoints, max_retries=max_retries)
         self._timeout_s = request_timeout_s
-        self._max_retries = max_retries
         self._patience_s = patience_s
         self._fields: dict[str, Fields] = {}  # by endpoint
-        self._open = dict.fromkeys(self.endpoints, 0)  # our own sessions
-        self._random = random.SystemRandom()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
         """Refuse servers whose actions or observations are not texts, or not the same.
@@ -233,12 +197,11 @@ class OpenEnvPool:
     async def session(self, item: Item, request_key: str) -> AsyncIterator[OpenEnvSession]:
         """An open session on the item, closed at the end. Errors: EnvError."""
         session = await self._begin(item.task_id, request_key)
-        self._open[session.endpoint] += 1
-        try:
-            yield session
-        finally:
-            self._open[session.endpoint] -= 1
-            await session.close()
+        with self._counted(session.endpoint):
+            try:
+                yield session
+            finally:
+                await session.close()
 
     async def _begin(self, task_id: int, episode_id: str) -> OpenEnvSession:
         """Connect and reset, again where the server is full or lost.
@@ -246,20 +209,14 @@ class OpenEnvPool:
         """
         attempt, until = 0, time.monotonic() + self._patience_s
         while True:
-            endpoint = min(
-                self._random.sample(self.endpoints, min(2, len(self.endpoints))),
-                key=self._open.__getitem__,
-            )
             try:
-                return await self._try(endpoint, task_id, episode_id)
+                return await self._try(self._less_used(), task_id, episode_id)
             except EnvError as error:
                 if error.kind not in RETRYABLE or (
                     attempt >= self._max_retries and time.monotonic() >= until
                 ):
                     raise
-            await asyncio.sleep(
-                min(BACKOFF_S * 2 ** min(attempt, 10) * (1 + self._random.random()), MAX_BACKOFF_S)
-            )
+            await asyncio.sleep(backoff_s(attempt))
             attempt += 1
 
     async def _try(self, endpoint: str, task_id: int, episode_id: str) -> OpenEnvSession:
@@ -300,9 +257,7 @@ class OpenEnvPool:
                 f"status {status}: {body}",
             ) from error
         except (WebSocketException, OSError, TimeoutError) as error:
-            raise EnvError(
-                endpoint, "/ws", "", "unreachable", f"{type(error).__name__} {error}".strip()
-            ) from error
+            raise unreachable(endpoint, "/ws", error) from error
 
     async def _fields_of(self, endpoint: str) -> Fields:
         """Errors: EnvError; ValueError where there is no text field, or it cannot be told which."""
@@ -316,9 +271,7 @@ class OpenEnvPool:
             ):
                 content, status = await response.read(), response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EnvError(
-                endpoint, "/schema", "", "unreachable", f"{type(error).__name__} {error}".strip()
-            ) from error
+            raise unreachable(endpoint, "/schema", error) from error
         try:
             if status != 200:
                 raise ValueError(f"status {status}")

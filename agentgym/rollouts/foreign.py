@@ -1,0 +1,62 @@
+"""What the clients of servers that are not ours share: whom to ask, with what, how often."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from agentgym.rollouts.client import EnvError, request_headers, token_of
+
+_SHOWN = 200  # characters of an answer in an error
+
+
+class ForeignPool:
+    """Servers of one environment. Use as `async with`."""
+
+    def __init__(self, endpoints: Sequence[str], *, max_retries: int) -> None:
+        self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
+        self._headers = {
+            endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints
+        }
+        self._max_retries = max_retries
+        self._open = dict.fromkeys(self.endpoints, 0)  # our own sessions
+        self._random = random.SystemRandom()  # which server answers changes no result
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Nothing is held open between sessions."""
+
+    def _less_used(self) -> str:
+        """Of two servers drawn at random the one with fewer sessions of ours."""
+        pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
+        return min(pair, key=self._open.__getitem__)
+
+    @contextmanager
+    def _counted(self, endpoint: str) -> Iterator[None]:
+        """A session of ours is open there."""
+        self._open[endpoint] += 1
+        try:
+            yield
+        finally:
+            self._open[endpoint] -= 1
+
+
+def unreachable(endpoint: str, route: str, error: Exception) -> EnvError:
+    return EnvError(endpoint, route, "", "unreachable", f"{type(error).__name__} {error}".strip())
+
+
+def unexpected(endpoint: str, route: str, answer: Any) -> EnvError:
+    """answer: JSON types."""
+    shown = json.dumps(answer)[:_SHOWN]
+    return EnvError(endpoint, route, "", "protocol", f"unexpected answer {shown}")
