@@ -83,8 +83,5 @@ def _is_here(address: str) -> bool:
         with socket.socket(family) as probe:
             probe.bind((host, 0))  # only an address of our own can be bound
         return True
-    except (
-        OSError,
-        ValueError,
-    ):  # names are not looked up: whoever answers for them could say anything
-        return False
+    except (OSError, ValueError):
+        return False  # names are not looked up: whoever answers for them could say anything

@@ -71,9 +71,10 @@ class Batch:
         """The same rows with each other's outcomes: a control under which nothing can be
         learned.
         """
+        # of each row's last action token
         places = self.rewards.new_zeros(self.num_rows, dtype=torch.int64).scatter_reduce(
             0, self.row[self.action_mask], self.action_mask.nonzero()[:, 0], "amax"
-        )  # of each row's last action token
+        )
         order = np.random.Generator(np.random.Philox(key=[seed, step + 3_000_000])).permutation(
             self.num_rows
         )

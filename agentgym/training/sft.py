@@ -37,34 +37,8 @@ def initialise(ctx: StepContext) -> Manifest:
     set_threads()
     cfg = ctx.cfg
     splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
-    texts: list[_TextEpisode] = []
-    manuals: dict[str, str] = {}
     is_expert = cfg.warm_start.source == "expert"
-    if cfg.warm_start.enabled:
-        if is_expert:
-            players: list[_Player] = [_Expert(item) for item in expert_items(cfg, splits)]
-        else:
-            recorded = recorded_for(cfg, decode(ctx.read(ctx.parents["prepare"], RECORDED)))
-            players = [
-                _Replay(each, index, cfg.rollout.action_format)
-                for index, each in enumerate(recorded)
-            ]
-        ctx.progress.start(
-            "expert demonstrations" if is_expert else "trajectories played again", len(players)
-        )
-        with (
-            ctx.environment(is_expert) as endpoints,
-            open_pool(cfg, endpoints, allow_expert=is_expert) as (pool, loop, manuals),
-        ):
-            texts = loop.run(
-                _demonstrate(
-                    pool,
-                    players,
-                    cfg.rollout.concurrency,
-                    cfg.rollout.episode_timeout_s,
-                    ctx.progress.advance,
-                )
-            )
+    texts, manuals = _played(ctx, splits) if cfg.warm_start.enabled else ([], {})
     if cfg.model.source == "hub":
         model, tokenizer = load_hub(cfg.model)
     else:
@@ -88,17 +62,8 @@ def initialise(ctx: StepContext) -> Manifest:
     demos = [episode.tokenise(checkpoint.renderer, _settings(ctx, manuals)) for episode in texts]
     if not is_expert:
         demos = [demo for demo in demos if len(demo.input_ids) <= cfg.model.context_tokens]
-    for env in cfg.envs if texts else ():
-        own = [demo for demo in demos if demo.item.env == env.name]
-        if not any(demo.success for demo in own):
-            who = (
-                f"the expert of {env.name} solved"
-                if is_expert
-                else f"of trajectories that fit model.context_tokens, {env.name}'s solve"
-            )
-            raise ValueError(
-                f"{who} none of {len(own)} tasks; nothing to start from. Check its options"
-            )
+    if texts:
+        _require_success(cfg, demos)
     num_solved = sum(demo.success for demo in demos)
     # dpo compares with what failed, too
     kept = [demo for demo in demos if demo.success or not is_expert]
@@ -118,6 +83,44 @@ def initialise(ctx: StepContext) -> Manifest:
             ),
         },
     )
+
+
+def _played(ctx: StepContext, splits: Splits) -> tuple[list[_TextEpisode], dict[str, str]]:
+    """(demonstrations, task manual by environment). Errors: as `_demonstrate`."""
+    cfg = ctx.cfg
+    is_expert = cfg.warm_start.source == "expert"
+    players: list[_Player]
+    if is_expert:
+        title = "expert demonstrations"
+        players = [_Expert(item) for item in expert_items(cfg, splits)]
+    else:
+        title = "trajectories played again"
+        recorded = recorded_for(cfg, decode(ctx.read(ctx.parents["prepare"], RECORDED)))
+        players = [
+            _Replay(each, index, cfg.rollout.action_format) for index, each in enumerate(recorded)
+        ]
+    ctx.progress.start(title, len(players))
+    with (
+        ctx.environment(is_expert) as endpoints,
+        open_pool(cfg, endpoints, allow_expert=is_expert) as (pool, loop, manuals),
+    ):
+        limits = (cfg.rollout.concurrency, cfg.rollout.episode_timeout_s)
+        return loop.run(_demonstrate(pool, players, *limits, ctx.progress.advance)), manuals
+
+
+def _require_success(cfg: RunConfig, demos: Sequence[Trajectory]) -> None:
+    """Errors: ValueError naming an environment of which no demonstration succeeded."""
+    for env in cfg.envs:
+        own = [demo for demo in demos if demo.item.env == env.name]
+        if not any(demo.success for demo in own):
+            who = (
+                f"the expert of {env.name} solved"
+                if cfg.warm_start.source == "expert"
+                else f"of trajectories that fit model.context_tokens, {env.name}'s solve"
+            )
+            raise ValueError(
+                f"{who} none of {len(own)} tasks; nothing to start from. Check its options"
+            )
 
 
 def expert_items(cfg: RunConfig, splits: Splits) -> list[Item]:

@@ -207,9 +207,8 @@ class Bot:
         try:
             if self._bot is not None and self._world.num_moves == self._asked_at + 1:
                 return Move(self._bot.replan(self._world.last_move))
-        except (
-            Exception
-        ):  # the bot asserts where a foreign move broke its plan: a new one may still find a way
+        except Exception:
+            # the bot asserts where a foreign move broke its plan: a new one may still find a way
             self._bot = None
         try:
             self._bot = BabyAIBot(self._world.env)
