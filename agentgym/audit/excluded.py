@@ -20,6 +20,7 @@ from agentgym.rollouts.collect import collect
 from agentgym.steps import local_environment
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
+from agentgym.training.checkpoint import Checkpoint
 from agentgym.training.engine import ENGINE, episode_settings, open_engine
 from agentgym.types import Status, Trajectory
 
@@ -59,10 +60,8 @@ def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
 
 def _check_share(cfg: RunConfig, where: str, episodes: Sequence[Trajectory], tally: Tally) -> None:
     tally.counted += 1
-    limit, num_left_out = (
-        cfg.rollout.max_env_error_frac,
-        sum(not episode.status.is_valid for episode in episodes),
-    )
+    limit = cfg.rollout.max_env_error_frac
+    num_left_out = sum(not episode.status.is_valid for episode in episodes)
     if num_left_out > limit * len(episodes):
         tally.fail(
             f"{where}: {num_left_out} of {len(episodes)} are left out, rollout.max_env_error_frac"
@@ -100,24 +99,23 @@ def _play_again(
     cfg: RunConfig, store: RunStore, line: Line, checkpoint: Manifest, tally: Tally
 ) -> None:
     sources, again = weights_of_versions(cfg, line, checkpoint), _Again()
+    left_out, is_stage = _left_out(line), line.stage(cfg) is not None
     by_version: dict[int, list[Trajectory]] = {}
-    for episode in _left_out(line):
-        expected = (
-            episode.step - 1
-            if line.stage(cfg) is not None and episode.item.split == "train"
-            else episode.step
-        )
-        version = expected if line.stage(cfg) is not None else int(checkpoint.state["global_step"])
+    for episode in left_out:
+        version = int(checkpoint.state["global_step"])
+        if is_stage:
+            version = episode.step - (episode.item.split == "train")
         versions = {turn.version for turn in episode.turns} | {version}
         if len(versions) == 1:  # one that lagged behind the update met two weights
             by_version.setdefault(version, []).append(episode)
-    num_pruned = len(_left_out(line)) - sum(map(len, by_version.values()))
+    num_pruned = len(left_out) - sum(map(len, by_version.values()))
     for version, episodes in by_version.items():
-        commit = sources.get(version)
-        if commit is None or load(store, commit) is None:
+        weights = load(store, sources[version]) if version in sources else None
+        if weights is None:
             num_pruned += len(episodes)
             continue
-        for was, now in _played(cfg, store, commit, line, version, episodes):
+        seed = cfg.seed if is_stage else cfg.evaluation.seed
+        for was, now in _played(cfg, weights, version, seed, episodes):
             again.add(was, now)
     valid = [
         episode
@@ -130,7 +128,7 @@ def _play_again(
             line.name,
             status,
             outcomes,
-            [e for e in _left_out(line) if e.status is status],
+            [episode for episode in left_out if episode.status is status],
             valid,
             tally,
         )
@@ -142,23 +140,21 @@ def _play_again(
     ]
     tally.skipped += num_pruned
     tally.notes.append(
-        f"{line.name}: of {len(_left_out(line))} left out, played again {sum(results)} succeed,"
+        f"{line.name}: of {len(left_out)} left out, played again {sum(results)} succeed,"
         f" {len(results) - sum(results)} do not, {again.failed_again} fail again, {num_pruned}"
-        f" cannot be (weights pruned); {_bounds(valid, _left_out(line))}"
+        f" cannot be (weights pruned); {_bounds(valid, left_out)}"
     )
 
 
 def _played(
     cfg: RunConfig,
-    store: RunStore,
-    commit: Manifest,
-    line: Line,
+    checkpoint: Checkpoint,
     version: int,
+    seed: int,
     episodes: Sequence[Trajectory],
 ) -> list[tuple[Trajectory, Trajectory]]:
     """(as it was logged, as it ends) of each, under the same weights and random numbers."""
-    checkpoint, pairs = load(store, commit), []
-    assert checkpoint is not None
+    pairs = []
     with (
         local_environment(cfg, False) as endpoints,
         open_engine(cfg, checkpoint, endpoints, version=version) as engine,
@@ -167,7 +163,7 @@ def _played(
             settings = episode_settings(
                 cfg,
                 manuals=engine.manuals,
-                seed=cfg.seed if line.stage(cfg) is not None else cfg.evaluation.seed,
+                seed=seed,
                 step=episode.step,
                 max_turns=episode.max_turns,
                 temperature=episode.temperature,
