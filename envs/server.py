@@ -23,6 +23,8 @@ from envs.openapi import Route, document
 from envs.openenv import PATH, OpenEnv
 from envs.sessions import Refused, ServerSettings, Sessions
 from envs.wire import (
+    BatchReply,
+    BatchRequest,
     CloseReply,
     CreateReply,
     CreateRequest,
@@ -80,6 +82,21 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
 
     async def close(request: Request) -> Response:
         return _message(await sessions.close((await _parse(request, SessionRequest)).session_id))
+
+    async def answer(each: StepRequest | CreateRequest | SessionRequest) -> bytes:
+        try:
+            if isinstance(each, StepRequest):
+                return await sessions.step(each)
+            if isinstance(each, CreateRequest):
+                return await sessions.create(each)
+            return (await sessions.close(each.session_id)).model_dump_json().encode()
+        except Refused as error:
+            sessions.metrics.errors.labels(error.reply.kind.value).inc()
+            return error.reply.model_dump_json().encode()
+
+    async def batch(request: Request) -> Response:
+        replies = [await answer(each) for each in (await _parse(request, BatchRequest)).requests]
+        return _json(b'{"replies":[' + b",".join(replies) + b"]}")
 
     async def expert(request: Request) -> Response:
         return _message(await sessions.expert((await _parse(request, SessionRequest)).session_id))
@@ -154,6 +171,15 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
         (Route("GET", "/metrics", media_type="text/plain", summary="Prometheus figures"), metrics),
         (Route("GET", "/openapi.json", summary="this document"), openapi),
     ]
+    if sessions.takes_batches:
+        table.append(
+            (
+                Route(
+                    "POST", "/batch", BatchRequest, BatchReply, summary="many of the above at once"
+                ),
+                batch,
+            )
+        )
     if spec.offers_hints:
         table.append(
             (

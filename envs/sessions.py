@@ -225,12 +225,18 @@ class Sessions:
             instructions=self.spec.instructions,
             offers_expert=self.settings.offer_expert,
             offers_render=True,
+            takes_batches=self.takes_batches,
             max_sessions=self.settings.max_sessions,
             active_sessions=len(self._by_id),
             session_ttl_s=self.settings.session_ttl_s,
             instance=self._instance,
             pid=os.getpid(),
         )
+
+    @property
+    def takes_batches(self) -> bool:
+        """A batch is answered one after the other, on the event loop."""
+        return not (self.spec.blocking or self.spec.awaited)
 
     def readiness(self) -> ReadyReply:
         if self.draining:

@@ -12,13 +12,14 @@ expert_failed · 503 full | draining | not_ready
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 TOKEN_VARIABLE = "AGENTGYM_ENV_TOKEN"  # noqa: S105 - in the environment of server and client: the bearer token the one asks for
 MAX_ACTION_CHARS = 16_384
+MAX_BATCH = 256  # requests
 
 
 class Message(BaseModel):
@@ -63,6 +64,7 @@ class InfoReply(Message):
     instructions: str  # the task manual for a language model
     offers_expert: bool
     offers_render: bool
+    takes_batches: bool  # there is a `/batch`
     max_sessions: int
     active_sessions: int
     session_ttl_s: float
@@ -137,6 +139,28 @@ class CloseReply(Message):
     """`closed` is false where there was nothing left to close."""
 
     closed: bool
+
+
+class BatchRequest(Message):
+    """`POST /batch`: what `/step`, `/create` and `/close` are asked, of many sessions at once.
+    Only servers whose steps take no time to speak of have it: the first answer waits for the last.
+    """
+
+    requests: tuple[
+        Annotated[StepRequest | CreateRequest | SessionRequest, Field(union_mode="left_to_right")],
+        ...,
+    ] = Field(max_length=MAX_BATCH)
+
+
+class BatchReply(Message):
+    """What each would have been answered alone, in their order."""
+
+    replies: tuple[
+        Annotated[
+            StepReply | CreateReply | CloseReply | ErrorReply, Field(union_mode="left_to_right")
+        ],
+        ...,
+    ]
 
 
 class ExpertReply(Message):

@@ -7,9 +7,13 @@ them.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 from agentgym.rollouts.template import render
+
+# environments answer alike again and again, and the tokenizer takes longer than a step of some
+NUM_REMEMBERED, LONGEST_REMEMBERED = 4096, 512  # texts, and characters (or tokens) of one
 
 _PROBE = [
     {"role": "user", "content": "probe one"},
@@ -41,6 +45,8 @@ class ChatRenderer:
         ends a turn.
         """
         self._tokenizer = tokenizer
+        self._known = lru_cache(NUM_REMEMBERED)(self._encoded)
+        self._said = lru_cache(NUM_REMEMBERED)(self._decoded)
         self._render()
         self._check_append_only()
         specials = sorted(map(re.escape, tokenizer.get_added_vocab()), key=len, reverse=True)
@@ -89,12 +95,20 @@ class ChatRenderer:
 
     def text(self, ids: tuple[int, ...] | list[int]) -> str:
         """What sampled ids say, without special tokens."""
+        asked = self._said if len(ids) <= LONGEST_REMEMBERED else self._decoded
+        return asked(tuple(ids))
+
+    def _decoded(self, ids: tuple[int, ...]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _encode(self, before: str, observation: str, after: str) -> list[int]:
         """Special tokens of the template become ids; an observation that spells one stays plain
         text.
         """
+        asked = self._known if len(observation) <= LONGEST_REMEMBERED else self._encoded
+        return list(asked(before, observation, after))
+
+    def _encoded(self, before: str, observation: str, after: str) -> tuple[int, ...]:
         pieces = [*self._split(before), ("text", observation), *self._split(after)]
         ids: list[int] = []
         pending = ""
@@ -104,7 +118,7 @@ class ChatRenderer:
                 continue
             ids += [*self._plain(pending), self._tokenizer.convert_tokens_to_ids(piece)]
             pending = ""
-        return ids + self._plain(pending)
+        return (*ids, *self._plain(pending))
 
     def _split(self, template_text: str) -> list[tuple[str, str]]:
         parts = self._special.split(template_text)

@@ -27,11 +27,14 @@ from agentgym.config import ConfigError, EnvConfig
 from agentgym.types import Endpoint, Item
 from envs.wire import (
     MAX_ACTION_CHARS,
+    MAX_BATCH,
     PROTOCOL_VERSION,
     TOKEN_VARIABLE,
+    BatchReply,
     CloseReply,
     CreateReply,
     CreateRequest,
+    ErrorKind,
     ErrorReply,
     ExpertReply,
     InfoReply,
@@ -52,6 +55,9 @@ MAX_BACKOFF_S = 5.0  # also the most a server's Retry-After is believed
 LOAD_AGE_S = 1.0  # how old a server's reported load may be
 CLOSE_TIMEOUT_S = 5.0
 CHECK_TIMEOUT_S = 10.0  # of one request before a run begins
+BATCHED = ("/step", "/create", "/close")  # what a server that takes batches takes in one
+BUNDLE_BYTES = 96 * 1024  # of one batch, and at most one longest action more
+REFUSED_FOR_NOW = (ErrorKind.FULL, ErrorKind.DRAINING, ErrorKind.NOT_READY)
 RESOLVE_S = 30.0  # how long the addresses of a host name are believed
 
 
@@ -184,6 +190,10 @@ class EnvPool:
         self._patience_s = patience_s
         self._refused_since: float | None = None  # when the pool last stopped opening sessions
         self._http: aiohttp.ClientSession | None = None
+        # of servers that take batches: what goes with the next one, and those under way
+        self._waiting: defaultdict[str, list[tuple[bytes, asyncio.Future[Message]]]]
+        self._waiting = defaultdict(list)
+        self._bundles: set[asyncio.Task[None]] = set()
         self._random = random.SystemRandom()  # which server answers changes no result
         # open sessions; inf where the server takes none
         self._load: defaultdict[str, float] = defaultdict(float)
@@ -191,7 +201,12 @@ class EnvPool:
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        self._http = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
+        self._http = aiohttp.ClientSession(
+            connector=connector,
+            timeout=self._timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),  # no server of an environment sets any
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+        )
         return self
 
     async def __aexit__(
@@ -200,6 +215,9 @@ class EnvPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for task in self._bundles:
+            task.cancel()
+        await asyncio.gather(*self._bundles, return_exceptions=True)
         if self._http is not None:
             await self._http.close()
 
@@ -375,14 +393,81 @@ class EnvPool:
         self, endpoint: str, route: str, reply: type[M], body: Message | None, session_id: str
     ) -> M:
         """Errors: _Retryable, EnvError."""
-        assert self._http is not None, "use the pool as `async with EnvPool(...)`"
+        known = self._checked.get(endpoint)
         data = None if body is None else body.model_dump_json().encode()
+        if data is not None and known and known.takes_batches and route in BATCHED:
+            answer = await self._bundle(endpoint, data)
+        else:
+            answer = await self._post(endpoint, route, reply, data, session_id)
+        if isinstance(answer, reply):
+            return answer
+        if not isinstance(answer, ErrorReply):
+            raise EnvError(
+                endpoint, route, session_id, "protocol", f"unexpected body {answer!r:.200}"
+            )
+        if answer.kind in REFUSED_FOR_NOW:
+            raise _Retryable(answer.kind, answer.message, answer.retry_after_s or 0.0)
+        raise EnvError(endpoint, route, session_id, answer.kind, answer.message)
+
+    async def _bundle(self, endpoint: str, data: bytes) -> Message:
+        """The answer to one request that goes with all others of this pass of the event loop:
+        most of what a quick step costs is its way there and back.
+
+        Errors: those of the request it went with.
+        """
+        loop, waiting = asyncio.get_running_loop(), self._waiting[endpoint]
+        answered: asyncio.Future[Message] = loop.create_future()
+        waiting.append((data, answered))
+        if len(waiting) == 1:
+            loop.call_soon(self._send_bundles, endpoint)
+        return await answered
+
+    def _send_bundles(self, endpoint: str) -> None:
+        waiting = self._waiting.pop(endpoint)
+        while waiting:
+            size, count = 0, 0
+            while count < min(len(waiting), MAX_BATCH) and size < BUNDLE_BYTES:
+                size, count = size + len(waiting[count][0]), count + 1
+            task = asyncio.create_task(self._deliver(endpoint, waiting[:count]))
+            self._bundles.add(task)
+            task.add_done_callback(self._bundles.discard)
+            del waiting[:count]
+
+    async def _deliver(
+        self, endpoint: str, bundle: Sequence[tuple[bytes, asyncio.Future[Message]]]
+    ) -> None:
+        """Ask once for all, and hand each its answer; some may have stopped waiting."""
+        data = b'{"requests":[' + b",".join(each for each, _ in bundle) + b"]}"
+        try:
+            reply = await self._post(endpoint, "/batch", BatchReply, data, "")
+            answers: Sequence[Message] = (
+                [reply] * len(bundle) if isinstance(reply, ErrorReply) else reply.replies
+            )
+            if len(answers) != len(bundle):
+                message = f"{len(answers)} answers to {len(bundle)} requests"
+                raise EnvError(endpoint, "/batch", "", "protocol", message)
+            for (_, answered), answer in zip(bundle, answers, strict=True):
+                if not answered.done():
+                    answered.set_result(answer)
+        except (EnvError, _Retryable) as error:
+            for _, answered in bundle:
+                if not answered.done():
+                    answered.set_exception(error)
+        finally:  # where the pool closes, nobody is left waiting
+            for _, answered in bundle:
+                answered.cancel()
+
+    async def _post(
+        self, endpoint: str, route: str, reply: type[M], data: bytes | None, session_id: str
+    ) -> M | ErrorReply:
+        """One request over HTTP. data: None for a GET. Errors: _Retryable, EnvError."""
+        assert self._http is not None, "use the pool as `async with EnvPool(...)`"
         try:
             host = self._hosts.get(endpoint, "")  # it is asked, and has its token, under that name
             headers = request_headers(self._tokens.get(host or urlsplit(endpoint).netloc, ""))
             if host:
                 headers["Host"] = host
-            method = "GET" if body is None else "POST"
+            method = "GET" if data is None else "POST"
             # no redirect is followed: the token, and what the policy says, are for the servers that
             # were named
             async with self._http.request(
@@ -393,9 +478,7 @@ class EnvPool:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _Retryable("unreachable", f"{type(error).__name__} {error}".strip()) from error
         try:
-            if status == 200:
-                return reply.model_validate_json(content)
-            failure = ErrorReply.model_validate_json(content)
+            return (reply if status == 200 else ErrorReply).model_validate_json(content)
         except ValidationError as error:
             start = content[:200].decode(errors="replace")
             raise EnvError(
@@ -405,9 +488,6 @@ class EnvPool:
                 "protocol",
                 f"status {status}, unexpected body {start!r}",
             ) from error
-        if status == 503:
-            raise _Retryable(failure.kind, failure.message, failure.retry_after_s or 0.0)
-        raise EnvError(endpoint, route, session_id, failure.kind, failure.message)
 
     async def _back_off(self, attempt: int, error: _Retryable) -> None:
         wait_s = backoff_s(attempt)

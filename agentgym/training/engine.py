@@ -5,6 +5,7 @@ together.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -214,6 +215,8 @@ def open_engine(
         context_tokens=cfg.model.context_tokens,
     )
     policy.version = version
+    # what lives by now lives on: collecting garbage need not look at a million imported objects
+    gc.freeze()
     with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, manuals):
         yield Engine(cfg, checkpoint, policy, pool, loop, manuals)
 

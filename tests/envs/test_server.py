@@ -14,7 +14,15 @@ from envs.babyai import spec as babyai
 from envs.env import EnvSpec, ExpertFailed, StepResult, UnknownTask
 from envs.server import ServerSettings, make_app
 from envs.sessions import Memory
-from envs.wire import CreateReply, CreateRequest, ErrorReply, InfoReply, ReadyReply, StepReply
+from envs.wire import (
+    BatchReply,
+    CreateReply,
+    CreateRequest,
+    ErrorReply,
+    InfoReply,
+    ReadyReply,
+    StepReply,
+)
 
 
 class Counter:
@@ -249,6 +257,62 @@ def test_a_gap_in_turns_is_refused_with_the_expected_one():
             reply = await step(client, session, turn)
             assert refusal(reply) == (409, "turn_mismatch")
             assert reply.json()["expected_turn"] == 3
+
+    test()
+
+
+def test_a_batch_is_answered_as_its_requests_would_be_alone():
+    @run
+    async def test(client, sessions, simulator):
+        good, bad = [await create(client, key) for key in ("good", "bad")]
+        asked = [
+            {"session_id": good, "turn": 1, "action": "go"},
+            {"session_id": bad, "turn": 1, "action": "crash"},
+            {"session_id": good, "turn": 1, "action": "go"},  # again: the stored reply
+            {"request_key": "new", "task_id": 5},
+            {"request_key": "unlucky", "task_id": 13},
+            {"session_id": good, "turn": 3, "action": "go"},
+            {"session_id": good},
+            {"session_id": good, "turn": 2, "action": "go"},
+        ]
+        reply = await client.post("/batch", json={"requests": asked})
+        assert reply.status_code == 200
+        replies = BatchReply.model_validate_json(reply.content).replies
+        assert [getattr(each, "kind", type(each).__name__) for each in replies] == [
+            "StepReply",
+            "env_crashed",
+            "StepReply",
+            "CreateReply",
+            "env_crashed",
+            "turn_mismatch",
+            "CloseReply",
+            "session_gone",
+        ]
+        assert replies[0] == replies[2]
+        assert simulator.acted == 1 + 2  # the scripted episode's, one of each session
+        assert sessions.metrics.steps._value.get() == 1
+
+    test()
+
+
+@pytest.mark.parametrize("kind", [{"blocking": True}, {"awaited": True}])
+def test_slow_environments_take_no_batches(kind):
+    @run
+    async def test(client, sessions, simulator):
+        assert not (await client.get("/info")).json()["takes_batches"]
+        assert (await client.post("/batch", json={"requests": []})).status_code == 404
+
+    test(**kind)
+
+
+def test_a_batch_has_an_end_and_one_bad_request_refuses_it():
+    @run
+    async def test(client, sessions, simulator):
+        assert (await client.get("/info")).json()["takes_batches"]
+        close = {"session_id": "nobody's"}
+        for asked in ([close] * 257, [close, {"session_id": ""}], [{"turn": 1}], [close, None]):
+            reply = await client.post("/batch", json={"requests": asked})
+            assert refusal(reply) == (422, "bad_request")
 
     test()
 

@@ -186,7 +186,12 @@ class TorchPolicy:
     def _admit(self) -> None:
         """Give waiting requests a slot: the episode's own where it still has one, else the
         longest unused.
+
+        Those that wait join as many as they are, or an engine that is free: a forward of few rows
+        costs little less than one of many.
         """
+        if len(self._waiting) < len(self._active):
+            return
         while self._waiting and not self._num_publishing and len(self._active) < len(self._slots):
             request = self._waiting.pop(0)
             owner = request.sampling.key._replace(turn=0)
@@ -318,8 +323,13 @@ class Distribution:
 
 
 def uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """`count` numbers in [0, 1) that depend on the key alone, not on what was drawn before."""
-    digest = hashlib.sha256("\x1f".join(map(str, key)).encode()).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little"))).random(
-        count
+    """`count` numbers in [0, 1) that depend on the key alone, not on what was drawn before: 53
+    bits each of a digest of the key and the block's number.
+    """
+    text = "\x1f".join(map(str, key)).encode()
+    blocks = (
+        hashlib.blake2b(text, salt=block.to_bytes(4, "little")).digest()
+        for block in range(-(-count // 8))
     )
+    words = np.frombuffer(b"".join(blocks), dtype="<u8")[:count] >> np.uint64(11)
+    return words.astype(np.float64) * 2.0**-53

@@ -18,6 +18,7 @@ from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.types import Completion, Endpoint, Item, Status
 
+BABYAI = EnvConfig(name="babyai")
 ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
 
 
@@ -71,6 +72,8 @@ async def play(pool, key, actions=ACTIONS, task_id=3):
                 reply.observation,
             )
             told.append(reply.observation)
+            if reply.terminated:
+                break
     return told
 
 
@@ -113,6 +116,84 @@ def test_a_reply_lost_on_the_way_does_not_act_twice(serving):
     with serving() as (endpoint, sessions):
         asyncio.run(main(endpoint, sessions))
         assert not sessions._by_id
+
+
+async def play_many(pool, count, name):
+    """As many episodes at once, each on a task of its own."""
+    return await asyncio.gather(
+        *(play(pool, f"{name}-{task}", task_id=task) for task in range(count))
+    )
+
+
+def test_requests_of_one_moment_go_together_and_are_answered_as_alone(serving):
+    async def main(endpoint, sessions):
+        async with pool_of(endpoint) as pool:
+            alone = await play_many(pool, 20, "alone")  # not checked: nothing is known of it
+        asked = []
+        async with pool_of(endpoint) as pool:
+            await pool.check(BABYAI, allow_expert=True)
+            usual = pool._post
+
+            async def counted(endpoint, route, *rest):
+                asked.append(route)
+                return await usual(endpoint, route, *rest)
+
+            pool._post = counted
+            assert await play_many(pool, 20, "together") == alone
+        assert set(asked) == {"/batch"}
+        assert len(asked) < 20  # of 140 requests
+
+    with serving(offer_expert=True) as (endpoint, sessions):
+        asyncio.run(main(endpoint, sessions))
+        assert not sessions._by_id
+
+
+def test_an_answer_to_many_that_is_lost_acts_once_for_each(serving):
+    async def main(endpoint, sessions):
+        async with pool_of(endpoint) as direct:
+            expected = await play_many(direct, 8, "direct")
+        steps_before = sessions.metrics.steps._value.get()
+        cuts = {"/batch": 3}
+        async with cutting_proxy(endpoint, cuts) as proxy, pool_of(proxy) as pool:
+            await pool.check(BABYAI, allow_expert=True)
+            assert await play_many(pool, 8, "through the proxy") == expected
+        assert cuts == {"/batch": 0}
+        assert sessions.metrics.steps._value.get() - steps_before == sum(
+            len(told) - 1 for told in expected
+        )
+
+    with serving(offer_expert=True) as (endpoint, sessions):
+        asyncio.run(main(endpoint, sessions))
+
+
+def test_one_refused_among_many_fails_alone(serving):
+    async def main(endpoint, sessions):
+        async with pool_of(endpoint) as pool:
+            await pool.check(BABYAI, allow_expert=True)
+
+            async def lost():
+                async with pool.session(Item("babyai", 0), "lost") as session:
+                    session._id = "never opened"
+                    with pytest.raises(EnvError, match="unknown_session"):
+                        await session.step("turn left")
+
+            told = await asyncio.gather(lost(), *(play(pool, f"{n}", task_id=n) for n in range(4)))
+            assert all(len(each) > 1 for each in told[1:])
+
+    with serving(offer_expert=True) as (endpoint, sessions):
+        asyncio.run(main(endpoint, sessions))
+
+
+def test_a_batch_is_no_longer_than_a_server_reads(serving):
+    async def main(endpoint, sessions):
+        async with pool_of(endpoint) as pool:
+            await pool.check(BABYAI, allow_expert=True)
+            longest = "\x01" * 20_000  # six bytes of JSON each
+            told = await asyncio.gather(*(play(pool, f"{n}", [longest]) for n in range(40)))
+            assert all("invalid action" in each[1] for each in told)
+
+    with serving(offer_expert=True) as (endpoint, sessions):
+        asyncio.run(main(endpoint, sessions))
 
 
 def test_a_server_out_of_reach_is_an_error_that_names_it():
@@ -313,8 +394,8 @@ def test_servers_that_are_not_what_was_configured_are_refused(serving, monkeypat
                     allow_expert=False,
                     expect_options={"actions": "high"},
                 )
-            monkeypatch.setattr(client, "PROTOCOL_VERSION", 2)
-            with pytest.raises(ValueError, match="protocol version 1, this client 2"):
+            monkeypatch.setattr(client, "PROTOCOL_VERSION", 3)
+            with pytest.raises(ValueError, match="protocol version 2, this client 3"):
                 await check_endpoints(pool, expect_env="babyai", allow_expert=False)
             monkeypatch.undo()
         async with pool_of(expert) as pool:

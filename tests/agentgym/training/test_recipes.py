@@ -139,7 +139,7 @@ def test_bootstrapped_episodes_cut_by_the_context_pass_the_audit(tmp_path, tiny_
         "validation.every=0",
     ]
     # the observations take more than they say
-    narrow = ["model.context_tokens=96", "rollout.observation_tokens=7"]
+    narrow = ["model.context_tokens=104", "rollout.observation_tokens=7"]
     params = tiny_params(
         tmp_path, algorithm={"recipe": "ppo", "truncated": "bootstrap", **ALGORITHM}
     )

@@ -298,6 +298,48 @@ def test_publish_is_not_kept_waiting_by_an_endless_stream_of_requests(make_polic
     asyncio.run(main())
 
 
+def test_few_requests_wait_for_those_that_run_and_as_many_join_them(make_policy):
+    async def main():
+        policy, sizes = make_policy(num_slots=8), []
+        usual = policy._step
+
+        def counted():
+            sizes.append(len(policy._active))
+            usual()
+
+        policy._step = counted
+
+        async def ask(number, tokens):
+            await policy.generate([5, 6, 7], Sampling(key(number), 0.0, tokens))
+
+        policy._stop_id = -1  # actions of a known length
+        first = [asyncio.create_task(ask(number, 6)) for number in range(3)]
+        while len(sizes) < 2:
+            await asyncio.sleep(0)
+        late = [asyncio.create_task(ask(3, 2))]
+        while len(sizes) < 4:
+            await asyncio.sleep(0)
+        late += [asyncio.create_task(ask(number, 2)) for number in (4, 5)]
+        await asyncio.wait_for(asyncio.gather(*first, *late), 10)
+        return sizes
+
+    sizes = asyncio.run(main())
+    assert sizes[:4] == [3, 3, 3, 3]  # one more is not worth a forward of its own
+    assert 6 in sizes  # three more are
+    assert sum(sizes) == 3 * 6 + 3 * 2
+
+
+def test_the_numbers_of_a_key_are_even_and_do_not_depend_on_how_many_are_asked():
+    few, many = uniforms(key(), 3), uniforms(key(), 20_000)
+    assert (few == many[:3]).all()
+    assert len(set(many)) == len(many)
+    assert many.min() >= 0
+    assert many.max() < 1
+    counts = [((many >= tenth / 10) & (many < (tenth + 1) / 10)).sum() for tenth in range(10)]
+    assert all(1_800 < count < 2_200 for count in counts)
+    assert not set(many) & set(uniforms(key(turn=1), 20_000))
+
+
 def test_an_older_version_is_refused(make_policy, make_model):
     async def main():
         policy, weights = make_policy(), weights_of(make_model())
