@@ -19,7 +19,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline test slow ray chaos chaos-short hostile honest coverage check up down ui lock sbom clean
+.PHONY: install pipeline test slow ray chaos chaos-short hostile honest coverage drift check up down ui lock sbom clean
 
 install: $(INSTALLED)
 
@@ -58,6 +58,9 @@ honest: install  ## twenty-three honest runs of every kind, each of which its au
 
 coverage: install  ## how often intervals over seeds hold the truth; minutes, writes docs/results/coverage.json
 	@$(BIN)/python benchmarks/coverage.py $(ARGS)
+
+drift: install  ## ten runs of the default recipe and of the former one, judged at every fifth optimiser step; writes docs/results/drift.json
+	@$(BIN)/python benchmarks/drift.py $(ARGS)
 
 check: install  ## format, lint, types, layers, fast tests
 	$(BIN)/ruff format --check .

@@ -1,0 +1,182 @@
+"""Does a run stay where it has come: `python benchmarks/drift.py [NAME ...] [--seeds 10]`.
+
+Every run trains once as params.yaml says, with the changes a NAME of RECIPES stands for.
+The weights of every fifth optimiser step play 512 items that no list holds, in the place of its own
+validation, and the last ones the test items.
+Runs that are in docs/results/drift.json already are not run again; that file is rewritten after
+each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from pipeline import ROOT, machine
+
+from agentgym.config import RunConfig, load_config
+from agentgym.context import METRICS
+from agentgym.data import splits_from_json
+from agentgym.deploy.local import task_identities
+from agentgym.rollouts.horizon import stages
+from agentgym.steps import finished, open_store, run_with_parents
+from agentgym.tracking import decode_points
+from agentgym.training.compute import AnyEngine
+from agentgym.types import Item, Trajectory
+
+OUT = ROOT / "docs/results/drift.json"
+EVERY, NUM_ITEMS = 5, 512
+FIRST_ID = 1_000_000  # of items that no list holds
+SUCCESS = "validation/success"
+ACTOR = ("actor/ratio_kl", "actor/grad_norm", "actor/entropy", "actor/rows_with_signal_frac")
+FORMER = [  # what params.yaml said before
+    "rollout.items_per_step=8",
+    "horizon.max_turns=[5,8,12]",
+    "horizon.stage_steps=[20,20,30]",
+    "optimiser.betas=[0.9,0.95]",
+    "optimiser.grad_clip=1.0",
+]
+RECIPES = {"default": [], "former": FORMER}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(RECIPES), metavar="NAME")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
+    parser.add_argument("--parallel", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--state", help="folder that keeps the runs (default: a temporary one)")
+    chosen = parser.parse_args()
+    result = json.loads(chosen.out.read_text()) if chosen.out.exists() else {"runs": []}
+    done = {(run["recipe"], run["seed"]) for run in result["runs"]}
+    wanted = [
+        (name, seed) for seed in chosen.seeds for name in chosen.names if (name, seed) not in done
+    ]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(chosen.parallel) as workers,
+    ):
+        jobs = [workers.submit(run, name, seed, chosen.state or folder) for name, seed in wanted]
+        for job in as_completed(jobs):
+            result["runs"].append(job.result())
+            result["runs"].sort(key=lambda each: (each["recipe"], each["seed"]))
+            result |= {
+                "machine": machine(),
+                "command": "python benchmarks/drift.py",
+                "recipes": RECIPES,
+                "summary": summary(result["runs"]),
+            }
+            chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+            each = job.result()
+            sys.stdout.write(
+                f"{each['recipe']} seed {each['seed']}: ends {each['last']:.1%}, falls"
+                f" {each['fall']:.1%} at most;"
+                f" {' '.join(f'{100 * value:.0f}' for value in each['success'])}\n"
+            )
+            sys.stdout.flush()
+    for name, figures in result["summary"].items():
+        sys.stdout.write(f"{name}: {figures}\n")
+    return 0
+
+
+def run(name: str, seed: int, folder: str) -> dict[str, Any]:
+    """One recipe under one seed; what two share, the warm start, is computed once."""
+    logging.disable(logging.WARNING)
+    cfg = load_config(
+        ROOT / "params.yaml",
+        [
+            f"seed={seed}",
+            f"store.path={folder}/{seed}/store",
+            f"validation.every={EVERY}",
+            *RECIPES[name],
+        ],
+    )
+    last = stages(cfg.horizon)[-1].name
+    run_with_parents("warm-start", cfg, wait_s=3600)
+    items = unlisted(cfg)
+
+    def play(cfg: RunConfig, engine: AnyEngine, _: Sequence[Item], step: int) -> list[Trajectory]:
+        return engine.collect(
+            items,
+            num_samples=1,
+            step=step,
+            max_turns=cfg.evaluation.max_turns,
+            temperature=1.0,
+            seed=cfg.evaluation.seed,
+        )
+
+    with mock.patch("agentgym.training.rl.play_validation", play):
+        run_with_parents(last, cfg, wait_s=3600)
+    run_with_parents(f"evaluate-{last}", cfg, wait_s=3600)
+    store = open_store(cfg)
+    done = finished(cfg, store)
+    points = [
+        point
+        for stage in stages(cfg.horizon)
+        for commit in store.history(stage.name, done[stage.name].key)
+        for point in decode_points(store.read(commit, METRICS))
+    ]
+    played = [point for point in points if SUCCESS in point.metrics]
+    success = [round(point.metrics[SUCCESS], 4) for point in played]
+    final = done[f"evaluate-{last}"].results["summary"]
+    return {
+        "recipe": name,
+        "seed": seed,
+        "steps": [point.step for point in played],
+        "success": success,
+        "fall": round(
+            max(max(success[: index + 1]) - value for index, value in enumerate(success)), 4
+        ),
+        "last": final["avg_at_4"]["mean"],
+        "greedy": final["greedy"]["mean"],
+        "train_cpu_s": round(sum(point.metrics["time/cpu_s"] for point in points), 1),
+        **{
+            metric: [round(point.metrics.get(metric, 0.0), 5) for point in points]
+            for metric in ACTOR
+        },
+    }
+
+
+def unlisted(cfg: RunConfig) -> list[Item]:
+    """Items of no list, and of no world that a test item has."""
+    store = open_store(cfg)
+    splits = splits_from_json(store.read(finished(cfg, store)["prepare"], "splits.json"))
+    (env,) = cfg.envs
+    ids = list(range(FIRST_ID, FIRST_ID + 2 * NUM_ITEMS))
+    tested = [item.task_id for item in splits.test]
+    known = task_identities(env, tested + ids)
+    seen = set(known[: len(tested)])
+    fresh = [
+        task for task, world in zip(ids, known[len(tested) :], strict=True) if world not in seen
+    ]
+    return [Item(env.name, task, "validation") for task in fresh[:NUM_ITEMS]]
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over the seeds of each recipe."""
+    table = {}
+    for name in sorted({run["recipe"] for run in runs}):
+        own = [run for run in runs if run["recipe"] == name]
+        last = [run["last"] for run in own]
+        table[name] = {
+            "seeds": len(own),
+            "last_mean": round(statistics.mean(last), 4),
+            "last_least": round(min(last), 4),
+            "falls": sorted(round(run["fall"], 4) for run in own),
+            "train_cpu_s": round(statistics.mean(run["train_cpu_s"] for run in own), 1),
+        }
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
