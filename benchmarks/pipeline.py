@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -50,30 +51,42 @@ def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
         name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
     }
     environment["PREFECT_HOME"] = str(state / "prefect")
-    seconds, cpu = [], []
+    seconds, cpu, printed = [], [], []
     for _ in range(2):
         began, cpu_began = time.perf_counter(), _cpu_of_children()
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=7200)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, check=True, timeout=7200, stdout=subprocess.PIPE
+        )
+        printed.append(done.stdout.decode())
+        sys.stdout.write(printed[-1])
         seconds.append(round(time.perf_counter() - began, 1))
         cpu.append(round(_cpu_of_children() - cpu_began, 1))
+    pace = re.search(r"^pace +(\d+) times the reference work, ([\d.]+) s", printed[0], re.M)
+    parts = re.search(r"^time +(.+)$", printed[0], re.M)
+    assert pace is not None
+    assert parts is not None
     cfg = load_config(params, overrides)
     store = open_store(cfg)
-    done = finished(cfg, store)
+    steps = finished(cfg, store)
     return {
         "seed": seed,
-        "learning_curve": store.read(done["report"], "learning_curve.png"),
+        "learning_curve": store.read(steps["report"], "learning_curve.png"),
         "wall_s": seconds[0],
         "cpu_s": cpu[0],
         "again_s": seconds[1],
+        "parts_s": {
+            name.strip(): int(value) for name, value in re.findall(r"([a-z ]+) (\d+) s", parts[1])
+        },
+        "pace": {"multiple": int(pace[1]), "reference_s": float(pace[2])},
         "steps_s": {
-            name: round(manifest.timings.get("wall_s", 0.0), 1) for name, manifest in done.items()
+            name: round(manifest.timings.get("wall_s", 0.0), 1) for name, manifest in steps.items()
         },
         "evaluations": {
             manifest.results["checkpoint"]: {
                 "summary": manifest.results["summary"],
                 "paired": manifest.results.get("paired"),
             }
-            for name, manifest in done.items()
+            for name, manifest in steps.items()
             if name.startswith("evaluate-")
         },
     }

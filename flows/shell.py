@@ -21,6 +21,7 @@ from agentgym.evaluation.champion import sentence
 from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.report import label
 from agentgym.private import STATE, private_state
+from agentgym.reference import reference_s
 from agentgym.rollouts.client import check_env_servers
 from agentgym.steps import (
     confirm,
@@ -69,11 +70,14 @@ def _run(
     private_state(cfg.state_dir)
     names = [name for name in steps_of(cfg) if wanted(name)]
     num_done, num_steps = len(_done(cfg, wanted)), len(names)
+    pace_s = None
     if num_done < num_steps:
         console.print(
             f"[bold]{flow.name}[/bold]: {num_done} of {num_steps} steps are done; starting Prefect",
             highlight=False,
         )
+        pace_s = reference_s()
+        console.print(f"reference work takes this machine {pace_s:.1f} s", highlight=False)
         _quieten_console()
         with contextlib.ExitStack() as stack:
             stack.enter_context(full_disk_told(cfg.state_dir))
@@ -86,7 +90,7 @@ def _run(
             f"[bold]{flow.name}[/bold]: all {num_done} steps are done and verified", highlight=False
         )
     if "report" in names:
-        summarise(cfg, done, console)
+        summarise(cfg, done, console, pace_s)
     else:
         list_results(cfg, {name: done[name] for name in names}, console)
     return 0
@@ -159,8 +163,12 @@ def list_results(cfg: RunConfig, done: dict[str, Manifest], console: Console) ->
     console.print(table, highlight=False)
 
 
-def summarise(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> None:
-    """Success before and after, time per part, and where to look next."""
+def summarise(
+    cfg: RunConfig, done: dict[str, Manifest], console: Console, pace_s: float | None = None
+) -> None:
+    """Success before and after, time per part, and where to look next.
+    pace_s: what the reference work took.
+    """
     settings = cfg.evaluation
     evaluations = {
         name: manifest for name, manifest in done.items() if name.startswith("evaluate-")
@@ -217,8 +225,11 @@ def summarise(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> No
     )
     registered = done["register"].results
     run = f"r{run_key(cfg)[:12]}"
-    rows = {
-        "time": " · ".join(f"{part} {value:.0f} s" for part, value in seconds.items()),
+    rows = {"time": " · ".join(f"{part} {value:.0f} s" for part, value in seconds.items())}
+    if pace_s is not None:
+        multiple = sum(seconds.values()) / pace_s
+        rows["pace"] = f"{multiple:.0f} times the reference work, {pace_s:.1f} s on this machine"
+    rows |= {
         "model": f"{registered['model']} version {registered['version']}",
         "alias": f"{registered['alias']} {sentence(registered)}",
         "report": str(_export_report(cfg, done["report"])),

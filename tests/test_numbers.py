@@ -29,8 +29,8 @@ NUMBER = re.compile(
 FACTS = (
     "0.25 M-parameter",  # checked below
     "300 demonstrations",
-    "at most 5, 8 and 12 turns",
-    "at most 5 turns",
+    "at most 6, 9 and 12 turns",
+    "at most 6 turns",
     "512 test items, 12 turns, greedy and 4 samples at temperature 1; 95% intervals",
     "Python 3.11 or 3.12",
     "ten recipes from PPO to DPO",
@@ -83,19 +83,22 @@ def pipeline_rows():
 
 
 def times():
-    """Seconds of the sample output's parts, first run."""
-    steps = result("pipeline")["runs"][0]["steps_s"]
-    starts = {
-        "warm start": ("initialise", "warm-start"),
-        "training": ("stage-",),
-        "evaluation": ("evaluate-",),
-    }
-    parts = {
-        part: sum(value for name, value in steps.items() if name.startswith(names))
-        for part, names in starts.items()
-    }
-    parts["other"] = sum(steps.values()) - sum(parts.values())
-    return [f"{value:.0f}" for value in parts.values()]
+    """Seconds of the sample output's parts, as its run printed them."""
+    return list(map(str, result("pipeline")["runs"][0]["parts_s"].values()))
+
+
+def pace():
+    """As the sample output's run printed it."""
+    return [f"{number:g}" for number in result("pipeline")["runs"][0]["pace"].values()]
+
+
+def drift():
+    """Of the default recipe's seeds: how many, success at the end in the mean and the least, the
+    largest fall.
+    """
+    found = result("drift")["summary"]["default"]
+    numbers = (found["last_mean"], found["last_least"], max(found["falls"]))
+    return [{10: "Ten"}[found["seeds"]], *(f"{100 * number:.1f}" for number in numbers)]
 
 
 def learned():
@@ -163,7 +166,13 @@ BOUND = [
         r"^time +warm start (\d+) s · training (\d+) s · evaluation (\d+) s · other (\d+) s$",
         times(),
     ),
+    (r"^pace +(\d+) times the reference work, ([\d.]+) s on this machine$", pace()),
     (r"^(Three) seeds, each with its evaluations", [{3: "Three"}[len(runs("seed"))]]),
+    (
+        r"(Ten) seeds end at ([\d.]+) % sampled success on average, the worst at ([\d.]+) %;"
+        r"[^%]*?falls by more than ([\d.]+) points",
+        drift(),
+    ),
     (r"finds everything done \((\d+) s, same machine\)", [str(math.ceil(max(runs("again_s"))))]),
     (
         r"(\d+)\sseeds and (\d+) test items each, from (\d+) % sampled success: recipes of"
@@ -233,7 +242,7 @@ def test_a_new_number_without_a_source_is_found(claim):
 
 def test_the_plain_facts_are_those_of_the_default_run():
     cfg = load_config(ROOT / "params.yaml")
-    assert (cfg.warm_start.num_demos, cfg.horizon.max_turns) == (300, (5, 8, 12))
+    assert (cfg.warm_start.num_demos, cfg.horizon.max_turns) == (300, (6, 9, 12))
     settings = cfg.evaluation
     assert (settings.num_items, settings.max_turns, settings.num_samples, settings.temperature) == (
         512,

@@ -286,9 +286,9 @@ def test_imported_trajectories_are_pinned_by_dvc_and_what_is_refused_is_told(
         "imported.dvc",
     ]
     out.joinpath("babyai_trajectories.json").write_text(json.dumps([row("babyai_1", "left")]))
-    code, said = cli(
-        "validate", "--set", "warm_start.source=trajectories", "--set", "evaluation.num_items=5"
-    )
+    settings = ("warm_start.source=trajectories", "evaluation.num_items=5")
+    fitting = (*settings, "rollout.items_per_step=8")
+    code, said = cli("validate", *(part for each in fitting for part in ("--set", each)))
     assert code == 2
     assert (
         "digest mismatch: data/trajectories/imported is not what data/trajectories/imported.dvc"

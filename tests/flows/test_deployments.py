@@ -451,13 +451,13 @@ def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deploy
     crashed = [
         name for name, runs in states.items() if any(state == "Crashed" for state, _ in runs)
     ]
-    assert crashed == ["stage 1/3 · max_turns 5"]
+    assert crashed == ["stage 1/3 · max_turns 6"]
     assert any(
         (message or "").startswith("interrupted with attempt 1")
         for _, message in states[crashed[0]]
     )
     assert {
-        "stage 2/3 · max_turns 8",
+        "stage 2/3 · max_turns 9",
         "stage 3/3 · max_turns 12",
         "environments up",
         "report",
