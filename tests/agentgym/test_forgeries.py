@@ -151,11 +151,12 @@ def the_best_of_many_seeds(forger):
 
 def a_longer_horizon(forger):
     """Whoever had failed by the horizon plays on."""
-    anew = played_anew(forger, max_turns=13)
+    anew = played_anew(forger, max_turns=11)
     changed = {
         (seq, i): replace(e, max_turns=forger.cfg.evaluation.max_turns)
         for seq, episodes in anew.items()
         for i, e in enumerate(episodes)
+        if e.status is Status.TERMINATED
     }
     late = next((key, e) for key, e in changed.items() if len(e.turns) > e.max_turns)
     forger.reevaluate(LAST, changed)
