@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -17,12 +17,14 @@ from agentgym.defaults import set_process_defaults
 
 set_process_defaults()
 
-from agentgym.config import ConfigError, EnvConfig, RunConfig, load_config  # noqa: E402
+from agentgym.config import ConfigError, EnvConfig, RunConfig, load_config, settings  # noqa: E402
 from agentgym.private import STATE, private_folder, private_state  # noqa: E402
 from envs.plain import log_to_stderr, plain  # noqa: E402
 
 if TYPE_CHECKING:
     from agentgym.data import Splits
+
+MEANINGS_AT = 40  # column of `agentgym config`
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -121,6 +123,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(run=_plan)
+
+    config = commands.add_parser(
+        "config", parents=[common], help="every setting, its value, default and meaning"
+    )
+    config.add_argument("--json", action="store_true")
+    config.set_defaults(run=_config)
 
     audit = commands.add_parser("audit", parents=[common], help="is a run what it says it is")
     audit.add_argument(
@@ -299,6 +307,28 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     say(f"run r{run_key(cfg)[:12]}")
     for step in steps:
         say(f"  {step.action:<7}{step.name:<22}{step.why}")
+    return 0
+
+
+def _config(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    every = list(settings(cfg))
+    if arguments.json:
+        say(json.dumps([asdict(each) for each in every], indent=1))
+        return 0
+    say("* changes results; what has none changes where and how fast they are computed")
+    section = ""
+    for each in every:
+        if each.section != section:
+            section = each.section
+            say(f"\n{section}")
+        value, default = (json.dumps(what) for what in (each.value, each.default))
+        changed = "" if value == default else f" (default {default})"
+        mark = "*" if each.changes_results else " "
+        shown = f"{mark} {each.name:<21}{value + changed}"
+        if len(shown) >= MEANINGS_AT:
+            say(shown)
+            shown = ""
+        say(f"{shown:<{MEANINGS_AT}}{each.description}")
     return 0
 
 

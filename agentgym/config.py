@@ -8,7 +8,8 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -37,11 +38,21 @@ class ConfigError(ValueError):
     """
 
 
-def _operational(default: Any, **constraints: Any) -> Any:
+def _setting(default: Any, description: str, **constraints: Any) -> Any:
+    """A field that changes results: it is part of the keys."""
+    return Field(default=default, description=description, **constraints)
+
+
+def _operational(default: Any, description: str, **constraints: Any) -> Any:
     """A field that changes where or how fast work is done, never its result: it stays out of
     every key.
     """
-    return Field(default=default, json_schema_extra={"operational": True}, **constraints)
+    return Field(
+        default=default,
+        description=description,
+        json_schema_extra={"operational": True},
+        **constraints,
+    )
 
 
 class Section(BaseModel):
@@ -67,39 +78,57 @@ class Section(BaseModel):
 
 
 class DataConfig(Section):
-    # the dataset's digest is in the keys, not its place
-    path: Path = _operational(Path("data/AgentGym-RL-Data-ID"))
-    # of others; read where warm_start.source says so
-    trajectories: Path = _operational(Path("data/trajectories/imported"))
-    # share of train items kept for validation
-    validation_fraction: float = Field(default=0.1, gt=0, lt=0.5)
+    path: Path = _operational(
+        Path("data/AgentGym-RL-Data-ID"),
+        "folder of the item lists; their digest is in the keys, not their place",
+    )
+    trajectories: Path = _operational(
+        Path("data/trajectories/imported"),
+        "folder of others' trajectories, read where warm_start.source says so",
+    )
+    validation_fraction: float = _setting(
+        0.1, "share of the train items kept for validation", gt=0, lt=0.5
+    )
 
 
 class EnvConfig(Section):
-    name: str = Field(default="babyai", pattern="^[a-z0-9-]+$")
-    options: dict[str, Any] = Field(default_factory=dict)  # handed to the environment as they are
-    weight: PositiveFloat = 1.0  # its share of the items, against the other environments of the run
-    # running servers; a host name stands for all its addresses; empty: one local process
-    endpoints: tuple[str, ...] = _operational(())
-    # what the endpoints speak: agentgym, AgentGym's own servers; openenv, OpenEnv's contract
-    dialect: Literal["native", "agentgym", "openenv"] = "native"
-    max_sessions: PositiveInt = _operational(256)  # per server
-    session_ttl_s: PositiveFloat = _operational(300.0)  # an idle session is closed after this
-    request_timeout_s: PositiveFloat = _operational(30.0)
-    start_timeout_s: PositiveFloat = _operational(120.0)
+    name: str = _setting("babyai", "the environment's name", pattern="^[a-z0-9-]+$")
+    options: dict[str, Any] = _setting(
+        {}, "handed to the environment; what is left out is its own default"
+    )
+    weight: PositiveFloat = _setting(
+        1.0, "share of the items, against the other environments of the run"
+    )
+    endpoints: tuple[str, ...] = _operational(
+        (), "running servers; a host name stands for all its addresses; empty: one local process"
+    )
+    dialect: Literal["native", "agentgym", "openenv"] = _setting(
+        "native",
+        "what the endpoints speak: agentgym, AgentGym's own servers; openenv, OpenEnv's contract",
+    )
+    max_sessions: PositiveInt = _operational(256, "sessions of one server")
+    session_ttl_s: PositiveFloat = _operational(
+        300.0, "seconds after which an idle session is closed"
+    )
+    request_timeout_s: PositiveFloat = _operational(30.0, "seconds for one request to a server")
+    start_timeout_s: PositiveFloat = _operational(120.0, "seconds until a local server is ready")
 
 
 class ModelConfig(Section):
-    source: Literal["tiny", "hub"] = "tiny"
-    name: str = ""  # source hub: repository or folder, for example Qwen/Qwen2.5-7B-Instruct
-    revision: str | None = None
-    context_tokens: PositiveInt = 512  # longest episode
-    vocab_size: PositiveInt = 512  # source tiny: upper bound for the trained tokenizer
-    hidden_size: PositiveInt = 128
-    num_layers: PositiveInt = 2
-    num_heads: PositiveInt = 4
-    num_kv_heads: PositiveInt = 2
-    mlp_size: PositiveInt = 256
+    source: Literal["tiny", "hub"] = _setting(
+        "tiny", "tiny: from a seed, with its own tokenizer; hub: name a pretrained model"
+    )
+    name: str = _setting(
+        "", "source hub: repository or folder, for example Qwen/Qwen2.5-7B-Instruct"
+    )
+    revision: str | None = _setting(None, "source hub: branch, tag or commit")
+    context_tokens: PositiveInt = _setting(512, "tokens of the longest episode")
+    vocab_size: PositiveInt = _setting(512, "source tiny: upper bound for the trained tokenizer")
+    hidden_size: PositiveInt = _setting(96, "source tiny: width")
+    num_layers: PositiveInt = _setting(2, "source tiny: layers")
+    num_heads: PositiveInt = _setting(3, "source tiny: attention heads")
+    num_kv_heads: PositiveInt = _setting(1, "source tiny: heads of keys and values")
+    mlp_size: PositiveInt = _setting(288, "source tiny: width of the feed-forward layers")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -122,82 +151,135 @@ class ModelConfig(Section):
 
 
 class OptimiserConfig(Section):
-    lr: PositiveFloat = 5e-4
-    warmup_steps: NonNegativeInt = 10
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    # of lr, reached at the last step (cosine, linear)
-    final_lr_fraction: float = Field(default=0.1, ge=0, le=1)
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip: PositiveFloat = 1.0  # global norm
+    lr: PositiveFloat = _setting(5e-4, "learning rate of AdamW after the warm-up")
+    warmup_steps: NonNegativeInt = _setting(10, "optimiser steps over which the rate grows from 0")
+    schedule: Literal["constant", "cosine", "linear"] = _setting(
+        "constant", "course of the learning rate after the warm-up"
+    )
+    final_lr_fraction: float = _setting(
+        0.1, "share of lr that is left at the last step (cosine, linear)", ge=0, le=1
+    )
+    betas: tuple[float, float] = _setting(
+        (0.9, 0.99), "AdamW's: what a step keeps of the average gradient, and of its square"
+    )
+    weight_decay: float = _setting(0.0, "weight decay of AdamW", ge=0)
+    grad_clip: PositiveFloat = _setting(0.3, "largest global norm of a gradient")
 
 
 class WarmStartConfig(Section):
-    enabled: bool = True  # off: training starts from the model as it comes (real pretrained models)
-    # trajectories: those of others in data.trajectories, played again; dpo prefers among them, too
-    source: Literal["expert", "trajectories"] = "expert"
-    num_demos: PositiveInt = 300  # expert episodes, or trajectories
-    steps: PositiveInt = 80  # optimiser steps
-    batch_size: PositiveInt = 32  # demos per step
-    optimiser: OptimiserConfig = OptimiserConfig(
-        lr=2e-3, warmup_steps=20, schedule="cosine", betas=(0.9, 0.98), weight_decay=0.01
+    enabled: bool = _setting(
+        True, "off: training starts from the model as it comes (real pretrained models)"
+    )
+    source: Literal["expert", "trajectories"] = _setting(
+        "expert",
+        "expert: the environment's own; trajectories: those in data.trajectories, played again,"
+        " among which dpo prefers, too",
+    )
+    num_demos: PositiveInt = _setting(300, "expert episodes, or trajectories")
+    steps: PositiveInt = _setting(80, "optimiser steps on demonstrations")
+    batch_size: PositiveInt = _setting(32, "demonstrations per optimiser step")
+    optimiser: OptimiserConfig = _setting(
+        OptimiserConfig(
+            lr=2e-3,
+            warmup_steps=20,
+            schedule="cosine",
+            betas=(0.9, 0.98),
+            weight_decay=0.01,
+            grad_clip=1.0,
+        ),
+        "of the warm start; training has its own",
     )
 
 
 class RolloutConfig(Section):
-    items_per_step: PositiveInt = 8  # items of one optimiser step
-    group_size: PositiveInt = 8  # samples of each item
-    temperature: PositiveFloat = 1.0
-    max_new_tokens: PositiveInt = 6  # of one action
-    # budget of one observation; used to check that the horizon fits the context
-    observation_tokens: PositiveInt = 32
-    system_prompt: bool = False  # begin with the environment's instructions
-    # plain: the reply is the action; react: the text after "Action:"
-    action_format: Literal["plain", "react"] = "plain"
-    concurrency: PositiveInt = _operational(128)  # episodes in flight
-    # an episode that takes longer counts as failed, like one whose environment failed
-    episode_timeout_s: PositiveFloat = 120.0
-    max_attempts: PositiveInt = 3  # of an episode whose environment failed
-    # the run stops above this share of failed episodes
-    max_env_error_frac: float = Field(default=0.1, ge=0, le=1)
-    # updates the sampling weights may lag; 1: rollouts overlap the update
-    max_staleness: int = Field(default=0, ge=0, le=1)
+    items_per_step: PositiveInt = _setting(16, "items of one optimiser step")
+    group_size: PositiveInt = _setting(8, "episodes sampled of each item")
+    temperature: PositiveFloat = _setting(1.0, "temperature of sampling while training")
+    max_new_tokens: PositiveInt = _setting(6, "tokens of one action, at most")
+    observation_tokens: PositiveInt = _setting(
+        32, "tokens of one observation; to check that the horizon fits the context"
+    )
+    system_prompt: bool = _setting(False, "episodes begin with the environment's instructions")
+    action_format: Literal["plain", "react"] = _setting(
+        "plain", 'plain: the reply is the action; react: the text after "Action:"'
+    )
+    concurrency: PositiveInt = _operational(256, "episodes in flight")
+    episode_timeout_s: PositiveFloat = _setting(
+        120.0, "seconds; a longer episode has failed, like one whose environment fails"
+    )
+    max_attempts: PositiveInt = _setting(3, "attempts at an episode whose environment fails")
+    max_env_error_frac: float = _setting(
+        0.1, "share of failed episodes above which the run stops", ge=0, le=1
+    )
+    max_staleness: int = _setting(
+        0, "updates the sampling weights may lag; 1: rollouts overlap the update", ge=0, le=1
+    )
 
 
 class AlgorithmConfig(Section):
-    recipe: str = "grpo"
-    # what is None is the recipe's own
-    truncated: Truncated | None = None  # what a cut episode counts as; bootstrap needs a critic
-    aggregation: Aggregation | None = None  # of token losses
-    # aggregation constant: action tokens; None: of the longest possible episode
-    constant_length: PositiveInt | None = None
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat = 0.28
-    # recipes with a dual clip: largest loss per unit of negative advantage
-    dual_clip: float = Field(default=3.0, gt=1)
-    gamma: float = Field(default=1.0, gt=0, le=1)  # discount per action token
-    gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    critic_lr: PositiveFloat = 1e-3
-    critic_warmup_steps: NonNegativeInt = 5  # optimiser steps in which the critic alone learns
-    value_clip: PositiveFloat = 0.2
-    # of the penalty against the model training started from; 0: no reference model
-    kl_coef: float = Field(default=0.0, ge=0)
-    kl_estimator: KlEstimator | None = None
-    kl_place: KlPlace | None = None
-    entropy_coef: float = Field(default=0.0, ge=0)  # of the entropy bonus
-    # dynamic sampling: rounds of further items in place of groups with equal rewards
-    max_refills: NonNegativeInt = 3
-    # last share of the budget in which the penalty grows
-    overlong_buffer: float = Field(default=0.2, gt=0, le=1)
-    overlong_penalty: PositiveFloat = 1.0  # reward taken at the end of the budget
-    # a control: outcomes are dealt to episodes at random, nothing can be learned
-    shuffle_rewards: bool = False
-    epochs: PositiveInt = 1  # passes over one batch
-    minibatches: PositiveInt = 2  # optimiser updates per pass
-    # of the train/engine importance weight (truncated importance sampling)
-    importance_cap: PositiveFloat = 2.0
-    # nats per token between engine and learner; above it the run stops
-    max_mismatch_kl: PositiveFloat = 0.05
+    recipe: str = _setting("grpo", "algorithm: a row of agentgym/algorithms/recipe.py")
+    truncated: Truncated | None = _setting(
+        None,
+        "what a cut episode counts as; None: the recipe's own; bootstrap needs a critic",
+    )
+    aggregation: Aggregation | None = _setting(
+        None, "how token losses become one; None: the recipe's own"
+    )
+    constant_length: PositiveInt | None = _setting(
+        None, "aggregation constant: action tokens; None: of the longest possible episode"
+    )
+    clip_low: PositiveFloat = _setting(
+        0.2, "the ratio of new to old probability is clipped at 1 minus this"
+    )
+    clip_high: PositiveFloat = _setting(
+        0.28, "the ratio of new to old probability is clipped at 1 plus this"
+    )
+    dual_clip: float = _setting(
+        3.0, "recipes with a dual clip: largest loss per unit of negative advantage", gt=1
+    )
+    gamma: float = _setting(1.0, "discount per action token", gt=0, le=1)
+    gae_lambda: float = _setting(
+        1.0, "lambda of generalized advantage estimation, per action token", ge=0, le=1
+    )
+    critic_lr: PositiveFloat = _setting(1e-3, "learning rate of the critic")
+    critic_warmup_steps: NonNegativeInt = _setting(
+        5, "optimiser steps in which the critic alone learns"
+    )
+    value_clip: PositiveFloat = _setting(
+        0.2, "a value may move by so much in one step before its loss is clipped"
+    )
+    kl_coef: float = _setting(
+        0.0,
+        "weight of the KL penalty against the model training began with; 0: no such model",
+        ge=0,
+    )
+    kl_estimator: KlEstimator | None = _setting(
+        None, "estimator of the KL penalty; None: the recipe's own"
+    )
+    kl_place: KlPlace | None = _setting(
+        None, "whether the KL penalty is in the loss or in the reward; None: the recipe's own"
+    )
+    entropy_coef: float = _setting(0.0, "weight of the entropy bonus", ge=0)
+    max_refills: NonNegativeInt = _setting(
+        3, "dynamic sampling: rounds of further items in place of groups with equal rewards"
+    )
+    overlong_buffer: float = _setting(
+        0.2, "share of the budget, its last, in which the overlong penalty grows", gt=0, le=1
+    )
+    overlong_penalty: PositiveFloat = _setting(
+        1.0, "reward that an episode at the end of the budget loses"
+    )
+    shuffle_rewards: bool = _setting(
+        False, "a control: outcomes are dealt to episodes at random, nothing can be learned"
+    )
+    epochs: PositiveInt = _setting(1, "passes over one batch")
+    minibatches: PositiveInt = _setting(2, "optimiser updates per pass")
+    importance_cap: PositiveFloat = _setting(
+        2.0, "largest importance weight of learner against engine"
+    )
+    max_mismatch_kl: PositiveFloat = _setting(
+        0.05, "nats per token between engine and learner; above it the run stops"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -225,14 +307,19 @@ class AlgorithmConfig(Section):
 
 
 class HorizonConfig(Section):
-    # stepwise is ScalingInter: one stage per value of max_turns; adaptive: one stage, the next
-    # value when success stops growing
-    kind: Literal["fixed", "stepwise", "adaptive"] = "stepwise"
-    max_turns: tuple[PositiveInt, ...] = Field(default=(4, 8, 12), min_length=1)
-    stage_steps: tuple[PositiveInt, ...] = (15, 15, 30)  # optimiser steps per stage
-    # adaptive: optimiser steps whose mean success is compared with that of as many before
-    window: PositiveInt = 5
-    min_gain: float = Field(default=0.02, ge=0)  # adaptive: a smaller gain ends the present horizon
+    kind: Literal["fixed", "stepwise", "adaptive"] = _setting(
+        "stepwise",
+        "stepwise is ScalingInter: one stage per value of max_turns; adaptive: one stage, the next"
+        " value when success stops growing",
+    )
+    max_turns: tuple[PositiveInt, ...] = _setting(
+        (6, 9, 12), "turns an episode may have, by stage", min_length=1
+    )
+    stage_steps: tuple[PositiveInt, ...] = _setting((15, 15, 20), "optimiser steps per stage")
+    window: PositiveInt = _setting(
+        5, "adaptive: optimiser steps whose mean success is compared with that of as many before"
+    )
+    min_gain: float = _setting(0.02, "adaptive: a smaller gain ends the present horizon", ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -270,33 +357,46 @@ class HorizonConfig(Section):
 class OfflineConfig(Section):
     """What the recipes dpo and agent_evol learn from in one stage."""
 
-    # train items sampled at the start of a stage, rollout.group_size times each
-    num_items: PositiveInt = 128
-    per_item: PositiveInt = 4  # most pairs (dpo) or successes (agent_evol) of one item
-    pairs_per_step: PositiveInt = 32  # dpo: of one optimiser step
-    # in place of optimiser.lr: at rates of the other recipes both sides of a pair soon lose all
-    # likelihood
-    dpo_lr: PositiveFloat = 1e-4
-    # dpo: how strongly the policy is held to the one the stage began with
-    beta: PositiveFloat = 0.5
-    # dpo: assumed share of pairs that are the wrong way round
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    chunk_items: PositiveInt = _operational(64)  # committed at a time
+    num_items: PositiveInt = _setting(
+        128, "train items sampled at the start of a stage, rollout.group_size times each"
+    )
+    per_item: PositiveInt = _setting(4, "most pairs (dpo) or successes (agent_evol) of one item")
+    pairs_per_step: PositiveInt = _setting(32, "dpo: pairs of one optimiser step")
+    dpo_lr: PositiveFloat = _setting(
+        1e-4,
+        "dpo: in place of optimiser.lr; at rates of the other recipes both sides of a pair soon"
+        " lose all likelihood",
+    )
+    beta: PositiveFloat = _setting(
+        0.5, "dpo: how strongly the policy is held to the one the stage began with"
+    )
+    label_smoothing: float = _setting(
+        0.0, "dpo: assumed share of pairs that are the wrong way round", ge=0, lt=0.5
+    )
+    chunk_items: PositiveInt = _operational(64, "items committed at a time")
 
 
 class EvaluationConfig(Section):
-    max_turns: PositiveInt = 12  # one horizon for every evaluation
-    split: Literal["test", "validation"] = "test"  # validation: to choose settings by
-    num_items: PositiveInt = 512  # of the split
-    num_samples: PositiveInt = 4  # per item, beside one greedy episode
-    temperature: PositiveFloat = 1.0
-    k: tuple[PositiveInt, ...] = Field(default=(1, 4), min_length=1)  # of pass@k
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    num_bootstrap: PositiveInt = 2000
-    seed: NonNegativeInt = 1
-    # share of episodes that must count, not failed; below it there is no result
-    min_coverage: float = Field(default=0.95, ge=0, le=1)
-    chunk_items: PositiveInt = _operational(256)  # committed at a time
+    max_turns: PositiveInt = _setting(
+        12, "turns an episode may have, the same for every checkpoint"
+    )
+    split: Literal["test", "validation"] = _setting(
+        "test", "items to evaluate on; validation: to choose settings by"
+    )
+    num_items: PositiveInt = _setting(512, "items of the split")
+    num_samples: PositiveInt = _setting(4, "samples of each item, beside one greedy episode")
+    temperature: PositiveFloat = _setting(1.0, "temperature of the samples")
+    k: tuple[PositiveInt, ...] = _setting((1, 4), "each k of pass@k", min_length=1)
+    confidence: float = _setting(0.95, "level of every interval", gt=0.5, lt=1)
+    num_bootstrap: PositiveInt = _setting(2000, "draws of a bootstrap interval")
+    seed: NonNegativeInt = _setting(1, "seed of the samples and of the bootstrap")
+    min_coverage: float = _setting(
+        0.95,
+        "share of episodes that must count, not failed; below it there is no result",
+        ge=0,
+        le=1,
+    )
+    chunk_items: PositiveInt = _operational(256, "items committed at a time")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -311,31 +411,35 @@ class EvaluationConfig(Section):
 class ValidationConfig(Section):
     """Success on validation items while training; never used to update weights."""
 
-    every: NonNegativeInt = 5  # optimiser steps; 0: never
-    num_items: PositiveInt = 64
-    max_turns: PositiveInt = 12
-    temperature: PositiveFloat = 1.0
+    every: NonNegativeInt = _setting(5, "optimiser steps; 0: never")
+    num_items: PositiveInt = _setting(64, "validation items, one sample each")
+    max_turns: PositiveInt = _setting(12, "turns an episode of validation may have")
+    temperature: PositiveFloat = _setting(1.0, "temperature of sampling")
 
 
 class RegistryConfig(Section):
-    # MLflow refuses / and :, at the end of a run
-    model_name: str = Field(default="agentgym-babyai", pattern=r"^[\w .-]+$")
-    alias: str = "champion"
+    model_name: str = _setting("agentgym-babyai", "name in the registry", pattern=r"^[\w .-]+$")
+    alias: str = _setting("champion", "alias that moves to a new version which is not worse")
 
 
 class TrackingConfig(Section):
-    uri: str = _operational("")  # empty: sqlite under the state directory
-    experiment: str = _operational("agentgym-babyai")
+    uri: str = _operational("", "MLflow's; empty: SQLite beside the store")
+    experiment: str = _operational("agentgym-babyai", "MLflow's experiment")
 
 
 class StoreConfig(Section):
-    # logs and other local state lie beside it, wherever the store is
-    path: Path = _operational(Path(".agentgym/store"))
-    # s3://bucket/prefix; empty: the folder `path`
-    uri: str = _operational("", pattern=r"^$|^s3://[a-z0-9][a-z0-9.-]+(/[\w.-]+)*$")
-    keep_checkpoints: PositiveInt = _operational(2)  # resumable commits kept per unfinished step
-    # a silent holder on another host is fenced off after this
-    lease_ttl_s: PositiveFloat = _operational(30.0)
+    path: Path = _operational(
+        Path(".agentgym/store"), "folder of all results; logs and other local state lie beside it"
+    )
+    uri: str = _operational(
+        "",
+        "s3://bucket/prefix; empty: the folder `path`",
+        pattern=r"^$|^s3://[a-z0-9][a-z0-9.-]+(/[\w.-]+)*$",
+    )
+    keep_checkpoints: PositiveInt = _operational(2, "resumable commits kept per unfinished step")
+    lease_ttl_s: PositiveFloat = _operational(
+        30.0, "seconds after which a silent holder on another host is fenced off"
+    )
 
 
 class RayConfig(Section):
@@ -343,36 +447,47 @@ class RayConfig(Section):
     CPUs and GPUs are what Ray sets aside.
     """
 
-    # ray: GCS of a cluster this machine is a node of (host:port, auto); empty: a local one that
-    # ends with the step. ray-job: the dashboard of a cluster, http://host:8265
-    address: str = _operational("")
-    num_workers: PositiveInt = _operational(1)  # processes that play episodes
-    num_ranks: PositiveInt = _operational(1)  # processes that hold the trained weights
-    worker_cpus: NonNegativeFloat = _operational(1.0)  # of one worker
-    worker_gpus: NonNegativeFloat = _operational(0.0)
-    # of one rank, and of a job that trains in its own process
-    rank_cpus: NonNegativeFloat = _operational(1.0)
-    rank_gpus: NonNegativeFloat = _operational(0.0)
-    # replaced within one step of the pipeline; one more ends it
-    max_lost_workers: NonNegativeInt = _operational(8)
-    # until the cluster has room, and then until a process is there
-    placement_timeout_s: PositiveFloat = _operational(120.0)
-    # of one call of the ranks, and of each exchange between them
-    rank_timeout_s: PositiveFloat = _operational(1800.0)
-    job_attempts: PositiveInt = _operational(2)  # of one step, each under a name of its own
-    job_timeout_s: PositiveFloat = _operational(24 * 3600.0)  # of one job
+    address: str = _operational(
+        "",
+        "ray: GCS of a cluster this machine is a node of (host:port, auto); empty: a local one that"
+        " ends with the step. ray-job: the dashboard of a cluster, http://host:8265",
+    )
+    num_workers: PositiveInt = _operational(1, "processes that play episodes")
+    num_ranks: PositiveInt = _operational(1, "processes that hold the trained weights")
+    worker_cpus: NonNegativeFloat = _operational(1.0, "CPUs of one worker")
+    worker_gpus: NonNegativeFloat = _operational(0.0, "GPUs of one worker")
+    rank_cpus: NonNegativeFloat = _operational(
+        1.0, "CPUs of one rank, and of a job that trains in its own process"
+    )
+    rank_gpus: NonNegativeFloat = _operational(0.0, "GPUs of one rank, and of such a job")
+    max_lost_workers: NonNegativeInt = _operational(
+        8, "lost workers replaced within one step of the pipeline; one more ends it"
+    )
+    placement_timeout_s: PositiveFloat = _operational(
+        120.0, "seconds until the cluster has room, and again until a process is there"
+    )
+    rank_timeout_s: PositiveFloat = _operational(
+        1800.0, "seconds of one call of the ranks, and of each exchange between them"
+    )
+    job_attempts: PositiveInt = _operational(
+        2, "attempts at one step as a job, each under a name of its own"
+    )
+    job_timeout_s: PositiveFloat = _operational(24 * 3600.0, "seconds of one job")
 
 
 class RunConfig(Section):
     """Everything a run needs to know."""
 
-    seed: NonNegativeInt = 0
-    deterministic: bool = False  # one thread, fixed slots: a resumed run ends bit-identical
-    # this process, Ray actors, jobs on a Ray cluster
-    compute: Literal["inline", "ray", "ray-job"] = _operational("inline")
+    seed: NonNegativeInt = _setting(0, "seed of every random draw")
+    deterministic: bool = _setting(
+        False, "one thread, fixed slots: a killed and resumed run ends bit-identical"
+    )
+    compute: Literal["inline", "ray", "ray-job"] = _operational(
+        "inline", "where steps compute: this process, Ray actors, jobs on a Ray cluster"
+    )
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
-    mix: tuple[EnvConfig, ...] = ()  # further environments of the same run
+    mix: tuple[EnvConfig, ...] = _setting((), "further environments of the same run")
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -572,6 +687,37 @@ def load_config(
     if refused is not None:
         raise ConfigError(refused)
     return cfg
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value of a configuration, with what its section says of it."""
+
+    section: str  # "" at the top, `warm_start.optimiser` inside another
+    name: str
+    value: Any
+    default: Any
+    changes_results: bool
+    description: str
+
+
+def settings(cfg: Section, default: Section | None = None, section: str = "") -> Iterator[Setting]:
+    """Every setting, section by section. default: those to name beside it; RunConfig()'s."""
+    default = default or RunConfig()
+    inner = []
+    for name, info in type(cfg).model_fields.items():
+        value = getattr(cfg, name)
+        if isinstance(value, Section):
+            inner.append((value, getattr(default, name), f"{section}.{name}".lstrip(".")))
+            continue
+        extra = info.json_schema_extra
+        operational = isinstance(extra, dict) and bool(extra.get("operational"))
+        plain, usual = (
+            each.model_dump(mode="json", include={name})[name] for each in (cfg, default)
+        )
+        yield Setting(section, name, plain, usual, not operational, info.description or "")
+    for value, usual, path in inner:
+        yield from settings(value, usual, path)
 
 
 def config_digest(semantic: dict[str, Any]) -> str:

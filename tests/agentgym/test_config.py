@@ -1,10 +1,22 @@
 """Every bad input gives one line that says what was expected, what came and what to do."""
 
+import json
+
 import pytest
 from pydantic import ValidationError
 
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.config import AlgorithmConfig, ConfigError, RunConfig, config_digest, load_config
+from agentgym.cli import main
+from agentgym.config import (
+    AlgorithmConfig,
+    ConfigError,
+    OptimiserConfig,
+    RunConfig,
+    config_digest,
+    load_config,
+    settings,
+)
+from envs.babyai import DEFAULTS as BABYAI
 
 
 @pytest.fixture
@@ -172,7 +184,10 @@ def refusal(path, *overrides):
             "model.name is empty; with source hub name a repository or folder",
         ),
         ("model: {hidden_size: 64, num_heads: 4}", "must be a whole head dimension >= 32 (vLLM)"),
-        ("model: {num_kv_heads: 3}", "model.num_heads 4 must be a multiple of num_kv_heads 3"),
+        (
+            "model: {hidden_size: 128, num_heads: 4, num_kv_heads: 3}",
+            "model.num_heads 4 must be a multiple of num_kv_heads 3",
+        ),
         ("model: 5", "model: input should be a valid dictionary"),
         ("[1, 2]", "must hold a mapping of sections, got list"),
         ("rollout: {group_size: [}", "is not valid YAML: "),
@@ -301,8 +316,39 @@ def test_an_empty_file_means_the_defaults(write):
     assert load_config(write("")) == RunConfig()
 
 
-def test_the_shipped_parameters_are_valid():
-    assert load_config("params.yaml").rollout.group_size >= 2
+def test_every_default_has_one_home():
+    """What a file leaves out is what params.yaml says; an environment's options have their home
+    with it.
+    """
+    shipped = load_config("params.yaml")
+    assert shipped.env.options == BABYAI
+    own = shipped.env.model_copy(update={"options": {}})
+    assert shipped.model_copy(update={"env": own}) == RunConfig()
+
+
+def test_every_setting_is_described_once():
+    described = list(settings(RunConfig()))
+    assert [each.name for each in described if not each.description] == []
+    assert len({(each.section, each.name) for each in described}) == len(described) > 100
+    assert {each.name for each in described if each.section == "warm_start.optimiser"} == set(
+        OptimiserConfig.model_fields
+    )
+
+
+def test_the_command_prints_what_was_changed_beside_its_default(write, capsys):
+    path = str(write("{rollout: {group_size: 4, concurrency: 8}}"))
+    assert main(["config", "--params", path]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (group_size,) = (line for line in lines if line[2:].startswith("group_size"))
+    assert group_size.startswith("* group_size")
+    assert "4 (default 8)" in group_size
+    (concurrency,) = (line for line in lines if line.startswith("  concurrency"))
+    assert concurrency.split(maxsplit=2)[2] == "(default 256)  episodes in flight"
+    assert main(["config", "--params", path, "--json"]) == 0
+    values = {(e["section"], e["name"]): e for e in json.loads(capsys.readouterr().out)}
+    assert values["rollout", "group_size"]["value"] == 4
+    assert values["rollout", "group_size"]["changes_results"]
+    assert not values["store", "path"]["changes_results"]
 
 
 def test_extends_lays_one_file_over_another(write):
