@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 from agentgym.algorithms.recipe import Aggregation, KlEstimator
 
 
-def clip_loss(
+def ppo_clip_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -43,7 +43,7 @@ def clip_fractions(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> dict[str, Tensor]:
-    """Where `clip_loss` is clipped, and so has no gradient: [n] bool by name of the metric.
+    """Where `ppo_clip_loss` is clipped, and so has no gradient: [n] bool by name of the metric.
 
     clip_frac_low: rho below 1 - clip_low with A < 0. clip_frac_high: rho above 1 + clip_high with A
     > 0.

@@ -14,11 +14,11 @@ from pathlib import Path
 from agentgym.audit.episodes import check_episodes, check_replay, check_tokens
 from agentgym.audit.excluded import check_excluded
 from agentgym.audit.ledger import check_ledger, check_registry
-from agentgym.audit.lines import check_lineage, read_lines
 from agentgym.audit.numbers import Tables, check_numbers, read_splits
 from agentgym.audit.records import check_records
-from agentgym.audit.report import AuditReport, Check, Tally
+from agentgym.audit.report import AuditReport, Check, Checks
 from agentgym.audit.sampling import check_sampling
+from agentgym.audit.steps import check_lineage, read_steps
 from agentgym.config import ConfigError, RunConfig
 from agentgym.context import NoProgress, Progress
 from agentgym.steps import open_store, run_key
@@ -83,57 +83,57 @@ def audit(
             f"run {run} is not the run of this configuration and source, r{key[:12]};"
             f" {_existing(cfg)}"
         )
-    tallies = {name: Tally(name) for name in CHECKS}
-    lines = read_lines(cfg, store, tallies["content"], tallies["lineage"])
-    if not lines and not tallies["content"].num_failures:
+    checks_of = {name: Checks(name) for name in CHECKS}
+    steps = read_steps(cfg, store, checks_of["content"], checks_of["lineage"])
+    if not steps and not checks_of["content"].num_failures:
         raise ConfigError(
             f"nothing to audit: no step of run r{key[:12]} was committed in {store.root};"
             f" {_existing(cfg)}"
         )
-    show.start("audit", 2 * len(lines) + 4)
-    splits = read_splits(cfg, store, lines, tallies["numbers"])
-    with tallies["records"].guard("records"):
-        check_records(key, lines, pointers, tallies["records"])
+    show.start("audit", 2 * len(steps) + 4)
+    splits = read_splits(cfg, store, steps, checks_of["numbers"])
+    with checks_of["records"].guard("records"):
+        check_records(key, steps, pointers, checks_of["records"])
     tables: Tables = {}
-    for line in lines:
-        with tallies["lineage"].guard(line.name):
-            check_lineage(cfg, line, splits, tallies["lineage"])
+    for record in steps:
+        with checks_of["lineage"].guard(record.name):
+            check_lineage(cfg, record, splits, checks_of["lineage"])
         if splits is not None:
-            with tallies["episodes"].guard(line.name):
-                check_episodes(cfg, line, splits, tallies["episodes"])
-            with tallies["numbers"].guard(line.name):
-                check_numbers(cfg, store, line, lines, splits, tables, tallies["numbers"])
-        show.advance(1, f"{line.name}: numbers")
+            with checks_of["episodes"].guard(record.name):
+                check_episodes(cfg, record, splits, checks_of["episodes"])
+            with checks_of["numbers"].guard(record.name):
+                check_numbers(cfg, store, record, steps, splits, tables, checks_of["numbers"])
+        show.advance(1, f"{record.name}: numbers")
     manuals: dict[str, str] = {}
-    with tallies["replay"].guard("environment"):
-        manuals = check_replay(cfg, lines, num_episodes, seed, tallies["replay"])
+    with checks_of["replay"].guard("environment"):
+        manuals = check_replay(cfg, steps, num_episodes, seed, checks_of["replay"])
     show.advance(1, "replay")
-    with tallies["excluded"].guard("environment"):
-        check_excluded(cfg, store, lines, tallies["excluded"])
+    with checks_of["excluded"].guard("environment"):
+        check_excluded(cfg, store, steps, checks_of["excluded"])
     show.advance(1, "left out")
-    for line in lines:
-        with tallies["tokens"].guard(line.name):
-            check_tokens(cfg, store, line, manuals, tallies["tokens"])
-        with tallies["rescore"].guard(line.name):
+    for record in steps:
+        with checks_of["tokens"].guard(record.name):
+            check_tokens(cfg, store, record, manuals, checks_of["tokens"])
+        with checks_of["rescore"].guard(record.name):
             check_sampling(
-                cfg, store, line, num_rescored, seed, tallies["rescore"], tallies["sampling"]
+                cfg, store, record, num_rescored, seed, checks_of["rescore"], checks_of["sampling"]
             )
-        show.advance(1, f"{line.name}: tokens")
+        show.advance(1, f"{record.name}: tokens")
     for name in ("rescore", "sampling"):
-        if num_pruned := tallies["rescore"].skipped:
-            tallies[name].notes.append(
+        if num_pruned := checks_of["rescore"].skipped:
+            checks_of[name].notes.append(
                 f"{num_pruned} episodes of pruned weights are not (store.keep_checkpoints)"
             )
-    with tallies["ledger"].guard("MLflow"):
-        check_ledger(cfg, store, key, lines, tallies["ledger"])
+    with checks_of["ledger"].guard("MLflow"):
+        check_ledger(cfg, store, key, steps, checks_of["ledger"])
     show.advance(1, "ledger")
-    with tallies["registry"].guard("MLflow"):
-        check_registry(cfg, store, key, lines, tallies["registry"])
+    with checks_of["registry"].guard("MLflow"):
+        check_registry(cfg, store, key, steps, checks_of["registry"])
     show.advance(1, "registry")
     return AuditReport(
         key,
-        tuple(line.name for line in lines),
-        tuple(tally.check() for tally in tallies.values()),
+        tuple(record.name for record in steps),
+        tuple(checks.check() for checks in checks_of.values()),
         seed,
     )
 

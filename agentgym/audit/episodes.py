@@ -10,8 +10,8 @@ from functools import cache
 
 from agentgym.algorithms.batch import CUT
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.audit.lines import Line, draw, load, place
-from agentgym.audit.report import Tally
+from agentgym.audit.report import Checks
+from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.data import Splits
 from agentgym.rollouts.client import EnvError, EnvPools
@@ -23,15 +23,15 @@ from agentgym.training.rl import resolved
 from agentgym.types import Item, Status, Trajectory
 
 
-def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> None:
+def check_episodes(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
     """Who was played, for which step, under which horizon and by which version of the weights."""
-    stage = line.stage(cfg)
+    stage = record.stage(cfg)
     first = 0
-    for commit in line.commits:
-        episodes = line.episodes.get(commit.seq)
-        if episodes is None or line.name == "initialise":
+    for commit in record.commits:
+        episodes = record.episodes.get(commit.seq)
+        if episodes is None or record.name == "initialise":
             continue
-        where = line.at(commit)
+        where = record.at(commit)
         # version, item, sample, step, max_turns, temperature
         expected: list[tuple[int, Item, int, int, int, float]]
         if stage is not None:
@@ -56,7 +56,7 @@ def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> 
                 first : int(commit.state["num_items"])
             ]
             first = int(commit.state["num_items"])
-            version = int(line.checkpoint.state["global_step"]) if line.checkpoint else -1
+            version = int(record.checkpoint.state["global_step"]) if record.checkpoint else -1
             rest, samples = (0, cfg.evaluation.max_turns), range(1, 1 + cfg.evaluation.num_samples)
             expected = [(version, item, 0, *rest, 0.0) for item in chunk]
             expected += [
@@ -64,7 +64,7 @@ def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> 
                 for item in chunk
                 for sample in samples
             ]
-        tally.expect(where, "number of episodes", len(expected), len(episodes))
+        checks.expect(where, "number of episodes", len(expected), len(episodes))
         for (version, *wanted), episode in zip(expected, episodes, strict=False):
             lag = cfg.rollout.max_staleness if episode.item.split == "train" else 0
             versions = [turn.version for turn in episode.turns]
@@ -75,13 +75,13 @@ def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> 
                 episode.max_turns,
                 episode.temperature,
             ]
-            tally.expect(
+            checks.expect(
                 place(where, episode), "[item, sample, step, max_turns, temperature]", wanted, got
             )
             fit = versions == sorted(versions) and all(
                 version - lag <= each <= version for each in versions
             )
-            tally.expect(
+            checks.expect(
                 place(where, episode),
                 "versions of the weights",
                 [version] * len(versions),
@@ -90,63 +90,65 @@ def check_episodes(cfg: RunConfig, line: Line, splits: Splits, tally: Tally) -> 
             outcome = (
                 sum(turn.reward for turn in episode.turns) if episode.status.is_valid else None
             )
-            tally.expect(
+            checks.expect(
                 place(where, episode), "reward as the sum of its turns'", outcome, episode.reward
             )
-            _check_end(cfg, place(where, episode), episode, tally)
+            _check_end(cfg, place(where, episode), episode, checks)
 
 
-def _check_end(cfg: RunConfig, where: str, episode: Trajectory, tally: Tally) -> None:
+def _check_end(cfg: RunConfig, where: str, episode: Trajectory, checks: Checks) -> None:
     """How long an episode may be, and what it says of itself, given how it ended."""
     most, attempts = episode.max_turns, cfg.rollout.max_attempts
     fits = {
         Status.TERMINATED: 0 < len(episode.turns) <= most,
         Status.MAX_TURNS: len(episode.turns) == most,
     }.get(episode.status, len(episode.turns) < most)
-    tally.expect(
+    checks.expect(
         where, f"a number of turns that fits {episode.status} under max_turns {most}", True, fits
     )
     if episode.status.is_valid:
-        tally.expect(where, "error", None, episode.error)
-        tally.expect(
+        checks.expect(where, "error", None, episode.error)
+        checks.expect(
             where,
             f"attempts within rollout.max_attempts {attempts}",
             True,
             1 <= episode.num_attempts <= attempts,
         )
-        tally.expect(
+        checks.expect(
             where,
             "success of an episode that the environment did not end",
             False,
             episode.success and episode.status in CUT,
         )
     else:
-        tally.expect(where, "success of an episode that is left out", False, episode.success)
-        tally.expect(where, "attempts, all of rollout.max_attempts", attempts, episode.num_attempts)
-        tally.expect(where, "an error that says what failed", True, bool(episode.error))
+        checks.expect(where, "success of an episode that is left out", False, episode.success)
+        checks.expect(
+            where, "attempts, all of rollout.max_attempts", attempts, episode.num_attempts
+        )
+        checks.expect(where, "an error that says what failed", True, bool(episode.error))
 
 
 def check_tokens(
-    cfg: RunConfig, store: RunStore, line: Line, manuals: Mapping[str, str], tally: Tally
+    cfg: RunConfig, store: RunStore, record: StepRecord, manuals: Mapping[str, str], checks: Checks
 ) -> None:
     """Ids outside the policy's spans are what the renderer makes of the logged observations;
     inside, of the logged actions.
     """
-    checkpoint = load(store, line.final if line.name == "initialise" else line.checkpoint)
-    if checkpoint is None or not line.episodes:
+    checkpoint = load(store, record.final if record.name == "initialise" else record.checkpoint)
+    if checkpoint is None or not record.episodes:
         return
     renderer, reads_last = (
         checkpoint.renderer,
-        line.stage(cfg) is not None and resolved(cfg).truncated == "bootstrap",
+        record.stage(cfg) is not None and resolved(cfg).truncated == "bootstrap",
     )
     start, bridge, text = cache(renderer.start), cache(renderer.bridge), cache(renderer.text)
-    for commit in line.commits:
-        for episode in line.episodes.get(commit.seq, ()):
-            where = place(line.at(commit), episode)
+    for commit in record.commits:
+        for episode in record.episodes.get(commit.seq, ()):
+            where = place(record.at(commit), episode)
             ended = episode.status.is_valid
             # no session was opened
             if not ended and not episode.first_observation and not episode.turns:
-                tally.expect(
+                checks.expect(
                     where, "token ids of an episode that did not begin", (), episode.input_ids
                 )
                 continue
@@ -154,10 +156,10 @@ def check_tokens(
             mask = [False] * len(rebuilt)
             for number, turn in enumerate(episode.turns, 1):
                 ids = episode.input_ids[turn.start : turn.end]
-                tally.expect(
+                checks.expect(
                     f"{where} turn {number}", "start of its action", len(rebuilt), turn.start
                 )
-                tally.expect(
+                checks.expect(
                     f"{where} turn {number}",
                     "action",
                     extract_action(text(ids), cfg.rollout.action_format),
@@ -169,7 +171,7 @@ def check_tokens(
                 room = cfg.model.context_tokens - len(rebuilt) - len(answer)
                 is_last = ended and number == len(episode.turns)
                 if is_last and episode.status is Status.MAX_TOKENS:
-                    tally.expect(where, "context used up", True, room < cfg.rollout.max_new_tokens)
+                    checks.expect(where, "context used up", True, room < cfg.rollout.max_new_tokens)
                 read_last = (
                     reads_last
                     and episode.status in CUT
@@ -183,18 +185,18 @@ def check_tokens(
                 pending = episode.input_ids[len(rebuilt) :][: cfg.rollout.max_new_tokens]
                 rebuilt += pending
                 mask += [True] * len(pending)
-            tally.expect(where, "token ids as rendered", tuple(rebuilt), episode.input_ids)
-            tally.expect(where, "action mask", tuple(mask), episode.action_mask)
+            checks.expect(where, "token ids as rendered", tuple(rebuilt), episode.input_ids)
+            checks.expect(where, "action mask", tuple(mask), episode.action_mask)
             outside = [
                 value for value, sampled in zip(episode.logprobs, mask, strict=False) if not sampled
             ]
-            tally.expect(
+            checks.expect(
                 where,
                 "log-probabilities, one per token",
                 len(episode.input_ids),
                 len(episode.logprobs),
             )
-            tally.expect(
+            checks.expect(
                 where,
                 "log-probabilities outside actions other than 0",
                 [],
@@ -203,43 +205,43 @@ def check_tokens(
 
 
 def check_replay(
-    cfg: RunConfig, lines: Sequence[Line], num_episodes: int | None, seed: int, tally: Tally
+    cfg: RunConfig, steps: Sequence[StepRecord], num_episodes: int | None, seed: int, checks: Checks
 ) -> dict[str, str]:
     """A draw of what counts, and all that was left out.
     Result: the task manuals episodes begin with, by environment.
     """
     chosen: list[tuple[str, Trajectory]] = []
     num_logged = 0
-    for line in lines:
-        logged = [commit for commit in line.commits if line.episodes.get(commit.seq)]
+    for record in steps:
+        logged = [commit for commit in record.commits if record.episodes.get(commit.seq)]
         for commit in logged:
-            episodes = line.episodes[commit.seq]
+            episodes = record.episodes[commit.seq]
             num_logged += len(episodes)
             counted = [episode for episode in episodes if episode.status.is_valid]
             share = None if num_episodes is None else max(1, num_episodes // len(logged))
-            drawn = draw(counted, share, seed, line.name, commit.seq)
+            drawn = draw(counted, share, seed, record.name, commit.seq)
             begun = [
                 e for e in episodes if not e.status.is_valid and (e.first_observation or e.turns)
             ]
-            chosen += [(place(line.at(commit), episode), episode) for episode in [*drawn, *begun]]
+            chosen += [(place(record.at(commit), episode), episode) for episode in [*drawn, *begun]]
     left_out = Counter(str(episode.status) for _, episode in chosen if not episode.status.is_valid)
     said = "".join(
         f", {left_out[status]} {status} replayed to their end"
         for status in ("env_error", "timeout")
     )
-    tally.notes.append(f"{len(chosen) - left_out.total()} of {num_logged} episodes{said}")
+    checks.notes.append(f"{len(chosen) - left_out.total()} of {num_logged} episodes{said}")
     if not chosen:
         return {}
     with (
         local_environment(cfg, False) as endpoints,
         open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, manuals),
     ):
-        loop.run(_replay(pool, chosen, cfg.rollout.concurrency, tally))
+        loop.run(_replay(pool, chosen, cfg.rollout.concurrency, checks))
         return manuals
 
 
 async def _replay(
-    pool: EnvPools, chosen: Sequence[tuple[str, Trajectory]], concurrency: int, tally: Tally
+    pool: EnvPools, chosen: Sequence[tuple[str, Trajectory]], concurrency: int, checks: Checks
 ) -> None:
     slots, nonce = asyncio.Semaphore(concurrency), uuid.uuid4().hex
 
@@ -247,13 +249,13 @@ async def _replay(
         ended: Status | None = None
         success = False
         async with slots, pool.session(episode.item, f"{nonce}-{index}") as session:
-            if not tally.expect(
+            if not checks.expect(
                 where, "first observation", session.observation, episode.first_observation
             ):
                 return
             for number, turn in enumerate(episode.turns, 1):
                 if ended:
-                    tally.fail(
+                    checks.fail(
                         f"{where} turn {number}: the environment had ended the task at turn"
                         f" {number - 1}"
                     )
@@ -262,7 +264,7 @@ async def _replay(
                 ended = ending(reply)
                 success = ended is not None and reply.success
                 answer = (reply.observation, reply.reward)
-                if not tally.expect(
+                if not checks.expect(
                     f"{where} turn {number}",
                     "(observation, reward)",
                     answer,
@@ -270,7 +272,7 @@ async def _replay(
                 ):
                     return
         if not episode.status.is_valid:
-            tally.expect(
+            checks.expect(
                 where,
                 f"{episode.status} of an episode that the environment ended",
                 False,
@@ -278,16 +280,16 @@ async def _replay(
             )
             return
         cut = Status.MAX_TURNS if len(episode.turns) >= episode.max_turns else Status.MAX_TOKENS
-        tally.expect(where, "status", ended or cut, episode.status)
-        tally.expect(where, "success", success, episode.success)
+        checks.expect(where, "status", ended or cut, episode.status)
+        checks.expect(where, "success", success, episode.success)
 
     results = await asyncio.gather(
         *(one(index, *each) for index, each in enumerate(chosen)), return_exceptions=True
     )
     for (where, episode), result in zip(chosen, results, strict=True):
         if isinstance(result, EnvError) and not episode.status.is_valid:
-            tally.skipped += 1  # it fails again
+            checks.skipped += 1  # it fails again
         elif isinstance(result, EnvError):
-            tally.fail(f"{where}: {result}")
+            checks.fail(f"{where}: {result}")
         elif isinstance(result, BaseException):
             raise result

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentgym.audit.lines import Line, load
-from agentgym.audit.report import Tally
+from agentgym.audit.report import Checks
 from agentgym.audit.sampling import weights_of_versions
+from agentgym.audit.steps import StepRecord, load
 from agentgym.config import RunConfig
 from agentgym.rollouts.collect import collect
 from agentgym.steps import local_environment
@@ -27,26 +27,28 @@ from agentgym.types import Status, Trajectory
 MAX_CHANCE = 1e-6  # of what failing environments left out; less likely is somebody's choice
 
 
-def check_excluded(cfg: RunConfig, store: RunStore, lines: Sequence[Line], tally: Tally) -> None:
+def check_excluded(
+    cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
+) -> None:
     """Share of each collection, and what those left out would have come to."""
     counts: Counter[Status] = Counter()
-    for line in lines:
-        if line.checkpoint is None:
+    for record in steps:
+        if record.checkpoint is None:
             continue
-        for commit in line.commits:
-            for what, episodes in _collections(line.episodes.get(commit.seq, ())).items():
+        for commit in record.commits:
+            for what, episodes in _collections(record.episodes.get(commit.seq, ())).items():
                 counts.update(episode.status for episode in episodes)
-                _check_share(cfg, f"{line.at(commit)} {what}", episodes, tally)
+                _check_share(cfg, f"{record.at(commit)} {what}", episodes, checks)
     said = ", ".join(f"{counts[status]} {status}" for status in (Status.ENV_ERROR, Status.TIMEOUT))
-    tally.notes.append(f"{said} of {counts.total()} episodes")
-    for line in lines:
-        if line.checkpoint is not None and _left_out(line):
+    checks.notes.append(f"{said} of {counts.total()} episodes")
+    for record in steps:
+        if record.checkpoint is not None and _left_out(record):
             if not ENGINE.repeats_draws:
-                tally.notes.append(
-                    f"{line.name}: not played again, {ENGINE.__name__} does not repeat its draws"
+                checks.notes.append(
+                    f"{record.name}: not played again, {ENGINE.__name__} does not repeat its draws"
                 )
             else:
-                _play_again(cfg, store, line, line.checkpoint, tally)
+                _play_again(cfg, store, record, record.checkpoint, checks)
 
 
 def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
@@ -58,21 +60,23 @@ def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
     return groups
 
 
-def _check_share(cfg: RunConfig, where: str, episodes: Sequence[Trajectory], tally: Tally) -> None:
-    tally.counted += 1
+def _check_share(
+    cfg: RunConfig, where: str, episodes: Sequence[Trajectory], checks: Checks
+) -> None:
+    checks.counted += 1
     limit = cfg.rollout.max_env_error_frac
     num_left_out = sum(not episode.status.is_valid for episode in episodes)
     if num_left_out > limit * len(episodes):
-        tally.fail(
+        checks.fail(
             f"{where}: {num_left_out} of {len(episodes)} are left out, rollout.max_env_error_frac"
             f" is {limit:g}"
         )
 
 
-def _left_out(line: Line) -> list[Trajectory]:
+def _left_out(record: StepRecord) -> list[Trajectory]:
     return [
         episode
-        for logged in line.episodes.values()
+        for logged in record.episodes.values()
         for episode in logged
         if not episode.status.is_valid
     ]
@@ -96,10 +100,10 @@ class _Again:
 
 
 def _play_again(
-    cfg: RunConfig, store: RunStore, line: Line, checkpoint: Manifest, tally: Tally
+    cfg: RunConfig, store: RunStore, record: StepRecord, checkpoint: Manifest, checks: Checks
 ) -> None:
-    sources, again = weights_of_versions(cfg, line, checkpoint), _Again()
-    left_out, is_stage = _left_out(line), line.stage(cfg) is not None
+    sources, again = weights_of_versions(cfg, record, checkpoint), _Again()
+    left_out, is_stage = _left_out(record), record.stage(cfg) is not None
     by_version: dict[int, list[Trajectory]] = {}
     for episode in left_out:
         version = int(checkpoint.state["global_step"])
@@ -119,18 +123,18 @@ def _play_again(
             again.add(was, now)
     valid = [
         episode
-        for logged in line.episodes.values()
+        for logged in record.episodes.values()
         for episode in logged
         if episode.status.is_valid
     ]
     for status, outcomes in again.outcomes.items():
         _check_chance(
-            line.name,
+            record.name,
             status,
             outcomes,
             [episode for episode in left_out if episode.status is status],
             valid,
-            tally,
+            checks,
         )
     results = [
         success
@@ -138,9 +142,9 @@ def _play_again(
         for each in outcomes.values()
         for success in each
     ]
-    tally.skipped += num_pruned
-    tally.notes.append(
-        f"{line.name}: of {len(left_out)} left out, played again {sum(results)} succeed,"
+    checks.skipped += num_pruned
+    checks.notes.append(
+        f"{record.name}: of {len(left_out)} left out, played again {sum(results)} succeed,"
         f" {len(results) - sum(results)} do not, {again.failed_again} fail again, {num_pruned}"
         f" cannot be (weights pruned); {_bounds(valid, left_out)}"
     )
@@ -191,7 +195,7 @@ def _check_chance(
     outcomes: Mapping[str, Sequence[bool]],
     left_out: Sequence[Trajectory],
     valid: Sequence[Trajectory],
-    tally: Tally,
+    checks: Checks,
 ) -> None:
     """Is it likely that environments failed on just these? An item counts once: its samples
     fail together.
@@ -201,14 +205,14 @@ def _check_chance(
     alike = [episode for episode in valid if len(episode.turns) >= shortest]
     turns = sum(1 + len(episode.turns) for episode in alike)
     share = (1 + sum(1 + len(episode.turns) for episode in alike if episode.success)) / (2 + turns)
-    tally.counted += 1
+    checks.counted += 1
     for what, num_hits, rate in (
         ("would have succeeded", sum(any(each) for each in outcomes.values()), share),
         ("would have failed", sum(not all(each) for each in outcomes.values()), 1 - share),
     ):
         chance = at_most(num_hits, len(outcomes), rate)
         if chance < MAX_CHANCE:
-            tally.fail(
+            checks.fail(
                 f"{name}: {status} on {len(outcomes)} items, of which played again {num_hits}"
                 f" {what}; from the episodes that count {rate * len(outcomes):.1f} are expected,"
                 f" and so few come by chance once in {1 / chance:.0e} runs"

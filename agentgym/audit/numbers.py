@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.audit.lines import Line
-from agentgym.audit.report import Tally
+from agentgym.audit.report import Checks
+from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
 from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES, decode_trajectories
 from agentgym.data import Splits, splits_from_json
@@ -42,10 +42,10 @@ Tables = dict[str, tuple[Array, Array]]  # evaluation step -> outcomes, recomput
 
 
 def read_splits(
-    cfg: RunConfig, store: RunStore, lines: Sequence[Line], tally: Tally
+    cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> Splits | None:
     """As the run recorded them, compared with the data it says it read."""
-    prepare = next((line.final for line in lines if line.name == "prepare"), None)
+    prepare = next((record.final for record in steps if record.name == "prepare"), None)
     if prepare is None:
         return None
     try:
@@ -54,10 +54,10 @@ def read_splits(
         return None  # content has said so
     loaded = load_data(cfg)
     for name in ("train", "validation", "test"):
-        tally.expect(
+        checks.expect(
             "prepare commit 0", f"{name} items", getattr(loaded, name), getattr(recorded, name)
         )
-        tally.expect(
+        checks.expect(
             "prepare commit 0",
             f"number of {name} items",
             len(getattr(loaded, name)),
@@ -65,8 +65,8 @@ def read_splits(
         )
     if cfg.warm_start.source == "trajectories":
         theirs = decode(store.read(prepare, RECORDED))
-        tally.expect("prepare commit 0", "trajectories of others", load_recorded(cfg), theirs)
-        tally.expect(
+        checks.expect("prepare commit 0", "trajectories of others", load_recorded(cfg), theirs)
+        checks.expect(
             "prepare commit 0",
             "number of trajectories",
             len(theirs),
@@ -78,62 +78,64 @@ def read_splits(
 def check_numbers(
     cfg: RunConfig,
     store: RunStore,
-    line: Line,
-    lines: Sequence[Line],
+    record: StepRecord,
+    steps: Sequence[StepRecord],
     splits: Splits,
     tables: Tables,
-    tally: Tally,
+    checks: Checks,
 ) -> None:
     """tables: of the evaluations so far; grows by this one's.
     The baseline of a later one is among them.
     """
-    if line.name == "initialise":
-        episodes = line.episodes.get(0, [])
-        results, asked = line.commits[0].results, min(cfg.warm_start.num_demos, len(splits.train))
+    if record.name == "initialise":
+        episodes = record.episodes.get(0, [])
+        results, asked = record.commits[0].results, min(cfg.warm_start.num_demos, len(splits.train))
         num_solved = sum(episode.success for episode in episodes)
-        tally.expect(line.at(line.commits[0]), "num_demos", num_solved, results["num_demos"])
+        checks.expect(record.at(record.commits[0]), "num_demos", num_solved, results["num_demos"])
         if cfg.warm_start.source == "trajectories":
             asked = len(episodes)
-            _check_recorded(cfg, store, line, tally)
+            _check_recorded(cfg, store, record, checks)
         solved = num_solved / asked if cfg.warm_start.enabled else 0.0
-        tally.expect(line.at(line.commits[0]), "expert_success", solved, results["expert_success"])
-    elif line.name == "warm-start":
-        _check_warm_start(cfg, line, tally)
-    elif line.stage(cfg) is not None and RECIPES[cfg.algorithm.recipe].loop != "rl":
-        _check_offline_stage(cfg, store, line, tally)
-    elif line.stage(cfg) is not None:
-        for commit in line.commits:
-            _check_training(cfg, line, commit, tally)
-    elif line.name.startswith("evaluate-") and line.final is not None:
-        _check_evaluation(cfg, store, line, splits, tables, tally)
-    elif line.name == "report" and line.final is not None:
+        checks.expect(
+            record.at(record.commits[0]), "expert_success", solved, results["expert_success"]
+        )
+    elif record.name == "warm-start":
+        _check_warm_start(cfg, record, checks)
+    elif record.stage(cfg) is not None and RECIPES[cfg.algorithm.recipe].loop != "rl":
+        _check_offline_stage(cfg, store, record, checks)
+    elif record.stage(cfg) is not None:
+        for commit in record.commits:
+            _check_training(cfg, record, commit, checks)
+    elif record.name.startswith("evaluate-") and record.final is not None:
+        _check_evaluation(cfg, store, record, splits, tables, checks)
+    elif record.name == "report" and record.final is not None:
         known = [
             other.final.results
-            for other in lines
+            for other in steps
             if other.name.startswith("evaluate-") and other.final
         ]
         for side in ("before", "after"):
-            tally.expect(
-                line.at(line.final),
+            checks.expect(
+                record.at(record.final),
                 f"results {side}, as one of the evaluations'",
                 True,
-                line.final.results[side] in known,
+                record.final.results[side] in known,
             )
-        _check_report(cfg, store, line, line.final, tally)
+        _check_report(cfg, store, record, record.final, checks)
 
 
 def _check_report(
-    cfg: RunConfig, store: RunStore, line: Line, final: Manifest, tally: Tally
+    cfg: RunConfig, store: RunStore, record: StepRecord, final: Manifest, checks: Checks
 ) -> None:
     """Page and pictures, made again."""
     from agentgym.evaluation.publish import PAGE, report_files
 
-    where = line.at(final)
+    where = record.at(final)
     try:
         made = report_files(
             cfg,
             store,
-            line.parents,
+            record.parents,
             run_key(cfg),
             {name: step.title for name, step in steps_of(cfg).items()},
         )
@@ -141,9 +143,9 @@ def _check_report(
         for files in (made, kept):  # seconds are pinned, not proven: a step may have been run again
             files[PAGE] = TIMES.sub(b"", files[PAGE])
     except (LookupError, ValueError, StopIteration, TypeError) as error:
-        tally.fail(f"{where}: it cannot be made again: {type(error).__name__}: {error}")
+        checks.fail(f"{where}: it cannot be made again: {type(error).__name__}: {error}")
         return
-    tally.expect(
+    checks.expect(
         where,
         f"{PAGE} without its pictures, made again",
         PICTURE.sub(b"", made[PAGE]),
@@ -154,24 +156,24 @@ def _check_report(
         for files in (made, kept)
     ]
     if drawn_by[0] != drawn_by[1]:
-        tally.skipped += 1
-        tally.notes.append("pictures not compared, another Matplotlib drew them")
+        checks.skipped += 1
+        checks.notes.append("pictures not compared, another Matplotlib drew them")
         return
     for name in made:
-        tally.expect(where, f"{name}, made again", True, made[name] == kept[name])
+        checks.expect(where, f"{name}, made again", True, made[name] == kept[name])
 
 
-def _check_recorded(cfg: RunConfig, store: RunStore, line: Line, tally: Tally) -> None:
+def _check_recorded(cfg: RunConfig, store: RunStore, record: StepRecord, checks: Checks) -> None:
     """Each episode is one of the trajectories that were imported, as far as the task went on;
     none is missing but those told.
     """
-    commit, episodes = line.commits[0], line.episodes.get(0, [])
-    recorded = recorded_for(cfg, decode(store.read(line.parents["prepare"], RECORDED)))
+    commit, episodes = record.commits[0], record.episodes.get(0, [])
+    recorded = recorded_for(cfg, decode(store.read(record.parents["prepare"], RECORDED)))
     samples = [episode.sample for episode in episodes]
-    tally.expect(line.at(commit), "order of the trajectories", sorted(set(samples)), samples)
-    tally.expect(line.at(commit), "num_played", len(recorded), commit.results["num_played"])
-    tally.expect(
-        line.at(commit),
+    checks.expect(record.at(commit), "order of the trajectories", sorted(set(samples)), samples)
+    checks.expect(record.at(commit), "num_played", len(recorded), commit.results["num_played"])
+    checks.expect(
+        record.at(commit),
         "num_too_long",
         len(recorded) - len(episodes),
         commit.results["num_too_long"],
@@ -179,10 +181,10 @@ def _check_recorded(cfg: RunConfig, store: RunStore, line: Line, tally: Tally) -
     for episode in episodes:
         each = recorded[episode.sample]
         actions = [action for _, action in replies_of(each, cfg.rollout.action_format)]
-        where = f"{line.at(commit)} {episode.item.item_id} sample {episode.sample}"
-        tally.expect(where, "item as imported", each.item, episode.item)
+        where = f"{record.at(commit)} {episode.item.item_id} sample {episode.sample}"
+        checks.expect(where, "item as imported", each.item, episode.item)
         played = [turn.action for turn in episode.turns]
-        tally.expect(
+        checks.expect(
             where,
             "actions as imported",
             actions[: len(played)] if episode.status is Status.TERMINATED else actions,
@@ -190,32 +192,32 @@ def _check_recorded(cfg: RunConfig, store: RunStore, line: Line, tally: Tally) -
         )
 
 
-def _check_warm_start(cfg: RunConfig, line: Line, tally: Tally) -> None:
+def _check_warm_start(cfg: RunConfig, record: StepRecord, checks: Checks) -> None:
     settings, step = cfg.warm_start, 0
-    for commit in line.commits:
-        for point in line.points.get(commit.seq, ()):
+    for commit in record.commits:
+        for point in record.points.get(commit.seq, ()):
             step += 1
-            tally.expect(line.at(commit), "step of a point", step, point.step)
+            checks.expect(record.at(commit), "step of a point", step, point.step)
             rate = learning_rate(settings.optimiser, step, settings.steps)
-            tally.expect(
-                f"{line.at(commit)} step {step}", "sft/lr", rate, point.metrics.get("sft/lr")
+            checks.expect(
+                f"{record.at(commit)} step {step}", "sft/lr", rate, point.metrics.get("sft/lr")
             )
-        tally.expect(line.at(commit), "steps so far", step, commit.state["sft_step"])
+        checks.expect(record.at(commit), "steps so far", step, commit.state["sft_step"])
         last = (
-            line.points[commit.seq][-1].metrics.get("sft/loss")
-            if line.points.get(commit.seq)
+            record.points[commit.seq][-1].metrics.get("sft/loss")
+            if record.points.get(commit.seq)
             else None
         )
-        tally.expect(line.at(commit), "loss", last, commit.results["loss"])
+        checks.expect(record.at(commit), "loss", last, commit.results["loss"])
 
 
-def _check_training(cfg: RunConfig, line: Line, commit: Manifest, tally: Tally) -> None:
-    points, episodes = line.points.get(commit.seq), line.episodes.get(commit.seq)
-    step, where = int(commit.state["global_step"]), line.at(commit)
+def _check_training(cfg: RunConfig, record: StepRecord, commit: Manifest, checks: Checks) -> None:
+    points, episodes = record.points.get(commit.seq), record.episodes.get(commit.seq)
+    step, where = int(commit.state["global_step"]), record.at(commit)
     if not points or not episodes:
-        tally.fail(f"{where}: it has no {METRICS if not points else TRAJECTORIES} to compare")
+        checks.fail(f"{where}: it has no {METRICS if not points else TRAJECTORIES} to compare")
         return
-    tally.expect(where, "steps of its points", [step], [point.step for point in points])
+    checks.expect(where, "steps of its points", [step], [point.step for point in points])
     logged = points[0].metrics
     expected = rollout_metrics([episode for episode in episodes if episode.item.split == "train"])
     expected["actor/lr"] = learning_rate(cfg.optimiser, step, sum(cfg.horizon.stage_steps))
@@ -224,25 +226,27 @@ def _check_training(cfg: RunConfig, line: Line, commit: Manifest, tally: Tally) 
         expected |= validation_metrics(validation)
     own = {name for name in logged if name.startswith(("rollout/", "validation/"))}
     for name in sorted(expected.keys() | own):
-        tally.expect(where, name, expected.get(name), logged.get(name))
+        checks.expect(where, name, expected.get(name), logged.get(name))
 
 
-def _check_offline_stage(cfg: RunConfig, store: RunStore, line: Line, tally: Tally) -> None:
-    stage = line.stage(cfg)
+def _check_offline_stage(
+    cfg: RunConfig, store: RunStore, record: StepRecord, checks: Checks
+) -> None:
+    stage = record.stage(cfg)
     assert stage is not None
-    demos = line.parents.get("initialise") if cfg.warm_start.source == "trajectories" else None
+    demos = record.parents.get("initialise") if cfg.warm_start.source == "trajectories" else None
     recorded = decode_trajectories(store.read(demos, DEMOS)) if demos else []
-    logs = [episode for commit in line.commits for episode in line.episodes.get(commit.seq, ())]
+    logs = [episode for commit in record.commits for episode in record.episodes.get(commit.seq, ())]
     explored = [episode for episode in logs if episode.item.split == "train"]
     step, rate = (
         stage.first_step - 1,
         ("dpo/lr" if RECIPES[cfg.algorithm.recipe].loop == "dpo" else "sft/lr"),
     )
-    for commit in line.commits:
-        for point in line.points.get(commit.seq, ()):
+    for commit in record.commits:
+        for point in record.points.get(commit.seq, ()):
             step += 1
-            where = f"{line.at(commit)} step {step}"
-            tally.expect(where, "step of a point", step, point.step)
+            where = f"{record.at(commit)} step {step}"
+            checks.expect(where, "step of a point", step, point.step)
             expected = {
                 rate: learning_rate(
                     optimiser_of(cfg), step - first_rate_step(cfg, stage), rate_steps(cfg, stage)
@@ -255,7 +259,7 @@ def _check_offline_stage(cfg: RunConfig, store: RunStore, line: Line, tally: Tal
             if cfg.validation.every and step % cfg.validation.every == 0:
                 validation = [
                     episode
-                    for episode in line.episodes.get(commit.seq, ())
+                    for episode in record.episodes.get(commit.seq, ())
                     if episode.item.split == "validation"
                 ]
                 expected |= validation_metrics(validation)
@@ -265,32 +269,39 @@ def _check_offline_stage(cfg: RunConfig, store: RunStore, line: Line, tally: Tal
                 if name.startswith(("rollout/", "validation/")) or name.endswith("/lr")
             }
             for name in sorted(expected.keys() | own):
-                tally.expect(where, name, expected.get(name), point.metrics.get(name))
-        tally.expect(line.at(commit), "steps so far", step, commit.state["global_step"])
+                checks.expect(where, name, expected.get(name), point.metrics.get(name))
+        checks.expect(record.at(commit), "steps so far", step, commit.state["global_step"])
 
 
 def _check_evaluation(
-    cfg: RunConfig, store: RunStore, line: Line, splits: Splits, tables: Tables, tally: Tally
+    cfg: RunConfig,
+    store: RunStore,
+    record: StepRecord,
+    splits: Splits,
+    tables: Tables,
+    checks: Checks,
 ) -> None:
-    final, settings = line.commits[-1], cfg.evaluation
-    where, items = line.at(final), getattr(splits, settings.split)[: settings.num_items]
-    episodes = [episode for commit in line.commits for episode in line.episodes.get(commit.seq, ())]
+    final, settings = record.commits[-1], cfg.evaluation
+    where, items = record.at(final), getattr(splits, settings.split)[: settings.num_items]
+    episodes = [
+        episode for commit in record.commits for episode in record.episodes.get(commit.seq, ())
+    ]
     foreign = {e.item.item_id for e in episodes} - {item.item_id for item in items}
     if foreign or not episodes or max(e.sample for e in episodes) > settings.num_samples:
-        tally.fail(
+        checks.fail(
             f"{where}: its episodes are not those of the {settings.split} items (foreign:"
             f" {sorted(foreign)[:3]}); nothing to recompute from"
         )
         return
-    greedy, samples = tables[line.name] = outcomes(episodes, items, settings.num_samples)
+    greedy, samples = tables[record.name] = outcomes(episodes, items, settings.num_samples)
     try:
         expected: dict[str, Any] = json.loads(
             json.dumps(score(greedy, samples, settings, [item.env for item in items]))
         )
     except ValueError as error:
-        tally.fail(f"{where}: {error}")
+        checks.fail(f"{where}: {error}")
         return
-    baseline = next((name for name in line.parents if name.startswith("evaluate-")), None)
+    baseline = next((name for name in record.parents if name.startswith("evaluate-")), None)
     if baseline is not None:
         base = dict(
             zip(("greedy", "samples"), tables.get(baseline, (greedy[:0], samples[:0])), strict=True)
@@ -301,24 +312,24 @@ def _check_evaluation(
         }
     for name in ("summary", FAILED, "paired"):
         for key, value in expected.get(name, {}).items():
-            tally.expect(
+            checks.expect(
                 where, f"results {name} {key}", value, final.results.get(name, {}).get(key)
             )
     expected |= {
-        "checkpoint": line.name.removeprefix("evaluate-"),
+        "checkpoint": record.name.removeprefix("evaluate-"),
         "num_items": len(items),
         "max_turns": settings.max_turns,
         "global_step": final.state["global_step"],
     }
     for name in sorted((expected.keys() | final.results.keys()) - {"summary", FAILED, "paired"}):
-        tally.expect(where, f"results {name}", expected.get(name), final.results.get(name))
-    tally.expect(where, "names of results", sorted(expected), sorted(final.results))
+        checks.expect(where, f"results {name}", expected.get(name), final.results.get(name))
+    checks.expect(where, "names of results", sorted(expected), sorted(final.results))
     try:
         stored = json.loads(store.read(final, OUTCOMES))
     except (LookupError, ValueError):
         return  # content has said so
     for name, table in (("greedy", greedy), ("samples", samples)):
         same = np.array_equal(table, np.array(stored.get(name), dtype=float), equal_nan=True)
-        tally.expect(where, f"{OUTCOMES} {name} as the episodes'", True, same)
-    metrics = [point.metrics for point in line.points.get(final.seq, ())]
-    tally.expect(where, "metrics", [evaluation_metrics(expected, episodes)], metrics)
+        checks.expect(where, f"{OUTCOMES} {name} as the episodes'", True, same)
+    metrics = [point.metrics for point in record.points.get(final.seq, ())]
+    checks.expect(where, "metrics", [evaluation_metrics(expected, episodes)], metrics)

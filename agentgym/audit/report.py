@@ -50,7 +50,7 @@ class AuditReport:
 
 
 @dataclass
-class Tally:
+class Checks:
     """A check while it is made."""
 
     name: str

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from agentgym.attention import PackedRows
-from agentgym.audit.lines import Line, draw, load, place
-from agentgym.audit.report import Tally
+from agentgym.audit.report import Checks
+from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.rollouts.policies.torch import TOLERANCES, Distribution, Tolerance, uniforms
 from agentgym.store.manifest import Manifest
@@ -34,31 +34,31 @@ HEAD_ELEMENTS = 1 << 24  # tokens times vocabulary whose logits exist at one tim
 def check_sampling(
     cfg: RunConfig,
     store: RunStore,
-    line: Line,
+    record: StepRecord,
     count: int | None,
     seed: int,
-    rescore: Tally,
-    sampling: Tally,
+    rescore: Checks,
+    sampling: Checks,
 ) -> None:
     """Every turn under the weights it names; the episodes check says whether those are the right
     ones.
 
     count: of each commit's weights, how many episodes; None: all.
     """
-    if line.checkpoint is None:
+    if record.checkpoint is None:
         return
     if not ENGINE.repeats_draws:
         sampling.not_checked = (
             f"{ENGINE.__name__} does not repeat its draws; log-probabilities alone speak for its"
             " tokens"
         )
-    sources = weights_of_versions(cfg, line, line.checkpoint)
+    sources = weights_of_versions(cfg, record, record.checkpoint)
     logged = [
-        (place(line.at(commit), e), e)
-        for commit in line.commits
-        for e in line.episodes.get(commit.seq, ())
+        (place(record.at(commit), e), e)
+        for commit in record.commits
+        for e in record.episodes.get(commit.seq, ())
     ]
-    random_seed = cfg.seed if line.stage(cfg) is not None else cfg.evaluation.seed
+    random_seed = cfg.seed if record.stage(cfg) is not None else cfg.evaluation.seed
     groups: dict[int, list[tuple[str, Trajectory]]] = {}
     for where, episode in logged:
         versions = {turn.version for turn in episode.turns}
@@ -71,7 +71,7 @@ def check_sampling(
         if checkpoint is None:
             rescore.skipped += len(episodes)
             continue
-        chosen = episodes if count is None else draw(episodes, count, seed, line.name, version)
+        chosen = episodes if count is None else draw(episodes, count, seed, record.name, version)
         judge = _Judge(checkpoint, random_seed, cfg.rollout.max_new_tokens, logged)
         if judge.tolerance is None:
             reason = f"no tolerance is stated for weights of {judge.dtype}"
@@ -81,13 +81,15 @@ def check_sampling(
             judge.compare(where, episode, turns, rescore, sampling)
 
 
-def weights_of_versions(cfg: RunConfig, line: Line, checkpoint: Manifest) -> Mapping[int, Manifest]:
+def weights_of_versions(
+    cfg: RunConfig, record: StepRecord, checkpoint: Manifest
+) -> Mapping[int, Manifest]:
     """Version of the weights -> commit that holds them, of those a step's episodes may name."""
     sources = {int(checkpoint.state["global_step"]): checkpoint}
-    if line.stage(cfg) is not None:
+    if record.stage(cfg) is not None:
         sources |= {
             int(commit.state["global_step"]): commit
-            for commit in line.commits
+            for commit in record.commits
             if WEIGHTS in commit.blobs
         }
     return sources
@@ -127,7 +129,7 @@ class _Judge:
         self.tolerance: Tolerance | None = TOLERANCES.get(self.dtype)
 
     def turns_of(
-        self, episodes: Sequence[tuple[str, Trajectory]], version: int, rescore: Tally
+        self, episodes: Sequence[tuple[str, Trajectory]], version: int, rescore: Checks
     ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
         """The turns that `version` sampled, several episodes in one forward."""
         sound: list[tuple[str, Trajectory]] = []
@@ -223,8 +225,8 @@ class _Judge:
         where: str,
         episode: Trajectory,
         turns: Sequence[_Turn],
-        rescore: Tally,
-        sampling: Tally,
+        rescore: Checks,
+        sampling: Checks,
     ) -> None:
         assert self.tolerance is not None
         honest = True
@@ -248,7 +250,7 @@ class _Judge:
                 honest = self._is_drawn(where, episode, turn, ids, sampling)
 
     def _is_drawn(
-        self, where: str, episode: Trajectory, turn: _Turn, ids: Sequence[int], sampling: Tally
+        self, where: str, episode: Trajectory, turn: _Turn, ids: Sequence[int], sampling: Checks
     ) -> bool:
         assert self.tolerance is not None
         at = f"{where} turn {turn.number}"

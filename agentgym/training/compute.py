@@ -20,7 +20,7 @@ from agentgym.training.checkpoint import Checkpoint
 from agentgym.training.learner import Learner
 from agentgym.training.model import load_weights, model_from_blobs
 from agentgym.training.networks import ValueNet
-from agentgym.training.ranks import Ranks
+from agentgym.training.ranks import ProcessGroup
 from agentgym.types import Item, Trajectory
 
 
@@ -31,8 +31,8 @@ class AnyLearner(Protocol):
     def update(
         self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int
     ) -> dict[str, float]: ...
-    def supervised(self, batch: Batch, *, step: int) -> dict[str, float]: ...
-    def prefer(
+    def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]: ...
+    def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]: ...
     def blobs(self) -> dict[str, bytes]: ...
@@ -73,7 +73,7 @@ class LearnerPlan:
     # by blob name; empty: new ones
     optimiser_states: Mapping[str, bytes] = field(default_factory=dict)
 
-    def build(self, ranks: Ranks | None = None) -> Learner:
+    def build(self, ranks: ProcessGroup | None = None) -> Learner:
         """The learner, or this rank's part of it."""
         model = model_from_blobs(self.architecture, self.weights)
         critic = None

@@ -20,10 +20,10 @@ from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.losses import (
     aggregation_weights,
     clip_fractions,
-    clip_loss,
     importance_weights,
     kl_penalty,
     mismatch,
+    ppo_clip_loss,
     preference_loss,
     value_loss,
 )
@@ -31,8 +31,8 @@ from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlgorithmConfig, OptimiserConfig
 from agentgym.training.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS
 from agentgym.training.networks import PolicyNet, ValueNet
-from agentgym.training.optimise import Optimised
-from agentgym.training.ranks import Alone, Ranks
+from agentgym.training.optimise import OptimizedNetwork
+from agentgym.training.ranks import ProcessGroup, SingleProcess
 
 MICRO_BATCH_TOKENS = 16_384  # tokens of one forward and backward
 
@@ -53,7 +53,7 @@ class Learner:
         config: OptimiserConfig,
         *,
         total_steps: int,
-        ranks: Ranks | None = None,
+        ranks: ProcessGroup | None = None,
         critic: ValueNet | None = None,
         critic_lr: float | None = None,
         reference: Any = None,
@@ -61,7 +61,7 @@ class Learner:
         """model, reference: causal language models built with RAGGED attention; the reference
         is never trained.
         """
-        self.ranks = ranks or Alone()
+        self.ranks = ranks or SingleProcess()
         self.model = model.eval()  # no dropout: the engine samples without it
         self._net = PolicyNet(model)
         self._reference = (
@@ -71,11 +71,13 @@ class Learner:
         for network in (self._net, self._critic, self._reference):
             if network is not None:
                 self.ranks.shard(network)
-        self._policy = Optimised(model, config, total_steps=total_steps, ranks=self.ranks)
+        self._policy = OptimizedNetwork(model, config, total_steps=total_steps, ranks=self.ranks)
         self._values = None
         if critic is not None:
             own = config.model_copy(update={"lr": critic_lr or config.lr})
-            self._values = Optimised(critic.eval(), own, total_steps=total_steps, ranks=self.ranks)
+            self._values = OptimizedNetwork(
+                critic.eval(), own, total_steps=total_steps, ranks=self.ranks
+            )
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's parameters by name, whole and detached."""
@@ -204,7 +206,7 @@ class Learner:
             logprobs, entropy = self._net(part, bool(config.entropy_coef))
             before, gain, share = old[tokens], advantages[tokens], weight[tokens]
             capped = importance_weights(before, batch.logprobs[tokens], config.importance_cap)
-            losses = clip_loss(logprobs, before, gain, **bounds) * capped
+            losses = ppo_clip_loss(logprobs, before, gain, **bounds) * capped
             if config.entropy_coef:
                 losses = losses - config.entropy_coef * entropy
             if reference is not None and in_loss:
@@ -265,7 +267,7 @@ class Learner:
             )
         return metrics
 
-    def supervised(self, batch: Batch, *, step: int) -> dict[str, float]:
+    def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
         """One optimiser step of maximum likelihood on the action tokens of demonstrations.
         step: from 1.
         """
@@ -286,7 +288,7 @@ class Learner:
             "sft/grad_norm": done["grad_norm"],
         }
 
-    def prefer(
+    def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]:
         """One optimiser step of direct preference optimisation: row 2i of the batch is preferred
@@ -325,7 +327,7 @@ class Learner:
     def _step(
         self,
         network: nn.Module,
-        optimised: Optimised,
+        optimised: OptimizedNetwork,
         batch: Batch,
         rows: Tensor,
         step: int,

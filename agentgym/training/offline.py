@@ -335,7 +335,7 @@ def _lesson(
         def prefer(step: int) -> dict[str, float]:
             chosen = torch.tensor(demo_rows(cfg.seed, step - before, len(material), size))
             batch = pairs.select(torch.stack([2 * chosen, 2 * chosen + 1], 1).flatten())
-            return learner.prefer(
+            return learner.dpo_step(
                 batch,
                 batch.logprobs,
                 beta=settings.beta,
@@ -359,7 +359,7 @@ def _lesson(
 
     def imitate(step: int) -> dict[str, float]:
         rows = torch.tensor(demo_rows(cfg.seed, step - before, pool.num_rows, size))
-        return learner.supervised(pool.select(rows), step=step - before)
+        return learner.sft_step(pool.select(rows), step=step - before)
 
     return imitate
 

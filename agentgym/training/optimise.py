@@ -11,7 +11,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from agentgym.config import OptimiserConfig
-from agentgym.training.ranks import Ranks
+from agentgym.training.ranks import ProcessGroup
 
 
 def learning_rate(config: OptimiserConfig, step: int, total_steps: int) -> float:
@@ -32,7 +32,7 @@ def learning_rate(config: OptimiserConfig, step: int, total_steps: int) -> float
 MASTER = "master"  # name of a master weight among the optimiser's own tensors
 
 
-class Optimised:
+class OptimizedNetwork:
     """The parameters of one network under AdamW. Blobs hold whole tensors by name, whatever the
     number of ranks.
 
@@ -43,7 +43,7 @@ class Optimised:
     """
 
     def __init__(
-        self, network: nn.Module, config: OptimiserConfig, *, total_steps: int, ranks: Ranks
+        self, network: nn.Module, config: OptimiserConfig, *, total_steps: int, ranks: ProcessGroup
     ) -> None:
         """network: already spread over the ranks.
         A new optimiser begins at the weights as they are, rounded ones too.

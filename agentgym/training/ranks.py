@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 
-class Ranks(Protocol):
+class ProcessGroup(Protocol):
     """One process's view of all that train together.
     Every method but the properties is entered by all ranks or by none.
     """
@@ -38,7 +38,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """One process: nothing to share."""
 
     rank, size = 0, 1

@@ -181,15 +181,15 @@ class RayLearner:
         result: dict[str, float] = self._call("update", batch, config, step=step, seed=seed)
         return result
 
-    def supervised(self, batch: Batch, *, step: int) -> dict[str, float]:
-        result: dict[str, float] = self._call("supervised", batch, step=step)
+    def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
+        result: dict[str, float] = self._call("sft_step", batch, step=step)
         return result
 
-    def prefer(
+    def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]:
         result: dict[str, float] = self._call(
-            "prefer", batch, reference, beta=beta, label_smoothing=label_smoothing, step=step
+            "dpo_step", batch, reference, beta=beta, label_smoothing=label_smoothing, step=step
         )
         return result
 

@@ -175,7 +175,7 @@ def warm_start(ctx: StepContext) -> Manifest:
     with open_learner(ctx.cfg, plan) as learner:
         while step < settings.steps:
             step += 1
-            metrics = learner.supervised(
+            metrics = learner.sft_step(
                 to_batch(
                     [
                         demos[index]

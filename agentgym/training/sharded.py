@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class Sharded:
-    """The `Ranks` of processes that joined `torch.distributed`, each holding a part of every
+    """The `ProcessGroup` of processes that joined `torch.distributed`, each holding a part of every
     parameter (FSDP2).
     """
 

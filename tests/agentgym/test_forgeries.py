@@ -9,7 +9,7 @@ import pytest
 
 from agentgym.audit import audit
 from agentgym.audit.excluded import MAX_CHANCE, _check_chance, at_most
-from agentgym.audit.report import Tally
+from agentgym.audit.report import Checks
 from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
@@ -383,17 +383,17 @@ def test_crashes_that_fall_on_failures_alone_are_somebodys_choice():
     """As in the run that was forged: 301 of 2,560 relabelled, 91.6 % success became 100 %."""
     valid = [an_episode(task, Status.TERMINATED, True, 6) for task in range(500)]
     left_out = [an_episode(task, Status.ENV_ERROR, False, 11) for task in range(60)]
-    tally = Tally("excluded")
+    checks = Checks("excluded")
     _check_chance(
         LAST,
         Status.ENV_ERROR,
         {f"babyai_{task}": [False] for task in range(60)},
         left_out,
         valid,
-        tally,
+        checks,
     )
     assert (
-        "env_error on 60 items, of which played again 0 would have succeeded" in tally.failures[0]
+        "env_error on 60 items, of which played again 0 would have succeeded" in checks.failures[0]
     )
 
 
@@ -405,32 +405,32 @@ def test_crashes_that_fall_as_chance_has_it_are_none():
     ]
     left_out = [an_episode(task, Status.ENV_ERROR, False, 5) for task in range(8)]
     for outcomes in ([False] * 4, [True] * 4, [True, False, True, True]):
-        tally = Tally("excluded")
+        checks = Checks("excluded")
         _check_chance(
             LAST,
             Status.ENV_ERROR,
             {f"babyai_{task}": outcomes for task in range(8)},
             left_out,
             valid,
-            tally,
+            checks,
         )
-        assert tally.num_failures == 0, tally.failures
+        assert checks.num_failures == 0, checks.failures
 
 
 def test_deadlines_pass_in_long_episodes_which_fail():
     short = [an_episode(task, Status.TERMINATED, True, 3) for task in range(400)]
     long = [an_episode(task, Status.MAX_TURNS, False, 12) for task in range(40)]
     left_out = [an_episode(task, Status.TIMEOUT, False, 11) for task in range(30)]
-    tally = Tally("excluded")
+    checks = Checks("excluded")
     _check_chance(
         LAST,
         Status.TIMEOUT,
         {f"babyai_{task}": [False] for task in range(30)},
         left_out,
         [*short, *long],
-        tally,
+        checks,
     )
-    assert tally.num_failures == 0, tally.failures
+    assert checks.num_failures == 0, checks.failures
 
 
 def test_the_chance_of_few_hits_is_that_of_a_binomial():

@@ -8,10 +8,10 @@ import torch
 from agentgym.algorithms.losses import (
     aggregation_weights,
     clip_fractions,
-    clip_loss,
     importance_weights,
     kl_penalty,
     mismatch,
+    ppo_clip_loss,
     preference_loss,
     value_loss,
 )
@@ -19,7 +19,7 @@ from agentgym.algorithms.losses import (
 
 def loss_and_gradient(ratio, advantage, **bounds):
     logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss = clip_loss(
+    loss = ppo_clip_loss(
         logprobs,
         torch.zeros(1),
         torch.tensor([advantage]),
@@ -93,7 +93,7 @@ def test_clip_fractions_count_a_token_where_clipping_takes_its_gradient(dual_cli
     expected["clip_frac"] = sorted(index for places in expected.values() for index in places)
     assert {name: flags.nonzero()[:, 0].tolist() for name, flags in binds.items()} == expected
     # the loss says the same: no gradient although the advantage is not 0
-    clip_loss(logprobs, torch.zeros(10), torch.tensor(ADVANTAGES), **bounds).sum().backward()
+    ppo_clip_loss(logprobs, torch.zeros(10), torch.tensor(ADVANTAGES), **bounds).sum().backward()
     flat = (logprobs.grad == 0) & (torch.tensor(ADVANTAGES) != 0)
     assert flat.tolist() == binds["clip_frac"].tolist()
     # negative control: with the sign of the advantage ignored, twice as many

@@ -313,9 +313,9 @@ def test_gradients_and_metrics_do_not_depend_on_the_micro_batches(
 
 def test_supervised_gradients_do_not_depend_on_the_micro_batches(make_learner, monkeypatch):
     whole, split = make_learner(), make_learner()
-    metrics = whole.supervised(batch_of(), step=1)
+    metrics = whole.sft_step(batch_of(), step=1)
     monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 7)
-    assert split.supervised(batch_of(), step=1) == pytest.approx(metrics, abs=1e-5)
+    assert split.sft_step(batch_of(), step=1) == pytest.approx(metrics, abs=1e-5)
     assert_same(gradients(whole), gradients(split), atol=1e-5, rtol=1e-4)
 
 
@@ -403,7 +403,7 @@ def test_a_chunked_head_equals_the_whole(make_learner, monkeypatch, chunk):
 def test_a_saved_optimiser_continues_to_the_bit(make_learner):
     whole, resumed = make_learner(), make_learner(seed=1)
     for step in (1, 2):
-        whole.supervised(batch_of(), step=step)
+        whole.sft_step(batch_of(), step=step)
     blob = whole.blobs()[checkpoint.OPTIMISER]
     for name, parameter in resumed.model.named_parameters():
         parameter.data.copy_(weights_of(whole.model)[name])
@@ -411,7 +411,7 @@ def test_a_saved_optimiser_continues_to_the_bit(make_learner):
     forgetful.model.load_state_dict(whole.model.state_dict())
     resumed.load_optimisers({checkpoint.OPTIMISER: blob})
     assert resumed.blobs()[checkpoint.OPTIMISER] == blob
-    metrics = [learner.supervised(batch_of(), step=3) for learner in (whole, resumed, forgetful)]
+    metrics = [learner.sft_step(batch_of(), step=3) for learner in (whole, resumed, forgetful)]
     assert metrics[0] == metrics[1]
     assert_same(weights(whole), weights(resumed))
     # negative control
@@ -451,7 +451,7 @@ def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_mo
     before = weights(twin)
     for step in range(1, 61):
         for learner in (twin, narrow, plain):
-            learner.supervised(batch_of(), step=step)
+            learner.sft_step(batch_of(), step=step)
     assert distance(masters(narrow), weights(twin)) < 0.15 * distance(weights(twin), before)
     assert distance(masters(narrow), before) == pytest.approx(
         distance(weights(twin), before), rel=0.02
@@ -477,7 +477,7 @@ def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_mo
 def test_gradients_of_bfloat16_weights_add_up_in_float32(make_model, monkeypatch):
     monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 1)
     learner = Learner(make_model().bfloat16(), OPTIMISER, total_steps=10)
-    learner.supervised(batch_of(), step=1)
+    learner.sft_step(batch_of(), step=1)
     assert all(parameter.grad is None for parameter in learner.model.parameters())
     assert {master.grad.dtype for master in learner._policy._masters.values()} == {torch.float32}
     sums = learner._policy._masters["model.norm.weight"].grad
@@ -522,7 +522,7 @@ def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, re
 
 def test_float32_weights_have_no_second_copy(make_learner):
     learner = make_learner()
-    learner.supervised(batch_of(), step=1)
+    learner.sft_step(batch_of(), step=1)
     assert all(
         learner._policy._masters[name] is parameter
         for name, parameter in learner.model.named_parameters()
@@ -559,7 +559,7 @@ def test_the_rate_of_the_step_is_the_one_applied(make_learner):
         for warmup in (10, 0)
     )
     before = weights(slow)
-    metrics = [learner.supervised(batch_of(), step=1) for learner in (slow, fast)]
+    metrics = [learner.sft_step(batch_of(), step=1) for learner in (slow, fast)]
     assert [m["sft/lr"] for m in metrics] == pytest.approx([1e-3, 1e-2])
     # Adam's first step moves each weight by the rate, whatever the gradient
     moved = [
@@ -576,7 +576,7 @@ def test_a_supervised_batch_without_actions_is_refused(make_learner):
         batch_of(), action_mask=torch.zeros(len(batch_of().input_ids), dtype=torch.bool)
     )
     with pytest.raises(ValueError, match="without a single action token"):
-        learner.supervised(batch, step=1)
+        learner.sft_step(batch, step=1)
     assert_same(before, weights(learner))
 
 
@@ -589,10 +589,10 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_unchanged(make_learner
     with pytest.raises(
         FloatingPointError, match="gradient norm nan is not finite; the weights were not changed"
     ):
-        learner.supervised(batch_of(), step=1)
+        learner.sft_step(batch_of(), step=1)
     assert_same(before, weights(learner))
     hook.remove()
-    learner.supervised(batch_of(), step=1)  # nothing of it is left behind
+    learner.sft_step(batch_of(), step=1)  # nothing of it is left behind
     assert all(torch.isfinite(tensor).all() for tensor in weights(learner).values())
 
 

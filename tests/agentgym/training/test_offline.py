@@ -205,7 +205,7 @@ def test_one_preference_step_has_the_gradient_of_the_formula(learner_and_pairs, 
         losses.append(-(1 - smoothing) * logsigmoid(z) - smoothing * logsigmoid(-z))
     loss = sum(losses) / len(PAIRS)
     loss.backward()
-    metrics = learner.prefer(batch, batch.logprobs, beta=beta, label_smoothing=smoothing, step=1)
+    metrics = learner.dpo_step(batch, batch.logprobs, beta=beta, label_smoothing=smoothing, step=1)
     assert metrics["dpo/loss"] == pytest.approx(loss.item(), abs=1e-4)
     expected = gradients(twin)
     for name, gradient in gradients(learner.model).items():
@@ -218,12 +218,12 @@ def test_micro_batches_keep_pairs_together_and_change_no_gradient(
     learner_and_pairs, monkeypatch, tokens
 ):
     (whole, batch), (split, _) = learner_and_pairs(), learner_and_pairs()
-    metrics = whole.prefer(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1)
+    metrics = whole.dpo_step(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1)
     monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", tokens)
     parts = list(learner_module._micro_batches(batch, unit=2))
     assert len(parts) > 1
     assert all(part[0] % 2 == 0 and len(part) % 2 == 0 for part in parts)
-    assert split.prefer(
+    assert split.dpo_step(
         batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1
     ) == pytest.approx(metrics, abs=1e-4)
     expected = gradients(whole.model)
@@ -235,8 +235,8 @@ def test_a_preference_step_widens_the_margin(learner_and_pairs):
     learner, batch = learner_and_pairs()
     # the reference is the policy itself: the margin begins at 0
     batch = replace(batch, logprobs=learner.score(batch))
-    first = learner.prefer(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1)
-    second = learner.prefer(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=2)
+    first = learner.dpo_step(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1)
+    second = learner.dpo_step(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=2)
     assert first["dpo/loss"] == pytest.approx(0.693147, abs=1e-4)
     assert first["dpo/margin"] == pytest.approx(0, abs=1e-4)
     assert second["dpo/margin"] > 0.01

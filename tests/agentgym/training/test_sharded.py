@@ -66,8 +66,8 @@ def all_of(plans, batches, config, build):
     told["second"] = learner.update(batches["whole"], config, step=2, seed=0)
     told["resumed"] = build(plans["resumed"]).update(batches["whole"], config, step=2, seed=0)
     lonely = build(plans["new"])
-    told["one row"] = lonely.supervised(batches["one row"], step=1)
-    told["pairs"] = lonely.prefer(batches["pairs"], told["score"][: \
+    told["one row"] = lonely.sft_step(batches["one row"], step=1)
+    told["pairs"] = lonely.dpo_step(batches["pairs"], told["score"][: \
 len(batches["pairs"].input_ids)], beta=0.1, label_smoothing=0.0, step=2)
     told["after"] = lonely.weights_blob()
     narrow = build(plans["narrow"])

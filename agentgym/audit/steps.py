@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.audit.report import Tally
+from agentgym.audit.report import Checks
 from agentgym.config import RunConfig
 from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.data import Splits, train_stream
@@ -29,7 +29,7 @@ from agentgym.types import Trajectory
 
 
 @dataclass
-class Line:
+class StepRecord:
     """One step as it was found: its commits and their logs."""
 
     step: Step
@@ -68,10 +68,12 @@ class Line:
         return f"{self.name} commit {commit.seq}"
 
 
-def read_lines(cfg: RunConfig, store: RunStore, content: Tally, lineage: Tally) -> list[Line]:
+def read_steps(
+    cfg: RunConfig, store: RunStore, content: Checks, lineage: Checks
+) -> list[StepRecord]:
     """Every step of the run that has a commit, in order, with its logs decoded."""
     finals: dict[str, Manifest] = {}
-    lines: list[Line] = []
+    steps: list[StepRecord] = []
     for name, step in steps_of(cfg).items():
         if any(parent not in finals for parent in step.parents):
             continue
@@ -84,57 +86,64 @@ def read_lines(cfg: RunConfig, store: RunStore, content: Tally, lineage: Tally) 
             continue
         if not commits:
             continue
-        line = Line(step, key, {parent: finals[parent] for parent in step.parents}, commits)
+        record = StepRecord(step, key, {parent: finals[parent] for parent in step.parents}, commits)
         for commit in commits:
-            _check_content(store, line, commit, content)
-        lines.append(line)
+            _check_content(store, record, commit, content)
+        steps.append(record)
         if commits[-1].done:
             finals[name] = commits[-1]
         for commit in commits:
-            lineage.expect(line.at(commit), "recomputed key", key, commit.key)
-    return lines
+            lineage.expect(record.at(commit), "recomputed key", key, commit.key)
+    return steps
 
 
-def _check_content(store: RunStore, line: Line, commit: Manifest, tally: Tally) -> None:
-    head = line.commits[-1]
+def _check_content(store: RunStore, record: StepRecord, commit: Manifest, checks: Checks) -> None:
+    head = record.commits[-1]
     for name in (*commit.blobs, *commit.records):
-        tally.counted += 1
+        checks.counted += 1
         try:
             data = store.read(commit, name)
         except BlobMissing as error:
             if name in commit.blobs and commit.seq < head.seq:
                 # pruned, as it should be
-                tally.counted, tally.skipped = tally.counted - 1, tally.skipped + 1
+                checks.counted, checks.skipped = checks.counted - 1, checks.skipped + 1
             else:
-                tally.fail(str(error))
+                checks.fail(str(error))
             continue
         except DigestMismatch as error:
-            tally.fail(str(error))
+            checks.fail(str(error))
             continue
         try:
             if name == METRICS:
-                line.points[commit.seq] = decode_points(data)
+                record.points[commit.seq] = decode_points(data)
             elif name in (TRAJECTORIES, DEMOS):
-                line.episodes[commit.seq] = decode_trajectories(data)
+                record.episodes[commit.seq] = decode_trajectories(data)
         except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
-            tally.fail(f"{line.at(commit)}: {name} cannot be read: {type(error).__name__}: {error}")
+            checks.fail(
+                f"{record.at(commit)}: {name} cannot be read: {type(error).__name__}: {error}"
+            )
 
 
-def check_lineage(cfg: RunConfig, line: Line, splits: Splits | None, tally: Tally) -> None:
-    parents = {name: manifest.digest for name, manifest in line.parents.items()}
-    stage = line.stage(cfg)
-    for index, commit in enumerate(line.commits):
-        where = line.at(commit)
-        tally.expect(where, "commit number", index, commit.seq)
-        tally.expect(
-            where, "done", index + 1 == len(line.commits) and line.final is not None, commit.done
+def check_lineage(
+    cfg: RunConfig, record: StepRecord, splits: Splits | None, checks: Checks
+) -> None:
+    parents = {name: manifest.digest for name, manifest in record.parents.items()}
+    stage = record.stage(cfg)
+    for index, commit in enumerate(record.commits):
+        where = record.at(commit)
+        checks.expect(where, "commit number", index, commit.seq)
+        checks.expect(
+            where,
+            "done",
+            index + 1 == len(record.commits) and record.final is not None,
+            commit.done,
         )
-        tally.expect(where, "digests of its parents", parents, commit.parents)
-        tally.expect(where, "configuration", semantic_of(line.step, cfg), commit.config)
+        checks.expect(where, "digests of its parents", parents, commit.parents)
+        checks.expect(where, "configuration", semantic_of(record.step, cfg), commit.config)
         if stage is None or splits is None or RECIPES[cfg.algorithm.recipe].loop != "rl":
             continue
         step, asked = stage.first_step + index, cfg.rollout.items_per_step
-        before = line.commits[index - 1] if index else line.checkpoint
+        before = record.commits[index - 1] if index else record.checkpoint
         assert before is not None
         stream = train_stream(cfg, splits, before.state)
         most = (
@@ -148,7 +157,7 @@ def check_lineage(cfg: RunConfig, line: Line, splits: Splits | None, tally: Tall
         success = next(
             (
                 point.metrics.get("rollout/success", 0.0)
-                for point in line.points.get(commit.seq, ())
+                for point in record.points.get(commit.seq, ())
             ),
             0.0,
         )
@@ -160,29 +169,31 @@ def check_lineage(cfg: RunConfig, line: Line, splits: Splits | None, tally: Tall
             "horizon": json.loads(json.dumps(asdict(advance(cfg.horizon, horizon, success)))),
         }
         for name, value in expected.items():
-            tally.expect(where, name, value, commit.state.get(name))
-        tally.expect(where, "done at the stage's last step", step == stage.last_step, commit.done)
+            checks.expect(where, name, value, commit.state.get(name))
+        checks.expect(where, "done at the stage's last step", step == stage.last_step, commit.done)
     if stage is not None and splits is not None and RECIPES[cfg.algorithm.recipe].loop != "rl":
-        _check_offline_stage(cfg, line, stage, splits, tally)
-    if stage is not None and line.checkpoint is not None:
-        start = int(line.checkpoint.state["global_step"])
-        tally.expect(line.name, "first step, after its parent's last", start + 1, stage.first_step)
+        _check_offline_stage(cfg, record, stage, splits, checks)
+    if stage is not None and record.checkpoint is not None:
+        start = int(record.checkpoint.state["global_step"])
+        checks.expect(
+            record.name, "first step, after its parent's last", start + 1, stage.first_step
+        )
 
 
 def _check_offline_stage(
-    cfg: RunConfig, line: Line, stage: Stage, splits: Splits, tally: Tally
+    cfg: RunConfig, record: StepRecord, stage: Stage, splits: Splits, checks: Checks
 ) -> None:
     """First all items of the stage in the stream's order, some in each commit, then the
     optimiser steps that commit.
     """
-    assert line.checkpoint is not None
-    items = [item.item_id for item in explored_items(cfg, splits, line.checkpoint)]
+    assert record.checkpoint is not None
+    items = [item.item_id for item in explored_items(cfg, splits, record.checkpoint)]
     begin, explored, step = (
-        int(line.checkpoint.state.get("stream_position", 0)),
+        int(record.checkpoint.state.get("stream_position", 0)),
         0,
         stage.first_step - 1,
     )
-    for commit in line.commits:
+    for commit in record.commits:
         # empty once all were played
         chunk = items[explored : explored + max(1, len(commit.state.get("consumed", ())))]
         explored += len(chunk)
@@ -202,9 +213,9 @@ def _check_offline_stage(
             "max_turns": stage.max_turns,
         }
         for name, value in expected.items():
-            tally.expect(line.at(commit), name, value, commit.state.get(name))
-        tally.expect(
-            line.at(commit), "done at the stage's last step", step == stage.last_step, commit.done
+            checks.expect(record.at(commit), name, value, commit.state.get(name))
+        checks.expect(
+            record.at(commit), "done at the stage's last step", step == stage.last_step, commit.done
         )
 
 
