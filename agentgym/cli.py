@@ -246,12 +246,12 @@ def some(text: str) -> int | None:
 
 
 def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.models.architecture import check_model
     from agentgym.progress import Bars
     from agentgym.steps import pointer, run_when_free, run_with_parents
     from agentgym.store.files import discard, write_temp
     from agentgym.terminal import PlainConsole
     from agentgym.tracking import check_server
-    from agentgym.training.architecture import check_model
 
     if arguments.owner_pipe:
         from agentgym.deploy.owned import end_with_owner

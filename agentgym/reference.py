@@ -17,7 +17,7 @@ def reference_s() -> float:
     """
     import torch
 
-    from agentgym.training.model import set_threads
+    from agentgym.models.model import set_threads
 
     set_threads()
     tokens, hidden, wide = SHAPE

@@ -154,3 +154,7 @@ class Trajectory:
 
 
 _TRAJECTORY_FIELDS = tuple(each.name for each in fields(Trajectory))
+
+
+class EngineMismatch(RuntimeError):
+    """The engine does not sample from the policy the learner trains."""

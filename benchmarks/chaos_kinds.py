@@ -435,7 +435,7 @@ def no_ray() -> str:
         return "Ray is not installed"
     return (
         ""
-        if (ROOT / "agentgym/training/cluster.py").is_file()
+        if (ROOT / "agentgym/compute/cluster.py").is_file()
         else "this version has no compute on Ray"
     )
 

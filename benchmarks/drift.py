@@ -24,6 +24,7 @@ from unittest import mock
 
 from pipeline import ROOT, machine
 
+from agentgym.compute.placement import AnyEngine
 from agentgym.config import RunConfig, load_config
 from agentgym.context import METRICS
 from agentgym.data import splits_from_json
@@ -31,7 +32,6 @@ from agentgym.deploy.local import task_identities
 from agentgym.rollouts.horizon import stages
 from agentgym.steps import finished, open_store, run_with_parents
 from agentgym.tracking import decode_points
-from agentgym.training.compute import AnyEngine
 from agentgym.types import Item, Trajectory
 
 OUT = ROOT / "docs/results/drift.json"

@@ -35,7 +35,7 @@ from typing import Any
 from pipeline import ROOT, machine  # of this folder
 
 from agentgym.defaults import set_process_defaults
-from agentgym.rollouts.chat import ChatRenderer
+from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.client import EnvPool
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings
@@ -123,7 +123,7 @@ class FakeEngine:
 
 @functools.cache
 def renderer() -> ChatRenderer:
-    from agentgym.training.model import train_tokenizer
+    from agentgym.models.model import train_tokenizer
 
     return ChatRenderer(
         train_tokenizer(

@@ -30,12 +30,12 @@ from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.compare import write_comparison
 from agentgym.evaluation.compare_report import table_markdown
 from agentgym.ledger import tracker_of
+from agentgym.models.architecture import check_model
 from agentgym.private import private_state
 from agentgym.progress import Bars
 from agentgym.steps import load_data
 from agentgym.store.files import full_disk_told
 from agentgym.terminal import PlainConsole
-from agentgym.training.architecture import check_model
 from flows.shell import _quieten_console
 from tasks.compare import cell_task, write_task
 from tasks.data import dataset_pointer, pull_data

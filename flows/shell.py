@@ -20,6 +20,7 @@ from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.champion import sentence
 from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.report import label
+from agentgym.models.architecture import check_model
 from agentgym.private import STATE, private_state
 from agentgym.reference import reference_s
 from agentgym.rollouts.client import check_env_servers
@@ -36,7 +37,6 @@ from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
 from agentgym.terminal import PlainConsole
 from agentgym.tracking import check_server
-from agentgym.training.architecture import check_model
 from envs.plain import PlainFormatter
 from flows.run import RunRequest, Wanted, check_parents
 from tasks.data import dataset_pointer

@@ -74,7 +74,7 @@ def chromium():
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from agentgym.training.model import set_threads, train_tokenizer
+    from agentgym.models.model import set_threads, train_tokenizer
 
     set_threads()
     return train_tokenizer(TEXTS, 300)
@@ -86,7 +86,7 @@ def make_model(tokenizer):
     import torch
 
     from agentgym.config import ModelConfig
-    from agentgym.training.model import new_model
+    from agentgym.models.model import new_model
 
     def make(seed=0):
         config = ModelConfig(
@@ -119,7 +119,7 @@ def plain():
     import torch
     from transformers import AutoModelForCausalLM
 
-    from agentgym.training.model import load_weights, weights_of
+    from agentgym.models.model import load_weights, weights_of
 
     def make(model):
         with torch.random.fork_rng():

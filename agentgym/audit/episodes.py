@@ -15,10 +15,10 @@ from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.data import Splits
 from agentgym.rollouts.client import EnvError, EnvPools
+from agentgym.rollouts.engine import open_pool
 from agentgym.rollouts.episode import ending, extract_action
 from agentgym.steps import local_environment
 from agentgym.store.runstore import RunStore
-from agentgym.training.engine import open_pool
 from agentgym.training.rl import resolved
 from agentgym.types import Item, Status, Trajectory
 

@@ -16,12 +16,12 @@ from agentgym.audit.report import Checks
 from agentgym.audit.sampling import weights_of_versions
 from agentgym.audit.steps import StepRecord, load
 from agentgym.config import RunConfig
+from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.collect import collect
+from agentgym.rollouts.engine import ENGINE, episode_settings, open_engine
 from agentgym.steps import local_environment
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.training.checkpoint import Checkpoint
-from agentgym.training.engine import ENGINE, episode_settings, open_engine
 from agentgym.types import Status, Trajectory
 
 MAX_CHANCE = 1e-6  # of what failing environments left out; less likely is somebody's choice

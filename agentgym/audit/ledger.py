@@ -15,10 +15,10 @@ from agentgym.config import RunConfig
 from agentgym.evaluation.champion import decide
 from agentgym.evaluation.publish import headline_tags
 from agentgym.ledger import tracker_of
+from agentgym.models.checkpoint import WEIGHTS
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking import Tracker
-from agentgym.training.checkpoint import WEIGHTS
 
 
 def check_ledger(

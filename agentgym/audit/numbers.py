@@ -19,6 +19,7 @@ from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES, decode_trajectorie
 from agentgym.data import Splits, splits_from_json
 from agentgym.evaluation.evaluate import Array, evaluation_metrics, outcomes, paired, score
 from agentgym.evaluation.passk import FAILED
+from agentgym.learner.optimizer import learning_rate
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.steps import load_data, load_recorded, run_key, steps_of
 from agentgym.store.manifest import Manifest
@@ -30,7 +31,6 @@ from agentgym.training.offline import (
     optimiser_of,
     rate_steps,
 )
-from agentgym.training.optimise import learning_rate
 from agentgym.training.sft import DEMOS, recorded_for, replies_of
 from agentgym.trajectories import RECORDED, decode
 from agentgym.types import Status

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgym.attention import PackedRows
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
+from agentgym.models.attention import PackedRows
+from agentgym.models.checkpoint import WEIGHTS, Checkpoint
+from agentgym.models.networks import head_logits
+from agentgym.rollouts.engine import ENGINE
 from agentgym.rollouts.policies.torch import TOLERANCES, Distribution, Tolerance, uniforms
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.training.checkpoint import WEIGHTS, Checkpoint
-from agentgym.training.engine import ENGINE
-from agentgym.training.networks import head_logits
 from agentgym.types import SampleKey, Trajectory
 
 FORWARD_TOKENS = 4_096  # of one forward: what the caches hold

@@ -16,12 +16,12 @@ from agentgym.audit.report import Checks
 from agentgym.config import RunConfig
 from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.data import Splits, train_stream
+from agentgym.models.checkpoint import Checkpoint, load_checkpoint
 from agentgym.rollouts.horizon import Stage, advance, max_turns, stages
 from agentgym.steps import Step, key_of, semantic_of, steps_of
 from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
 from agentgym.tracking import Point, decode_points
-from agentgym.training.checkpoint import Checkpoint, load_checkpoint
 from agentgym.training.offline import commits_at, explored_items
 from agentgym.training.rl import horizon_state
 from agentgym.training.sft import DEMOS

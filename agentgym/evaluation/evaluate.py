@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from agentgym.compute.placement import open_engine
 from agentgym.config import EvaluationConfig
 from agentgym.context import OUTCOMES, TRAJECTORIES, StepContext, decode_trajectories, now_ms
 from agentgym.data import splits_from_json
@@ -22,13 +23,12 @@ from agentgym.evaluation.passk import (
     paired_differences,
     summarise,
 )
+from agentgym.models.checkpoint import load_checkpoint
+from agentgym.models.model import set_threads
 from agentgym.rollouts.collect import RolloutError
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking import Point
-from agentgym.training.checkpoint import load_checkpoint
-from agentgym.training.compute import open_engine
-from agentgym.training.model import set_threads
 from agentgym.types import Item, Trajectory
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -23,12 +23,12 @@ from agentgym.evaluation.report import (
     report_html,
 )
 from agentgym.ledger import parent_run, tracker_of
+from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS
+from agentgym.models.model import save_pretrained
 from agentgym.rollouts.horizon import stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking import LedgerError, decode_points
-from agentgym.training.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS
-from agentgym.training.model import save_pretrained
 from agentgym.types import Trajectory
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentgym.rollouts.chat import ChatRenderer
+from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError, EnvPool, EnvPools
 from agentgym.rollouts.episode import Episode, EpisodeSettings, run_episode
 from agentgym.types import Completion, Item, Policy, SampleKey, Sampling, Status, Trajectory

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from agentgym.rollouts.chat import ChatRenderer
+from agentgym.models.chat import ChatRenderer
 from agentgym.types import Completion, Item, Policy, SampleKey, Sampling, Status, Trajectory, Turn
 
 

@@ -11,14 +11,12 @@ from dataclasses import asdict, dataclass
 
 from agentgym.algorithms.batch import groups_with_signal, learnable, overlong_penalty, to_batch
 from agentgym.algorithms.recipe import RECIPES
+from agentgym.compute.placement import AnyEngine, open_compute, play_validation
 from agentgym.config import AlgorithmConfig, ConfigError, RunConfig
 from agentgym.context import StepContext, now_ms
 from agentgym.data import ItemStream, splits_from_json, train_stream
-from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
-from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
-from agentgym.store.manifest import Manifest
-from agentgym.tracking import Point
-from agentgym.training.checkpoint import (
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models.checkpoint import (
     CRITIC,
     CRITIC_OPTIMISER,
     OPTIMISER,
@@ -26,8 +24,11 @@ from agentgym.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
 )
-from agentgym.training.compute import AnyEngine, LearnerPlan, open_compute, play_validation
-from agentgym.training.model import set_threads
+from agentgym.models.model import set_threads
+from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
+from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
+from agentgym.store.manifest import Manifest
+from agentgym.tracking import Point
 from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from safetensors.torch import load, save
 from agentgym.audit import CHECKS, audit
 from agentgym.config import ConfigError, load_config
 from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES
+from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.steps import open_store, run_key, steps_of
 from agentgym.store.manifest import Blob
 from agentgym.tracking import decode_points
-from agentgym.training.checkpoint import WEIGHTS, load_checkpoint
 from agentgym.types import Status
 
 

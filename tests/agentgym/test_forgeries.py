@@ -14,10 +14,10 @@ from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.evaluation.publish import PAGE
+from agentgym.rollouts.engine import ENGINE
 from agentgym.steps import Outcome, finished, open_store, pointer, run_step, steps_of
 from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.tracking import decode_points, encode_points
-from agentgym.training.engine import ENGINE
 from agentgym.types import Item, Status, Trajectory, Turn
 
 LAST = "evaluate-stage-2"

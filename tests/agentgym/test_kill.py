@@ -19,10 +19,10 @@ from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.context import TRAJECTORIES, decode_trajectories
 from agentgym.data import ItemStream, load_splits
+from agentgym.models.checkpoint import OPTIMISER, WEIGHTS
 from agentgym.rollouts.horizon import stages
 from agentgym.steps import finished, key_of, open_store, run_step, steps_of
 from agentgym.store.lease import LeaseHeld
-from agentgym.training.checkpoint import OPTIMISER, WEIGHTS
 
 GONE_WITHIN_S = 30.0
 OWNER = "AGENTGYM_TEST_OWNER"  # in the environment of every process a driver starts
@@ -41,7 +41,7 @@ import agentgym.steps as steps
 from agentgym.config import load_config
 from agentgym.context import StepContext
 from agentgym.rollouts.client import EnvSession
-from agentgym.training.engine import Engine
+from agentgym.rollouts.engine import Engine
 
 params, moment = sys.argv[1:]
 collect, act, create, deliver, commit = Engine.collect, EnvSession.step, posix.create_exclusively, \

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgym.attention import CachedRows, KeyValueCache, PackedRows, require_ragged
-from agentgym.training.model import load_weights
+from agentgym.models.attention import CachedRows, KeyValueCache, PackedRows, require_ragged
+from agentgym.models.model import load_weights
 from agentgym.types import Completion, SampleKey, Sampling
 
 logger = logging.getLogger(__name__)

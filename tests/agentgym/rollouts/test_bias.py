@@ -10,7 +10,7 @@ import time
 import pytest
 
 from agentgym.data import ItemStream
-from agentgym.rollouts.chat import ChatRenderer
+from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.client import EnvPool
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings

@@ -11,8 +11,8 @@ import pytest
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
+from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts import client
-from agentgym.rollouts.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError, EnvPool, EnvPools, check_endpoints
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from agentgym.rollouts.chat import ChatRenderer
+from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.collect import RolloutError, collect
 from agentgym.rollouts.episode import EpisodeSettings

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from agentgym.rollouts.chat import ChatRenderer
+from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.episode import (
     Episode,
     EpisodeSettings,

@@ -5,12 +5,12 @@ import pytest
 import torch
 import transformers
 
-from agentgym.attention import RAGGED, PackedRows
 from agentgym.config import ConfigError, ModelConfig, OptimiserConfig
-from agentgym.training.architecture import check_model
-from agentgym.training.compute import LearnerPlan
-from agentgym.training.fidelity import differences, require_faithful
-from agentgym.training.model import load_hub, weights_blob
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models.architecture import check_model
+from agentgym.models.attention import RAGGED, PackedRows
+from agentgym.models.fidelity import differences, require_faithful
+from agentgym.models.model import load_hub, weights_blob
 
 SMALL = {
     "vocab_size": 96,

@@ -7,9 +7,9 @@ import sys
 import pytest
 from transformers import AutoModelForCausalLM
 
-from agentgym.attention import RAGGED
 from agentgym.config import ConfigError, ModelConfig
-from agentgym.training.model import (
+from agentgym.models.attention import RAGGED
+from agentgym.models.model import (
     load_hub,
     read_architecture,
     save_pretrained,

@@ -16,15 +16,15 @@ from agentgym.algorithms.batch import to_batch
 from agentgym.audit import audit
 from agentgym.config import ConfigError, OptimiserConfig, load_config
 from agentgym.context import TRAJECTORIES, decode_trajectories, encode_trajectories
+from agentgym.learner import learner as learner_module
+from agentgym.learner.learner import Learner
+from agentgym.models.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint
+from agentgym.models.model import weights_of
 from agentgym.rollouts.horizon import stages
 from agentgym.steps import finished, load_data, open_store, run_step, steps_of
 from agentgym.store.keys import package_folders, source_files
 from agentgym.store.manifest import Blob, Manifest
-from agentgym.training import learner as learner_module
 from agentgym.training import offline
-from agentgym.training.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint
-from agentgym.training.learner import Learner
-from agentgym.training.model import weights_of
 from agentgym.training.offline import material_of, preference_pairs, successes
 from agentgym.types import Item, Status, Trajectory
 

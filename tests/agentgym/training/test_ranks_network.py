@@ -5,8 +5,8 @@ import socket
 import psutil
 import pytest
 
-from agentgym.training import raylearner
-from agentgym.training.raylearner import LearnerRank, interface_of
+from agentgym.compute import learner_ranks as raylearner
+from agentgym.compute.learner_ranks import LearnerRank, interface_of
 
 
 def listening():

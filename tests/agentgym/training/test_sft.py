@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentgym.rollouts.chat import ChatRenderer
+from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.episode import EpisodeSettings, extract_action
 from agentgym.training.sft import Step, _TextEpisode, demo_rows, replies_of
 from agentgym.trajectories import Recorded

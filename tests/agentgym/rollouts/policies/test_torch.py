@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from agentgym.attention import PackedRows
+from agentgym.models.attention import PackedRows
+from agentgym.models.model import weights_of
 from agentgym.rollouts.policies.torch import TOLERANCES, Distribution, TorchPolicy, sample, uniforms
-from agentgym.training.model import weights_of
 from agentgym.types import SampleKey, Sampling
 
 

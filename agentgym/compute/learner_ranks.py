@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentgym.algorithms.batch import Batch
+from agentgym.compute.actors import cause_of, end, first_line
 from agentgym.config import AlgorithmConfig
-from agentgym.training.actors import cause_of, end, first_line
-from agentgym.training.compute import LearnerPlan
-from agentgym.training.learner import EngineMismatch
-from agentgym.training.model import set_threads
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models.model import set_threads
+from agentgym.types import EngineMismatch
 
 logger = logging.getLogger(__name__)
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch lists neither
@@ -81,7 +81,7 @@ class LearnerRank:
 
     def join(self, place: Place, plan: LearnerPlan) -> None:
         """Meet the others, and build this rank's part of the learner."""
-        from agentgym.training.sharded import Sharded
+        from agentgym.learner.sharded import Sharded
 
         if isinstance(place, Path):
             store = FileStore(str(place), self._size)

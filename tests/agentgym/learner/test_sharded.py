@@ -14,9 +14,9 @@ from safetensors.torch import load as load_safetensors
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import AlgorithmConfig, OptimiserConfig
-from agentgym.training.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS
-from agentgym.training.compute import LearnerPlan
-from agentgym.training.model import weights_blob
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS
+from agentgym.models.model import weights_blob
 
 LR = 1e-3
 CONFIG = AlgorithmConfig(
@@ -32,8 +32,8 @@ CONFIG = AlgorithmConfig(
 RANK = """
 import datetime, pickle, sys
 import torch, torch.distributed as dist
-from agentgym.training.model import set_threads
-from agentgym.training.sharded import Sharded
+from agentgym.models.model import set_threads
+from agentgym.learner.sharded import Sharded
 
 folder, rank = sys.argv[1], int(sys.argv[2])
 set_threads()

@@ -20,19 +20,20 @@ import numpy as np
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
+from agentgym.compute.actors import cause_of, end, first_line, node_id
+from agentgym.compute.learner_ranks import RayLearner
 from agentgym.config import RunConfig
-from agentgym.rollouts.chat import ChatRenderer
+from agentgym.models.chat import ChatRenderer
+from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS, Checkpoint
+from agentgym.models.model import model_from_blobs, set_threads, tokenizer_from_files
+from agentgym.rollouts.canary import Canary
 from agentgym.rollouts.client import Endpoints, EnvPools
 from agentgym.rollouts.collect import collect, in_order, require_valid
+from agentgym.rollouts.engine import episode_settings
 from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies.torch import TorchPolicy
-from agentgym.training.actors import cause_of, end, first_line, node_id
-from agentgym.training.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS, Checkpoint
-from agentgym.training.engine import Canary, LoopThread, episode_settings
-from agentgym.training.learner import EngineMismatch
-from agentgym.training.model import model_from_blobs, set_threads, tokenizer_from_files
-from agentgym.training.raylearner import RayLearner
-from agentgym.types import Item, Trajectory
+from agentgym.types import EngineMismatch, Item, Trajectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

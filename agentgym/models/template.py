@@ -1,7 +1,7 @@
 """Chat templates, which are programs: one that came with a model is run in a process of its own,
 with limits on all it could use up.
 
-`python -m agentgym.rollouts.template` is that process: it reads one JSON object and writes one.
+`python -m agentgym.models.template` is that process: it reads one JSON object and writes one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def render(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str | 
 def _in_a_process(asked: str) -> str:
     """Errors: ValueError."""
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    command = [sys.executable, "-m", "agentgym.rollouts.template"]
+    command = [sys.executable, "-m", "agentgym.models.template"]
     try:
         done = subprocess.run(
             command,

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from agentgym.rollouts import template
-from agentgym.rollouts.chat import ChatRenderer
-from agentgym.rollouts.template import CHAT_TEMPLATE
+from agentgym.models import template
+from agentgym.models.chat import ChatRenderer
+from agentgym.models.template import CHAT_TEMPLATE
 
 HONEST = CHAT_TEMPLATE + "{# from elsewhere #}"
 

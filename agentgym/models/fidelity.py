@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentgym.attention import RAGGED, CachedRows, KeyValueCache, PackedRows
-from agentgym.training.architecture import unsupported
-from agentgym.training.networks import head_logits
+from agentgym.models.architecture import unsupported
+from agentgym.models.attention import RAGGED, CachedRows, KeyValueCache, PackedRows
+from agentgym.models.networks import head_logits
 
 LENGTHS = (3, 13, 32)  # tokens of the compared rows
 DECODED = 2  # last tokens of each that the engine gets one forward later

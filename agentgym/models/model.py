@@ -19,11 +19,11 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-import agentgym.attention as attention
+import agentgym.models.attention as attention
 from agentgym.config import ModelConfig
-from agentgym.rollouts.template import CHAT_TEMPLATE
-from agentgym.training.architecture import published_architecture, read_architecture
-from agentgym.training.fidelity import require_faithful
+from agentgym.models.architecture import published_architecture, read_architecture
+from agentgym.models.fidelity import require_faithful
+from agentgym.models.template import CHAT_TEMPLATE
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"  # of CHAT_TEMPLATE
 _TOKENIZER_NAMES = frozenset(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agentgym.attention import CachedRows, KeyValueCache, PackedRows, require_ragged
+from agentgym.models.attention import CachedRows, KeyValueCache, PackedRows, require_ragged
 
 ROWS = [[5, 9, 33, 12], [7], [4, 8, 15, 16, 23, 42, 4, 8], [11, 12]]
 

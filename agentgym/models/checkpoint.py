@@ -6,17 +6,17 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from agentgym.rollouts.chat import ChatRenderer
-from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import RunStore
-from agentgym.training.fidelity import require_faithful
-from agentgym.training.model import (
+from agentgym.models.chat import ChatRenderer
+from agentgym.models.fidelity import require_faithful
+from agentgym.models.model import (
     TokenizerFiles,
     model_from_blobs,
     tokenizer_files,
     tokenizer_from_files,
     weights_blob,
 )
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import RunStore
 
 ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMISER = (
     "config.json",

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from agentgym.attention import RAGGED, PackedRows
 from agentgym.config import ModelConfig, OptimiserConfig
-from agentgym.training.checkpoint import new_checkpoint
-from agentgym.training.compute import LearnerPlan
-from agentgym.training.model import (
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models.attention import RAGGED, PackedRows
+from agentgym.models.checkpoint import new_checkpoint
+from agentgym.models.model import (
     load_hub,
     load_weights,
     model_from_blobs,

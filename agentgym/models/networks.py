@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from agentgym.algorithms.batch import Batch
-from agentgym.attention import PackedRows, require_ragged
+from agentgym.models.attention import PackedRows, require_ragged
 
 HEAD_CHUNK_TOKENS = 4_096  # action tokens whose logits exist at one time
 

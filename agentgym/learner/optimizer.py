@@ -11,7 +11,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from agentgym.config import OptimiserConfig
-from agentgym.training.ranks import ProcessGroup
+from agentgym.learner.process_group import ProcessGroup
 
 
 def learning_rate(config: OptimiserConfig, step: int, total_steps: int) -> float:

@@ -23,15 +23,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from agentgym.compute.actors import end, node_id
+from agentgym.compute.learner_ranks import LearnerRank, RayLearner
+from agentgym.compute.rollout_workers import RayEngine, RolloutWorker, WorkerPlan
 from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.rayjobs import RayUnreachable, auth_headers, forget_token
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.client import Endpoints
-from agentgym.training.actors import end, node_id
-from agentgym.training.checkpoint import Checkpoint
-from agentgym.training.compute import LearnerPlan
-from agentgym.training.engine import LoopThread
-from agentgym.training.rayengine import RayEngine, RolloutWorker, WorkerPlan
-from agentgym.training.raylearner import LearnerRank, RayLearner
+from agentgym.rollouts.loop import LoopThread
 
 CONNECT_TIMEOUT_S = 10.0  # to the cluster's port
 TEMP_PREFIX = "agentgym-ray-"  # folder of a local cluster

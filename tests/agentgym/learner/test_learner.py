@@ -11,12 +11,13 @@ from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.losses import clip_fractions
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlgorithmConfig, OptimiserConfig
-from agentgym.training import checkpoint, networks
-from agentgym.training import learner as learner_module
-from agentgym.training.learner import EngineMismatch, Learner
-from agentgym.training.model import load_weights, weights_of
-from agentgym.training.networks import PolicyNet
-from agentgym.training.optimise import learning_rate
+from agentgym.learner import learner as learner_module
+from agentgym.learner.learner import Learner
+from agentgym.learner.optimizer import learning_rate
+from agentgym.models import checkpoint, networks
+from agentgym.models.model import load_weights, weights_of
+from agentgym.models.networks import PolicyNet
+from agentgym.types import EngineMismatch
 
 OPTIMISER = OptimiserConfig(lr=1e-2, warmup_steps=0)
 ONE_UPDATE = AlgorithmConfig(minibatches=1)

@@ -13,17 +13,17 @@ import psutil
 import pytest
 
 from agentgym.audit import audit
+from agentgym.compute import cluster
+from agentgym.compute.cluster import PlacementError, open_cluster
+from agentgym.compute.learner_ranks import RankLost
+from agentgym.compute.rollout_workers import RayEngine, WorkersLost
 from agentgym.config import ConfigError, OptimiserConfig, load_config
 from agentgym.data import ItemStream, load_splits
 from agentgym.deploy.rayjobs import RayUnreachable
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models.model import weights_blob
 from agentgym.rollouts.horizon import stages
 from agentgym.steps import finished, open_store, run_step
-from agentgym.training import cluster
-from agentgym.training.cluster import PlacementError, open_cluster
-from agentgym.training.compute import LearnerPlan
-from agentgym.training.model import weights_blob
-from agentgym.training.rayengine import RayEngine, WorkersLost
-from agentgym.training.raylearner import RankLost
 
 ray = pytest.mark.ray
 BEFORE = ("prepare", "initialise", "evaluate-initialise", "warm-start", "evaluate-warm-start")
@@ -318,7 +318,7 @@ def test_a_group_that_does_not_fit_is_refused_with_what_was_asked_and_what_there
 def test_a_lost_rank_ends_the_step_and_is_named(
     tmp_path, tiny_params, joined, make_model, number, verdict, monkeypatch
 ):
-    monkeypatch.setattr("agentgym.training.raylearner.SLACK_S", 5.0)
+    monkeypatch.setattr("agentgym.compute.learner_ranks.SLACK_S", 5.0)
     cfg = load_config(
         tiny_params(tmp_path), [*joined, "ray.rank_timeout_s=15", "ray.placement_timeout_s=300"]
     )

@@ -10,7 +10,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from agentgym.rollouts.template import render
+from agentgym.models.template import render
 
 # environments answer alike again and again, and the tokenizer takes longer than a step of some
 NUM_REMEMBERED, LONGEST_REMEMBERED = 4096, 512  # texts, and characters (or tokens) of one

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from agentgym.config import OptimiserConfig, RunConfig
+from agentgym.learner.learner import Learner
+from agentgym.models.checkpoint import new_checkpoint
+from agentgym.models.model import weights_of
+from agentgym.rollouts.canary import CANARY_TOLERANCE, canary_rows
+from agentgym.rollouts.engine import Engine
+from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies.torch import TorchPolicy
-from agentgym.training import engine as engine_module
-from agentgym.training.checkpoint import new_checkpoint
-from agentgym.training.engine import Engine, LoopThread, canary_rows
-from agentgym.training.learner import EngineMismatch, Learner
-from agentgym.training.model import weights_of
+from agentgym.types import EngineMismatch
 
 LR = 1e-5  # a typical rate of a large model: what one step changes is small
 
@@ -42,7 +44,7 @@ def train(learner):
 def test_weights_that_arrived_pass_the_canary(pair):
     engine, learner = pair
     train(learner)
-    assert engine.publish(learner, 1) < engine_module.CANARY_TOLERANCE / 5
+    assert engine.publish(learner, 1) < CANARY_TOLERANCE / 5
     assert engine.policy.version == 1
     assert all(
         torch.equal(tensor, weights_of(learner.model)[name])

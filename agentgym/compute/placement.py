@@ -4,23 +4,18 @@ Who uses them cannot tell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-import agentgym.training.engine as inline
+import agentgym.rollouts.engine as inline
 from agentgym.algorithms.batch import Batch
-from agentgym.config import AlgorithmConfig, OptimiserConfig, RunConfig
+from agentgym.config import AlgorithmConfig, RunConfig
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.client import Endpoints
-from agentgym.training.checkpoint import Checkpoint
-from agentgym.training.learner import Learner
-from agentgym.training.model import load_weights, model_from_blobs
-from agentgym.training.networks import ValueNet
-from agentgym.training.ranks import ProcessGroup
 from agentgym.types import Item, Trajectory
 
 
@@ -59,45 +54,6 @@ class AnyEngine(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class LearnerPlan:
-    """All that a learner begins with, as bytes that travel to the process it is built in."""
-
-    architecture: str  # config.json
-    weights: bytes
-    optimiser: OptimiserConfig
-    total_steps: int
-    critic: bytes | None = None  # weights; empty: a new one on the policy's body
-    critic_lr: float | None = None
-    reference: bytes | None = None  # weights
-    # by blob name; empty: new ones
-    optimiser_states: Mapping[str, bytes] = field(default_factory=dict)
-
-    def build(self, ranks: ProcessGroup | None = None) -> Learner:
-        """The learner, or this rank's part of it."""
-        model = model_from_blobs(self.architecture, self.weights)
-        critic = None
-        if self.critic is not None:
-            critic = ValueNet(model_from_blobs(self.architecture, self.weights))
-            if self.critic:
-                load_weights(critic, load_safetensors(self.critic))
-        reference = (
-            None if self.reference is None else model_from_blobs(self.architecture, self.reference)
-        )
-        learner = Learner(
-            model,
-            self.optimiser,
-            total_steps=self.total_steps,
-            ranks=ranks,
-            critic=critic,
-            critic_lr=self.critic_lr,
-            reference=reference,
-        )
-        if self.optimiser_states:
-            learner.load_optimisers(self.optimiser_states)
-        return learner
-
-
 @contextmanager
 def open_compute(
     cfg: RunConfig, plan: LearnerPlan, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
@@ -106,7 +62,7 @@ def open_compute(
     Errors: see `open_engine`, `open_cluster`.
     """
     if cfg.compute == "ray":
-        from agentgym.training.cluster import open_cluster
+        from agentgym.compute.cluster import open_cluster
 
         with (
             open_cluster(
@@ -127,7 +83,7 @@ def open_compute(
 def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[AnyLearner]:
     """A learner alone. Errors: see `open_cluster`."""
     if cfg.compute == "ray":
-        from agentgym.training.cluster import open_cluster
+        from agentgym.compute.cluster import open_cluster
 
         with (
             open_cluster(cfg, num_ranks=cfg.ray.num_ranks, num_workers=0) as cluster,
@@ -144,7 +100,7 @@ def open_engine(
 ) -> Iterator[AnyEngine]:
     """An engine alone. Errors: where a server is not what training may use; see `open_cluster`."""
     if cfg.compute == "ray":
-        from agentgym.training.cluster import open_cluster
+        from agentgym.compute.cluster import open_cluster
 
         with (
             open_cluster(cfg, num_ranks=0, num_workers=cfg.ray.num_workers) as cluster,

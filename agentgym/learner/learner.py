@@ -29,19 +29,16 @@ from agentgym.algorithms.losses import (
 )
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlgorithmConfig, OptimiserConfig
-from agentgym.training.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS
-from agentgym.training.networks import PolicyNet, ValueNet
-from agentgym.training.optimise import OptimizedNetwork
-from agentgym.training.ranks import ProcessGroup, SingleProcess
+from agentgym.learner.optimizer import OptimizedNetwork
+from agentgym.learner.process_group import ProcessGroup, SingleProcess
+from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS
+from agentgym.models.networks import PolicyNet, ValueNet
+from agentgym.types import EngineMismatch
 
 MICRO_BATCH_TOKENS = 16_384  # tokens of one forward and backward
 
 # rows of one micro-batch, and whether they count; ranks without work still join the forward
 Share = tuple[Tensor, bool]
-
-
-class EngineMismatch(RuntimeError):
-    """The engine does not sample from the policy the learner trains."""
 
 
 class Learner:

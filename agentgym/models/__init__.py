@@ -1,0 +1,1 @@
+"""What a model is: its forward, its tokens and conversations, its checkpoint."""

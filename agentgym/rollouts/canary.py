@@ -1,0 +1,52 @@
+"""Proof that the weights an engine samples with are the learner's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from agentgym.algorithms.batch import Batch
+from agentgym.types import EngineMismatch
+
+# nats; fp32 engine and learner agree to 1e-5, a forgotten publish shows as about 100 x the learning
+# rate
+CANARY_TOLERANCE = 1e-4
+
+
+class Canary:
+    """What learner and engine must agree on after a publish."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.rows = canary_rows(tokenizer)
+
+    def score(self, learner: Any) -> torch.Tensor:
+        """[n] the learner's log-probabilities of every token but each row's first."""
+        tokens = torch.tensor([token for row in self.rows for token in row])
+        starts = torch.cumsum(torch.tensor([0, *map(len, self.rows)]), 0)
+        mask = torch.ones(len(tokens), dtype=torch.bool)
+        mask[starts[:-1]] = False
+        zeros, groups = torch.zeros(len(tokens)), torch.zeros(len(self.rows), dtype=torch.int64)
+        scores: torch.Tensor = learner.score(
+            Batch(tokens, starts, mask, zeros, zeros, groups, groups.bool(), 1.0)
+        )
+        return scores[mask]
+
+    @staticmethod
+    def compare(
+        ours: torch.Tensor, theirs: list[torch.Tensor], version: int, engine: str = "the engine"
+    ) -> float:
+        """The largest difference, nats. Errors: EngineMismatch."""
+        gap = float((ours - torch.cat(theirs)).abs().max())
+        if not gap <= CANARY_TOLERANCE:
+            raise EngineMismatch(
+                f"weights version {version} did not reach {engine}: canary prompts differ by"
+                f" {gap:.3g} nats (limit {CANARY_TOLERANCE:g})"
+            )
+        return gap
+
+
+def canary_rows(tokenizer: Any) -> list[list[int]]:
+    """A few fixed token rows that exercise every layer."""
+    size = len(tokenizer)
+    return [[(7 * row + 13 * column) % size for column in range(1, 17)] for row in range(4)]

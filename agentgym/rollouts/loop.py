@@ -1,0 +1,59 @@
+"""An event loop beside the thread that trains."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from agentgym.models.model import set_threads
+
+T = TypeVar("T")
+CLOSE_TIMEOUT_S = 30.0
+
+
+class LoopThread:
+    """An event loop in a thread of its own: any thread may run coroutines in it, several at a
+    time.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        set_threads()  # a setting of each thread
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Its result. Who stops waiting (Ctrl-C) cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def cancel(self) -> None:
+        """End what still runs."""
+
+        async def finish() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), CLOSE_TIMEOUT_S)
+
+        self.run(finish())
+
+    def close(self) -> None:
+        """End the thread."""
+        try:
+            self.cancel()
+            self.run(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if not self._thread.is_alive():
+                self._loop.close()
