@@ -22,7 +22,7 @@ from agentgym.private import STATE, private_folder, private_state  # noqa: E402
 from envs.plain import log_to_stderr, plain  # noqa: E402
 
 if TYPE_CHECKING:
-    from agentgym.data import Splits
+    from agentgym.data.items import Splits
 
 MEANINGS_AT = 40  # column of `agentgym config`
 
@@ -247,11 +247,11 @@ def some(text: str) -> int | None:
 
 def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.models.architecture import check_model
+    from agentgym.pipeline.run import pointer, run_when_free, run_with_parents
     from agentgym.progress import Bars
-    from agentgym.steps import pointer, run_when_free, run_with_parents
     from agentgym.store.files import discard, write_temp
     from agentgym.terminal import PlainConsole
-    from agentgym.tracking import check_server
+    from agentgym.tracking.mlflow import check_server
 
     if arguments.owner_pipe:
         from agentgym.deploy.owned import end_with_owner
@@ -292,8 +292,8 @@ def _doctor(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.plan import plan
-    from agentgym.steps import run_key
+    from agentgym.pipeline.plan import plan
+    from agentgym.pipeline.run import run_key
 
     steps = plan(cfg)
     if arguments.json:
@@ -367,8 +367,8 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.data import PUBLISHED_COUNTS, DataError, load_splits
-    from agentgym.dataset import HUB_URL, import_dataset
+    from agentgym.data.items import PUBLISHED_COUNTS, DataError, load_splits
+    from agentgym.data.published import HUB_URL, import_dataset
 
     imported = import_dataset(arguments.url or HUB_URL, arguments.rev, arguments.out)
     said = "imported into" if imported.is_new else "was imported already into"
@@ -390,8 +390,8 @@ def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _import_trajectories(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.dataset import track_folder
-    from agentgym.trajectories import FILE, read_files, write
+    from agentgym.data.published import track_folder
+    from agentgym.data.trajectories import FILE, read_files, write
 
     out = arguments.out or cfg.data.trajectories
     rows, left_out = read_files(arguments.files, cfg, drop_refused=arguments.drop_refused)
@@ -410,9 +410,9 @@ def _import_trajectories(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _compare(_: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.comparison import cells_of, file_and_overrides, load_comparison
     from agentgym.evaluation.compare import read_rows, table
     from agentgym.evaluation.compare_report import table_markdown
+    from agentgym.evaluation.matrix import cells_of, file_and_overrides, load_comparison
 
     file, overrides = file_and_overrides(arguments.words)
     comparison = load_comparison(file)
@@ -429,9 +429,9 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     """The run's own items must be in order; of the other lists beside them it is told what is
     not.
     """
-    from agentgym.data import PUBLISHED_COUNTS, load_splits
-    from agentgym.dataset import check_pin
-    from agentgym.steps import compare_tasks, load_data, load_recorded
+    from agentgym.data.items import PUBLISHED_COUNTS, load_splits
+    from agentgym.data.published import check_pin
+    from agentgym.pipeline.run import compare_tasks, load_data, load_recorded
 
     splits = load_data(cfg)
     num_recorded = len(load_recorded(cfg))

@@ -46,7 +46,7 @@ PREPARATION = "warm-start"  # what stage-1 stands on, with all that it needs
 LINEAGE = """
 import json, sys
 from agentgym.config import load_config
-from agentgym.steps import finished, open_store
+from agentgym.pipeline.run import finished, open_store
 cfg = load_config("params.yaml", sys.argv[1:])
 store, done = open_store(cfg), finished(cfg, open_store(cfg))
 stages = [final for name, final in done.items() if name.startswith("stage-")]

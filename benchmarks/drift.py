@@ -26,12 +26,12 @@ from pipeline import ROOT, machine
 
 from agentgym.compute.placement import AnyEngine
 from agentgym.config import RunConfig, load_config
-from agentgym.context import METRICS
-from agentgym.data import splits_from_json
+from agentgym.data.items import splits_from_json
 from agentgym.deploy.local import task_identities
+from agentgym.pipeline.context import METRICS
+from agentgym.pipeline.run import finished, open_store, run_with_parents
 from agentgym.rollouts.horizon import stages
-from agentgym.steps import finished, open_store, run_with_parents
-from agentgym.tracking import decode_points
+from agentgym.tracking.mlflow import decode_points
 from agentgym.types import Item, Trajectory
 
 OUT = ROOT / "docs/results/drift.json"

@@ -27,9 +27,9 @@ import numpy as np
 from pipeline import machine
 
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.comparison import Cell, cells_of, load_comparison
 from agentgym.evaluation.compare import CellResult, Checkpoint, Estimate, Row, read_rows, table
 from agentgym.evaluation.compare_report import AXES, result_files, table_markdown
+from agentgym.evaluation.matrix import Cell, cells_of, load_comparison
 from agentgym.evaluation.passk import FloatArray
 
 ROOT = Path(__file__).parents[1]

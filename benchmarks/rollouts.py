@@ -368,7 +368,7 @@ class InProcess:
 
 def case_memory(quick: bool) -> dict[str, Any]:
     """Peak memory of one process that plays 10,000 episodes and holds them all."""
-    from agentgym.context import encode_trajectories
+    from agentgym.pipeline.context import encode_trajectories
 
     num = 1000 if quick else 10_000
     engine = FakeEngine(renderer().action_ids(ACTION), 0.0, alone=False)
@@ -429,9 +429,9 @@ def memory_mib(field: str) -> float:
 
 def case_tracking(quick: bool) -> dict[str, Any]:
     """Share of the default run that its metrics take on their way to MLflow."""
-    import agentgym.context
-    import agentgym.steps
-    import agentgym.tracking
+    import agentgym.pipeline.context
+    import agentgym.pipeline.run
+    import agentgym.tracking.mlflow
     from agentgym.config import load_config
 
     spent = {"encode": 0.0, "deliver": 0.0}
@@ -456,18 +456,18 @@ def case_tracking(quick: bool) -> dict[str, Any]:
         cfg = load_config(
             ROOT / "params.yaml", [f"store.path={folder}/store", *(small if quick else ())]
         )
-        encode, deliver = agentgym.context.encode_points, agentgym.steps.deliver
-        agentgym.context.encode_points, agentgym.steps.deliver = (
+        encode, deliver = agentgym.pipeline.context.encode_points, agentgym.pipeline.run.deliver
+        agentgym.pipeline.context.encode_points, agentgym.pipeline.run.deliver = (
             timed("encode", encode),
             timed("deliver", deliver),
         )
         try:
             began = time.perf_counter()
-            for name in agentgym.steps.steps_of(cfg):
-                agentgym.steps.run_step(name, cfg)
+            for name in agentgym.pipeline.run.steps_of(cfg):
+                agentgym.pipeline.run.run_step(name, cfg)
             wall = time.perf_counter() - began
         finally:
-            agentgym.context.encode_points, agentgym.steps.deliver = encode, deliver
+            agentgym.pipeline.context.encode_points, agentgym.pipeline.run.deliver = encode, deliver
     share = sum(spent.values()) / wall
     return {
         "definition": (
@@ -492,7 +492,7 @@ def case_staleness(quick: bool) -> dict[str, Any]:
     step.
     """
     from agentgym.config import RolloutConfig, load_config
-    from agentgym.steps import open_store, run_step
+    from agentgym.pipeline.run import open_store, run_step
     from envs.babyai import spec
 
     if "max_staleness" not in RolloutConfig.model_fields:

@@ -22,10 +22,10 @@ from unittest import mock
 from pipeline import ROOT, machine
 
 from agentgym.config import RunConfig, load_config
-from agentgym.context import METRICS
-from agentgym.data import ItemStream
-from agentgym.steps import finished, open_store, run_with_parents
-from agentgym.tracking import decode_points
+from agentgym.data.items import ItemStream
+from agentgym.pipeline.context import METRICS
+from agentgym.pipeline.run import finished, open_store, run_with_parents
+from agentgym.tracking.mlflow import decode_points
 from agentgym.types import Item
 
 PROFILE = ROOT / "profiles/textcraft-cpu.yaml"

@@ -18,7 +18,10 @@ from prefect.futures import PrefectFuture, as_completed
 from prefect.logging.handlers import PrefectConsoleHandler
 
 from agentgym.cli import guarded, positive
-from agentgym.comparison import (
+from agentgym.deploy.local import check_local_env
+from agentgym.evaluation.compare import write_comparison
+from agentgym.evaluation.compare_report import table_markdown
+from agentgym.evaluation.matrix import (
     DEFAULT,
     Cell,
     cells_of,
@@ -26,16 +29,13 @@ from agentgym.comparison import (
     file_and_overrides,
     load_comparison,
 )
-from agentgym.deploy.local import check_local_env
-from agentgym.evaluation.compare import write_comparison
-from agentgym.evaluation.compare_report import table_markdown
-from agentgym.ledger import tracker_of
 from agentgym.models.architecture import check_model
+from agentgym.pipeline.run import load_data
 from agentgym.private import private_state
 from agentgym.progress import Bars
-from agentgym.steps import load_data
 from agentgym.store.files import full_disk_told
 from agentgym.terminal import PlainConsole
+from agentgym.tracking.deliver import tracker_of
 from flows.shell import _quieten_console
 from tasks.compare import cell_task, write_task
 from tasks.data import dataset_pointer, pull_data

@@ -10,9 +10,9 @@ from prefect import runtime
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentgym.config import ConfigError, RunConfig, load_config
+from agentgym.pipeline.run import finished, local_environment, open_store, steps_of
 from agentgym.progress import Bars
 from agentgym.rollouts.client import Endpoints
-from agentgym.steps import finished, local_environment, open_store, steps_of
 from agentgym.store.manifest import Manifest
 from agentgym.terminal import PlainConsole
 from tasks.data import pull_data

@@ -21,10 +21,7 @@ from agentgym.evaluation.champion import sentence
 from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.report import label
 from agentgym.models.architecture import check_model
-from agentgym.private import STATE, private_state
-from agentgym.reference import reference_s
-from agentgym.rollouts.client import check_env_servers
-from agentgym.steps import (
+from agentgym.pipeline.run import (
     confirm,
     finished,
     load_data,
@@ -33,10 +30,13 @@ from agentgym.steps import (
     run_key,
     steps_of,
 )
+from agentgym.private import STATE, private_state
+from agentgym.reference import reference_s
+from agentgym.rollouts.client import check_env_servers
 from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
 from agentgym.terminal import PlainConsole
-from agentgym.tracking import check_server
+from agentgym.tracking.mlflow import check_server
 from envs.plain import PlainFormatter
 from flows.run import RunRequest, Wanted, check_parents
 from tasks.data import dataset_pointer

@@ -19,13 +19,13 @@ from prefect.artifacts import (
 )
 
 from agentgym.config import RunConfig
-from agentgym.context import Progress
 from agentgym.evaluation.passk import FAILED
-from agentgym.ledger import curve, step_run
+from agentgym.pipeline.context import Progress
+from agentgym.pipeline.run import Outcome, open_store, run_key
 from agentgym.private import STATE
-from agentgym.steps import Outcome, open_store, run_key
 from agentgym.store.manifest import Manifest
-from agentgym.tracking import LedgerUnavailable
+from agentgym.tracking.deliver import curve, step_run
+from agentgym.tracking.mlflow import LedgerUnavailable
 from tasks.services import running
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import ConfigError
-from agentgym.data import DataError
-from agentgym.dataset import DvcError, check_pin, run_dvc
+from agentgym.data.items import DataError
+from agentgym.data.published import DvcError, check_pin, run_dvc
 from tasks.retries import may_help
 
 PULL_TIMEOUT_S = 1700.0

@@ -9,9 +9,9 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import RunConfig
-from agentgym.context import NoProgress, Progress
+from agentgym.pipeline.context import NoProgress, Progress
+from agentgym.pipeline.run import Environment, Outcome, Step, local_environment, run_step
 from agentgym.rollouts.client import Endpoints
-from agentgym.steps import Environment, Outcome, Step, local_environment, run_step
 from tasks.artifacts import progress_artifact, result_artifact
 from tasks.retries import may_help
 

@@ -246,7 +246,7 @@ def hub(tmp_path):
 
 @pytest.fixture(scope="session")
 def empty_dvc_project(tmp_path_factory):
-    from agentgym.dataset import run_dvc
+    from agentgym.data.published import run_dvc
 
     folder = tmp_path_factory.mktemp("dvc") / "project"
     folder.mkdir()

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from agentgym.data import load_splits
+from agentgym.data.items import load_splits
 from agentgym.types import Item
 from envs.registry import load_spec
 

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from agentgym.config import load_config
-from agentgym.dataset import check_pin, import_dataset, run_dvc
-from agentgym.steps import steps_of
+from agentgym.data.published import check_pin, import_dataset, run_dvc
+from agentgym.pipeline.run import steps_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -115,8 +115,8 @@ def test_another_user_reaches_nothing_that_dvc_unpickles(empty_dvc_project):
         }
         environment["PYTHONPATH"] = str(ROOT)
         command = (
-            "import flows; from agentgym.dataset import run_dvc; run_dvc('add', 'numbers.txt',"
-            " timeout_s=120)"
+            "import flows; from agentgym.data.published import run_dvc;"
+            " run_dvc('add', 'numbers.txt', timeout_s=120)"
         )
         subprocess.run([sys.executable, "-c", command], cwd=folder, env=environment, check=True)
         caches = list((folder / ".agentgym/dvc/repo").glob("*/*"))

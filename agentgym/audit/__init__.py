@@ -20,9 +20,9 @@ from agentgym.audit.report import AuditReport, Check, Checks
 from agentgym.audit.sampling import check_sampling
 from agentgym.audit.steps import check_lineage, read_steps
 from agentgym.config import ConfigError, RunConfig
-from agentgym.context import NoProgress, Progress
 from agentgym.models.model import set_threads
-from agentgym.steps import open_store, run_key
+from agentgym.pipeline.context import NoProgress, Progress
+from agentgym.pipeline.run import open_store, run_key
 
 __all__ = ["CHECKS", "AuditReport", "Check", "audit"]
 

@@ -17,9 +17,9 @@ from agentgym.audit.sampling import weights_of_versions
 from agentgym.audit.steps import StepRecord, load
 from agentgym.config import RunConfig
 from agentgym.models.checkpoint import Checkpoint
+from agentgym.pipeline.run import local_environment
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.engine import ENGINE, episode_settings, open_engine
-from agentgym.steps import local_environment
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.types import Status, Trajectory

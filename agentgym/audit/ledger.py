@@ -14,11 +14,11 @@ from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
 from agentgym.evaluation.champion import decide
 from agentgym.evaluation.publish import headline_tags
-from agentgym.ledger import tracker_of
 from agentgym.models.checkpoint import WEIGHTS
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking import Tracker
+from agentgym.tracking.deliver import tracker_of
+from agentgym.tracking.mlflow import Tracker
 
 
 def check_ledger(

@@ -15,13 +15,14 @@ from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
-from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES, decode_trajectories
-from agentgym.data import Splits, splits_from_json
+from agentgym.data.items import Splits, splits_from_json
+from agentgym.data.trajectories import RECORDED, decode
 from agentgym.evaluation.evaluate import Array, evaluation_metrics, outcomes, paired, score
 from agentgym.evaluation.passk import FAILED
 from agentgym.learner.optimizer import learning_rate
+from agentgym.pipeline.context import METRICS, OUTCOMES, TRAJECTORIES, decode_trajectories
+from agentgym.pipeline.run import load_data, load_recorded, run_key, steps_of
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
-from agentgym.steps import load_data, load_recorded, run_key, steps_of
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.training.offline import (
@@ -32,7 +33,6 @@ from agentgym.training.offline import (
     rate_steps,
 )
 from agentgym.training.sft import DEMOS, recorded_for, replies_of
-from agentgym.trajectories import RECORDED, decode
 from agentgym.types import Status
 
 PICTURE = re.compile(rb"data:image/png;base64,[A-Za-z0-9+/=]*")

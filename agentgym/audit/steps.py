@@ -14,14 +14,14 @@ import numpy as np
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit.report import Checks
 from agentgym.config import RunConfig
-from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
-from agentgym.data import Splits, train_stream
+from agentgym.data.items import Splits, train_stream
 from agentgym.models.checkpoint import Checkpoint, load_checkpoint
+from agentgym.pipeline.context import METRICS, TRAJECTORIES, decode_trajectories
+from agentgym.pipeline.run import Step, key_of, semantic_of, steps_of
 from agentgym.rollouts.horizon import Stage, advance, max_turns, stages
-from agentgym.steps import Step, key_of, semantic_of, steps_of
 from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
-from agentgym.tracking import Point, decode_points
+from agentgym.tracking.mlflow import Point, decode_points
 from agentgym.training.offline import commits_at, explored_items
 from agentgym.training.rl import horizon_state
 from agentgym.training.sft import DEMOS

@@ -25,7 +25,7 @@ from agentgym.evaluation.passk import FloatArray, Interval, as_failures, paired_
 from agentgym.store.manifest import sha256
 
 if TYPE_CHECKING:
-    from agentgym.tracking import Tracker
+    from agentgym.tracking.mlflow import Tracker
 
 PROTOCOL, OUTCOMES, DECISION = "evaluation.protocol", "evaluation.outcomes", "champion"
 MAX_TAG_CHARS = 100_000  # MLflow's

@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from agentgym.comparison import Cell, Comparison, comparison_key, contrast_rows, write_file
-from agentgym.context import METRICS, OUTCOMES
 from agentgym.evaluation.compare_report import AXES, CEILING, result_files
+from agentgym.evaluation.matrix import Cell, Comparison, comparison_key, contrast_rows, write_file
 from agentgym.evaluation.passk import FloatArray, Interval, per_item
 from agentgym.evaluation.seeds import Kind, crossed_interval
-from agentgym.ledger import CellPoints, deliver_comparison
-from agentgym.steps import finished, open_store
+from agentgym.pipeline.context import METRICS, OUTCOMES
+from agentgym.pipeline.run import finished, open_store
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking import Point, decode_points
+from agentgym.tracking.deliver import CellPoints, deliver_comparison
+from agentgym.tracking.mlflow import Point, decode_points
 
 VALIDATION = "validation/success"
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from agentgym.compute.placement import open_engine
 from agentgym.config import EvaluationConfig
-from agentgym.context import OUTCOMES, TRAJECTORIES, StepContext, decode_trajectories, now_ms
-from agentgym.data import splits_from_json
+from agentgym.data.items import splits_from_json
 from agentgym.evaluation.passk import (
     FAILED,
     Interval,
@@ -25,10 +24,17 @@ from agentgym.evaluation.passk import (
 )
 from agentgym.models.checkpoint import load_checkpoint
 from agentgym.models.model import set_threads
+from agentgym.pipeline.context import (
+    OUTCOMES,
+    TRAJECTORIES,
+    StepContext,
+    decode_trajectories,
+    now_ms,
+)
 from agentgym.rollouts.collect import RolloutError
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.store.manifest import Manifest
-from agentgym.tracking import Point
+from agentgym.tracking.mlflow import Point
 from agentgym.types import Item, Trajectory
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentgym.config import RunConfig
-from agentgym.context import METRICS, OUTCOMES, TRAJECTORIES, StepContext, decode_trajectories
 from agentgym.evaluation import champion
 from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.report import (
@@ -22,17 +21,24 @@ from agentgym.evaluation.report import (
     learning_curve_png,
     report_html,
 )
-from agentgym.ledger import parent_run, tracker_of
 from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS
 from agentgym.models.model import save_pretrained
+from agentgym.pipeline.context import (
+    METRICS,
+    OUTCOMES,
+    TRAJECTORIES,
+    StepContext,
+    decode_trajectories,
+)
 from agentgym.rollouts.horizon import stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking import LedgerError, decode_points
+from agentgym.tracking.deliver import parent_run, tracker_of
+from agentgym.tracking.mlflow import LedgerError, decode_points
 from agentgym.types import Trajectory
 
 if TYPE_CHECKING:
-    from agentgym.steps import Step
+    from agentgym.pipeline.run import Step
 
 
 PAGE = "report.html"

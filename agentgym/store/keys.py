@@ -20,11 +20,10 @@ PACKAGES = ("agentgym", "envs")  # our own code; libraries are pinned elsewhere
 STATE_ONLY = (
     "agentgym.store",
     "agentgym.tracking",
-    "agentgym.ledger",
     "agentgym.deploy",
     "agentgym.cli",
     "agentgym.config",
-    "agentgym.context",
+    "agentgym.pipeline.context",
     "agentgym.private",
     "agentgym.progress",
 )

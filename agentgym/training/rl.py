@@ -13,8 +13,7 @@ from agentgym.algorithms.batch import groups_with_signal, learnable, overlong_pe
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.compute.placement import AnyEngine, open_compute, play_validation
 from agentgym.config import AlgorithmConfig, ConfigError, RunConfig
-from agentgym.context import StepContext, now_ms
-from agentgym.data import ItemStream, splits_from_json, train_stream
+from agentgym.data.items import ItemStream, splits_from_json, train_stream
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import (
     CRITIC,
@@ -25,10 +24,11 @@ from agentgym.models.checkpoint import (
     load_checkpoint,
 )
 from agentgym.models.model import set_threads
+from agentgym.pipeline.context import StepContext, now_ms
 from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.store.manifest import Manifest
-from agentgym.tracking import Point
+from agentgym.tracking.mlflow import Point
 from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)

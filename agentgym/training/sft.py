@@ -15,18 +15,18 @@ import numpy as np
 from agentgym.algorithms.batch import to_batch
 from agentgym.compute.placement import open_learner
 from agentgym.config import RunConfig
-from agentgym.context import StepContext, decode_trajectories, encode_trajectories, now_ms
-from agentgym.data import Splits, interleave, splits_from_json
+from agentgym.data.items import Splits, interleave, splits_from_json
+from agentgym.data.trajectories import RECORDED, Recorded, chosen, decode
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.chat import ChatRenderer
 from agentgym.models.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint, new_checkpoint
 from agentgym.models.model import load_hub, new_model, set_threads, train_tokenizer
+from agentgym.pipeline.context import StepContext, decode_trajectories, encode_trajectories, now_ms
 from agentgym.rollouts.client import EnvError, EnvPools
 from agentgym.rollouts.engine import open_pool
 from agentgym.rollouts.episode import Episode, EpisodeSettings, ending, extract_action, reply_naming
 from agentgym.store.manifest import Manifest
-from agentgym.tracking import Point
-from agentgym.trajectories import RECORDED, Recorded, chosen, decode
+from agentgym.tracking.mlflow import Point
 from agentgym.types import Completion, Item, Status, Trajectory, Turn
 
 DEMOS = "demos.jsonl.gz"

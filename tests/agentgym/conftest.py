@@ -85,7 +85,7 @@ def whole_run(tmp_path_factory, tiny_params):
     Copy it, leave it whole.
     """
     from agentgym.config import load_config
-    from agentgym.steps import run_step, steps_of
+    from agentgym.pipeline.run import run_step, steps_of
 
     folder = tmp_path_factory.mktemp("whole")
     cfg = load_config(tiny_params(folder, deterministic=True))

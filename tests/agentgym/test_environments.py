@@ -14,11 +14,11 @@ import pytest
 
 from agentgym.audit import audit
 from agentgym.config import EnvConfig, load_config
-from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.deploy.local import local_env
+from agentgym.pipeline.context import METRICS, TRAJECTORIES, decode_trajectories
+from agentgym.pipeline.run import finished, open_store, run_step
 from agentgym.rollouts.client import EnvPool
-from agentgym.steps import finished, open_store, run_step
-from agentgym.tracking import decode_points
+from agentgym.tracking.mlflow import decode_points
 from agentgym.types import Item, Status
 
 ROOT = Path(__file__).parents[2]

@@ -17,11 +17,11 @@ import pytest
 
 from agentgym.audit import audit
 from agentgym.config import load_config
-from agentgym.context import TRAJECTORIES, decode_trajectories
-from agentgym.data import ItemStream, load_splits
+from agentgym.data.items import ItemStream, load_splits
 from agentgym.models.checkpoint import OPTIMISER, WEIGHTS
+from agentgym.pipeline.context import TRAJECTORIES, decode_trajectories
+from agentgym.pipeline.run import finished, key_of, open_store, run_step, steps_of
 from agentgym.rollouts.horizon import stages
-from agentgym.steps import finished, key_of, open_store, run_step, steps_of
 from agentgym.store.lease import LeaseHeld
 
 GONE_WITHIN_S = 30.0
@@ -37,9 +37,9 @@ import os, signal, sys
 from pathlib import Path
 
 import agentgym.store.posix as posix
-import agentgym.steps as steps
+import agentgym.pipeline.run as steps
 from agentgym.config import load_config
-from agentgym.context import StepContext
+from agentgym.pipeline.context import StepContext
 from agentgym.rollouts.client import EnvSession
 from agentgym.rollouts.engine import Engine
 

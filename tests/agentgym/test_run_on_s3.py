@@ -9,8 +9,8 @@ import pytest
 
 from agentgym.audit import audit
 from agentgym.config import load_config
-from agentgym.plan import plan
-from agentgym.steps import finished, key_of, open_store, run_step, steps_of
+from agentgym.pipeline.plan import plan
+from agentgym.pipeline.run import finished, key_of, open_store, run_step, steps_of
 from agentgym.store.lease import LeaseHeld
 
 HOLD = """
@@ -22,7 +22,7 @@ with s3_store(sys.argv[1], lease_ttl_s=30).open("stage-1", sys.argv[2]):
 """
 KILLED = """
 import os, signal, sys
-from agentgym import steps
+from agentgym.pipeline import run as steps
 from agentgym.config import load_config
 steps.deliver = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # after the first commit, before \
 MLflow hears of it

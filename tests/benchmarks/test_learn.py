@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentgym.comparison import Cell, Comparison
 from agentgym.config import RunConfig
 from agentgym.evaluation.compare import CellResult, Checkpoint, Row, table
+from agentgym.evaluation.matrix import Cell, Comparison
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

@@ -8,7 +8,7 @@ from prefect.utilities.callables import parameter_schema
 from pydantic import ValidationError
 
 from agentgym.config import ConfigError, load_config
-from agentgym.steps import steps_of
+from agentgym.pipeline.run import steps_of
 from flows.evaluate import evaluate
 from flows.pipeline import pipeline
 from flows.prepare import prepare

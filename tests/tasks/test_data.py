@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from agentgym.config import ConfigError
-from agentgym.data import DataError
-from agentgym.dataset import DvcError, run_dvc
+from agentgym.data.items import DataError
+from agentgym.data.published import DvcError, run_dvc
 from tasks import data
 from tasks.data import pull_data
 

@@ -18,12 +18,12 @@ from agentgym.compute.cluster import PlacementError, open_cluster
 from agentgym.compute.learner_ranks import RankLost
 from agentgym.compute.rollout_workers import RayEngine, WorkersLost
 from agentgym.config import ConfigError, OptimiserConfig, load_config
-from agentgym.data import ItemStream, load_splits
+from agentgym.data.items import ItemStream, load_splits
 from agentgym.deploy.rayjobs import RayUnreachable
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.model import weights_blob
+from agentgym.pipeline.run import finished, open_store, run_step
 from agentgym.rollouts.horizon import stages
-from agentgym.steps import finished, open_store, run_step
 
 ray = pytest.mark.ray
 BEFORE = ("prepare", "initialise", "evaluate-initialise", "warm-start", "evaluate-warm-start")
@@ -217,7 +217,7 @@ def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(
 
 def assert_whole(cfg, *names):
     """Every episode once, every item once and in order, and the audit agrees."""
-    from agentgym.context import TRAJECTORIES, decode_trajectories
+    from agentgym.pipeline.context import TRAJECTORIES, decode_trajectories
 
     store = open_store(cfg)
     done = finished(cfg, store)

@@ -12,7 +12,7 @@ import pytest
 from agentgym.config import ConfigError, load_config
 from agentgym.deploy import rayjobs
 from agentgym.deploy.rayjobs import RayUnreachable, auth_headers, job_config, run_as_job
-from agentgym.steps import finished, open_store, run_key, run_step
+from agentgym.pipeline.run import finished, open_store, run_key, run_step
 
 ray = pytest.mark.ray
 

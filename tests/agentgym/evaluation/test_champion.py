@@ -14,7 +14,7 @@ from agentgym.evaluation.champion import (
     sentence,
     settle,
 )
-from agentgym.tracking import Tracker
+from agentgym.tracking.mlflow import Tracker
 
 CFG = RunConfig.model_validate({"evaluation": {"num_items": 100, "num_samples": 2, "k": [1, 2]}})
 ITEMS = [f"babyai_{number}" for number in range(100)]

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from agentgym.comparison import Cell
 from agentgym.config import RunConfig
 from agentgym.evaluation.compare import CellResult, Row, training_curve
-from agentgym.tracking import Point
+from agentgym.evaluation.matrix import Cell
+from agentgym.tracking.mlflow import Point
 
 
 def point(step, episodes=64.0, failed=0.0, turns=5.0, tokens=50.0, cpu=2.0, **more):

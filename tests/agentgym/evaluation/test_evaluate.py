@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from agentgym.config import EvaluationConfig, load_config
-from agentgym.context import METRICS
 from agentgym.evaluation.evaluate import evaluation_metrics, require_coverage, score
 from agentgym.evaluation.passk import FAILED
+from agentgym.pipeline.context import METRICS
+from agentgym.pipeline.run import open_store, run_step, semantic_of, steps_of
 from agentgym.rollouts.collect import RolloutError
-from agentgym.steps import open_store, run_step, semantic_of, steps_of
-from agentgym.tracking import decode_points
+from agentgym.tracking.mlflow import decode_points
 from agentgym.types import Item, Status, Trajectory, Turn
 from envs.registry import load_spec
 from flows.shell import left_out

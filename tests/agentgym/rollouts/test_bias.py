@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from agentgym.data import ItemStream
+from agentgym.data.items import ItemStream
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.client import EnvPool
 from agentgym.rollouts.collect import collect

@@ -398,7 +398,7 @@ except ValueError as error:
 def test_a_store_on_disk_needs_no_boto3() -> None:
     script = (
         "import sys; sys.modules['boto3'] = sys.modules['botocore'] = None\n"
-        "from agentgym.config import load_config\nfrom agentgym.steps import open_store\n"
+        "from agentgym.config import load_config\nfrom agentgym.pipeline.run import open_store\n"
         "print(open_store(load_config('params.yaml')).root)"
     )
     done = subprocess.run(

@@ -12,15 +12,15 @@ import yaml
 
 from agentgym.audit import audit
 from agentgym.config import load_config
-from agentgym.context import METRICS, decode_trajectories, encode_trajectories
-from agentgym.data import load_splits
+from agentgym.data.items import load_splits
+from agentgym.data.trajectories import RECORDED, decode
+from agentgym.pipeline.context import METRICS, decode_trajectories, encode_trajectories
+from agentgym.pipeline.run import finished, open_store, run_step, steps_of
 from agentgym.rollouts.horizon import stages
-from agentgym.steps import finished, open_store, run_step, steps_of
 from agentgym.store.manifest import Blob, Manifest
-from agentgym.tracking import decode_points
+from agentgym.tracking.mlflow import decode_points
 from agentgym.training.offline import material_of
 from agentgym.training.sft import DEMOS, demonstrations
-from agentgym.trajectories import RECORDED, decode
 from agentgym.types import Status
 from envs.env import ExpertFailed
 from envs.registry import load_spec

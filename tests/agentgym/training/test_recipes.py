@@ -11,10 +11,10 @@ from safetensors.torch import load as load_safetensors
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit import audit
 from agentgym.config import ConfigError, load_config
-from agentgym.context import METRICS, TRAJECTORIES, StepContext, decode_trajectories
 from agentgym.models.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint
-from agentgym.steps import finished, open_store, run_step
-from agentgym.tracking import decode_points
+from agentgym.pipeline.context import METRICS, TRAJECTORIES, StepContext, decode_trajectories
+from agentgym.pipeline.run import finished, open_store, run_step
+from agentgym.tracking.mlflow import decode_points
 from agentgym.types import Status
 
 ALGORITHM = {"critic_warmup_steps": 1}

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from agentgym.data.trajectories import Recorded
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.episode import EpisodeSettings, extract_action
 from agentgym.training.sft import Step, _TextEpisode, demo_rows, replies_of
-from agentgym.trajectories import Recorded
 from agentgym.types import Item
 
 SETTINGS = EpisodeSettings(

@@ -16,13 +16,13 @@ import psutil
 import pytest
 import yaml
 
-from agentgym import dataset
 from agentgym.cli import main
 from agentgym.config import ConfigError
-from agentgym.data import DataError
-from agentgym.dataset import DvcError, check_pin, import_dataset, run_dvc
+from agentgym.data import published as dataset
+from agentgym.data.items import DataError
+from agentgym.data.published import DvcError, check_pin, import_dataset, run_dvc
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # of a level in which no two of these ids are one world
 MANY_WORLDS = ("--set", "env.options.levels=[GoToLocalS8N7]")

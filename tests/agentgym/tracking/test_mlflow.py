@@ -15,7 +15,7 @@ import pytest
 
 from agentgym.store.posix import posix_store
 from agentgym.store.runstore import RunStore
-from agentgym.tracking import (
+from agentgym.tracking.mlflow import (
     LedgerError,
     Point,
     StaleRun,
@@ -44,7 +44,7 @@ def migrated_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_database_is_there_whole_or_not_at_all_when_its_maker_is_killed(tmp_path: Path) -> None:
     database = tmp_path / "mlflow.db"
     code = (
-        "import sys; from pathlib import Path; from agentgym.tracking import Tracker;"
+        "import sys; from pathlib import Path; from agentgym.tracking.mlflow import Tracker;"
         " Tracker(sys.argv[1], 'x', Path(sys.argv[2])).client"
     )
     for size in (1, 200_000):  # at its first byte, and with some of the tables made

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentgym import ledger
-from agentgym.ledger import Paced
-from agentgym.tracking import LedgerUnavailable, check_server, reaching
+from agentgym.tracking import deliver as ledger
+from agentgym.tracking.deliver import Paced
+from agentgym.tracking.mlflow import LedgerUnavailable, check_server, reaching
 
 ONE, LAST = SimpleNamespace(done=False), SimpleNamespace(done=True)
 
@@ -103,7 +103,7 @@ def test_only_an_outage_is_an_outage(error, is_outage):
 def test_a_server_that_does_not_answer_is_named_in_time(monkeypatch):
     import socket
 
-    monkeypatch.setattr("agentgym.tracking.REACH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("agentgym.tracking.mlflow.REACH_TIMEOUT_S", 0.3)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

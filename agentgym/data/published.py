@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import yaml
 
 from agentgym.config import ConfigError
-from agentgym.data import DataError
+from agentgym.data.items import DataError
 from agentgym.deploy.owned import owned_process
 from agentgym.store.files import discard, write_temp
 

@@ -10,9 +10,9 @@ import pytest
 
 from agentgym.cli import main
 from agentgym.config import ConfigError, load_config
-from agentgym.data import DataError, load_splits
-from agentgym.dataset import check_pin
-from agentgym.trajectories import (
+from agentgym.data.items import DataError, load_splits
+from agentgym.data.published import check_pin
+from agentgym.data.trajectories import (
     Recorded,
     chosen,
     decode,
@@ -24,7 +24,7 @@ from agentgym.trajectories import (
 )
 from agentgym.types import Item
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MANUAL = [
     {"from": "human", "loss": None, "value": "You are in a maze. Answer with Thought and Action."},
     {

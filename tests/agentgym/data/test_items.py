@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentgym.config import ConfigError
-from agentgym.data import (
+from agentgym.data.items import (
     DataError,
     ItemStream,
     Splits,
@@ -264,7 +264,8 @@ def test_a_data_error_is_a_configuration_error() -> None:
 
 def test_importing_the_room_does_not_import_pandas() -> None:
     code = (
-        "import sys, agentgym.data; sys.exit('pandas' in sys.modules or 'pandera' in sys.modules)"
+        "import sys, agentgym.data.items;"
+        "\nsys.exit('pandas' in sys.modules or 'pandera' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

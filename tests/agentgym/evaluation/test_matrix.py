@@ -9,7 +9,8 @@ import time
 import pytest
 import yaml
 
-from agentgym.comparison import (
+from agentgym.config import ConfigError, load_config
+from agentgym.evaluation.matrix import (
     Stopped,
     cells_of,
     comparison_key,
@@ -18,8 +19,7 @@ from agentgym.comparison import (
     load_comparison,
     run_cell,
 )
-from agentgym.config import ConfigError, load_config
-from agentgym.steps import finished, open_store, run_step, run_with_parents, with_parents
+from agentgym.pipeline.run import finished, open_store, run_step, run_with_parents, with_parents
 from agentgym.store.lease import LeaseHeld
 
 BASE = {
@@ -242,7 +242,7 @@ def test_a_step_with_its_parents_waits_for_the_process_that_runs_a_shared_one(
     run_step("prepare", cfg)
     store = open_store(cfg)
     key = "0" * 64
-    from agentgym.steps import key_of, steps_of
+    from agentgym.pipeline.run import key_of, steps_of
 
     key = key_of(steps_of(cfg)["initialise"], cfg, finished(cfg, store))
     with store.open("initialise", key), pytest.raises(LeaseHeld):

@@ -18,9 +18,16 @@ from typing import Any, Literal
 
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import ConfigError, EnvConfig, RunConfig, config_digest
-from agentgym.context import METRICS, NoProgress, Progress, StepContext
-from agentgym.data import SPLITS, Splits, load_splits, mix_splits, repeated_tasks, train_stream
-from agentgym.ledger import Paced, curve, deliver_step, ledger_identity
+from agentgym.data.items import (
+    SPLITS,
+    Splits,
+    load_splits,
+    mix_splits,
+    repeated_tasks,
+    train_stream,
+)
+from agentgym.data.trajectories import RECORDED, Recorded, encode, input_digest, load_trajectories
+from agentgym.pipeline.context import METRICS, NoProgress, Progress, StepContext
 from agentgym.rollouts.client import Endpoints, token_of
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import source_digest, step_key
@@ -28,8 +35,8 @@ from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.posix import posix_store
 from agentgym.store.runstore import RunStore
-from agentgym.tracking import reaching
-from agentgym.trajectories import RECORDED, Recorded, encode, input_digest, load_trajectories
+from agentgym.tracking.deliver import Paced, curve, deliver_step, ledger_identity
+from agentgym.tracking.mlflow import reaching
 from agentgym.types import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -133,7 +140,7 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
         "prepare data",
         (),
         data,
-        ("agentgym.data", "agentgym.trajectories", *env_modules),
+        ("agentgym.data.items", "agentgym.data.trajectories", *env_modules),
         _prepare,
     )
     current = add(

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from agentgym.config import RunConfig
-from agentgym.steps import Step, finished, key_of, open_store, semantic_of, steps_of
+from agentgym.pipeline.run import Step, finished, key_of, open_store, semantic_of, steps_of
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 

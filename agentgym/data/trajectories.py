@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.config import RunConfig
-from agentgym.data import (
+from agentgym.data.items import (
     DataError,
     Splits,
     data_digest,

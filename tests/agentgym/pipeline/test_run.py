@@ -11,9 +11,9 @@ from mlflow import MlflowClient
 
 from agentgym.audit import audit
 from agentgym.config import ConfigError, load_config
-from agentgym.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.evaluation.champion import DECISION, OUTCOMES
-from agentgym.steps import (
+from agentgym.pipeline.context import METRICS, TRAJECTORIES, decode_trajectories
+from agentgym.pipeline.run import (
     finished,
     load_data,
     open_store,
@@ -23,7 +23,7 @@ from agentgym.steps import (
     semantic_of,
     steps_of,
 )
-from agentgym.tracking import decode_points
+from agentgym.tracking.mlflow import decode_points
 
 
 @pytest.fixture

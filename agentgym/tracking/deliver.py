@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 
 from agentgym.config import RunConfig
+from agentgym.data.trajectories import input_digest
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking import (
+from agentgym.tracking.mlflow import (
     SPOOL,
     SUPERSEDED,
     LedgerUnavailable,
@@ -25,7 +26,6 @@ from agentgym.tracking import (
     deliver_committed,
     reaching,
 )
-from agentgym.trajectories import input_digest
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The steps of a run: what they need, when they run, what they leave."""

@@ -1,0 +1,1 @@
+"""The numbers of a run in MLflow, delivered from committed steps alone."""
