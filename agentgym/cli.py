@@ -410,9 +410,9 @@ def _import_trajectories(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _compare(_: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.evaluation.compare import read_rows, table
-    from agentgym.evaluation.compare_report import table_markdown
-    from agentgym.evaluation.matrix import cells_of, file_and_overrides, load_comparison
+    from agentgym.comparison.matrix import cells_of, file_and_overrides, load_comparison
+    from agentgym.comparison.report import table_markdown
+    from agentgym.comparison.results import read_rows, table
 
     file, overrides = file_and_overrides(arguments.words)
     comparison = load_comparison(file)

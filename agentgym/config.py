@@ -683,7 +683,8 @@ def load_config(
         cfg = RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(first_line(error)) from None
-    refused = untrusted_address(cfg, os.environ)
+    ray_address = "" if cfg.compute == "inline" else cfg.ray.address
+    refused = untrusted_address(ray_address, cfg.tracking.uri, os.environ)
     if refused is not None:
         raise ConfigError(refused)
     return cfg

@@ -10,11 +10,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-
-if TYPE_CHECKING:
-    from agentgym.config import RunConfig
 
 RAY_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")  # Ray's own; also of the Jobs API
 MLFLOW_VARIABLE = "MLFLOW_TRACKING_URI"  # MLflow's own
@@ -26,26 +22,24 @@ MLFLOW_CREDENTIALS = (
 )
 
 
-def untrusted_address(cfg: RunConfig, environment: Mapping[str, str]) -> str | None:
-    """Why the run's addresses are refused, or None.
+def untrusted_address(
+    ray_address: str, tracking_uri: str, environment: Mapping[str, str]
+) -> str | None:
+    """Why one of a run's addresses is refused, or None; "" where the run uses none.
 
     A Ray cluster runs code in whoever joins it, and gets Ray's token: one on another machine must
     be the one that RAY_ADDRESS names there.
     MLflow's client sends its credentials, if there are any, to `tracking.uri`: MLFLOW_TRACKING_URI
     must agree.
     """
-    address = cfg.ray.address.rstrip("/")
-    if (
-        cfg.compute != "inline"
-        and not _is_here(address)
-        and address not in _values(environment, RAY_VARIABLES)
-    ):
+    address = ray_address.rstrip("/")
+    if not _is_here(address) and address not in _values(environment, RAY_VARIABLES):
         return (
             f"ray.address {address} is on another machine: its cluster runs code here and gets"
             " Ray's token, which a parameter file may not decide alone; if you trust it, export"
             f" {RAY_VARIABLES[0]}={address}"
         )
-    uri = cfg.tracking.uri.rstrip("/")
+    uri = tracking_uri.rstrip("/")
     has_credentials = any(environment.get(name) for name in MLFLOW_CREDENTIALS)
     if (
         uri.startswith("http")

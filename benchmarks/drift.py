@@ -28,9 +28,9 @@ from agentgym.compute.placement import AnyEngine
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import splits_from_json
 from agentgym.deploy.local import task_identities
-from agentgym.pipeline.context import METRICS
 from agentgym.pipeline.run import finished, open_store, run_with_parents
 from agentgym.rollouts.horizon import stages
+from agentgym.steps.context import METRICS
 from agentgym.tracking.mlflow import decode_points
 from agentgym.types import Item, Trajectory
 

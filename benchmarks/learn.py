@@ -27,9 +27,9 @@ import numpy as np
 from pipeline import machine
 
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.evaluation.compare import CellResult, Checkpoint, Estimate, Row, read_rows, table
-from agentgym.evaluation.compare_report import AXES, result_files, table_markdown
-from agentgym.evaluation.matrix import Cell, cells_of, load_comparison
+from agentgym.comparison.matrix import Cell, cells_of, load_comparison
+from agentgym.comparison.report import AXES, result_files, table_markdown
+from agentgym.comparison.results import CellResult, Checkpoint, Estimate, Row, read_rows, table
 from agentgym.evaluation.passk import FloatArray
 
 ROOT = Path(__file__).parents[1]
@@ -234,7 +234,7 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
     sft = next((row for row in rows if row.first.group == "sft"), None)
     verdicts.append(_supervised_control(sft, grpo))
     unlock = [named.get(f"{what}, locked door") for what in ("sft", "grpo ScalingInter")]
-    verdicts.append(_supervised_control(*unlock, where=", where demonstrations leave room"))
+    verdicts.append(_supervised_control(*unlock, task="locked door"))
     verdicts.append(_shuffled(named.get("shuffled rewards")))
     hard = next((row for row in rows if row.first.group == "hard"), None)
     verdicts.append(_gains("greedy on a level with room", hard, "greedy"))
@@ -418,8 +418,8 @@ def _temperature(rows: Sequence[Row], chosen: dict[str, Row]) -> Verdict:
     return Verdict(what, gaps[least].interval.low > 0, figures)
 
 
-def _supervised_control(sft: Row | None, grpo: Row | None, where: str = "") -> Verdict:
-    what = f"control (b): SFT for the same CPU time is below GRPO{where}"
+def _supervised_control(sft: Row | None, grpo: Row | None, task: str = "") -> Verdict:
+    what = f"{task or 'control (b)'}: SFT for the same CPU time is below GRPO"
     if sft is None or grpo is None:
         return Verdict(what, None, "its row is not done")
     theirs, ours = (

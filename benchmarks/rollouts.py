@@ -368,7 +368,7 @@ class InProcess:
 
 def case_memory(quick: bool) -> dict[str, Any]:
     """Peak memory of one process that plays 10,000 episodes and holds them all."""
-    from agentgym.pipeline.context import encode_trajectories
+    from agentgym.steps.context import encode_trajectories
 
     num = 1000 if quick else 10_000
     engine = FakeEngine(renderer().action_ids(ACTION), 0.0, alone=False)
@@ -429,8 +429,8 @@ def memory_mib(field: str) -> float:
 
 def case_tracking(quick: bool) -> dict[str, Any]:
     """Share of the default run that its metrics take on their way to MLflow."""
-    import agentgym.pipeline.context
     import agentgym.pipeline.run
+    import agentgym.steps.context
     import agentgym.tracking.mlflow
     from agentgym.config import load_config
 
@@ -456,8 +456,8 @@ def case_tracking(quick: bool) -> dict[str, Any]:
         cfg = load_config(
             ROOT / "params.yaml", [f"store.path={folder}/store", *(small if quick else ())]
         )
-        encode, deliver = agentgym.pipeline.context.encode_points, agentgym.pipeline.run.deliver
-        agentgym.pipeline.context.encode_points, agentgym.pipeline.run.deliver = (
+        encode, deliver = agentgym.steps.context.encode_points, agentgym.pipeline.run.deliver
+        agentgym.steps.context.encode_points, agentgym.pipeline.run.deliver = (
             timed("encode", encode),
             timed("deliver", deliver),
         )
@@ -467,7 +467,7 @@ def case_tracking(quick: bool) -> dict[str, Any]:
                 agentgym.pipeline.run.run_step(name, cfg)
             wall = time.perf_counter() - began
         finally:
-            agentgym.pipeline.context.encode_points, agentgym.pipeline.run.deliver = encode, deliver
+            agentgym.steps.context.encode_points, agentgym.pipeline.run.deliver = encode, deliver
     share = sum(spent.values()) / wall
     return {
         "definition": (

@@ -18,10 +18,7 @@ from prefect.futures import PrefectFuture, as_completed
 from prefect.logging.handlers import PrefectConsoleHandler
 
 from agentgym.cli import guarded, positive
-from agentgym.deploy.local import check_local_env
-from agentgym.evaluation.compare import write_comparison
-from agentgym.evaluation.compare_report import table_markdown
-from agentgym.evaluation.matrix import (
+from agentgym.comparison.matrix import (
     DEFAULT,
     Cell,
     cells_of,
@@ -29,6 +26,9 @@ from agentgym.evaluation.matrix import (
     file_and_overrides,
     load_comparison,
 )
+from agentgym.comparison.report import table_markdown
+from agentgym.comparison.results import write_comparison
+from agentgym.deploy.local import check_local_env
 from agentgym.models.architecture import check_model
 from agentgym.pipeline.run import load_data
 from agentgym.private import private_state

@@ -20,9 +20,10 @@ from prefect.artifacts import (
 
 from agentgym.config import RunConfig
 from agentgym.evaluation.passk import FAILED
-from agentgym.pipeline.context import Progress
-from agentgym.pipeline.run import Outcome, open_store, run_key
+from agentgym.pipeline.run import open_store, run_key
 from agentgym.private import STATE
+from agentgym.steps.context import Progress
+from agentgym.steps.step import Outcome
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.deliver import curve, step_run
 from agentgym.tracking.mlflow import LedgerUnavailable

@@ -12,10 +12,10 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
+from agentgym.comparison.matrix import Cell, Comparison, Stopped, run_cell
+from agentgym.comparison.report import literal, table_markdown
+from agentgym.comparison.results import write_comparison
 from agentgym.config import ConfigError
-from agentgym.evaluation.compare import write_comparison
-from agentgym.evaluation.compare_report import literal, table_markdown
-from agentgym.evaluation.matrix import Cell, Comparison, Stopped, run_cell
 
 
 async def _may_help(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:

@@ -9,9 +9,10 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import RunConfig
-from agentgym.pipeline.context import NoProgress, Progress
-from agentgym.pipeline.run import Environment, Outcome, Step, local_environment, run_step
+from agentgym.pipeline.run import local_environment, run_step
 from agentgym.rollouts.client import Endpoints
+from agentgym.steps.context import NoProgress, Progress
+from agentgym.steps.step import Environment, Outcome, Step
 from tasks.artifacts import progress_artifact, result_artifact
 from tasks.retries import may_help
 

@@ -21,8 +21,8 @@ from agentgym.audit.sampling import check_sampling
 from agentgym.audit.steps import check_lineage, read_steps
 from agentgym.config import ConfigError, RunConfig
 from agentgym.models.model import set_threads
-from agentgym.pipeline.context import NoProgress, Progress
 from agentgym.pipeline.run import open_store, run_key
+from agentgym.steps.context import NoProgress, Progress
 
 __all__ = ["CHECKS", "AuditReport", "Check", "audit"]
 

@@ -20,9 +20,9 @@ from agentgym.data.trajectories import RECORDED, decode
 from agentgym.evaluation.evaluate import Array, evaluation_metrics, outcomes, paired, score
 from agentgym.evaluation.passk import FAILED
 from agentgym.learner.optimizer import learning_rate
-from agentgym.pipeline.context import METRICS, OUTCOMES, TRAJECTORIES, decode_trajectories
 from agentgym.pipeline.run import load_data, load_recorded, run_key, steps_of
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
+from agentgym.steps.context import METRICS, OUTCOMES, TRAJECTORIES, decode_trajectories
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.training.offline import (

@@ -16,9 +16,10 @@ from agentgym.audit.report import Checks
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits, train_stream
 from agentgym.models.checkpoint import Checkpoint, load_checkpoint
-from agentgym.pipeline.context import METRICS, TRAJECTORIES, decode_trajectories
-from agentgym.pipeline.run import Step, key_of, semantic_of, steps_of
+from agentgym.pipeline.run import key_of, semantic_of, steps_of
 from agentgym.rollouts.horizon import Stage, advance, max_turns, stages
+from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
+from agentgym.steps.step import Step
 from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
 from agentgym.tracking.mlflow import Point, decode_points

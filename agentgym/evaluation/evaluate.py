@@ -24,15 +24,15 @@ from agentgym.evaluation.passk import (
 )
 from agentgym.models.checkpoint import load_checkpoint
 from agentgym.models.model import set_threads
-from agentgym.pipeline.context import (
+from agentgym.rollouts.collect import RolloutError
+from agentgym.rollouts.metrics import rollout_metrics
+from agentgym.steps.context import (
     OUTCOMES,
     TRAJECTORIES,
     StepContext,
     decode_trajectories,
     now_ms,
 )
-from agentgym.rollouts.collect import RolloutError
-from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.mlflow import Point
 from agentgym.types import Item, Trajectory

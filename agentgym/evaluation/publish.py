@@ -23,14 +23,14 @@ from agentgym.evaluation.report import (
 )
 from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS
 from agentgym.models.model import save_pretrained
-from agentgym.pipeline.context import (
+from agentgym.rollouts.horizon import stages
+from agentgym.steps.context import (
     METRICS,
     OUTCOMES,
     TRAJECTORIES,
     StepContext,
     decode_trajectories,
 )
-from agentgym.rollouts.horizon import stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import parent_run, tracker_of
@@ -38,7 +38,7 @@ from agentgym.tracking.mlflow import LedgerError, decode_points
 from agentgym.types import Trajectory
 
 if TYPE_CHECKING:
-    from agentgym.pipeline.run import Step
+    from agentgym.steps.step import Step
 
 
 PAGE = "report.html"

@@ -11,10 +11,10 @@ import importlib.util
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import ConfigError, EnvConfig, RunConfig, config_digest
@@ -27,9 +27,10 @@ from agentgym.data.items import (
     train_stream,
 )
 from agentgym.data.trajectories import RECORDED, Recorded, encode, input_digest, load_trajectories
-from agentgym.pipeline.context import METRICS, NoProgress, Progress, StepContext
 from agentgym.rollouts.client import Endpoints, token_of
 from agentgym.rollouts.horizon import stages
+from agentgym.steps.context import METRICS, NoProgress, Progress, StepContext
+from agentgym.steps.step import Environment, Outcome, Step
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest, sha256
@@ -43,35 +44,8 @@ logger = logging.getLogger(__name__)
 
 WAIT_POLL_S = 0.5
 
-Environment = Callable[[bool], AbstractContextManager[Endpoints]]
 # whatever the compute: they need no accelerator
 STAYS_HERE = ("prepare", "initialise", "register", "report")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One resumable unit of work."""
-
-    name: str
-    title: str
-    parents: tuple[str, ...]
-    sections: tuple[str, ...]  # of the configuration that change its result
-    modules: tuple[str, ...]  # whose source computes it
-    run: Callable[[StepContext], Manifest]
-    headline: bool = False  # its metrics also show on the parent run in MLflow
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What `run_step` found or did."""
-
-    step: Step
-    manifest: Manifest
-    how: Literal["done", "resumed", "ran"]
-    resumed_at: int | None = None  # commits that were there already
-
-    def __str__(self) -> str:
-        return f"resumed at commit {self.resumed_at}" if self.how == "resumed" else self.how
 
 
 def steps_of(cfg: RunConfig) -> dict[str, Step]:

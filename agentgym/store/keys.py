@@ -23,7 +23,7 @@ STATE_ONLY = (
     "agentgym.deploy",
     "agentgym.cli",
     "agentgym.config",
-    "agentgym.pipeline.context",
+    "agentgym.steps.context",
     "agentgym.private",
     "agentgym.progress",
 )

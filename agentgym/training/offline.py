@@ -31,9 +31,9 @@ from agentgym.learner.learner import Learner
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import OPTIMISER, WEIGHTS, Checkpoint, load_checkpoint
 from agentgym.models.model import set_threads
-from agentgym.pipeline.context import TRAJECTORIES, StepContext, decode_trajectories, now_ms
 from agentgym.rollouts.horizon import Stage
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
+from agentgym.steps.context import TRAJECTORIES, StepContext, decode_trajectories, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.mlflow import Point
 from agentgym.training.sft import DEMOS, demo_rows, demonstrations

@@ -24,9 +24,9 @@ from agentgym.models.checkpoint import (
     load_checkpoint,
 )
 from agentgym.models.model import set_threads
-from agentgym.pipeline.context import StepContext, now_ms
 from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
+from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.mlflow import Point
 from agentgym.types import Item, Trajectory

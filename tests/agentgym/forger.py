@@ -7,14 +7,14 @@ from dataclasses import replace
 from agentgym.audit import audit
 from agentgym.evaluation.evaluate import evaluation_metrics, outcomes, paired, score
 from agentgym.evaluation.publish import headline_tags, report_files
-from agentgym.pipeline.context import (
+from agentgym.pipeline.run import key_of, load_data, open_store, run_key, steps_of
+from agentgym.steps.context import (
     METRICS,
     OUTCOMES,
     TRAJECTORIES,
     decode_trajectories,
     encode_trajectories,
 )
-from agentgym.pipeline.run import key_of, load_data, open_store, run_key, steps_of
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.tracking.mlflow import decode_points, encode_points
 

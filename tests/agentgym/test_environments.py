@@ -15,9 +15,9 @@ import pytest
 from agentgym.audit import audit
 from agentgym.config import EnvConfig, load_config
 from agentgym.deploy.local import local_env
-from agentgym.pipeline.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.pipeline.run import finished, open_store, run_step
 from agentgym.rollouts.client import EnvPool
+from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.tracking.mlflow import decode_points
 from agentgym.types import Item, Status
 

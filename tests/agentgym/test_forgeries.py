@@ -13,9 +13,10 @@ from agentgym.audit.report import Checks
 from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.evaluation.publish import PAGE
-from agentgym.pipeline.context import METRICS, TRAJECTORIES, decode_trajectories
-from agentgym.pipeline.run import Outcome, finished, open_store, pointer, run_step, steps_of
+from agentgym.pipeline.run import finished, open_store, pointer, run_step, steps_of
 from agentgym.rollouts.engine import ENGINE
+from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
+from agentgym.steps.step import Outcome
 from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.tracking.mlflow import decode_points, encode_points
 from agentgym.types import Item, Status, Trajectory, Turn

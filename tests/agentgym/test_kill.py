@@ -19,9 +19,9 @@ from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.data.items import ItemStream, load_splits
 from agentgym.models.checkpoint import OPTIMISER, WEIGHTS
-from agentgym.pipeline.context import TRAJECTORIES, decode_trajectories
 from agentgym.pipeline.run import finished, key_of, open_store, run_step, steps_of
 from agentgym.rollouts.horizon import stages
+from agentgym.steps.context import TRAJECTORIES, decode_trajectories
 from agentgym.store.lease import LeaseHeld
 
 GONE_WITHIN_S = 30.0
@@ -39,7 +39,7 @@ from pathlib import Path
 import agentgym.store.posix as posix
 import agentgym.pipeline.run as steps
 from agentgym.config import load_config
-from agentgym.pipeline.context import StepContext
+from agentgym.steps.context import StepContext
 from agentgym.rollouts.client import EnvSession
 from agentgym.rollouts.engine import Engine
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agentgym.comparison.matrix import Cell, Comparison
+from agentgym.comparison.results import CellResult, Checkpoint, Row, table
 from agentgym.config import RunConfig
-from agentgym.evaluation.compare import CellResult, Checkpoint, Row, table
-from agentgym.evaluation.matrix import Cell, Comparison
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -42,11 +42,11 @@ def row(
     cpu=50.0,
     **evaluation,
 ):
-    """100 items of three seeds, all alike: `success` of them solved, of the start's the first
+    """100 items of five seeds, all alike: `success` of them solved, of the start's the first
     `start`.
     """
     results = []
-    for seed in range(3):
+    for seed in range(5):
         cfg = RunConfig.model_validate(
             {
                 "seed": seed,
@@ -171,6 +171,21 @@ def test_supervised_learning_must_have_had_the_time_and_must_be_beaten(learn, cp
     assert f"CPU-seconds of training 50 and {cpu:.0f}" in found.figures
 
 
+@pytest.mark.parametrize(("success", "ok"), [(0.3, True), (0.95, False)])
+def test_the_locked_door_has_a_verdict_of_its_own(learn, success, ok):
+    rows = [
+        row("grpo ScalingInter", 0.9),
+        row("grpo ScalingInter, locked door", 0.6, group="unlock"),
+        row("sft, locked door", success, recipe="sft", group="unlock", cpu=60.0),
+    ]
+    assert verdict(learn, rows, "locked door").ok is ok
+    assert verdict(learn, rows, "control (b)").ok is None
+    rows.append(row("grpo long, locked door", 0.5, horizon="long", group="unlock"))
+    (claim,) = (each for each in learn.published(rows) if "locked door" in each)
+    assert claim.startswith("ScalingInter over fixed long with grpo, locked door")
+    assert ": shows, +10.0 [" in claim
+
+
 @pytest.mark.parametrize(("success", "ok"), [(0.5, True), (0.3, True), (0.7, False)])
 def test_shuffled_rewards_may_not_gain(learn, success, ok):
     assert (
@@ -181,7 +196,7 @@ def test_shuffled_rewards_may_not_gain(learn, success, ok):
 def test_what_did_not_run_is_neither_passed_nor_failed(learn):
     verdicts = learn.judge([row("grpo ScalingInter", 0.9)])
     open_points = [each.what for each in verdicts if each.ok is None]
-    assert len(open_points) == 7
+    assert len(open_points) == 8
     assert str(verdicts[-1]).startswith("not run ")
 
 

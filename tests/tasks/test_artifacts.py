@@ -6,7 +6,7 @@ import time
 
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from agentgym.pipeline.context import NoProgress
+from agentgym.steps.context import NoProgress
 from tasks import artifacts
 from tasks.artifacts import _Watched, progress_artifact
 

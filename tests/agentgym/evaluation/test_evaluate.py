@@ -11,9 +11,9 @@ import pytest
 from agentgym.config import EvaluationConfig, load_config
 from agentgym.evaluation.evaluate import evaluation_metrics, require_coverage, score
 from agentgym.evaluation.passk import FAILED
-from agentgym.pipeline.context import METRICS
 from agentgym.pipeline.run import open_store, run_step, semantic_of, steps_of
 from agentgym.rollouts.collect import RolloutError
+from agentgym.steps.context import METRICS
 from agentgym.tracking.mlflow import decode_points
 from agentgym.types import Item, Status, Trajectory, Turn
 from envs.registry import load_spec
@@ -122,7 +122,7 @@ def test_an_item_whose_environment_fails_counts_in_one_convention_or_ends_the_ev
             with pytest.raises(
                 RolloutError,
                 match=(
-                    r"^3 of 24 episodes .* at most 87\.5% count, and evaluation\.min_coverage is"
+                    r"^3 of 36 episodes .* at most 91\.7% count, and evaluation\.min_coverage is"
                     r" 95\.0%"
                 ),
             ):
@@ -130,10 +130,13 @@ def test_an_item_whose_environment_fails_counts_in_one_convention_or_ends_the_ev
             return
         manifest = evaluate().manifest
     found = manifest.results
-    assert (found["num_env_errors"], found["coverage"]) == (3, 0.875)
-    assert (found["summary"]["greedy"]["num_items"], found[FAILED]["greedy"]["num_items"]) == (7, 8)
+    assert (found["num_env_errors"], found["coverage"]) == (3, 33 / 36)
+    assert (found["summary"]["greedy"]["num_items"], found[FAILED]["greedy"]["num_items"]) == (
+        11,
+        12,
+    )
     (point,) = decode_points(open_store(cfg).read(manifest, METRICS))
-    assert point.metrics["eval/coverage"] == 0.875
+    assert point.metrics["eval/coverage"] == 33 / 36
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from mlflow import MlflowClient
 from agentgym.audit import audit
 from agentgym.config import ConfigError, load_config
 from agentgym.evaluation.champion import DECISION, OUTCOMES
-from agentgym.pipeline.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.pipeline.run import (
     finished,
     load_data,
@@ -23,6 +22,7 @@ from agentgym.pipeline.run import (
     semantic_of,
     steps_of,
 )
+from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.tracking.mlflow import decode_points
 
 

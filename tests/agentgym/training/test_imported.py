@@ -14,9 +14,9 @@ from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.data.items import load_splits
 from agentgym.data.trajectories import RECORDED, decode
-from agentgym.pipeline.context import METRICS, decode_trajectories, encode_trajectories
 from agentgym.pipeline.run import finished, open_store, run_step, steps_of
 from agentgym.rollouts.horizon import stages
+from agentgym.steps.context import METRICS, decode_trajectories, encode_trajectories
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.tracking.mlflow import decode_points
 from agentgym.training.offline import material_of

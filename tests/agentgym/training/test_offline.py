@@ -19,9 +19,9 @@ from agentgym.learner import learner as learner_module
 from agentgym.learner.learner import Learner
 from agentgym.models.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint
 from agentgym.models.model import weights_of
-from agentgym.pipeline.context import TRAJECTORIES, decode_trajectories, encode_trajectories
 from agentgym.pipeline.run import finished, load_data, open_store, run_step, steps_of
 from agentgym.rollouts.horizon import stages
+from agentgym.steps.context import TRAJECTORIES, decode_trajectories, encode_trajectories
 from agentgym.store.keys import package_folders, source_files
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.training import offline
@@ -33,7 +33,7 @@ DRIVER = """
 import os, signal, sys
 import agentgym.store.posix as posix
 from agentgym.config import load_config
-from agentgym.pipeline.context import StepContext
+from agentgym.steps.context import StepContext
 from agentgym.pipeline.run import run_step
 
 params, fatal = sys.argv[1], int(sys.argv[2])

@@ -12,8 +12,8 @@ from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit import audit
 from agentgym.config import ConfigError, load_config
 from agentgym.models.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint
-from agentgym.pipeline.context import METRICS, TRAJECTORIES, StepContext, decode_trajectories
 from agentgym.pipeline.run import finished, open_store, run_step
+from agentgym.steps.context import METRICS, TRAJECTORIES, StepContext, decode_trajectories
 from agentgym.tracking.mlflow import decode_points
 from agentgym.types import Status
 

@@ -9,8 +9,7 @@ import time
 import pytest
 import yaml
 
-from agentgym.config import ConfigError, load_config
-from agentgym.evaluation.matrix import (
+from agentgym.comparison.matrix import (
     Stopped,
     cells_of,
     comparison_key,
@@ -19,6 +18,7 @@ from agentgym.evaluation.matrix import (
     load_comparison,
     run_cell,
 )
+from agentgym.config import ConfigError, load_config
 from agentgym.pipeline.run import finished, open_store, run_step, run_with_parents, with_parents
 from agentgym.store.lease import LeaseHeld
 

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from agentgym.evaluation.compare_report import AXES, CEILING, result_files
-from agentgym.evaluation.matrix import Cell, Comparison, comparison_key, contrast_rows, write_file
+from agentgym.comparison.matrix import Cell, Comparison, comparison_key, contrast_rows, write_file
+from agentgym.comparison.report import AXES, CEILING, result_files
 from agentgym.evaluation.passk import FloatArray, Interval, per_item
 from agentgym.evaluation.seeds import Kind, crossed_interval
-from agentgym.pipeline.context import METRICS, OUTCOMES
 from agentgym.pipeline.run import finished, open_store
+from agentgym.steps.context import METRICS, OUTCOMES
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import CellPoints, deliver_comparison

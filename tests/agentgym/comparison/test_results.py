@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from agentgym.comparison.matrix import Cell
+from agentgym.comparison.results import CellResult, Row, training_curve
 from agentgym.config import RunConfig
-from agentgym.evaluation.compare import CellResult, Row, training_curve
-from agentgym.evaluation.matrix import Cell
 from agentgym.tracking.mlflow import Point
 
 

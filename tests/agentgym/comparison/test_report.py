@@ -3,7 +3,7 @@
 import json
 import re
 
-from agentgym.evaluation.compare_report import curves_png, result_files, results_png, table_markdown
+from agentgym.comparison.report import curves_png, result_files, results_png, table_markdown
 
 
 def estimate(mean, spread=0.02, sd=0.01):

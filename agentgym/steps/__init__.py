@@ -1,0 +1,1 @@
+"""What one step of a run is and sees while it runs."""
