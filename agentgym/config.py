@@ -25,6 +25,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from agentgym.algorithms.recipe import RECIPES, Aggregation, KlEstimator, KlPlace, Loop, Truncated
 from agentgym.trust import untrusted_address
@@ -55,6 +56,12 @@ def _operational(default: Any, description: str, **constraints: Any) -> Any:
     )
 
 
+def _is_operational(info: FieldInfo) -> bool:
+    return isinstance(info.json_schema_extra, dict) and bool(
+        info.json_schema_extra.get("operational")
+    )
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -62,8 +69,7 @@ class Section(BaseModel):
         """The fields that change a result, as plain JSON types."""
         result: dict[str, Any] = {}
         for name, info in type(self).model_fields.items():
-            extra = info.json_schema_extra
-            if isinstance(extra, dict) and extra.get("operational"):
+            if _is_operational(info):
                 continue
             value = getattr(self, name)
             if isinstance(value, tuple) and value and isinstance(value[0], Section):
@@ -702,23 +708,34 @@ class Setting:
     description: str
 
 
-def settings(cfg: Section, default: Section | None = None, section: str = "") -> Iterator[Setting]:
-    """Every setting, section by section. default: those to name beside it; RunConfig()'s."""
-    default = default or RunConfig()
+def settings(cfg: RunConfig) -> Iterator[Setting]:
+    """Every setting, section by section."""
+    yield from _settings(
+        type(cfg), cfg.model_dump(mode="json"), RunConfig().model_dump(mode="json"), ()
+    )
+
+
+def _settings(
+    kind: type[Section],
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    section: tuple[str, ...],
+) -> Iterator[Setting]:
     inner = []
-    for name, info in type(cfg).model_fields.items():
-        value = getattr(cfg, name)
-        if isinstance(value, Section):
-            inner.append((value, getattr(default, name), f"{section}.{name}".lstrip(".")))
+    for name, info in kind.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            inner.append((info.annotation, values[name], defaults[name], (*section, name)))
             continue
-        extra = info.json_schema_extra
-        operational = isinstance(extra, dict) and bool(extra.get("operational"))
-        plain, usual = (
-            each.model_dump(mode="json", include={name})[name] for each in (cfg, default)
+        yield Setting(
+            ".".join(section),
+            name,
+            values[name],
+            defaults[name],
+            not _is_operational(info),
+            info.description or "",
         )
-        yield Setting(section, name, plain, usual, not operational, info.description or "")
-    for value, usual, path in inner:
-        yield from settings(value, usual, path)
+    for each in inner:
+        yield from _settings(*each)
 
 
 def config_digest(semantic: dict[str, Any]) -> str:

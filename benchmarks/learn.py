@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import os
 import signal
@@ -253,37 +254,23 @@ def published(rows: Sequence[Row]) -> list[str]:
     """What the paper says and what these rows show, in words chosen by the intervals."""
     named = {row.name: row for row in rows}
     claims = []
-    for recipe in ("ppo", "reinforce++", "grpo"):
-        for horizon in ("long", "short"):
-            pair = named.get(f"{recipe} ScalingInter"), named.get(f"{recipe} {horizon}")
-            if pair[0] and pair[1]:
-                paper = PUBLISHED_SCALING.get(recipe)
-                said = (
-                    f"{min(paper):+.1f} to {max(paper):+.1f} points over a fixed horizon"
-                    if paper
-                    else "not published as a pair"
-                )
-                claims.append(
-                    _claim(
-                        f"ScalingInter over fixed {horizon} with {recipe} (paper: {said})",
-                        pair[0],
-                        pair[1],
-                    )
-                )
-    for horizon in ("long", "short"):
-        pair = (
-            named.get("grpo ScalingInter, locked door"),
-            named.get(f"grpo {horizon}, locked door"),
+    staged = [(recipe, "") for recipe in ("ppo", "reinforce++", "grpo")] + [
+        ("grpo", ", locked door")
+    ]
+    for (recipe, task), horizon in itertools.product(staged, ("long", "short")):
+        growing, fixed = (
+            named.get(f"{recipe} ScalingInter{task}"),
+            named.get(f"{recipe} {horizon}{task}"),
         )
-        if pair[0] and pair[1]:
-            claims.append(
-                _claim(
-                    f"ScalingInter over fixed {horizon} with grpo, locked door (paper: not"
-                    " published as a pair)",
-                    pair[0],
-                    pair[1],
-                )
+        if growing and fixed:
+            paper = PUBLISHED_SCALING.get(recipe)
+            said = (
+                f"{min(paper):+.1f} to {max(paper):+.1f} points over a fixed horizon"
+                if paper
+                else "not published as a pair"
             )
+            what = f"ScalingInter over fixed {horizon} with {recipe}{task} (paper: {said})"
+            claims.append(_claim(what, growing, fixed))
     for horizon in ("short", "long", "ScalingInter"):
         pair = named.get(f"grpo {horizon}"), named.get(f"reinforce++ {horizon}")
         if pair[0] and pair[1]:

@@ -34,6 +34,8 @@ PING_S = 20.0  # how often a WebSocket's client is asked whether it is there
 PONG_S = 60.0  # for its answer: it may be busy with a model
 MAX_FRAGMENTS = 64  # of one message
 MAX_UNREAD_BYTES = 4 * 1024 * 1024  # sent to a client and not read by it
+MAX_DISCARDED_BYTES = 4 * 1024 * 1024  # of a client that goes on after its message was refused
+LINGER_S = 2.0  # for it to read why
 
 
 def server_config(app: FastAPI, max_sessions: int) -> uvicorn.Config:
@@ -188,10 +190,31 @@ class Socket(WebSocketsSansIOProtocol):
     to pings that nobody reads.
     """
 
+    num_discarded = 0  # bytes
+
     def data_received(self, data: bytes) -> None:
+        if self.conn.parser_exc is not None:
+            self.num_discarded += len(data)
+            if self.num_discarded > MAX_DISCARDED_BYTES:
+                self.transport.abort()
+            return
         super().data_received(data)
         if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             self.transport.abort()
+
+    def handle_parser_exception(self) -> None:
+        """Say why, and read on for a moment. uvicorn closes at once: where bytes are unread the
+        system then resets the connection, and the reason may be lost on its way.
+        """
+        close = self.conn.close_sent
+        assert close is not None
+        self.queue.put_nowait(
+            {"type": "websocket.disconnect", "code": close.code, "reason": close.reason}
+        )
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.transport.write_eof()
+        self.close_sent = True
+        self.close_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
     def handle_cont(self, event: Frame) -> None:
         if len(self.frames) < MAX_FRAGMENTS:

@@ -75,10 +75,10 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
     app.state.sessions = sessions
 
     async def step(request: Request) -> Response:
-        return Json(await sessions.step(await _parse(request, StepRequest)))
+        return _json(await sessions.step(await _parse(request, StepRequest)))
 
     async def create(request: Request) -> Response:
-        return Json(await sessions.create(await _parse(request, CreateRequest)))
+        return _json(await sessions.create(await _parse(request, CreateRequest)))
 
     async def close(request: Request) -> Response:
         return _message(await sessions.close((await _parse(request, SessionRequest)).session_id))
@@ -96,7 +96,7 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
 
     async def batch(request: Request) -> Response:
         replies = [await answer(each) for each in (await _parse(request, BatchRequest)).requests]
-        return Json(b'{"replies":[' + b",".join(replies) + b"]}")
+        return _json(b'{"replies":[' + b",".join(replies) + b"]}")
 
     async def expert(request: Request) -> Response:
         return _message(await sessions.expert((await _parse(request, SessionRequest)).session_id))
@@ -311,22 +311,9 @@ def _session_id(request: Request) -> str:
     return session_id
 
 
-class Json(Response):
-    """A 200 whose headers are written down: to make them anew costs as much as many a step."""
-
-    def __init__(self, body: bytes) -> None:
-        self.status_code = 200
-        self.body = body
-        self.background = None
-        self.raw_headers = [
-            (b"content-length", b"%d" % len(body)),
-            (b"content-type", b"application/json"),
-        ]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body})
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 def _message(message: Message) -> Response:
-    return Json(message.model_dump_json().encode())
+    return _json(message.model_dump_json().encode())

@@ -96,9 +96,8 @@ def _publish(key: str, watched: _Watched, stop: threading.Event) -> None:
                 )
             else:
                 update_progress_artifact(artifact, progress=shown[0], description=shown[1])
-        except (
-            Exception
-        ) as error:  # whatever ails the server, a step must not fail because it cannot be watched
+        except Exception as error:
+            # whatever ails the server, a step must not fail because it cannot be watched
             logger.warning(
                 "progress of %s is not shown in Prefect: %s: %s",
                 key.removeprefix("progress-"),
@@ -113,9 +112,8 @@ def result_artifact(cfg: RunConfig, outcome: Outcome) -> None:
     """
     try:
         _create_table(cfg, outcome)
-    except (
-        Exception
-    ) as error:  # the step is done: neither Prefect nor MLflow being away may undo that
+    except Exception as error:
+        # the step is done: neither Prefect nor MLflow being away may undo that
         logger.warning(
             "%s is done but has no table in Prefect: %s: %s",
             outcome.step.name,

@@ -11,8 +11,8 @@ from prefect.cache_policies import NO_CACHE
 from agentgym.config import RunConfig
 from agentgym.pipeline.run import local_environment, run_step
 from agentgym.rollouts.client import Endpoints
-from agentgym.steps.context import NoProgress, Progress
-from agentgym.steps.step import Environment, Outcome, Step
+from agentgym.steps.context import Environment, NoProgress, Progress
+from agentgym.steps.step import Outcome, Step
 from tasks.artifacts import progress_artifact, result_artifact
 from tasks.retries import may_help
 

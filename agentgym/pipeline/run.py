@@ -29,8 +29,8 @@ from agentgym.data.items import (
 from agentgym.data.trajectories import RECORDED, Recorded, encode, input_digest, load_trajectories
 from agentgym.rollouts.client import Endpoints, token_of
 from agentgym.rollouts.horizon import stages
-from agentgym.steps.context import METRICS, NoProgress, Progress, StepContext
-from agentgym.steps.step import Environment, Outcome, Step
+from agentgym.steps.context import METRICS, Environment, NoProgress, Progress, StepContext
+from agentgym.steps.step import Outcome, Step
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest, sha256

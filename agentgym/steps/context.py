@@ -19,6 +19,9 @@ from agentgym.store.runstore import RunStore, StepWriter
 from agentgym.tracking.mlflow import Point, encode_points
 from agentgym.types import Trajectory
 
+# offer_expert -> endpoints of running servers
+Environment = Callable[[bool], AbstractContextManager[Endpoints]]
+
 TRAJECTORIES = "trajectories.jsonl.gz"
 METRICS = "metrics.jsonl"
 OUTCOMES = "outcomes.json"  # of an evaluation
@@ -52,8 +55,7 @@ class StepContext:
     store: RunStore
     writer: StepWriter
     parents: dict[str, Manifest]
-    # offer_expert -> endpoints of running servers
-    environment: Callable[[bool], AbstractContextManager[Endpoints]]
+    environment: Environment
     progress: Progress = field(default_factory=NoProgress)
     on_commit: Callable[[Manifest], None] = lambda _: None
     _opened_at: float = field(default_factory=time.perf_counter)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
-from agentgym.rollouts.client import Endpoints
 from agentgym.steps.context import StepContext
 from agentgym.store.manifest import Manifest
-
-# offer_expert -> endpoints of running servers
-Environment = Callable[[bool], AbstractContextManager[Endpoints]]
 
 
 @dataclass(frozen=True)
