@@ -19,7 +19,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline test slow ray chaos chaos-short hostile honest coverage drift check up down ui lock sbom clean
+.PHONY: install pipeline test slow ray chaos chaos-short hostile honest coverage drift unchanged check up down ui lock sbom clean
 
 install: $(INSTALLED)
 
@@ -61,6 +61,9 @@ coverage: install  ## how often intervals over seeds hold the truth; minutes, wr
 
 drift: install  ## ten runs of the default recipe and of the former one, judged at every fifth optimiser step; writes docs/results/drift.json
 	@$(BIN)/python benchmarks/drift.py $(ARGS)
+
+unchanged: install  ## do two commits compute the same weights and outcomes: make unchanged ARGS="BEFORE AFTER"; half an hour, writes docs/results/unchanged.json
+	@$(BIN)/python benchmarks/unchanged.py $(ARGS)
 
 check: install  ## format, lint, types, layers, fast tests
 	$(BIN)/ruff format --check .

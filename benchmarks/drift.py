@@ -31,7 +31,7 @@ from agentgym.deploy.local import task_identities
 from agentgym.pipeline.run import finished, open_store, run_with_parents
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS
-from agentgym.tracking.mlflow import decode_points
+from agentgym.tracking.points import decode_points
 from agentgym.types import Item, Trajectory
 
 OUT = ROOT / "docs/results/drift.json"

@@ -25,7 +25,7 @@ from agentgym.config import RunConfig, load_config
 from agentgym.data.items import ItemStream
 from agentgym.pipeline.run import finished, open_store, run_with_parents
 from agentgym.steps.context import METRICS
-from agentgym.tracking.mlflow import decode_points
+from agentgym.tracking.points import decode_points
 from agentgym.types import Item
 
 PROFILE = ROOT / "profiles/textcraft-cpu.yaml"

@@ -19,6 +19,7 @@ from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import tracker_of
 from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.registry import version_tags
 
 
 def check_ledger(
@@ -190,7 +191,7 @@ def _check_decision(
     from mlflow.exceptions import MlflowException
 
     try:
-        theirs = tracker.version_tags(name, str(decision["over"]))
+        theirs = version_tags(tracker, name, str(decision["over"]))
     except MlflowException:
         theirs = {}
     if theirs.get("evaluation") != decision["over_evaluation"] or "evaluation" not in theirs:

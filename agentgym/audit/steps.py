@@ -22,7 +22,7 @@ from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.steps.step import Step
 from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
-from agentgym.tracking.mlflow import Point, decode_points
+from agentgym.tracking.points import Point, decode_points
 from agentgym.training.offline import commits_at, explored_items
 from agentgym.training.rl import horizon_state
 from agentgym.training.sft import DEMOS

@@ -31,7 +31,7 @@ from agentgym.steps.context import METRICS, OUTCOMES
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import CellPoints, deliver_comparison
-from agentgym.tracking.mlflow import Point, decode_points
+from agentgym.tracking.points import Point, decode_points
 
 VALIDATION = "validation/success"
 

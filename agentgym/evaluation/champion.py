@@ -23,6 +23,7 @@ import numpy as np
 from agentgym.config import EvaluationConfig, RunConfig
 from agentgym.evaluation.passk import FloatArray, Interval, as_failures, paired_differences
 from agentgym.store.manifest import sha256
+from agentgym.tracking.registry import alias_version, version_tags
 
 if TYPE_CHECKING:
     from agentgym.tracking.mlflow import Tracker
@@ -68,12 +69,12 @@ def settle(
     """Decide whether `version` takes `alias`, and move it; once per evaluation of a version,
     whatever is killed in between.
     """
-    ours = tracker.version_tags(name, version)
-    holder = tracker.alias_version(name, alias)
+    ours = version_tags(tracker, name, version)
+    holder = alias_version(tracker, name, alias)
     recorded = json.loads(ours[DECISION]) if DECISION in ours else None
     if recorded is None or recorded["evaluation"] != ours["evaluation"]:
         recorded = decide(
-            ours, version, holder, tracker.version_tags(name, holder) if holder else {}, settings
+            ours, version, holder, version_tags(tracker, name, holder) if holder else {}, settings
         )
         tracker.client.set_model_version_tag(name, version, DECISION, json.dumps(recorded))
     if recorded["moved"] and holder in (None, recorded["over"]):

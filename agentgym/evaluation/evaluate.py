@@ -34,7 +34,7 @@ from agentgym.steps.context import (
     now_ms,
 )
 from agentgym.store.manifest import Manifest
-from agentgym.tracking.mlflow import Point
+from agentgym.tracking.points import Point
 from agentgym.types import Item, Trajectory
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -34,7 +34,8 @@ from agentgym.steps.context import (
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import parent_run, tracker_of
-from agentgym.tracking.mlflow import LedgerError, decode_points
+from agentgym.tracking.points import LedgerError, decode_points
+from agentgym.tracking.registry import find_version, register_model
 from agentgym.types import Trajectory
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def confirm_registration(
     Errors: LedgerError where it has another number there.
     """
     name, checkpoint = cfg.registry.model_name, done[registered.results["checkpoint"]]
-    version = tracker_of(cfg).find_version(name, checkpoint.digest)
+    version = find_version(tracker_of(cfg), name, checkpoint.digest)
     if version is None:
         version, _ = _register(cfg, store, checkpoint, done[f"evaluate-{checkpoint.step}"], run_key)
     if version != registered.results["version"]:
@@ -112,7 +113,8 @@ def _register(
             weights=store.read(checkpoint, WEIGHTS),
             tokenizer=json.loads(store.read(checkpoint, TOKENIZER)),
         )
-        version = tracker.register_model(
+        version = register_model(
+            tracker,
             parent_run(cfg, run_key),
             Path(folder),
             name=name,

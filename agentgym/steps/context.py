@@ -16,7 +16,7 @@ from agentgym.config import RunConfig
 from agentgym.rollouts.client import Endpoints
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import RunStore, StepWriter
-from agentgym.tracking.mlflow import Point, encode_points
+from agentgym.tracking.points import Point, encode_points
 from agentgym.types import Trajectory
 
 # offer_expert -> endpoints of running servers

@@ -16,16 +16,12 @@ from agentgym.data.trajectories import input_digest
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.mlflow import (
-    SPOOL,
     SUPERSEDED,
     LedgerUnavailable,
-    Point,
-    StaleRun,
     Tracker,
-    decode_points,
-    deliver_committed,
     reaching,
 )
+from agentgym.tracking.points import SPOOL, LedgerError, Point, decode_points
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +39,10 @@ CURVE = (  # what a person looks at first; everything else is in MLflow
     "eval/pass_at_1",
     "eval/coverage",
 )
+
+
+class StaleRun(LedgerError):
+    """An MLflow run tells of commits that are gone: someone deleted them, or the store."""
 
 
 @cache
@@ -249,3 +249,51 @@ def deliver_comparison(
     tracker.end_run(comparison_id)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(f"{content} {ledger_identity(cfg)}")
+
+
+def deliver_committed(
+    tracker: Tracker, store: RunStore, step: str, key: str, run_ids: Sequence[str]
+) -> int:
+    """Bring `run_ids` up to the head of this step; the only way metrics reach the ledger.
+
+    Result: how many commits were delivered.
+    A tag on each run remembers the last one, which saves work and no more: it is written after the
+    points, it goes when the ledger goes, and delivering again changes nothing.
+    Errors: StaleRun where a run knows of commits that the store does not.
+    """
+    delivered = 0
+    for run_id in run_ids:
+        tag = f"delivered.{step}-{key[:16]}"
+        last = _parse_mark(tracker.client.get_run(run_id).data.tags.get(tag, ""))
+        pending = store.history(step, key, after=last[0] - 1)
+        if last[0] >= 0:
+            known = pending[0] if pending and pending[0].seq == last[0] else None
+            if known is not None and _mark(known) == last:
+                pending = pending[1:]
+            else:
+                raise StaleRun(
+                    f"MLflow run {run_id} holds points of commits of {step} that the store no"
+                    " longer has"
+                )
+        if not pending:
+            continue
+        points = [point for manifest in pending for point in _points(store, manifest)]
+        tracker.deliver(run_id, points, {tag: f"{_mark(pending[-1])[0]} {_mark(pending[-1])[1]}"})
+        delivered = max(delivered, len(pending))
+    return delivered
+
+
+def _points(store: RunStore, manifest: Manifest) -> list[Point]:
+    return decode_points(store.read(manifest, SPOOL)) if SPOOL in manifest.records else []
+
+
+def _mark(manifest: Manifest) -> tuple[int, str]:
+    """Names a commit; its time tells it from a later one that took the same number after the
+    folder was deleted.
+    """
+    return manifest.seq, repr(manifest.created_at)
+
+
+def _parse_mark(text: str) -> tuple[int, str]:
+    seq, _, created_at = text.partition(" ")
+    return (int(seq), created_at) if seq.isdigit() else (-1, "")

@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
-import math
 import os
-import re
 import sqlite3
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
 from agentgym.private import own_login, with_login, without_login
-from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import RunStore
+from agentgym.tracking.points import LedgerError, Point
 
 logger = logging.getLogger(__name__)
 
-SPOOL = "metrics.jsonl"  # of a manifest's records
-METRIC_NAME = re.compile(r"[A-Za-z0-9_\-.: /]{1,250}")  # what MLflow accepts
 MAX_BATCH = 1000  # metrics of one log_batch; MLflow refuses more
 MAX_PARAMS = 100  # params of one log_batch
 MAX_PARAM_CHARS = 6000
@@ -39,72 +31,10 @@ REACH_TIMEOUT_S = 10.0  # for a server to say that it is there
 SUPERSEDED = "superseded"  # value of the tag `kind`
 
 
-class LedgerError(ValueError):
-    """The ledger cannot take what it was given."""
-
-
 class LedgerUnavailable(RuntimeError):
     """MLflow takes nothing at the moment.
     Nothing is lost: the store keeps every point until it is delivered.
     """
-
-
-class StaleRun(LedgerError):
-    """An MLflow run tells of commits that are gone: someone deleted them, or the store."""
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Metrics of one step, with the time they were measured: a point delivered twice is the
-    same point.
-    """
-
-    step: int
-    time_ms: int  # milliseconds since 1970
-    metrics: dict[str, float]
-
-
-def encode_points(points: Iterable[Point]) -> bytes:
-    """JSON lines for `manifest.records["metrics.jsonl"]`.
-    Errors: LedgerError for a bad name, NaN or infinity.
-    """
-    return b"".join(_encode(point) for point in points)
-
-
-def decode_points(data: bytes) -> list[Point]:
-    """Errors: LedgerError for a line that is not a point."""
-    points = []
-    for number, line in enumerate(data.splitlines(), 1):
-        try:
-            points.append(Point(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise LedgerError(
-                f"line {number} of {SPOOL} is not a point ({error}): {line[:80]!r}; the spool is"
-                " damaged, verify the store"
-            ) from None
-    return points
-
-
-def _encode(point: Point) -> bytes:
-    metrics = {}
-    for name, value in point.metrics.items():
-        if not METRIC_NAME.fullmatch(name):
-            raise LedgerError(
-                f"metric name {name!r} at step {point.step} may hold letters, digits, _ - . : space"
-                " and /; write pass_at_1 for pass@1"
-            )
-        metrics[name] = float(value)
-        if not math.isfinite(metrics[name]):
-            raise LedgerError(
-                f"metric {name} is {value} at step {point.step}; leave out what is undefined, and"
-                " stop a run that diverged"
-            )
-    return (
-        json.dumps(
-            {"step": point.step, "time_ms": point.time_ms, "metrics": metrics}, allow_nan=False
-        ).encode()
-        + b"\n"
-    )
 
 
 class Tracker:
@@ -278,51 +208,6 @@ class Tracker:
             for m in self.client.get_metric_history(run_id, name)
         )
 
-    def register_model(
-        self,
-        run_id: str,
-        model_dir: Path,
-        *,
-        name: str,
-        alias: str | None,
-        tags: Mapping[str, str],
-        step: int,
-        task: str = "llm/v1/chat",
-    ) -> str:
-        """Log a transformers model with its tokenizer and chat template, register it, move `alias`
-        to it (None: leave it).
-
-        Result: the version.
-        `tags` must hold `step_key`: a model is registered once per key, a kill at any point
-        included.
-        task: one of MLflow's for transformers.
-        Errors: ValueError without `step_key` or where the folder holds no model.
-        """
-        if "step_key" not in tags:
-            raise ValueError(
-                f"tags {sorted(tags)} must hold step_key; without it a retry would register {name}"
-                " twice"
-            )
-        plain = {key: str(value) for key, value in tags.items()}
-        version = self.find_version(name, plain["step_key"])
-        if version is None:
-            model_id = self._find_logged_model(name, plain["step_key"]) or self._log_model(
-                run_id, model_dir, name, plain, step, task
-            )
-            self._create_registered(name)
-            source = self.client.get_logged_model(model_id).artifact_location
-            self.client.create_model_version(
-                name, source, run_id=run_id, tags=plain, model_id=model_id
-            )
-            version = self._oldest_version(name, plain["step_key"])
-        else:
-            # the same weights, evaluated anew: the latest numbers count
-            for key, value in plain.items():
-                self.client.set_model_version_tag(name, version, key, value)
-        if alias is not None:
-            self.client.set_registered_model_alias(name, alias, version)
-        return version
-
     def _find_or_create(
         self,
         name: str,
@@ -365,120 +250,6 @@ class Tracker:
         missing = [Param(key, value) for key, value in wanted.items() if key not in present]
         for start in range(0, len(missing), MAX_PARAMS):
             self.client.log_batch(run_id, params=missing[start : start + MAX_PARAMS])
-
-    def find_version(self, name: str, step_key: str) -> str | None:
-        """The registered version made under this key, if any."""
-        return min(self._versions(name, step_key), key=int, default=None)
-
-    def version_tags(self, name: str, version: str) -> dict[str, str]:
-        return dict(self.client.get_model_version(name, version).tags)
-
-    def alias_version(self, name: str, alias: str) -> str | None:
-        """The version that holds the alias, if any."""
-        held = self.client.get_registered_model(name).aliases
-        return str(held[alias]) if alias in held else None
-
-    def _oldest_version(self, name: str, step_key: str) -> str:
-        """A request whose reply was lost with the server is sent again by MLflow's client: a
-        second version of the same model goes.
-        """
-        version, *repeated = sorted(self._versions(name, step_key), key=int)
-        for other in repeated:
-            self.client.delete_model_version(name, other)
-        return version
-
-    def _versions(self, name: str, step_key: str) -> list[str]:
-        return [
-            str(found.version)
-            for found in self.client.search_model_versions(
-                f"name = '{name}' and tags.step_key = '{step_key}'"
-            )
-        ]
-
-    def _find_logged_model(self, name: str, step_key: str) -> str | None:
-        """A whole model left by an attempt that was killed before it registered; half ones are
-        removed.
-        """
-        ready = None
-        found = self.client.search_logged_models(
-            [self.experiment_id], filter_string=f"name = '{name}' and tags.step_key = '{step_key}'"
-        )
-        for model in found:
-            if str(model.status) == "READY":
-                ready = str(model.model_id)
-            else:
-                self.client.delete_logged_model(model.model_id)
-        return ready
-
-    def _log_model(
-        self, run_id: str, model_dir: Path, name: str, tags: dict[str, str], step: int, task: str
-    ) -> str:
-        """What `mlflow.transformers.log_model` does, by the client: no active run or tracking URI
-        of the process is touched, and the run's metrics are not copied onto the model.
-        """
-        if not (model_dir / "config.json").is_file():
-            raise ValueError(
-                f"{model_dir} holds no config.json; pass the folder of save_pretrained"
-            )
-        from mlflow.entities import LoggedModelOutput
-        from mlflow.models import Model
-
-        logged = self.client.create_logged_model(
-            self.experiment_id, name=name, source_run_id=run_id, tags=tags
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            record = Model(
-                model_uuid=logged.model_id,
-                run_id=run_id,
-                model_id=logged.model_id,
-                artifact_path=logged.artifact_location,
-            )
-            _save_flavor(model_dir, Path(folder, "model"), record, name=name, tags=tags, task=task)
-            self.client.log_model_artifacts(logged.model_id, str(Path(folder, "model")))
-        self.client.log_outputs(run_id, models=[LoggedModelOutput(logged.model_id, step=step)])
-        self.client.finalize_logged_model(logged.model_id, "READY")
-        return str(logged.model_id)
-
-    def _create_registered(self, name: str) -> None:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self.client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-
-
-def deliver_committed(
-    tracker: Tracker, store: RunStore, step: str, key: str, run_ids: Sequence[str]
-) -> int:
-    """Bring `run_ids` up to the head of this step; the only way metrics reach the ledger.
-
-    Result: how many commits were delivered.
-    A tag on each run remembers the last one, which saves work and no more: it is written after the
-    points, it goes when the ledger goes, and delivering again changes nothing.
-    Errors: StaleRun where a run knows of commits that the store does not.
-    """
-    delivered = 0
-    for run_id in run_ids:
-        tag = f"delivered.{step}-{key[:16]}"
-        last = _parse_mark(tracker.client.get_run(run_id).data.tags.get(tag, ""))
-        pending = store.history(step, key, after=last[0] - 1)
-        if last[0] >= 0:
-            known = pending[0] if pending and pending[0].seq == last[0] else None
-            if known is not None and _mark(known) == last:
-                pending = pending[1:]
-            else:
-                raise StaleRun(
-                    f"MLflow run {run_id} holds points of commits of {step} that the store no"
-                    " longer has"
-                )
-        if not pending:
-            continue
-        points = [point for manifest in pending for point in _points(store, manifest)]
-        tracker.deliver(run_id, points, {tag: f"{_mark(pending[-1])[0]} {_mark(pending[-1])[1]}"})
-        delivered = max(delivered, len(pending))
-    return delivered
 
 
 def check_server(uri: str) -> None:
@@ -530,88 +301,6 @@ def _unavailable(uri: str, error: Exception) -> str:
         f"no MLflow server answers at tracking.uri {uri}: {came}; start it, or correct tracking.uri"
         " (empty: a local database). Nothing is lost: the same command delivers what is missing"
     )
-
-
-def _save_flavor(
-    model_dir: Path, path: Path, record: Any, *, name: str, tags: Mapping[str, str], task: str
-) -> None:
-    """A folder that MLflow's transformers flavour loads, made without asking the hub for
-    anything.
-    """
-    import mlflow.transformers
-    from huggingface_hub import ModelCard
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            attn_implementation="sdpa",
-        )
-        # no repository's name: MLflow would look for a licence there
-        model.name_or_path = f"models:/{name}"
-        card = [
-            "---",
-            "library_name: transformers",
-            "---",
-            "",
-            f"# {name}",
-            "",
-            *(f"- {key}: {value}" for key, value in sorted(tags.items())),
-            "",
-        ]
-        mlflow.transformers.save_model(
-            {"model": model, "tokenizer": _load_tokenizer(model_dir)},
-            path=str(path),
-            task=task,
-            mlflow_model=record,
-            pip_requirements=[
-                f"{package}=={installed_version(package).partition('+')[0]}"
-                for package in ("torch", "transformers")
-            ],
-            model_card=ModelCard("\n".join(card)),
-        )
-        # MLflow's guess, a link to a page that does not exist
-        (path / "LICENSE.txt").unlink(missing_ok=True)
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
-def _load_tokenizer(model_dir: Path) -> Any:
-    """As it was trained.
-    AutoTokenizer prefers the model family's class over the one the folder declares, and a family's
-    class rebuilds its own splitting of text: a tokenizer of our own would come back with other ids.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    path = model_dir / "tokenizer_config.json"
-    declared = json.loads(path.read_bytes()).get("tokenizer_class") if path.is_file() else None
-    generic = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(
-        model_dir, local_files_only=True, trust_remote_code=False
-    )
-
-
-def _points(store: RunStore, manifest: Manifest) -> list[Point]:
-    return decode_points(store.read(manifest, SPOOL)) if SPOOL in manifest.records else []
-
-
-def _mark(manifest: Manifest) -> tuple[int, str]:
-    """Names a commit; its time tells it from a later one that took the same number after the
-    folder was deleted.
-    """
-    return manifest.seq, repr(manifest.created_at)
-
-
-def _parse_mark(text: str) -> tuple[int, str]:
-    seq, _, created_at = text.partition(" ")
-    return (int(seq), created_at) if seq.isdigit() else (-1, "")
 
 
 def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -35,7 +35,7 @@ from agentgym.rollouts.horizon import Stage
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.steps.context import TRAJECTORIES, StepContext, decode_trajectories, now_ms
 from agentgym.store.manifest import Manifest
-from agentgym.tracking.mlflow import Point
+from agentgym.tracking.points import Point
 from agentgym.training.sft import DEMOS, demo_rows, demonstrations
 from agentgym.types import Item, Trajectory
 

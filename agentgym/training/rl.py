@@ -28,7 +28,7 @@ from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
-from agentgym.tracking.mlflow import Point
+from agentgym.tracking.points import Point
 from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from agentgym.rollouts.engine import open_pool
 from agentgym.rollouts.episode import Episode, EpisodeSettings, ending, extract_action, reply_naming
 from agentgym.steps.context import StepContext, decode_trajectories, encode_trajectories, now_ms
 from agentgym.store.manifest import Manifest
-from agentgym.tracking.mlflow import Point
+from agentgym.tracking.points import Point
 from agentgym.types import Completion, Item, Status, Trajectory, Turn
 
 DEMOS = "demos.jsonl.gz"

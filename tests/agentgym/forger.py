@@ -16,7 +16,7 @@ from agentgym.steps.context import (
     encode_trajectories,
 )
 from agentgym.store.manifest import Blob, Manifest
-from agentgym.tracking.mlflow import decode_points, encode_points
+from agentgym.tracking.points import decode_points, encode_points
 
 
 class Forger:

@@ -18,7 +18,7 @@ from agentgym.pipeline.run import open_store, run_key, steps_of
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.steps.context import METRICS, OUTCOMES, TRAJECTORIES
 from agentgym.store.manifest import Blob
-from agentgym.tracking.mlflow import decode_points
+from agentgym.tracking.points import decode_points
 from agentgym.types import Status
 
 

@@ -18,7 +18,7 @@ from agentgym.deploy.local import local_env
 from agentgym.pipeline.run import finished, open_store, run_step
 from agentgym.rollouts.client import EnvPool
 from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
-from agentgym.tracking.mlflow import decode_points
+from agentgym.tracking.points import decode_points
 from agentgym.types import Item, Status
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from agentgym.rollouts.engine import ENGINE
 from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.steps.step import Outcome
 from agentgym.store.manifest import Manifest, ManifestError
-from agentgym.tracking.mlflow import decode_points, encode_points
+from agentgym.tracking.points import decode_points, encode_points
 from agentgym.types import Item, Status, Trajectory, Turn
 
 LAST = "evaluate-stage-2"

@@ -19,7 +19,8 @@ from mlflow.exceptions import MlflowException
 from agentgym.deploy.owned import tail
 from agentgym.private import new_login, own_login, with_login
 from agentgym.store.lease import process_start
-from agentgym.tracking.mlflow import Point, Tracker
+from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.points import Point
 from tasks.gate import listener
 from tasks.mlflow_server import LOGIN
 from tasks.supervisor import Service, healthy

@@ -8,7 +8,7 @@ import pytest
 from agentgym.comparison.matrix import Cell
 from agentgym.comparison.results import CellResult, Row, training_curve
 from agentgym.config import RunConfig
-from agentgym.tracking.mlflow import Point
+from agentgym.tracking.points import Point
 
 
 def point(step, episodes=64.0, failed=0.0, turns=5.0, tokens=50.0, cpu=2.0, **more):

@@ -15,6 +15,7 @@ from agentgym.evaluation.champion import (
     settle,
 )
 from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.registry import alias_version, version_tags
 
 CFG = RunConfig.model_validate({"evaluation": {"num_items": 100, "num_samples": 2, "k": [1, 2]}})
 ITEMS = [f"babyai_{number}" for number in range(100)]
@@ -48,7 +49,7 @@ def registry(tracker, request):
 
 
 def holder(tracker, name):
-    return tracker.alias_version(name, "champion")
+    return alias_version(tracker, name, "champion")
 
 
 def test_the_first_model_is_champion_whatever_it_scores(tracker, registry):
@@ -151,8 +152,8 @@ def test_a_replay_takes_nothing_from_a_later_champion(tracker, registry):
     register(outcomes(50))
     register(outcomes(60))
     register(outcomes(70))
-    before = {version: tracker.version_tags(name, version)[DECISION] for version in "123"}
+    before = {version: version_tags(tracker, name, version)[DECISION] for version in "123"}
     for version in "123":
         settle(tracker, name, "champion", version, CFG.evaluation)
     assert holder(tracker, name) == "3"
-    assert {version: tracker.version_tags(name, version)[DECISION] for version in "123"} == before
+    assert {version: version_tags(tracker, name, version)[DECISION] for version in "123"} == before

@@ -14,7 +14,7 @@ from agentgym.evaluation.passk import FAILED
 from agentgym.pipeline.run import open_store, run_step, semantic_of, steps_of
 from agentgym.rollouts.collect import RolloutError
 from agentgym.steps.context import METRICS
-from agentgym.tracking.mlflow import decode_points
+from agentgym.tracking.points import decode_points
 from agentgym.types import Item, Status, Trajectory, Turn
 from envs.registry import load_spec
 from flows.shell import left_out

@@ -23,7 +23,7 @@ from agentgym.pipeline.run import (
     steps_of,
 )
 from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
-from agentgym.tracking.mlflow import decode_points
+from agentgym.tracking.points import decode_points
 
 
 @pytest.fixture

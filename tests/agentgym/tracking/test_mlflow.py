@@ -1,13 +1,10 @@
 """The ledger shows what was committed, once, however often it is told."""
 
-import math
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +12,11 @@ import pytest
 
 from agentgym.store.posix import posix_store
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.mlflow import (
-    LedgerError,
-    Point,
-    StaleRun,
-    Tracker,
-    decode_points,
-    deliver_committed,
-    encode_points,
-)
+from agentgym.tracking.deliver import StaleRun, deliver_committed
+from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.points import Point, encode_points
 
 RUN_KEY, KEY = "12" * 32, "ab" * 32
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-
-
-@pytest.fixture(scope="session")
-def migrated_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty MLflow database; its migrations cost seconds, so tests copy it."""
-    folder = tmp_path_factory.mktemp("mlflow")
-    Tracker(
-        f"sqlite:///{folder / 'mlflow.db'}", "unused", folder / "artifacts"
-    ).client.search_experiments()
-    with sqlite3.connect(folder / "mlflow.db") as connection:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    return folder / "mlflow.db"
 
 
 def test_a_database_is_there_whole_or_not_at_all_when_its_maker_is_killed(tmp_path: Path) -> None:
@@ -68,12 +46,6 @@ def test_a_database_is_there_whole_or_not_at_all_when_its_maker_is_killed(tmp_pa
 
 
 @pytest.fixture
-def tracker(migrated_db: Path, tmp_path: Path) -> Tracker:
-    shutil.copy(migrated_db, tmp_path / "mlflow.db")
-    return Tracker(f"sqlite:///{tmp_path / 'mlflow.db'}", "tests", tmp_path / "artifacts")
-
-
-@pytest.fixture
 def store(tmp_path: Path) -> RunStore:
     return posix_store(tmp_path / "store", lease_ttl_s=30.0)
 
@@ -89,35 +61,6 @@ def commit(writer: Any, points: list[Point], *, done: bool = False) -> None:
         results={},
         timings={},
     )
-
-
-def test_points_survive_the_spool_exactly() -> None:
-    points = [
-        Point(1, 1_700_000_000_123, {"rollout/reward mean": 0.1 + 0.2, "actor/loss": -1e-17}),
-        Point(2, 1_700_000_000_456, {}),
-    ]
-    assert decode_points(encode_points(points)) == points
-    assert (
-        encode_points(points[:1])
-        == b'{"step": 1, "time_ms": 1700000000123, "metrics": {"rollout/reward mean":'
-        b' 0.30000000000000004, "actor/loss": -1e-17}}\n'
-    )
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_metric_that_is_no_number_is_refused_by_name(value: float) -> None:
-    with pytest.raises(LedgerError, match=r"metric actor/kl is -?(nan|inf) at step 7"):
-        encode_points([Point(7, 0, {"actor/loss": 1.0, "actor/kl": value})])
-
-
-def test_a_name_mlflow_would_reject_is_refused_before_it_is_spooled() -> None:
-    with pytest.raises(LedgerError, match=r"'eval/pass@1' at step 0 .*write pass_at_1"):
-        encode_points([Point(0, 0, {"eval/pass@1": 1.0})])
-
-
-def test_a_damaged_spool_is_named_with_its_line() -> None:
-    with pytest.raises(LedgerError, match=r"line 2 of metrics\.jsonl is not a point"):
-        decode_points(encode_points([Point(0, 0, {})]) + b'{"step": 1\n')
 
 
 def test_a_relative_database_is_refused(tmp_path: Path) -> None:
@@ -297,150 +240,3 @@ def test_points_of_a_deleted_step_folder_are_not_mistaken_for_the_new_ones(
     assert tracker.child_run(again, "stage 1", KEY, params={}, tags={}) != child
     assert tracker.points(run) == [("loss", 0, 1000, 3.0)]  # set aside, not lost
     assert tracker.client.get_run(run).info.lifecycle_stage == "active"
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 of a few thousand parameters with a tokenizer of whole words."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    core = Tokenizer(
-        models.WordLevel({"<unk>": 0, "<eos>": 1, "go": 2, "left": 3, "right": 4}, "<unk>")
-    )
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>"
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    config = Qwen2Config(
-        vocab_size=5,
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=64,
-        eos_token_id=1,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def mlflow_at(tracker: Tracker) -> Iterator[Any]:
-    """MLflow's module-level functions, pointed at this test's store."""
-    import mlflow
-
-    tracker.client  # noqa: B018  sets MLflow's environment first
-    mlflow.set_tracking_uri(tracker.uri)
-    yield mlflow
-    mlflow.set_tracking_uri(None)
-
-
-def test_a_model_is_registered_once_and_answers_by_its_alias(
-    tracker: Tracker, model_dir: Path, mlflow_at: Any
-) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    run = tracker.parent_run(RUN_KEY, params={"seed": 0}, tags={})
-    tags = {"step_key": KEY, "eval.pass_at_1": "0.5"}
-    first = tracker.register_model(
-        run, model_dir, name="tiny", alias="champion", tags=tags, step=60
-    )
-    assert (
-        tracker.register_model(run, model_dir, name="tiny", alias="champion", tags=tags, step=60)
-        == first
-        == "1"
-    )
-    other = tracker.register_model(
-        run, model_dir, name="tiny", alias=None, tags=tags | {"step_key": "cd" * 32}, step=60
-    )
-    assert other == "2"
-    assert len(tracker.client.search_model_versions("name = 'tiny'")) == 2
-    champion = tracker.client.get_model_version_by_alias("tiny", "champion")
-    assert (str(champion.version), champion.run_id, champion.tags) == ("1", run, tags)
-
-    parts = mlflow_at.transformers.load_model("models:/tiny@champion", return_type="components")
-    assert parts["tokenizer"].chat_template == CHAT_TEMPLATE
-    assert parts["tokenizer"]("go left").input_ids == [2, 3]
-    weights = AutoModelForCausalLM.from_pretrained(model_dir).state_dict()
-    loaded = parts["model"].state_dict()
-    assert all(torch.equal(weights[name], loaded[name]) for name in weights)
-
-    chat = mlflow_at.pyfunc.load_model("models:/tiny@champion")
-    (answer,) = chat.predict(
-        {"messages": [{"role": "user", "content": "go left"}], "max_tokens": 4}
-    )
-    assert answer["usage"]["prompt_tokens"] == 2
-    assert answer["choices"][0]["message"]["role"] == "assistant"
-    # registering is not the end of a run
-    assert tracker.client.get_run(run).info.status == "RUNNING"
-
-
-def test_a_kill_while_registering_leaves_one_model_and_one_version(
-    tracker: Tracker, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    run = tracker.parent_run(RUN_KEY, params={}, tags={})
-    # before the model is whole, before it is registered
-    for step in ("log_model_artifacts", "create_model_version"):
-        with monkeypatch.context() as patch:
-            patch.setattr(tracker.client, step, killed)
-            with pytest.raises(KeyboardInterrupt):
-                tracker.register_model(
-                    run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
-                )
-    assert (
-        tracker.register_model(
-            run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
-        )
-        == "1"
-    )
-    (model,) = tracker.client.search_logged_models([tracker.experiment_id])
-    assert str(model.status) == "READY"
-    assert len(tracker.client.search_model_versions("name = 'tiny'")) == 1
-
-
-def test_a_registration_sent_again_because_its_reply_was_lost_leaves_one_version(
-    tracker: Tracker, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    create = tracker.client.create_model_version
-
-    def sent_twice(*arguments: object, **options: object) -> Any:
-        create(*arguments, **options)
-        return create(*arguments, **options)
-
-    monkeypatch.setattr(tracker.client, "create_model_version", sent_twice)
-    run = tracker.parent_run(RUN_KEY, params={}, tags={})
-    assert (
-        tracker.register_model(
-            run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
-        )
-        == "1"
-    )
-    assert [
-        str(found.version) for found in tracker.client.search_model_versions("name = 'tiny'")
-    ] == ["1"]
-
-
-def test_a_model_without_its_key_or_its_files_is_refused(tracker: Tracker, tmp_path: Path) -> None:
-    run = tracker.parent_run(RUN_KEY, params={}, tags={})
-    with pytest.raises(
-        ValueError, match=r"must hold step_key; without it a retry would register tiny twice"
-    ):
-        tracker.register_model(
-            run, tmp_path, name="tiny", alias="champion", tags={"algo": "grpo"}, step=1
-        )
-    with pytest.raises(
-        ValueError, match=r"holds no config\.json; pass the folder of save_pretrained"
-    ):
-        tracker.register_model(
-            run, tmp_path, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
-        )

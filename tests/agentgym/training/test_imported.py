@@ -18,7 +18,7 @@ from agentgym.pipeline.run import finished, open_store, run_step, steps_of
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS, decode_trajectories, encode_trajectories
 from agentgym.store.manifest import Blob, Manifest
-from agentgym.tracking.mlflow import decode_points
+from agentgym.tracking.points import decode_points
 from agentgym.training.offline import material_of
 from agentgym.training.sft import DEMOS, demonstrations
 from agentgym.types import Status

@@ -14,7 +14,7 @@ from agentgym.config import ConfigError, load_config
 from agentgym.models.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint
 from agentgym.pipeline.run import finished, open_store, run_step
 from agentgym.steps.context import METRICS, TRAJECTORIES, StepContext, decode_trajectories
-from agentgym.tracking.mlflow import decode_points
+from agentgym.tracking.points import decode_points
 from agentgym.types import Status
 
 ALGORITHM = {"critic_warmup_steps": 1}

@@ -1,0 +1,72 @@
+"""Metrics of a step as they lie in the store, until MLflow has them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+SPOOL = "metrics.jsonl"  # of a manifest's records
+
+
+METRIC_NAME = re.compile(r"[A-Za-z0-9_\-.: /]{1,250}")  # what MLflow accepts
+
+
+class LedgerError(ValueError):
+    """The ledger cannot take what it was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Metrics of one step, with the time they were measured: a point delivered twice is the
+    same point.
+    """
+
+    step: int
+    time_ms: int  # milliseconds since 1970
+    metrics: dict[str, float]
+
+
+def encode_points(points: Iterable[Point]) -> bytes:
+    """JSON lines for `manifest.records["metrics.jsonl"]`.
+    Errors: LedgerError for a bad name, NaN or infinity.
+    """
+    return b"".join(_encode(point) for point in points)
+
+
+def decode_points(data: bytes) -> list[Point]:
+    """Errors: LedgerError for a line that is not a point."""
+    points = []
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            points.append(Point(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise LedgerError(
+                f"line {number} of {SPOOL} is not a point ({error}): {line[:80]!r}; the spool is"
+                " damaged, verify the store"
+            ) from None
+    return points
+
+
+def _encode(point: Point) -> bytes:
+    metrics = {}
+    for name, value in point.metrics.items():
+        if not METRIC_NAME.fullmatch(name):
+            raise LedgerError(
+                f"metric name {name!r} at step {point.step} may hold letters, digits, _ - . : space"
+                " and /; write pass_at_1 for pass@1"
+            )
+        metrics[name] = float(value)
+        if not math.isfinite(metrics[name]):
+            raise LedgerError(
+                f"metric {name} is {value} at step {point.step}; leave out what is undefined, and"
+                " stop a run that diverged"
+            )
+    return (
+        json.dumps(
+            {"step": point.step, "time_ms": point.time_ms, "metrics": metrics}, allow_nan=False
+        ).encode()
+        + b"\n"
+    )

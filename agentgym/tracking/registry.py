@@ -1,0 +1,218 @@
+"""MLflow's model registry: a checkpoint becomes one version, however often it is tried."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+from agentgym.tracking.mlflow import Tracker
+
+
+def register_model(
+    tracker: Tracker,
+    run_id: str,
+    model_dir: Path,
+    *,
+    name: str,
+    alias: str | None,
+    tags: Mapping[str, str],
+    step: int,
+    task: str = "llm/v1/chat",
+) -> str:
+    """Log a transformers model with its tokenizer and chat template, register it, move `alias`
+    to it (None: leave it).
+
+    Result: the version.
+    `tags` must hold `step_key`: a model is registered once per key, a kill at any point
+    included.
+    task: one of MLflow's for transformers.
+    Errors: ValueError without `step_key` or where the folder holds no model.
+    """
+    if "step_key" not in tags:
+        raise ValueError(
+            f"tags {sorted(tags)} must hold step_key; without it a retry would register {name}"
+            " twice"
+        )
+    plain = {key: str(value) for key, value in tags.items()}
+    version = find_version(tracker, name, plain["step_key"])
+    if version is None:
+        model_id = _find_logged_model(tracker, name, plain["step_key"]) or _log_model(
+            tracker, run_id, model_dir, name, plain, step, task
+        )
+        _create_registered(tracker, name)
+        source = tracker.client.get_logged_model(model_id).artifact_location
+        tracker.client.create_model_version(
+            name, source, run_id=run_id, tags=plain, model_id=model_id
+        )
+        version = _oldest_version(tracker, name, plain["step_key"])
+    else:
+        # the same weights, evaluated anew: the latest numbers count
+        for key, value in plain.items():
+            tracker.client.set_model_version_tag(name, version, key, value)
+    if alias is not None:
+        tracker.client.set_registered_model_alias(name, alias, version)
+    return version
+
+
+def find_version(tracker: Tracker, name: str, step_key: str) -> str | None:
+    """The registered version made under this key, if any."""
+    return min(_versions(tracker, name, step_key), key=int, default=None)
+
+
+def version_tags(tracker: Tracker, name: str, version: str) -> dict[str, str]:
+    return dict(tracker.client.get_model_version(name, version).tags)
+
+
+def alias_version(tracker: Tracker, name: str, alias: str) -> str | None:
+    """The version that holds the alias, if any."""
+    held = tracker.client.get_registered_model(name).aliases
+    return str(held[alias]) if alias in held else None
+
+
+def _oldest_version(tracker: Tracker, name: str, step_key: str) -> str:
+    """A request whose reply was lost with the server is sent again by MLflow's client: a
+    second version of the same model goes.
+    """
+    version, *repeated = sorted(_versions(tracker, name, step_key), key=int)
+    for other in repeated:
+        tracker.client.delete_model_version(name, other)
+    return version
+
+
+def _versions(tracker: Tracker, name: str, step_key: str) -> list[str]:
+    return [
+        str(found.version)
+        for found in tracker.client.search_model_versions(
+            f"name = '{name}' and tags.step_key = '{step_key}'"
+        )
+    ]
+
+
+def _find_logged_model(tracker: Tracker, name: str, step_key: str) -> str | None:
+    """A whole model left by an attempt that was killed before it registered; half ones are
+    removed.
+    """
+    ready = None
+    found = tracker.client.search_logged_models(
+        [tracker.experiment_id], filter_string=f"name = '{name}' and tags.step_key = '{step_key}'"
+    )
+    for model in found:
+        if str(model.status) == "READY":
+            ready = str(model.model_id)
+        else:
+            tracker.client.delete_logged_model(model.model_id)
+    return ready
+
+
+def _log_model(
+    tracker: Tracker,
+    run_id: str,
+    model_dir: Path,
+    name: str,
+    tags: dict[str, str],
+    step: int,
+    task: str,
+) -> str:
+    """What `mlflow.transformers.log_model` does, by the client: no active run or tracking URI
+    of the process is touched, and the run's metrics are not copied onto the model.
+    """
+    if not (model_dir / "config.json").is_file():
+        raise ValueError(f"{model_dir} holds no config.json; pass the folder of save_pretrained")
+    from mlflow.entities import LoggedModelOutput
+    from mlflow.models import Model
+
+    logged = tracker.client.create_logged_model(
+        tracker.experiment_id, name=name, source_run_id=run_id, tags=tags
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        record = Model(
+            model_uuid=logged.model_id,
+            run_id=run_id,
+            model_id=logged.model_id,
+            artifact_path=logged.artifact_location,
+        )
+        _save_flavor(model_dir, Path(folder, "model"), record, name=name, tags=tags, task=task)
+        tracker.client.log_model_artifacts(logged.model_id, str(Path(folder, "model")))
+    tracker.client.log_outputs(run_id, models=[LoggedModelOutput(logged.model_id, step=step)])
+    tracker.client.finalize_logged_model(logged.model_id, "READY")
+    return str(logged.model_id)
+
+
+def _create_registered(tracker: Tracker, name: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        tracker.client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _save_flavor(
+    model_dir: Path, path: Path, record: Any, *, name: str, tags: Mapping[str, str], task: str
+) -> None:
+    """A folder that MLflow's transformers flavour loads, made without asking the hub for
+    anything.
+    """
+    import mlflow.transformers
+    from huggingface_hub import ModelCard
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+        )
+        # no repository's name: MLflow would look for a licence there
+        model.name_or_path = f"models:/{name}"
+        card = [
+            "---",
+            "library_name: transformers",
+            "---",
+            "",
+            f"# {name}",
+            "",
+            *(f"- {key}: {value}" for key, value in sorted(tags.items())),
+            "",
+        ]
+        mlflow.transformers.save_model(
+            {"model": model, "tokenizer": _load_tokenizer(model_dir)},
+            path=str(path),
+            task=task,
+            mlflow_model=record,
+            pip_requirements=[
+                f"{package}=={installed_version(package).partition('+')[0]}"
+                for package in ("torch", "transformers")
+            ],
+            model_card=ModelCard("\n".join(card)),
+        )
+        # MLflow's guess, a link to a page that does not exist
+        (path / "LICENSE.txt").unlink(missing_ok=True)
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _load_tokenizer(model_dir: Path) -> Any:
+    """As it was trained.
+    AutoTokenizer prefers the model family's class over the one the folder declares, and a family's
+    class rebuilds its own splitting of text: a tokenizer of our own would come back with other ids.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = model_dir / "tokenizer_config.json"
+    declared = json.loads(path.read_bytes()).get("tokenizer_class") if path.is_file() else None
+    generic = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(
+        model_dir, local_files_only=True, trust_remote_code=False
+    )

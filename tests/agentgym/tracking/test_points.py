@@ -1,0 +1,36 @@
+"""What is spooled comes back as it was, or is refused by name."""
+
+import math
+
+import pytest
+
+from agentgym.tracking.points import LedgerError, Point, decode_points, encode_points
+
+
+def test_points_survive_the_spool_exactly() -> None:
+    points = [
+        Point(1, 1_700_000_000_123, {"rollout/reward mean": 0.1 + 0.2, "actor/loss": -1e-17}),
+        Point(2, 1_700_000_000_456, {}),
+    ]
+    assert decode_points(encode_points(points)) == points
+    assert (
+        encode_points(points[:1])
+        == b'{"step": 1, "time_ms": 1700000000123, "metrics": {"rollout/reward mean":'
+        b' 0.30000000000000004, "actor/loss": -1e-17}}\n'
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_no_number_is_refused_by_name(value: float) -> None:
+    with pytest.raises(LedgerError, match=r"metric actor/kl is -?(nan|inf) at step 7"):
+        encode_points([Point(7, 0, {"actor/loss": 1.0, "actor/kl": value})])
+
+
+def test_a_name_mlflow_would_reject_is_refused_before_it_is_spooled() -> None:
+    with pytest.raises(LedgerError, match=r"'eval/pass@1' at step 0 .*write pass_at_1"):
+        encode_points([Point(0, 0, {"eval/pass@1": 1.0})])
+
+
+def test_a_damaged_spool_is_named_with_its_line() -> None:
+    with pytest.raises(LedgerError, match=r"line 2 of metrics\.jsonl is not a point"):
+        decode_points(encode_points([Point(0, 0, {})]) + b'{"step": 1\n')
