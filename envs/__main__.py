@@ -91,8 +91,6 @@ def main(argv: list[str] | None = None) -> int:
         options = json.loads(arguments.options)
         if not isinstance(options, dict):
             raise ValueError(f"--options must be a JSON object, got {arguments.options!r}")
-        if arguments.recipes:
-            options["recipes"] = arguments.recipes
         spec = load_spec(arguments.name, options)
     except json.JSONDecodeError as error:
         return _refuse(f"--options is not JSON: {error}")
@@ -165,15 +163,9 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     for each in (serve, same):
-        each.add_argument("name", help="environment, for example babyai")
+        each.add_argument("name", help="environment; `list` shows them")
         each.add_argument(
             "--options", default="{}", metavar="JSON", help="the environment's options"
-        )
-        each.add_argument(
-            "--recipes",
-            default="",
-            metavar="DIR",
-            help="textcraft: AgentGym's recipe folder, the same as the option recipes",
         )
     serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
     serve.add_argument("--port", type=int, default=0, help="0 takes a free one (default)")

@@ -9,19 +9,18 @@ On purpose not theirs: an episode that ended pays nothing more, and `close` of a
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from envs.dialect import Dialect, Nothing, Place
 from envs.sessions import TEXTS, Refused, Sessions
 from envs.wire import (
     MAX_ACTION_CHARS,
@@ -37,25 +36,6 @@ MAX_ID = 2**53
 MAX_BODY_BYTES = 256 * 1024
 
 
-class Reset(BaseModel):
-    """Further fields are ignored, as AgentGym's servers do."""
-
-    id: int = Field(validation_alias=AliasChoices("id", "env_idx"))
-    data_idx: int = 0
-
-
-class SearchReset(BaseModel):
-    id: int = Field(validation_alias="env_idx")
-    # None: the one given to create
-    data_idx: int | None = Field(default=None, validation_alias="id")
-
-
-class WebArenaReset(BaseModel):
-    id: int = Field(validation_alias="env_idx")
-    seed: int = 0  # asked for and not used, as there
-    data_idx: int = Field(validation_alias="idx")
-
-
 class Step(BaseModel):
     id: int = Field(validation_alias=AliasChoices("id", "env_idx"))
     action: str = Field(max_length=MAX_ACTION_CHARS)
@@ -65,259 +45,12 @@ class Named(BaseModel):
     id: int = Field(validation_alias=AliasChoices("id", "env_idx"))
 
 
-class TextCraftCreate(BaseModel):
-    """A body is required; what it says about recipes is overruled by the reset that follows."""
-
-    commands: str | None = None
-    goal: str | None = None
-
-
-class SearchCreate(BaseModel):
-    id: int
-
-
-class Nothing(BaseModel):
-    """No body is expected."""
-
-
-@dataclass(slots=True)
-class Place:
-    """One of AgentGym's environments: an id, and since its reset a session."""
-
-    id: int
-    task: int | None  # index of the item, once it is known
-    used: float
-    session: str = ""  # our session id
-    turn: int = 0
-    observation: str = ""
-    prompt: str = ""  # task manual and first observation
-    reward: float = 0.0  # of the last turn
-    score: float = 0.0  # sum of the rewards
-    done: bool = False
-    opening: Json = field(default_factory=dict)  # what the simulator tells of its task
-    truncated: bool = False
-    info: Json = field(default_factory=dict)  # of the last turn
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """What differs between AgentGym's servers."""
-
-    greeting: str
-    create: type[BaseModel]
-    reset: type[BaseModel]
-    created: Callable[[Place], Any]
-    shown: Callable[[Place], Any]  # after reset, and to GET /observation
-    stepped: Callable[[Place], Json]
-    looked: Callable[[Place], Any] | None = None  # to GET /observation, where that is not `shown`
-    detailed: Callable[[Place], Json] | None = None  # to GET /detail, where that needs no simulator
-    counts: bool = False  # create begins an episode, of an index the server counts itself
-    polite: bool = True  # errors have status 200
-    # simulator -> what else `shown` tells; maybe another first observation, and a score
-    opened: Callable[[Any], Json] | None = None
-    # GET route -> what it shows while an episode runs
-    views: Mapping[str, Callable[[Any, Place], Any]] = field(default_factory=dict)
-    # POST /step_visual: simulator, answer to a step -> answer
-    visual: Callable[[Any, Json], Json] | None = None
-    closed: Callable[[bool], Any] = bool
-    reset_failed: Json | None = None  # answered where a task cannot be opened
-    # answered where a step crashes, from the error's text
-    step_failed: Callable[[str], Json] | None = None
-
-
-def _whole(value: float) -> int | float:
-    return int(value) if value == int(value) else value
-
-
-def _sciworld_detail(place: Place) -> Json:
-    shown = {"reward": place.reward, "score": place.score}
-    return {
-        **place.opening,
-        "observation": place.observation,
-        **{k: _whole(v) for k, v in shown.items()},
-        "deleted": False,
-        "done": place.done,
-    }
-
-
-def _sciworld_state(simulator: Any, place: Place) -> Json:
-    look, inventory, goals, actions, objects = simulator.ask(
-        "freeActionLook",
-        "freeActionInventory",
-        "getGoalProgressStr",
-        "getPossibleActions",
-        "getPossibleObjects",
-    )
-    return {
-        "observation": look,
-        "inventory": inventory,
-        "task_description": simulator.description,
-        "goal_progress": goals,
-        "possible_actions": actions.splitlines()[:10],
-        "possible_objects": objects.splitlines()[:10],
-        "current_moves": simulator.moves,
-        "environment_info": _sciworld_detail(place),
-    }
-
-
-def _sciworld_hint(simulator: Any, _: Place) -> Json:
-    actions, objects = simulator.ask("getPossibleActions", "getPossibleObjects")
-    return {"possible_actions": actions.splitlines(), "possible_objects": objects.splitlines()}
-
-
-def _sciworld_visual(simulator: Any, answer: Json) -> Json:
-    look, inventory = simulator.ask("freeActionLook", "freeActionInventory")
-    info = {
-        "moves": simulator.moves,
-        "score": answer["score"],
-        "reward": answer["reward"],
-        "look": look,
-        "inv": inventory,
-        "taskDesc": simulator.description,
-        "valid": simulator.hints(),
-        "variationIdx": simulator.task.variation,
-        "taskName": simulator.task.name,
-        "simplificationStr": "",
-    }
-    return {
-        **answer,
-        "info": info,
-        "object_tree": simulator.tree(),
-        "inventory": inventory,
-        "moves": simulator.moves,
-    }
-
-
-DIALECTS = {
-    "textcraft": Dialect(
-        greeting="This is environment TextCraft.",
-        create=TextCraftCreate,
-        reset=Reset,
-        created=lambda place: {
-            "id": place.id,
-            "observation": place.observation,
-            "done": False,
-            "reward": 0,
-        },
-        shown=lambda place: {
-            "id": place.id,
-            "observation": place.observation,
-            "done": place.done,
-            "reward": _whole(place.reward),
-        },
-        stepped=lambda place: {
-            "observation": place.observation,
-            "reward": _whole(place.reward),
-            "done": place.done,
-        },
-        looked=lambda place: place.observation,
-        detailed=lambda place: {
-            "observation": place.observation,
-            "done": place.done,
-            "reward": _whole(place.reward),
-            "deleted": False,
-        },
-        counts=True,
-    ),
-    "babyai": Dialect(
-        greeting="This is environment BabyAI.",
-        create=Nothing,
-        reset=Reset,
-        created=lambda place: {"id": place.id},
-        shown=lambda place: {
-            "observation": place.observation,
-            "reward": place.reward,
-            "score": place.score,
-            "deleted": False,
-            "done": place.done,
-        },
-        stepped=lambda place: {
-            "observation": place.observation,
-            "reward": place.reward,
-            "score": place.score,
-            "done": place.done,
-        },
-    ),
-    "searchqa": Dialect(
-        greeting="ok",
-        create=SearchCreate,
-        reset=SearchReset,
-        created=lambda place: place.id,
-        shown=lambda place: place.prompt,
-        stepped=lambda place: {
-            "observation": place.observation,
-            "reward": place.reward,
-            "done": place.done,
-            "info": None,
-        },
-        polite=False,
-    ),
-    "sciworld": Dialect(
-        greeting="This is environment ScienceWorld.",
-        create=Nothing,
-        reset=Reset,
-        created=lambda place: {"id": place.id},
-        shown=_sciworld_detail,
-        looked=lambda place: place.observation,
-        stepped=lambda place: {
-            "observation": place.observation,
-            "reward": _whole(place.reward),
-            "score": _whole(place.score),
-            "done": place.done,
-        },
-        opened=lambda simulator: {
-            "task_name": simulator.task.name,
-            "var_num": simulator.task.variation,
-            "task_description": simulator.description,
-            "observation": simulator.room,
-            "score": float(simulator.score),
-        },
-        views={
-            "detail": lambda _, place: _sciworld_detail(place),
-            "task_description": lambda simulator, _: {"task_description": simulator.description},
-            "goals": lambda simulator, _: {"goals": simulator.ask("getGoalProgressStr")[0]},
-            "object_tree": lambda simulator, _: {"object_tree": simulator.tree()},
-            "action_hint": _sciworld_hint,
-            "state": _sciworld_state,
-        },
-        visual=_sciworld_visual,
-    ),
-    "webarena": Dialect(
-        greeting="ok",
-        create=Nothing,
-        reset=WebArenaReset,
-        created=lambda place: {"env_idx": place.id},
-        shown=lambda place: {"observation": place.observation, **place.opening},
-        stepped=lambda place: {
-            "observation": place.observation,
-            "reward": place.reward,
-            "terminated": place.done and not place.truncated,
-            "truncated": place.truncated,
-            "info": place.info,
-        },
-        polite=False,
-        looked=lambda place: place.observation,
-        opened=lambda simulator: dict(simulator.about),
-        closed=lambda closed: {"closed": "closed" if closed else "no such environment"},
-        reset_failed={"observation": "TimeoutError", "sites": "Error", "object": "Error"},
-        step_failed=lambda text: {
-            "observation": text,
-            "reward": 0,
-            "terminated": False,
-            "truncated": False,
-            "info": {},
-        },
-    ),
-}
-
-
 class AgentGymRoutes:
     """The routes of one server, over the sessions it has anyway."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, dialect: Dialect) -> None:
         self._sessions = sessions
-        self._dialect = DIALECTS[sessions.spec.name]
+        self._dialect = dialect
         self._spec = sessions.spec.agentgym or sessions.spec
         self._places: dict[int, Place] = {}
         self._counter = itertools.count()
@@ -357,15 +90,10 @@ class AgentGymRoutes:
             raise Refused(
                 ErrorKind.FULL, f"all {self._sessions.settings.max_sessions} environments are taken"
             )
-        task = (
-            body.id
-            if isinstance(body, SearchCreate)
-            else next(self._counter)
-            if self._dialect.counts
-            else None
-        )
+        counts = self._dialect.counts
+        task = next(self._counter) if counts else self._dialect.names_task(body)
         place = Place(1 + secrets.randbelow(MAX_ID - 1), _checked(task), time.monotonic())
-        if self._dialect.counts:
+        if counts:
             await self._open(place)
         self._places[place.id] = place
         return self._dialect.created(place)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from envs.dialect import Dialect
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -94,7 +96,9 @@ class EnvSpec:
     awaited: bool = False  # its simulators are `Awaited`
     offers_hints: bool = False  # its simulators are `Hinting`
     probe_task: int = 0  # the task of that episode, where there is no 0
-    # the environment as AgentGym's own server shows it, where that differs from this
+    # as AgentGym's own server speaks of it, where there is one; and as that server shows it, where
+    # that differs from this
+    dialect: Dialect | None = None
     agentgym: EnvSpec | None = None
     # Prometheus name: (help, present value)
     gauges: Mapping[str, tuple[str, Callable[[], float]]] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from envs.compat import DIALECTS, AgentGymRoutes, read_body
+from envs.compat import AgentGymRoutes, read_body
 from envs.doors import Doors
 from envs.env import EnvSpec
 from envs.openapi import Route, document
@@ -206,8 +206,8 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
                 expert,
             )
         )
-    if spec.name in DIALECTS:
-        for method, path, body, handler in AgentGymRoutes(sessions).table():
+    if spec.dialect is not None:
+        for method, path, body, handler in AgentGymRoutes(sessions, spec.dialect).table():
             table.append(
                 (Route(method, path, body, errors=None, summary="as AgentGym's server"), handler)
             )

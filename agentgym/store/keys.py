@@ -14,7 +14,7 @@ from typing import Any
 
 from agentgym.store.manifest import canonical_json, sha256
 
-PACKAGES = ("agentgym", "envs")  # our own code; libraries are pinned elsewhere
+PACKAGES = ("agentgym", "envs", "sites")  # our own code; libraries are pinned elsewhere
 # Modules that carry state or parameters and never compute a result (parameters are in the keys by
 # value): an edit there must not retrain anything.
 STATE_ONLY = (

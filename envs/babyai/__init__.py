@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
+from envs.babyai.agentgym import DIALECT
 from envs.babyai.levels import AGENTGYM_LEVELS, check_level, told_whole
 from envs.babyai.world import Options, World
 from envs.env import EnvSpec
@@ -86,6 +87,7 @@ def _served(chosen: dict[str, Any], parsed: Options) -> EnvSpec:
     )
     return EnvSpec(
         name="babyai",
+        dialect=DIALECT,
         instructions="\n".join(manual),
         make=lambda: World(parsed),
         options=chosen,

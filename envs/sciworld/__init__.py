@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from envs.env import EnvSpec
 from envs.options import choose, nearest
+from envs.sciworld.agentgym import DIALECT
 from envs.sciworld.stock import make_pool
 from envs.sciworld.tasks import PUBLISHED, check_name, find_task
 from envs.sciworld.world import Options, Reward, World
@@ -51,6 +52,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     pool = make_pool()
     served = EnvSpec(
         name="sciworld",
+        dialect=DIALECT,
         instructions=MANUAL,
         make=lambda: World(pool, parsed),
         options=chosen,

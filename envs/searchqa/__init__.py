@@ -11,6 +11,7 @@ from typing import Any
 from envs.env import EnvSpec
 from envs.options import choose, nearest
 from envs.searchqa import questions, retrievers
+from envs.searchqa.agentgym import DIALECT
 from envs.searchqa.episode import Episode, Options
 from envs.searchqa.flashrag import FlashRag
 from envs.searchqa.questions import Questions
@@ -89,6 +90,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     def served(options: Options) -> EnvSpec:
         return EnvSpec(
             name="searchqa",
+            dialect=DIALECT,
             instructions=_manual(options),
             make=partial(Episode, asked, retriever, options),
             options=chosen,

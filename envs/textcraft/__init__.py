@@ -6,6 +6,7 @@ from typing import Any
 
 from envs.env import EnvSpec
 from envs.options import choose, nearest
+from envs.textcraft.agentgym import DIALECT
 from envs.textcraft.planner import Choices, shortest
 from envs.textcraft.recipes import Book, load_book, plain
 from envs.textcraft.world import Options, World, goals_of
@@ -62,6 +63,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     parsed = Options(_goals(book, chosen), chosen["distractors"], chosen["max_steps"])
     return EnvSpec(
         name="textcraft",
+        dialect=DIALECT,
         instructions=MANUAL,
         make=lambda: World(book, parsed),
         options={**chosen, "digest": book.digest},

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from envs.env import EnvSpec
 from envs.options import choose, nearest, secret_variable
+from envs.webarena.agentgym import DIALECT
 
 if TYPE_CHECKING:
     from envs.webarena.evaluators import Judge
@@ -119,6 +120,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     )
     return EnvSpec(
         name="webarena",
+        dialect=DIALECT,
         instructions=_MANUAL,
         make=lambda: Episode(setting),
         options=chosen,

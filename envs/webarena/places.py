@@ -57,10 +57,10 @@ class Shared:
 
 
 class Embedded:
-    """The sites of this package; each session has a tenant of its own there."""
+    """Our own sites; each session has a tenant of its own there."""
 
     def __init__(self, executable: str, concurrency: int, seed: int) -> None:
-        from envs.webarena import sites
+        import sites
 
         self._header = sites.TENANT_HEADER
         self._server = sites.SiteServer(seed)
@@ -74,7 +74,7 @@ class Embedded:
 
     @staticmethod
     def addresses() -> dict[str, str]:
-        from envs.webarena import sites
+        import sites
 
         return {name: f"http://{host}" for name, host in sites.SITES.items()}
 
@@ -85,7 +85,7 @@ class Embedded:
         self._server.close_tenant(headers[self._header])
 
     def helpers(self, headers: Mapping[str, str]) -> Helpers:
-        from envs.webarena.sites import queries
+        from sites import queries
 
         return StateHelpers(self._server.state(headers[self._header]), queries)
 

@@ -96,9 +96,9 @@ def test_no_answer_and_no_page_breaks_an_evaluator_or_holds_it_up(bench):
     from envs.webarena.evaluators import evaluate
     from envs.webarena.helpers import StateHelpers
     from envs.webarena.judge import Rules
-    from envs.webarena.sites import queries
-    from envs.webarena.sites.server import SiteServer
     from envs.webarena.tasks import load
+    from sites import queries
+    from sites.server import SiteServer
 
     server = SiteServer()
     helpers = StateHelpers(server.state(server.open_tenant()), queries)
@@ -145,13 +145,13 @@ def test_no_repeated_part_holds_up_an_evaluator(bench, length):
 
 
 def test_no_form_or_address_breaks_an_embedded_site(bench):
-    from envs.webarena.sites.server import _BY_HOST, TENANT_HEADER, SiteServer
+    from sites.server import _BY_HOST, TENANT_HEADER, SiteServer
 
     server, chance = SiteServer(), random.Random("sites")
     names = sorted(
         {
             name
-            for file in (FOLDER / "envs/webarena/sites/templates").rglob("*.html")
+            for file in (FOLDER / "sites/templates").rglob("*.html")
             for name in re.findall(r'name="(\w+)"', file.read_text())
         }
     )

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from envs.webarena.sites import SITES, queries
-from envs.webarena.sites.text import long_day, money
-from envs.webarena.sites.world import content
+from sites import SITES, queries
+from sites.text import long_day, money
+from sites.world import content
 
-FOLDER = Path(queries.__file__).resolve().parent.parent
+FOLDER = Path(queries.__file__).resolve().parents[1] / "envs/webarena"
 TASKS = json.loads((FOLDER / "tasks.json").read_text())
 GOLD = json.loads((FOLDER / "gold.json").read_text())
 FIELDS = {

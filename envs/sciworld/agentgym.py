@@ -1,0 +1,98 @@
+"""The routes of AgentGym's own ScienceWorld server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from envs.dialect import Dialect, Json, Nothing, Place, Reset, whole
+
+
+def _detail(place: Place) -> Json:
+    shown = {"reward": place.reward, "score": place.score}
+    return {
+        **place.opening,
+        "observation": place.observation,
+        **{k: whole(v) for k, v in shown.items()},
+        "deleted": False,
+        "done": place.done,
+    }
+
+
+def _state(simulator: Any, place: Place) -> Json:
+    look, inventory, goals, actions, objects = simulator.ask(
+        "freeActionLook",
+        "freeActionInventory",
+        "getGoalProgressStr",
+        "getPossibleActions",
+        "getPossibleObjects",
+    )
+    return {
+        "observation": look,
+        "inventory": inventory,
+        "task_description": simulator.description,
+        "goal_progress": goals,
+        "possible_actions": actions.splitlines()[:10],
+        "possible_objects": objects.splitlines()[:10],
+        "current_moves": simulator.moves,
+        "environment_info": _detail(place),
+    }
+
+
+def _hint(simulator: Any, _: Place) -> Json:
+    actions, objects = simulator.ask("getPossibleActions", "getPossibleObjects")
+    return {"possible_actions": actions.splitlines(), "possible_objects": objects.splitlines()}
+
+
+def _visual(simulator: Any, answer: Json) -> Json:
+    look, inventory = simulator.ask("freeActionLook", "freeActionInventory")
+    info = {
+        "moves": simulator.moves,
+        "score": answer["score"],
+        "reward": answer["reward"],
+        "look": look,
+        "inv": inventory,
+        "taskDesc": simulator.description,
+        "valid": simulator.hints(),
+        "variationIdx": simulator.task.variation,
+        "taskName": simulator.task.name,
+        "simplificationStr": "",
+    }
+    return {
+        **answer,
+        "info": info,
+        "object_tree": simulator.tree(),
+        "inventory": inventory,
+        "moves": simulator.moves,
+    }
+
+
+DIALECT = Dialect(
+    greeting="This is environment ScienceWorld.",
+    create=Nothing,
+    reset=Reset,
+    created=lambda place: {"id": place.id},
+    shown=_detail,
+    looked=lambda place: place.observation,
+    stepped=lambda place: {
+        "observation": place.observation,
+        "reward": whole(place.reward),
+        "score": whole(place.score),
+        "done": place.done,
+    },
+    opened=lambda simulator: {
+        "task_name": simulator.task.name,
+        "var_num": simulator.task.variation,
+        "task_description": simulator.description,
+        "observation": simulator.room,
+        "score": float(simulator.score),
+    },
+    views={
+        "detail": lambda _, place: _detail(place),
+        "task_description": lambda simulator, _: {"task_description": simulator.description},
+        "goals": lambda simulator, _: {"goals": simulator.ask("getGoalProgressStr")[0]},
+        "object_tree": lambda simulator, _: {"object_tree": simulator.tree()},
+        "action_hint": _hint,
+        "state": _state,
+    },
+    visual=_visual,
+)

@@ -1,0 +1,34 @@
+"""The routes of AgentGym's own SearchQA server."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from envs.dialect import Dialect
+
+
+class SearchReset(BaseModel):
+    id: int = Field(validation_alias="env_idx")
+    # None: the one given to create
+    data_idx: int | None = Field(default=None, validation_alias="id")
+
+
+class SearchCreate(BaseModel):
+    id: int
+
+
+DIALECT = Dialect(
+    greeting="ok",
+    create=SearchCreate,
+    reset=SearchReset,
+    names_task=lambda body: int(body.id),
+    created=lambda place: place.id,
+    shown=lambda place: place.prompt,
+    stepped=lambda place: {
+        "observation": place.observation,
+        "reward": place.reward,
+        "done": place.done,
+        "info": None,
+    },
+    polite=False,
+)

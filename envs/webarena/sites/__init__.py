@@ -1,8 +1,0 @@
-"""Four small web sites to act in: a shop, its administration, a forum and a code host, stateful
-and reset for every session.
-"""
-
-from envs.webarena.sites.server import SITES, TENANT_HEADER, SiteServer
-from envs.webarena.sites.world import World
-
-__all__ = ["SITES", "TENANT_HEADER", "SiteServer", "World"]

@@ -1,0 +1,8 @@
+"""Four small web sites to act in: a shop, its administration, a forum and a code host, stateful
+and reset for every session.
+"""
+
+from sites.server import SITES, TENANT_HEADER, SiteServer
+from sites.world import World
+
+__all__ = ["SITES", "TENANT_HEADER", "SiteServer", "World"]

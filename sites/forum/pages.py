@@ -1,0 +1,396 @@
+"""The forum's pages and what its members do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sites.forum.content import DEMO
+from sites.forum.records import (
+    TODAY,
+    Board,
+    Comment,
+    Member,
+    Post,
+    Subscription,
+    Vote,
+)
+from sites.table import Table
+from sites.text import slug
+from sites.web import (
+    NotFound,
+    Refused,
+    Request,
+    Response,
+    Site,
+    local,
+    paged,
+    redirect,
+)
+
+PASSWORD = "quiet-corner-24"  # noqa: S105 (of the demo account, printed on the login page)
+_PER_PAGE = 15
+_SORTS = {"hot": "Hot", "new": "New", "top": "Top", "commented": "Most commented"}
+
+
+def _context(request: Request) -> dict[str, Any]:
+    return {"forum": request.world.forum, "user": _member(request), "address": address}
+
+
+site = Site("reddit", "forum", _context)
+
+
+def address(post: Post) -> str:
+    return f"/f/{post.board}/{post.id}/{slug(post.title)}"
+
+
+def _member(request: Request) -> Member | None:
+    login = request.world.logins["reddit"]
+    return None if login is None else request.world.forum.members[login]
+
+
+def _me(request: Request) -> Member:
+    """The member on a page that asks for a login."""
+    member = _member(request)
+    assert member is not None
+    return member
+
+
+def _sorted(request: Request, posts: Sequence[Post], sort: str) -> list[Post]:
+    """Ties go to the newer post."""
+    forum = request.world.forum
+    keys = {
+        "hot": (
+            lambda post: (
+                (forum.post_score(post) + 2 * forum.num_comments(post))
+                / (2 + (TODAY - post.day).days)
+            )
+        ),
+        "new": lambda post: post.day.toordinal(),
+        "top": forum.post_score,
+        "commented": forum.num_comments,
+    }
+    return sorted(posts, key=lambda post: (keys[sort](post), post.id), reverse=True)
+
+
+def _listing(
+    request: Request, template: str, posts: Sequence[Post], default: str = "hot", **context: Any
+) -> Response:
+    sort = request.choice("sort", _SORTS, default)
+    page = paged(_sorted(request, posts, sort), request.number("page", 1), _PER_PAGE)
+    return request.page(template, page=page, sort=sort, sorts=_SORTS, **context)
+
+
+@site.get("/")
+def front(request: Request) -> Response:
+    """The subscribed boards of a member who has any, all boards otherwise."""
+    forum = request.world.forum
+    mine = {forum.boards[subscription.id].name for subscription in forum.subscriptions}
+    only_mine = _member(request) is not None and bool(mine)
+    posts = [post for post in forum.posts if post.board in mine or not only_mine]
+    return _listing(
+        request, "front.html", posts, title="Subscribed forums" if only_mine else "All forums"
+    )
+
+
+@site.get("/all")
+def everything(request: Request) -> Response:
+    return _listing(request, "front.html", list(request.world.forum.posts), title="All forums")
+
+
+@site.get("/forums")
+def boards(request: Request) -> Response:
+    forum = request.world.forum
+    by = request.choice("by", ("name", "subscribers", "posts"), "name")
+    rows = [
+        (board, _subscribers(request, board), len(forum.posts.where("board", board.name)))
+        for board in forum.boards
+    ]
+    rows.sort(
+        key={
+            "name": lambda row: row[0].name,
+            "subscribers": lambda row: -row[1],
+            "posts": lambda row: -row[2],
+        }[by]
+    )
+    return request.page("boards.html", rows=rows, by=by)
+
+
+def _subscribers(request: Request, board: Board) -> int:
+    return board.subscribers + (request.world.forum.subscriptions.get(board.id) is not None)
+
+
+def _board(request: Request, name: str) -> Board:
+    board = request.world.forum.boards.first("name", name)
+    if board is None:
+        raise NotFound(f"There is no forum called {name}.")
+    return board
+
+
+@site.get("/f/{name}")
+def board(request: Request, name: str) -> Response:
+    found = _board(request, name)
+    posts = request.world.forum.posts.where("board", name)
+    return _listing(
+        request, "board.html", posts, board=found, subscribers=_subscribers(request, found)
+    )
+
+
+@site.post("/f/{name}/subscribe")
+def subscribe(request: Request, name: str) -> Response:
+    """Subscribes, or ends the subscription."""
+    found, subscriptions = _board(request, name), request.world.forum.subscriptions
+    if subscriptions.get(found.id) is None:
+        subscriptions.put(Subscription(found.id))
+        return request.done(f"You are now subscribed to {found.title}.")
+    subscriptions.remove(found.id)
+    return request.done(f"You are no longer subscribed to {found.title}.")
+
+
+def _post(request: Request, name: str, id: int) -> Post:
+    post = request.world.forum.posts.get(id)
+    if post is None or post.board != name:
+        raise NotFound("This post does not exist.")
+    return post
+
+
+def _comment(request: Request, post: Post, id: int) -> Comment:
+    comment = request.world.forum.comments.get(id)
+    if comment is None or comment.post_id != post.id:
+        raise NotFound("This comment does not exist.")
+    return comment
+
+
+def _thread(request: Request, post: Post) -> list[tuple[Comment, int]]:
+    """The comments in reading order with their depth; best rated first on each level."""
+    forum = request.world.forum
+    children: dict[int, list[Comment]] = {}
+    for comment in forum.comments.where("post_id", post.id):
+        children.setdefault(comment.parent_id, []).append(comment)
+    rows: list[tuple[Comment, int]] = []
+    stack = [
+        (comment, 0)
+        for comment in sorted(children.get(0, []), key=lambda c: (forum.comment_score(c), -c.id))
+    ]
+    while stack:
+        comment, depth = stack.pop()
+        rows.append((comment, depth))
+        stack += [
+            (child, depth + 1)
+            for child in sorted(
+                children.get(comment.id, []), key=lambda c: (forum.comment_score(c), -c.id)
+            )
+        ]
+    return rows
+
+
+@site.get("/f/{name}/{id}")
+@site.get("/f/{name}/{id}/{slug}")
+def post(request: Request, name: str, id: int, slug: str = "") -> Response:
+    found = _post(request, name, id)
+    return request.page(
+        "post.html", post=found, board=_board(request, name), thread=_thread(request, found)
+    )
+
+
+@site.post("/f/{name}/{id}/comment")
+def write_comment(request: Request, name: str, id: int) -> Response:
+    commented, comments = _post(request, name, id), request.world.forum.comments
+    parent = (
+        int(request.form["parent"])
+        if re.fullmatch(r"[0-9]{1,9}", request.form.get("parent", ""))
+        else 0
+    )
+    if parent:
+        _comment(request, commented, parent)
+    body = request.text("body", "Comment", 5000)
+    comments.put(Comment(comments.next_id(), id, parent, _me(request).name, body, TODAY, 1))
+    return request.done("Your comment was posted.", address(commented))
+
+
+@site.get("/f/{name}/{id}/{slug}/comment/{id_comment}")
+def comment(request: Request, name: str, id: int, slug: str, id_comment: int) -> Response:
+    found = _post(request, name, id)
+    return request.page(
+        "comment.html",
+        post=found,
+        board=_board(request, name),
+        comment=_comment(request, found, id_comment),
+    )
+
+
+@site.get("/f/{name}/{id}/{slug}/edit", private=True)
+def edit_post(request: Request, name: str, id: int, slug: str) -> Response:
+    return request.page("edit_post.html", post=_own_post(request, name, id))
+
+
+@site.post("/f/{name}/{id}/{slug}/edit")
+def save_post(request: Request, name: str, id: int, slug: str) -> Response:
+    edited = _own_post(request, name, id)
+    title = request.text("title", "Title", 300)
+    new = request.world.forum.posts.put(
+        replace(edited, title=title, body=request.text("body", "Body", 10_000, required=False))
+    )
+    return request.done("The post was edited.", address(new))
+
+
+@site.post("/f/{name}/{id}/{slug}/delete")
+def delete_post(request: Request, name: str, id: int, slug: str) -> Response:
+    request.world.forum.posts.remove(_own_post(request, name, id).id)
+    return request.done("The post was deleted.", f"/f/{name}")
+
+
+def _own_post(request: Request, name: str, id: int) -> Post:
+    found = _post(request, name, id)
+    if found.author != _me(request).name:
+        raise NotFound("Only the author can change a post.")
+    return found
+
+
+@site.post("/vote/post/{id}")
+def vote_post(request: Request, id: int) -> Response:
+    if request.world.forum.posts.get(id) is None:
+        raise NotFound("This post does not exist.")
+    return _vote(request, request.world.forum.post_votes, id)
+
+
+@site.post("/vote/comment/{id}")
+def vote_comment(request: Request, id: int) -> Response:
+    if request.world.forum.comments.get(id) is None:
+        raise NotFound("This comment does not exist.")
+    return _vote(request, request.world.forum.comment_votes, id)
+
+
+def _vote(request: Request, votes: Table[Vote], id: int) -> Response:
+    """A second vote in the same direction takes the first one back."""
+    value = int(request.one_of("value", "Vote", ("1", "-1")))
+    old = votes.get(id)
+    if old is not None and old.value == value:
+        votes.remove(id)
+    else:
+        votes.put(Vote(id, value))
+    return redirect(request.back())
+
+
+@site.get("/submit", private=True)
+@site.get("/submit/{name}", private=True)
+def submit(request: Request, name: str = "") -> Response:
+    if name:
+        _board(request, name)
+    boards = {
+        board.name: board.title
+        for board in sorted(request.world.forum.boards, key=lambda board: board.title)
+    }
+    return request.page("submit.html", boards=boards, chosen=name)
+
+
+@site.post("/submit")
+def create_post(request: Request) -> Response:
+    posts, boards = request.world.forum.posts, request.world.forum.boards
+    name = request.one_of("board", "Forum", [board.name for board in boards])
+    title, url = (
+        request.text("title", "Title", 300),
+        request.text("url", "URL", 500, required=False),
+    )
+    if url and not re.match(r"https?://[^\s/]+", url):
+        raise Refused("URL must begin with http:// or https://.")
+    body = request.text("body", "Body", 10_000, required=False)
+    new = posts.put(Post(posts.next_id(), name, _me(request).name, title, url, body, TODAY, 1))
+    return redirect(address(new))
+
+
+@site.get("/create_forum", private=True)
+def new_board(request: Request) -> Response:
+    return request.page("create.html")
+
+
+@site.post("/create_forum")
+def create_board(request: Request) -> Response:
+    boards = request.world.forum.boards
+    name, title = request.text("name", "Name", 25), request.text("title", "Title", 100)
+    if not re.fullmatch(r"[A-Za-z0-9_]{3,25}", name):
+        raise Refused("Name must be 3 to 25 letters, digits or underscores.")
+    if any(board.name.lower() == name.lower() for board in boards):
+        raise Refused("A forum of this name exists already.")
+    description, rules = (
+        request.text("description", "Description", 300),
+        request.text("rules", "Rules", 1000, required=False),
+    )
+    new = boards.put(Board(boards.next_id(), name, title, description, rules, 0))
+    request.world.forum.subscriptions.put(Subscription(new.id))
+    return request.done("The forum was created.", f"/f/{name}")
+
+
+@site.get("/user/{name}")
+def user(request: Request, name: str) -> Response:
+    forum = request.world.forum
+    member = forum.members.first("name", name)
+    if member is None:
+        raise NotFound(f"There is no member called {name}.")
+    comments = [
+        (comment, forum.posts.get(comment.post_id))
+        for comment in forum.comments.where("author", name)[::-1]
+    ]
+    return _listing(
+        request,
+        "user.html",
+        forum.posts.where("author", name),
+        "new",
+        member=member,
+        comments=comments[:20],
+    )
+
+
+@site.get("/user/{name}/edit_biography", private=True)
+def edit_bio(request: Request, name: str) -> Response:
+    _check_self(request, name)
+    return request.page("bio.html")
+
+
+@site.post("/user/{name}/edit_biography")
+def save_bio(request: Request, name: str) -> Response:
+    _check_self(request, name)
+    request.world.forum.members.put(
+        replace(_me(request), bio=request.text("bio", "Biography", 1000, required=False))
+    )
+    return request.done("Your biography was updated.", f"/user/{name}")
+
+
+def _check_self(request: Request, name: str) -> None:
+    if _me(request).name != name:
+        raise NotFound("You can only edit your own biography.")
+
+
+@site.get("/search")
+def search(request: Request) -> Response:
+    query = request.query.get("q", "").strip()[:100]
+    words = query.lower().split()
+    posts = [
+        post
+        for post in request.world.forum.posts
+        if words and all(word in f"{post.title} {post.body}".lower() for word in words)
+    ]
+    return _listing(request, "search.html", posts, "new", query=query)
+
+
+@site.get("/login")
+def login(request: Request) -> Response:
+    return request.page(
+        "login.html", demo=DEMO, password=PASSWORD, next=local(request.query.get("next", "/"))
+    )
+
+
+@site.post("/login", private=False)
+def log_in(request: Request) -> Response:
+    if request.form.get("username", "").strip() != DEMO or request.form.get("password") != PASSWORD:
+        raise Refused("Unknown user name or wrong password.")
+    request.world.logins["reddit"] = 1
+    return request.done(f"Welcome back, {DEMO}!", local(request.form.get("next", "/")))
+
+
+@site.post("/logout", private=False)
+def log_out(request: Request) -> Response:
+    request.world.logins["reddit"] = None
+    return request.done("You are logged out.", "/")

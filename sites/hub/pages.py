@@ -1,0 +1,256 @@
+"""The code host's pages about accounts and lists of projects; what belongs to one project is in
+the modules beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sites.hub import lore
+from sites.hub.content import sha
+from sites.hub.records import (
+    TODAY,
+    VISIBILITIES,
+    Commit,
+    File,
+    Label,
+    Membership,
+    Project,
+)
+from sites.hub.site import me, site
+from sites.web import NotFound, Refused, Request, Response, local, paged
+
+PASSWORD = "ferry-at-dawn"  # noqa: S105 (of the demo account, printed on the login page)
+_SORTS = {"name": "Name", "stars": "Most stars", "newest": "Newest"}
+
+
+def _visible(request: Request) -> list[Project]:
+    return [project for project in request.world.hub.projects if project.visibility != "Private"]
+
+
+def _listing(
+    request: Request, title: str, projects: Sequence[Project], tab: str, **extra: Any
+) -> Response:
+    hub, sort = request.world.hub, request.choice("sort", _SORTS, "name")
+    keys = {
+        "name": lambda project: (project.name, project.id),
+        "stars": lambda project: (-hub.num_stars(project), project.id),
+        "newest": lambda project: (-project.created.toordinal(), -project.id),
+    }
+    wanted = request.query.get("name", "").strip().lower()
+    chosen = sorted(
+        (
+            project
+            for project in projects
+            if wanted in f"{project.path} {project.description}".lower()
+        ),
+        key=keys[sort],
+    )
+    page = paged(chosen, request.number("page", 1), 20)
+    return request.page(
+        "projects.html",
+        title=title,
+        page=page,
+        sort=sort,
+        sorts=_SORTS,
+        wanted=wanted,
+        tab=tab,
+        **extra,
+    )
+
+
+@site.get("/", private=True)
+def home(request: Request) -> Response:
+    hub, name = request.world.hub, me(request).name
+    mine = {member.project_id for member in hub.memberships.where("account", name)}
+    return _listing(
+        request,
+        "Your projects",
+        [project for project in hub.projects if project.id in mine],
+        "yours",
+    )
+
+
+@site.get("/dashboard/starred", private=True)
+def starred(request: Request) -> Response:
+    hub = request.world.hub
+    return _listing(
+        request, "Starred projects", [hub.projects[star.id] for star in hub.stars], "starred"
+    )
+
+
+@site.get("/explore")
+def explore(request: Request) -> Response:
+    return _listing(request, "Explore projects", _visible(request), "explore")
+
+
+@site.get("/dashboard/issues", private=True)
+def my_issues(request: Request) -> Response:
+    """Open issues assigned to the visitor, or written by them."""
+    hub, name = request.world.hub, me(request).name
+    by = request.choice("by", ("assignee", "author"), "assignee")
+    issues = [issue for issue in hub.issues.where(by, name) if issue.open]
+    rows = [
+        (issue, hub.projects[issue.project_id])
+        for issue in sorted(issues, key=lambda issue: (issue.day, issue.id), reverse=True)
+    ]
+    return request.page("my_issues.html", rows=rows, by=by)
+
+
+@site.get("/dashboard/merge_requests", private=True)
+def my_requests(request: Request) -> Response:
+    """Open merge requests the visitor reviews or has written."""
+    hub, name = request.world.hub, me(request).name
+    by = request.choice("by", ("reviewer", "author"), "author")
+    requests = [found for found in hub.merge_requests.where(by, name) if found.state == "Open"]
+    rows = [
+        (found, hub.projects[found.project_id])
+        for found in sorted(requests, key=lambda found: (found.day, found.id), reverse=True)
+    ]
+    return request.page("my_requests.html", rows=rows, by=by)
+
+
+@site.get("/search")
+def search(request: Request) -> Response:
+    query = request.query.get("q", "").strip()[:100]
+    words, hub = query.lower().split(), request.world.hub
+
+    def found(*texts: str) -> bool:
+        return bool(words) and all(word in " ".join(texts).lower() for word in words)
+
+    projects = [
+        project
+        for project in _visible(request)
+        if found(project.path, project.description, *project.topics)
+    ]
+    shown = {project.id: project for project in _visible(request)}
+    issues = [
+        (issue, shown[issue.project_id])
+        for issue in hub.issues
+        if issue.project_id in shown and found(issue.title, issue.body)
+    ]
+    accounts = [account for account in hub.accounts if found(account.name, account.full_name)]
+    return request.page(
+        "search.html",
+        query=query,
+        projects=projects,
+        issues=issues[::-1][:30],
+        num_issues=len(issues),
+        accounts=accounts,
+    )
+
+
+@site.get("/projects/new", private=True)
+def new_project(request: Request) -> Response:
+    return request.page("new_project.html", visibilities=VISIBILITIES)
+
+
+@site.post("/projects/new")
+def create_project(request: Request) -> Response:
+    hub, owner = request.world.hub, me(request)
+    name = request.text("name", "Project name", 60)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name == "-":
+        raise Refused(
+            "Project name may hold letters, digits, dots, dashes and underscores, and begins with a"
+            " letter or digit."
+        )
+    path = f"{owner.name}/{name}"
+    if any(project.path.lower() == path.lower() for project in hub.projects):
+        raise Refused(f"The project {path} exists already.")
+    visibility = request.one_of("visibility", "Visibility", VISIBILITIES)
+    description = request.text("description", "Description", 300, required=False)
+    project = hub.projects.put(
+        Project(
+            hub.projects.next_id(),
+            path,
+            description,
+            visibility,
+            "",
+            (),
+            ("main",),
+            TODAY,
+            0,
+            0,
+            "",
+        )
+    )
+    hub.memberships.put(
+        Membership(hub.memberships.next_id(), project.id, owner.name, "Owner", TODAY)
+    )
+    for label, color, about in lore.LABELS:
+        hub.labels.put(Label(hub.labels.next_id(), project.id, label, color, about))
+    if "readme" in request.form:
+        hub.files.put(
+            File(hub.files.next_id(), project.id, "README.md", f"# {name}\n\n{description}\n")
+        )
+        number = hub.commits.next_id()
+        hub.commits.put(
+            Commit(
+                number,
+                project.id,
+                sha(project.id, number, name),
+                "Initial commit",
+                owner.name,
+                TODAY,
+            )
+        )
+    return request.done(f"Project {name} was successfully created.", f"/{path}")
+
+
+@site.get("/{name}")
+def profile(request: Request, name: str) -> Response:
+    """An account, or the projects of a namespace that is none."""
+    hub = request.world.hub
+    found = hub.accounts.first("name", name)
+    projects = [project for project in _visible(request) if project.namespace == name]
+    if found is None and not projects:
+        raise NotFound(f"There is no user or group called {name}.")
+    return _listing(request, found.full_name if found else name, projects, "", profile=found)
+
+
+@site.get("/profile", private=True)
+def edit_profile(request: Request) -> Response:
+    return request.page("profile.html")
+
+
+@site.post("/profile")
+def save_profile(request: Request) -> Response:
+    status, bio = (
+        request.text("status", "Status", 100, required=False),
+        request.text("bio", "Bio", 400, required=False),
+    )
+    full_name = request.text("full_name", "Full name", 80)
+    request.world.hub.accounts.put(
+        replace(me(request), full_name=full_name, status=status, bio=bio)
+    )
+    return request.done("Profile was successfully updated.", "/profile")
+
+
+@site.get("/login")
+def login(request: Request) -> Response:
+    return request.page(
+        "login.html",
+        demo=lore.DEMO[0],
+        password=PASSWORD,
+        next=local(request.query.get("next", "/")),
+    )
+
+
+@site.post("/login", private=False)
+def log_in(request: Request) -> Response:
+    if (
+        request.form.get("username", "").strip() != lore.DEMO[0]
+        or request.form.get("password") != PASSWORD
+    ):
+        raise Refused("Invalid login or password.")
+    request.world.logins["gitlab"] = 1
+    return request.done("You are signed in.", local(request.form.get("next", "/")))
+
+
+@site.post("/logout", private=False)
+def log_out(request: Request) -> Response:
+    request.world.logins["gitlab"] = None
+    return request.done("You are signed out.", "/login")

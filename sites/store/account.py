@@ -1,0 +1,175 @@
+"""A customer's own pages in the shop: orders, wish list, address, login."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sites.store.records import (
+    PAYMENT,
+    SHIPPING,
+    TODAY,
+    Address,
+    CartLine,
+    Comment,
+    Order,
+    Wish,
+)
+from sites.store.shop import find, me, site
+from sites.web import NotFound, Refused, Request, Response, local, paged
+
+PASSWORD = "larkspur-2024"  # noqa: S105 (of the demo account, printed on the login page)
+_FIELDS = (
+    ("street", "Street Address"),
+    ("city", "City"),
+    ("state", "State/Province"),
+    ("zip", "Zip/Postal Code"),
+    ("country", "Country"),
+    ("phone", "Phone Number"),
+)
+
+
+@site.get("/checkout/success/{id}", private=True)
+def success(request: Request, id: int) -> Response:
+    return request.page("success.html", order=_order(request, id))
+
+
+@site.get("/wishlist", private=True)
+def wishlist(request: Request) -> Response:
+    store = request.world.store
+    return request.page(
+        "wishlist.html", products=[store.products[wish.product_id] for wish in store.wishes]
+    )
+
+
+@site.post("/wishlist/add/{id}")
+def add_wish(request: Request, id: int) -> Response:
+    wished, store = find(request, id), request.world.store
+    if store.wishes.first("product_id", id) is None:
+        store.wishes.put(Wish(store.wishes.next_id(), id))
+    return request.done(f"{wished.name} has been added to your Wish List.", "/wishlist")
+
+
+@site.post("/wishlist/remove/{id}")
+def remove_wish(request: Request, id: int) -> Response:
+    for wish in request.world.store.wishes.where("product_id", id):
+        request.world.store.wishes.remove(wish.id)
+    return request.done("The product was removed from your Wish List.", "/wishlist")
+
+
+@site.get("/account", private=True)
+def account(request: Request) -> Response:
+    return request.page("account.html", orders=_orders(request)[:5])
+
+
+def _orders(request: Request) -> list[Order]:
+    """The customer's orders, newest first."""
+    return request.world.store.orders.where("customer_id", me(request).id)[::-1]
+
+
+def _order(request: Request, id: int) -> Order:
+    order = request.world.store.orders.get(id)
+    if order is None or order.customer_id != me(request).id:
+        raise NotFound("This order does not exist.")
+    return order
+
+
+@site.get("/account/orders", private=True)
+def orders(request: Request) -> Response:
+    return request.page("orders.html", page=paged(_orders(request), request.number("page", 1), 10))
+
+
+@site.get("/account/orders/{id}", private=True)
+def order(request: Request, id: int) -> Response:
+    return request.page("order.html", order=_order(request, id), shipping=SHIPPING, payment=PAYMENT)
+
+
+@site.post("/account/orders/{id}/reorder")
+def reorder(request: Request, id: int) -> Response:
+    """Puts what is still in stock into the cart once more."""
+    store = request.world.store
+    kept = 0
+    for line in _order(request, id).lines:
+        product = store.products.get(line.product_id)
+        if product is not None and product.enabled and product.stock >= line.quantity:
+            store.cart.put(CartLine(store.cart.next_id(), product.id, line.choice, line.quantity))
+            kept += 1
+    return request.done(
+        f"{kept} item{'s' * (kept != 1)} of the order {'were' if kept != 1 else 'was'} added to"
+        " your cart.",
+        "/cart",
+    )
+
+
+@site.post("/account/orders/{id}/cancel")
+def cancel(request: Request, id: int) -> Response:
+    order = _order(request, id)
+    if order.status not in ("Pending", "On Hold"):
+        raise Refused("Only pending orders can be canceled.")
+    comment = Comment(TODAY, "Canceled", "Canceled by the customer.", True)
+    request.world.store.orders.put(
+        replace(order, status="Canceled", comments=(*order.comments, comment))
+    )
+    return request.done("Your order was canceled.")
+
+
+@site.get("/account/address", private=True)
+def edit_address(request: Request) -> Response:
+    return request.page("address.html", fields=_FIELDS)
+
+
+@site.post("/account/address")
+def save_address(request: Request) -> Response:
+    new = Address(**{name: request.text(name, label, 100) for name, label in _FIELDS})
+    request.world.store.customers.put(replace(me(request), address=new))
+    return request.done("You saved the address.", "/account")
+
+
+@site.get("/account/edit", private=True)
+def edit_account(request: Request) -> Response:
+    return request.page("edit.html")
+
+
+@site.post("/account/edit")
+def save_account(request: Request) -> Response:
+    first, last = request.text("first", "First Name", 60), request.text("last", "Last Name", 60)
+    email = request.text("email", "Email", 120)
+    if (
+        email.count("@") != 1
+        or " " in email
+        or email.startswith("@")
+        or "." not in email.partition("@")[2]
+    ):
+        raise Refused("Please enter a valid email address (for example, johndoe@domain.com).")
+    new = replace(
+        me(request), first=first, last=last, email=email, newsletter="newsletter" in request.form
+    )
+    request.world.store.customers.put(new)
+    return request.done("You saved the account information.", "/account")
+
+
+@site.get("/login")
+def login(request: Request) -> Response:
+    return request.page(
+        "login.html",
+        password=PASSWORD,
+        demo=request.world.store.customers[1].email,
+        next=local(request.query.get("next", "/")),
+    )
+
+
+@site.post("/login", private=False)
+def log_in(request: Request) -> Response:
+    customer = request.world.store.customers[1]
+    if (
+        request.form.get("email", "").strip().lower() != customer.email
+        or request.form.get("password") != PASSWORD
+    ):
+        raise Refused("The account sign-in was incorrect. Please check the email and the password.")
+    request.world.logins["shopping"] = customer.id
+    return request.done(f"Welcome back, {customer.first}!", local(request.form.get("next", "/")))
+
+
+@site.post("/logout", private=False)
+def log_out(request: Request) -> Response:
+    request.world.logins["shopping"] = None
+    return request.done("You are signed out.", "/")

@@ -1,0 +1,355 @@
+"""The shop's administration: what its staff see and change."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
+from sites.store.records import (
+    GROUPS,
+    ORDER_STATUSES,
+    REVIEW_STATUSES,
+    SHIPPING,
+    TODAY,
+    Comment,
+    Customer,
+    Order,
+    Product,
+    Review,
+)
+from sites.web import NotFound, Refused, Request, Response, Site, local, paged
+
+PASSWORD = "backoffice-2024"  # noqa: S105 (of the demo account, printed on the login page)
+USER = "admin"
+_PER_PAGE = 15
+_PERIODS = {"day": "Day", "month": "Month", "year": "Year"}
+
+
+def _context(request: Request) -> dict[str, Any]:
+    pending = len(request.world.store.reviews.where("status", "Pending"))
+    return {
+        "store": request.world.store,
+        "user": None if request.world.logins["shopping_admin"] is None else USER,
+        "pending_reviews": pending,
+    }
+
+
+site = Site("shopping_admin", "admin", _context, closed=True)
+
+
+def _found(text: str, *fields: str) -> bool:
+    return all(word in " ".join(fields).lower() for word in text.lower().split())
+
+
+def _search(request: Request) -> str:
+    return request.query.get("search", "").strip()[:100]
+
+
+def _counted(orders: Iterable[Order]) -> list[Order]:
+    return [order for order in orders if order.status != "Canceled"]
+
+
+@site.get("/")
+def dashboard(request: Request) -> Response:
+    store = request.world.store
+    orders = _counted(store.orders)
+    revenue = sum(order.total for order in orders)
+    return request.page(
+        "dashboard.html",
+        revenue=revenue,
+        average=round(revenue / len(orders)) if orders else 0,
+        num_orders=len(orders),
+        num_customers=len(store.customers),
+        latest=list(store.orders)[:-8:-1],
+        best=_bestsellers(orders)[:5],
+    )
+
+
+def _bestsellers(orders: Iterable[Order]) -> list[tuple[int, str, int, int]]:
+    """Product id, name when sold, quantity, revenue; most sold first."""
+    sold: Counter[tuple[int, str]] = Counter()
+    revenue: Counter[tuple[int, str]] = Counter()
+    for order in orders:
+        for line in order.lines:
+            sold[line.product_id, line.name] += line.quantity
+            revenue[line.product_id, line.name] += line.total
+    ranked = sorted(sold, key=lambda key: (-sold[key], key))
+    return [(id, name, sold[id, name], revenue[id, name]) for id, name in ranked]
+
+
+@site.get("/products")
+def products(request: Request) -> Response:
+    search, status = _search(request), request.choice("status", ("enabled", "disabled", "out"), "")
+    sort = request.choice("sort", ("id", "name", "price", "stock"), "id")
+    chosen = [
+        product
+        for product in request.world.store.products
+        if _is(product, status) and _found(search, product.name, product.sku)
+    ]
+    chosen.sort(key=lambda product: (getattr(product, sort), product.id))
+    page = paged(chosen, request.number("page", 1), _PER_PAGE)
+    return request.page("products.html", page=page, search=search, status=status, sort=sort)
+
+
+def _is(product: Product, status: str) -> bool:
+    return {
+        "enabled": product.enabled,
+        "disabled": not product.enabled,
+        "out": product.stock == 0,
+    }.get(status, True)
+
+
+def _product(request: Request, id: int) -> Product:
+    product = request.world.store.products.get(id)
+    if product is None:
+        raise NotFound("This product does not exist.")
+    return product
+
+
+@site.get("/products/{id}")
+def product(request: Request, id: int) -> Response:
+    store = request.world.store
+    categories = {category.slug: category.name for category in store.categories}
+    reviews = store.reviews.where("product_id", id)[::-1]
+    return request.page(
+        "product.html", product=_product(request, id), reviews=reviews, categories=categories
+    )
+
+
+@site.post("/products/{id}")
+def save_product(request: Request, id: int) -> Response:
+    old = _product(request, id)
+    new = replace(
+        old,
+        name=request.text("name", "Product Name", 120),
+        price=_cents(request.text("price", "Price", 20)),
+        stock=request.whole("stock", "Quantity", 0, 999_999),
+        enabled=request.one_of("enabled", "Status", ("yes", "no")) == "yes",
+        category=request.one_of(
+            "category", "Category", [category.slug for category in request.world.store.categories]
+        ),
+        description=request.text("description", "Description", 4000),
+    )
+    request.world.store.products.put(new)
+    return request.done("You saved the product.", f"/products/{id}")
+
+
+def _cents(text: str) -> int:
+    """Errors: Refused unless `text` is an amount such as 12, 12.5 or 1,299.00, with or without
+    a dollar sign.
+    """
+    match = re.fullmatch(r"\$?([0-9]{1,6})(?:\.([0-9]{1,2}))?", text.replace(",", ""))
+    if match is None:
+        raise Refused("Price must be an amount such as 24.90.")
+    return int(match[1]) * 100 + int((match[2] or "0").ljust(2, "0"))
+
+
+@site.get("/orders")
+def orders(request: Request) -> Response:
+    store = request.world.store
+    search, status = _search(request), request.choice("status", ORDER_STATUSES, "")
+    chosen = [
+        order
+        for order in store.orders
+        if (not status or order.status == status)
+        and _found(search, order.number, store.customers[order.customer_id].name)
+    ]
+    page = paged(chosen[::-1], request.number("page", 1), _PER_PAGE)
+    return request.page(
+        "orders.html", page=page, search=search, status=status, statuses=ORDER_STATUSES
+    )
+
+
+def _order(request: Request, id: int) -> Order:
+    order = request.world.store.orders.get(id)
+    if order is None:
+        raise NotFound("This order does not exist.")
+    return order
+
+
+@site.get("/orders/{id}")
+def order(request: Request, id: int) -> Response:
+    found = _order(request, id)
+    customer = request.world.store.customers[found.customer_id]
+    return request.page(
+        "order.html", order=found, customer=customer, statuses=ORDER_STATUSES, shipping=SHIPPING
+    )
+
+
+@site.post("/orders/{id}/comment")
+def comment_order(request: Request, id: int) -> Response:
+    """Sets the status, with a comment where one is given."""
+    old = _order(request, id)
+    status = request.one_of("status", "Status", ORDER_STATUSES)
+    text = request.text("comment", "Comment", 1000, required=False)
+    if not text and status == old.status:
+        raise Refused("Please enter a comment or choose another status.")
+    comment = Comment(TODAY, status, text, "visible" in request.form)
+    request.world.store.orders.put(replace(old, status=status, comments=(*old.comments, comment)))
+    return request.done("The order was updated.", f"/orders/{id}")
+
+
+@site.get("/customers")
+def customers(request: Request) -> Response:
+    search, group = _search(request), request.choice("group", GROUPS, "")
+    store = request.world.store
+    chosen = [
+        customer
+        for customer in store.customers
+        if (not group or customer.group == group)
+        and _found(
+            search, customer.name, customer.email, customer.address.city, customer.address.phone
+        )
+    ]
+    return request.page(
+        "customers.html",
+        page=paged(chosen, request.number("page", 1), _PER_PAGE),
+        search=search,
+        group=group,
+        groups=GROUPS,
+    )
+
+
+def _customer(request: Request, id: int) -> Customer:
+    customer = request.world.store.customers.get(id)
+    if customer is None:
+        raise NotFound("This customer does not exist.")
+    return customer
+
+
+@site.get("/customers/{id}")
+def customer(request: Request, id: int) -> Response:
+    found, orders = (
+        _customer(request, id),
+        request.world.store.orders.where("customer_id", id)[::-1],
+    )
+    spent = sum(order.total for order in _counted(orders))
+    return request.page("customer.html", customer=found, orders=orders, spent=spent, groups=GROUPS)
+
+
+@site.post("/customers/{id}")
+def save_customer(request: Request, id: int) -> Response:
+    group = request.one_of("group", "Group", GROUPS)
+    request.world.store.customers.put(replace(_customer(request, id), group=group))
+    return request.done("You saved the customer.", f"/customers/{id}")
+
+
+@site.get("/reviews")
+def reviews(request: Request) -> Response:
+    store = request.world.store
+    search, status = _search(request), request.choice("status", REVIEW_STATUSES, "")
+    chosen = [
+        review
+        for review in store.reviews
+        if (not status or review.status == status)
+        and _found(
+            search,
+            review.title,
+            review.nickname,
+            review.text,
+            store.products[review.product_id].name,
+        )
+    ]
+    page = paged(chosen[::-1], request.number("page", 1), _PER_PAGE)
+    return request.page(
+        "reviews.html", page=page, search=search, status=status, statuses=REVIEW_STATUSES
+    )
+
+
+def _review(request: Request, id: int) -> Review:
+    review = request.world.store.reviews.get(id)
+    if review is None:
+        raise NotFound("This review does not exist.")
+    return review
+
+
+@site.get("/reviews/{id}")
+def review(request: Request, id: int) -> Response:
+    found = _review(request, id)
+    return request.page(
+        "review.html",
+        review=found,
+        product=_product(request, found.product_id),
+        statuses=REVIEW_STATUSES,
+    )
+
+
+@site.post("/reviews/{id}")
+def save_review(request: Request, id: int) -> Response:
+    status = request.one_of("status", "Status", REVIEW_STATUSES)
+    request.world.store.reviews.put(replace(_review(request, id), status=status))
+    return request.done("You saved the review.", f"/reviews/{id}")
+
+
+@site.post("/reviews/{id}/delete")
+def delete_review(request: Request, id: int) -> Response:
+    request.world.store.reviews.remove(_review(request, id).id)
+    return request.done("The review has been deleted.", "/reviews")
+
+
+@site.get("/reports/sales")
+def sales(request: Request) -> Response:
+    """Orders that were not canceled, per day, month or year."""
+    chosen, span = _in_span(request)
+    period = request.choice("period", _PERIODS, "month")
+    cut = {"day": 10, "month": 7, "year": 4}[period]
+    rows: dict[str, list[Order]] = {}
+    for order in chosen:
+        rows.setdefault(order.day.isoformat()[:cut], []).append(order)
+    table = [
+        (key, len(orders), sum(map(_items, orders)), sum(order.total for order in orders))
+        for key, orders in sorted(rows.items())
+    ]
+    total = (len(chosen), sum(map(_items, chosen)), sum(order.total for order in chosen))
+    return request.page(
+        "sales.html", rows=table[-100:], total=total, period=period, periods=_PERIODS, **span
+    )
+
+
+@site.get("/reports/bestsellers")
+def bestsellers(request: Request) -> Response:
+    chosen, span = _in_span(request)
+    return request.page("bestsellers.html", rows=_bestsellers(chosen)[:20], **span)
+
+
+def _items(order: Order) -> int:
+    return sum(line.quantity for line in order.lines)
+
+
+def _in_span(request: Request) -> tuple[list[Order], dict[str, Any]]:
+    """The counted orders between the query's days, by default of this year."""
+    start = request.day("from", "From") or date(TODAY.year, 1, 1)
+    end = request.day("to", "To") or TODAY
+    if start > end:
+        raise Refused("From must not be later than To.")
+    return _counted(order for order in request.world.store.orders if start <= order.day <= end), {
+        "start": start,
+        "end": end,
+    }
+
+
+@site.get("/login")
+def login(request: Request) -> Response:
+    return request.page(
+        "login.html", password=PASSWORD, demo=USER, next=local(request.query.get("next", "/"))
+    )
+
+
+@site.post("/login", private=False)
+def log_in(request: Request) -> Response:
+    if request.form.get("username", "").strip() != USER or request.form.get("password") != PASSWORD:
+        raise Refused(
+            "The account sign-in was incorrect. Please check the user name and the password."
+        )
+    request.world.logins["shopping_admin"] = 1
+    return request.done("You are signed in.", local(request.form.get("next", "/")))
+
+
+@site.post("/logout", private=False)
+def log_out(request: Request) -> Response:
+    request.world.logins["shopping_admin"] = None
+    return request.done("You are signed out.", "/login")

@@ -1,0 +1,251 @@
+"""Generates the shop: products, reviews, customers and orders of one seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import date, timedelta
+
+from sites.dice import Dice
+from sites.store import lore
+from sites.store.lore import Kind
+from sites.store.records import (
+    PAYMENT,
+    SHIPPING,
+    TODAY,
+    Address,
+    CartLine,
+    Category,
+    Comment,
+    Customer,
+    Line,
+    Order,
+    Product,
+    Review,
+    Store,
+    Wish,
+)
+from sites.table import Seed, Table
+from sites.text import slug
+
+_PER_KIND = 6
+_NUM_CUSTOMERS = 60
+_NUM_ORDERS = 300
+_DEMO_ORDERS = 22
+_OPENED = date(2022, 1, 10)
+
+
+@dataclass(frozen=True)
+class Content:
+    categories: tuple[Category, ...]
+    search_terms: tuple[tuple[str, int, int], ...]
+    products: Seed[Product]
+    reviews: Seed[Review]
+    customers: Seed[Customer]
+    orders: Seed[Order]
+    cart: Seed[CartLine]
+    wishes: Seed[Wish]
+    demo_customer: int = 1
+
+    def fresh(self) -> Store:
+        return Store(
+            self.categories,
+            self.search_terms,
+            Table(self.products),
+            Table(self.reviews),
+            Table(self.customers),
+            Table(self.orders),
+            Table(self.cart),
+            Table(self.wishes),
+        )
+
+
+def generate(seed: int) -> Content:
+    products = _products(Dice(seed, "products"))
+    customers = _customers(Dice(seed, "customers"))
+    dice = Dice(seed, "terms")
+    terms = tuple(
+        (term, sum(term in product.name.lower() for product in products), dice.between(3, 60))
+        for term in lore.SEARCH_TERMS
+    )
+    return Content(
+        tuple(Category(shelf.slug, shelf.name, shelf.blurb) for shelf in lore.SHELVES),
+        tuple(sorted(terms, key=lambda term: -term[2])),
+        Seed(products),
+        Seed(_reviews(products, Dice(seed, "reviews"))),
+        Seed(customers),
+        Seed(_orders(products, customers, Dice(seed, "orders"))),
+        Seed(()),
+        Seed(()),
+    )
+
+
+def _products(dice: Dice) -> list[Product]:
+    found: list[Product] = []
+    for shelf in lore.SHELVES:
+        for kind in shelf.kinds:
+            for series in dice.some(lore.SERIES, _PER_KIND):
+                found.append(
+                    _product(
+                        len(found) + 1, shelf.slug, dice.pick(shelf.brands), series, kind, dice
+                    )
+                )
+    return found
+
+
+def _product(id: int, category: str, brand: str, series: str, kind: Kind, dice: Dice) -> Product:
+    name = f"{brand} {series} {kind.name}"
+    opening = dice.pick(lore.OPENINGS).format(
+        brand=brand, series=series, kind=kind.name.lower(), line=kind.line
+    )
+    return Product(
+        id,
+        sku=f"{kind.icon[:3].upper()}-{id:04d}",
+        name=name,
+        slug=slug(name),
+        brand=brand,
+        category=category,
+        kind=kind.name,
+        icon=kind.icon,
+        price=dice.between(kind.low, kind.high) * 100 + dice.pick((0, 50, 95, 99)) - 100,
+        stock=0 if dice.chance(0.06) else dice.between(2, 180),
+        enabled=not dice.chance(0.04),
+        description=f"{opening} {dice.pick(lore.MIDDLES)} {dice.pick(lore.CLOSINGS)}",
+        details=(("Brand", brand), *((label, dice.pick(values)) for label, values in kind.details)),
+        option=kind.option,
+        values=kind.values,
+        added=_OPENED + timedelta(days=dice.between(0, 760)),
+    )
+
+
+def _reviews(products: list[Product], dice: Dice) -> list[Review]:
+    """Up to 9 per product, in order of their days; a few wait for approval."""
+    drafts: list[tuple[date, int, Product]] = []
+    for product in products:
+        days = (TODAY - product.added).days
+        drafts += [
+            (product.added + timedelta(days=dice.between(3, days)), product.id, product)
+            for _ in range(dice.skewed(9, 1.6))
+        ]
+    drafts.sort(key=lambda draft: draft[:2])
+    return [_review(id, product, day, dice) for id, (day, _, product) in enumerate(drafts, 1)]
+
+
+def _review(id: int, product: Product, day: date, dice: Dice) -> Review:
+    rating = dice.pick((5, 5, 5, 5, 4, 4, 4, 3, 3, 2, 1))
+    series = product.name.removeprefix(product.brand).split()[0]
+    lines = dice.some(lore.REVIEW_LINES[rating], 2)
+    topics = {
+        5: ("gift", "cleaning"),
+        4: ("gift", "cleaning"),
+        3: ("size", "cleaning"),
+        2: ("noise", "size"),
+        1: ("smell", "noise"),
+    }
+    if dice.chance(0.3):
+        powered = product.category == "electronics" and rating < 4
+        lines.append(lore.REVIEW_TOPICS["battery" if powered else dice.pick(topics[rating])])
+    recent = (TODAY - day).days < 60
+    status = dice.pick(("Approved", "Pending", "Pending", "Not Approved")) if recent else "Approved"
+    text = " ".join(lines).format(kind=product.kind.lower(), series=series, brand=product.brand)
+    return Review(
+        id,
+        product.id,
+        dice.pick(lore.NICKNAMES),
+        rating,
+        dice.pick(lore.REVIEW_TITLES[rating]),
+        text,
+        day,
+        status,
+    )
+
+
+def _customers(dice: Dice) -> list[Customer]:
+    names = [("Nora", "Whitfield")]
+    while len(names) < _NUM_CUSTOMERS:
+        name = (dice.pick(lore.FIRST), dice.pick(lore.LAST))
+        if name not in names:
+            names.append(name)
+    return [_customer(id, first, last, dice) for id, (first, last) in enumerate(names, 1)]
+
+
+def _customer(id: int, first: str, last: str, dice: Dice) -> Customer:
+    city, state, zip = dice.pick(lore.CITIES)
+    phone = f"555-01{dice.between(0, 99):02d}"
+    address = Address(
+        f"{dice.between(1, 240)} {dice.pick(lore.STREETS)}",
+        city,
+        state,
+        zip,
+        "United States",
+        phone,
+    )
+    since = _OPENED if id == 1 else _OPENED + timedelta(days=dice.between(0, 700))
+    group = dice.pick(("General", "General", "General", "General", "Wholesale", "VIP"))
+    return Customer(
+        id,
+        first,
+        last,
+        f"{first}.{last}@example.com".lower(),
+        group,
+        since,
+        address,
+        dice.chance(0.4),
+    )
+
+
+def _orders(products: list[Product], customers: list[Customer], dice: Dice) -> list[Order]:
+    """In order of their days; the demo customer has a fair share of them."""
+    drafts = []
+    for index in range(_NUM_ORDERS):
+        customer = customers[0] if index < _DEMO_ORDERS else dice.pick(customers[1:])
+        days = (TODAY - customer.since).days
+        drafts.append((customer.since + timedelta(days=dice.between(1, days - 1)), index, customer))
+    drafts.sort(key=lambda draft: draft[:2])
+    return [
+        _order(id, customer, day, products, dice) for id, (day, _, customer) in enumerate(drafts, 1)
+    ]
+
+
+def _order(id: int, customer: Customer, day: date, products: list[Product], dice: Dice) -> Order:
+    sold = [product for product in products if product.added <= day] or products[:20]
+    lines = []
+    for product in dice.some(sold, dice.pick((1, 1, 2, 2, 3, 4))):
+        choice = f"{product.option}: {dice.pick(product.values)}" if product.values else ""
+        lines.append(
+            Line(
+                product.id,
+                product.name,
+                product.sku,
+                choice,
+                product.price,
+                dice.pick((1, 1, 1, 2, 3)),
+            )
+        )
+    age = (TODAY - day).days
+    status = (
+        dice.pick(("Complete",) * 8 + ("Canceled",))
+        if age > 30
+        else dice.pick(("Pending", "Pending", "Processing", "Shipped", "On Hold"))
+    )
+    comments = [Comment(day, "Pending", "Order received.", True)]
+    if dice.chance(0.35):
+        comments.append(
+            Comment(
+                min(TODAY, day + timedelta(days=1)),
+                status,
+                dice.pick(lore.ORDER_COMMENTS),
+                dice.chance(0.5),
+            )
+        )
+    shipping, payment = dice.pick(tuple(SHIPPING)), dice.pick(tuple(PAYMENT))
+    return Order(
+        id,
+        customer.id,
+        day,
+        status,
+        tuple(lines),
+        shipping,
+        payment,
+        customer.address,
+        tuple(comments),
+    )

@@ -1,0 +1,295 @@
+"""The little web framework of the embedded sites: routes, forms, pages.
+Every page is rendered on the server and escaped by default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from sites.text import long_day, money, paragraphs
+from sites.world import World
+
+T = TypeVar("T")
+_FOLDER = Path(__file__).resolve().parent / "templates"
+_KINDS = {"int": r"\d{1,9}", "str": r"[^/]+", "path": r".+"}
+_MAX_FIELDS = 100
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; style-src 'self'; img-src 'self' data:; form-action 'self'; base-uri"
+        " 'none'"
+    ),
+    "referrer-policy": "same-origin",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+}
+
+
+class NotFound(Exception):
+    """There is no such page; the text says what was looked for."""
+
+
+class Refused(Exception):
+    """What a form holds cannot be taken; the text is shown above the form, which keeps what was
+    typed.
+    """
+
+
+@dataclass(frozen=True)
+class Response:
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Page(Generic[T]):
+    """A slice of a long list; pages count from 1."""
+
+    items: Sequence[T]
+    number: int
+    last: int
+    total: int
+    first_index: int
+
+
+@dataclass(frozen=True)
+class Request:
+    world: World
+    site: Site
+    method: str
+    host: str
+    path: str
+    query: dict[str, str]
+    form: dict[str, str]
+    referer: str
+    # form fields with several values, checkboxes
+    repeated: dict[str, list[str]] = field(default_factory=dict)
+
+    def page(self, template: str, /, http_status: int = 200, **context: Any) -> Response:
+        note = self.world.notes.pop(self.site.name, None)
+        shared = {
+            "request": self,
+            "note": note,
+            "old": note.typed if note else {},
+            **self.site.context(self),
+        }
+        body = TEMPLATES.get_template(f"{self.site.folder}/{template}").render(
+            {**shared, **context}
+        )
+        return Response(
+            http_status, body.encode(), {"content-type": "text/html; charset=utf-8", **_HEADERS}
+        )
+
+    def done(self, message: str, to: str | None = None) -> Response:
+        """Redirect to `to`, by default to the page the form was on, which shows the message."""
+        self.world.note(self.site.name, "success", message)
+        return redirect(self.back() if to is None else to)
+
+    def refused(self, message: str) -> Response:
+        self.world.note(self.site.name, "error", message, self.form)
+        return redirect(self.back())
+
+    def back(self) -> str:
+        """The page of this site from which the request came."""
+        came = urlsplit(self.referer)
+        if (
+            came.netloc.partition(":")[0] != self.host
+            or not came.path.startswith("/")
+            or came.path.startswith("//")
+        ):
+            return "/"
+        return came.path + (f"?{came.query}" if came.query else "")
+
+    def number(self, name: str, default: int) -> int:
+        value = self.query.get(name, "")
+        return int(value) if re.fullmatch(r"[0-9]{1,9}", value) else default
+
+    def choice(self, name: str, among: Iterable[str], default: str) -> str:
+        value = self.query.get(name, "")
+        return value if value in among else default
+
+    def day(self, name: str, label: str) -> date | None:
+        """A date of the query, None if left empty. Errors: Refused."""
+        value = self.query.get(name, "").strip()
+        return parse_day(value, label) if value else None
+
+    def changed(self, **changes: Any) -> str:
+        """This page's address with other query values."""
+        query = {**self.query, **{key: str(value) for key, value in changes.items()}}
+        return f"{quote(self.path)}?{urlencode(query)}" if query else quote(self.path)
+
+    def text(self, name: str, label: str, most: int = 200, required: bool = True) -> str:
+        """A field of the form, stripped. Errors: Refused when missing or too long."""
+        value = self.form.get(name, "").replace("\r\n", "\n").replace("\x00", "").strip()
+        if required and not value:
+            raise Refused(f"{label} is a required field.")
+        if len(value) > most:
+            raise Refused(f"{label} may have {most} characters at most; this has {len(value)}.")
+        return value
+
+    def whole(self, name: str, label: str, low: int, high: int) -> int:
+        value = self.text(name, label, 20)
+        if not re.fullmatch(r"[0-9]{1,9}", value) or not low <= int(value) <= high:
+            raise Refused(f"{label} must be a whole number from {low} to {high}.")
+        return int(value)
+
+    def one_of(self, name: str, label: str, among: Iterable[str]) -> str:
+        value = self.text(name, label)
+        if value not in among:
+            raise Refused(f"{label}: please choose one of the offered values.")
+        return value
+
+
+Handler = Callable[..., Response]
+
+
+class Site:
+    """The routes of one site.
+    `context` gives what every page of it shows; `closed` sites show nothing without a login.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: str,
+        context: Callable[[Request], dict[str, Any]],
+        closed: bool = False,
+    ) -> None:
+        self.name, self.folder, self.context, self.closed = name, folder, context, closed
+        self.routes: list[tuple[str, re.Pattern[str], Handler, bool]] = []
+
+    def get(self, pattern: str, private: bool = False) -> Callable[[Handler], Handler]:
+        return self._route("GET", pattern, private)
+
+    def post(self, pattern: str, private: bool = True) -> Callable[[Handler], Handler]:
+        return self._route("POST", pattern, private)
+
+    def answer(self, request: Request) -> Response:
+        """The answer to a request; what a person typed wrong is an answer too, never an error
+        of the server.
+        """
+        try:
+            return self._answer(request)
+        except Refused as refused:
+            if request.method == "POST":
+                return request.refused(str(refused))
+            return request.page("error.html", 400, title="Invalid request", message=str(refused))
+        except NotFound as missing:
+            return request.page("error.html", 404, title="Page not found", message=str(missing))
+
+    def _answer(self, request: Request) -> Response:
+        allowed = set()
+        for method, pattern, handler, private in self.routes:
+            match = pattern.fullmatch(request.path)
+            if match is None:
+                continue
+            allowed.add(method)
+            if method == request.method:
+                if (
+                    (private or self.closed)
+                    and request.path != "/login"
+                    and request.world.logins.get(self.name) is None
+                ):
+                    here = request.changed() if method == "GET" else "/"
+                    return redirect(f"/login?{urlencode({'next': here})}")
+                return handler(
+                    request,
+                    *(int(v) if k.startswith("id") else v for k, v in match.groupdict().items()),
+                )
+        if allowed:
+            return plain(405, f"{request.method} is not possible here")
+        raise NotFound(f"There is nothing at {request.path}.")
+
+    def _route(self, method: str, pattern: str, private: bool) -> Callable[[Handler], Handler]:
+        """`{id}` and `{id_...}` take a whole number, `{name}` a path segment, `{name:path}` the
+        rest.
+        """
+
+        def part(match: re.Match[str]) -> str:
+            kind = match[2] or ("int" if match[1].startswith("id") else "str")
+            return f"(?P<{match[1]}>{_KINDS[kind]})"
+
+        compiled = re.compile(re.sub(r"\{(\w+)(?::(\w+))?\}", part, pattern) + "/?")
+
+        def register(handler: Handler) -> Handler:
+            self.routes.append((method, compiled, handler, private))
+            # fixed paths before those with parameters
+            self.routes.sort(key=lambda route: route[1].groups)
+            return handler
+
+        return register
+
+
+def redirect(to: str) -> Response:
+    return Response(
+        303, b"", {"location": quote(to, safe="/?&=#%+-._~:@,;!'()*$"), "cache-control": "no-store"}
+    )
+
+
+def plain(status: int, text: str) -> Response:
+    return Response(
+        status,
+        f"{text}\n".encode(),
+        {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"},
+    )
+
+
+def parse_fields(raw: str) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """The fields of a query or form: last value of each name, and all values.
+    Errors: ValueError if there are too many.
+    """
+    every: dict[str, list[str]] = {}
+    for name, value in parse_qsl(
+        raw, keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="replace"
+    ):
+        every.setdefault(name, []).append(value)
+    return {name: values[-1] for name, values in every.items()}, every
+
+
+def parse_day(value: str, label: str) -> date:
+    try:
+        return datetime.strptime(value, "%Y-%m-%d").date()
+    except ValueError:
+        raise Refused(f"{label} must be a date such as 2024-03-15.") from None
+
+
+def paged(items: Sequence[T], number: int, size: int) -> Page[T]:
+    """Page `number`, moved into what exists."""
+    last = max(1, -(-len(items) // size))
+    number = min(max(number, 1), last)
+    start = (number - 1) * size
+    return Page(items[start : start + size], number, last, len(items), start + 1 if items else 0)
+
+
+def local(address: str) -> str:
+    """A path on the same site, "/" for anything else."""
+    return address if re.match(r"/(?![/\\])", address) else "/"
+
+
+def pairs(options: Mapping[Any, Any] | Sequence[Any]) -> list[tuple[Any, Any]]:
+    """(value, text) of the options of a choice: a mapping to texts (or to tuples that begin
+    with one) or a list of texts.
+    """
+    if isinstance(options, Mapping):
+        return [
+            (key, text[0] if isinstance(text, tuple) else text) for key, text in options.items()
+        ]
+    return [(option, option) for option in options]
+
+
+TEMPLATES = Environment(
+    loader=FileSystemLoader(_FOLDER),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters.update(money=money, long_day=long_day, paragraphs=paragraphs, pairs=pairs)
