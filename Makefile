@@ -73,13 +73,13 @@ check: install  ## format, lint, types, layers, fast tests
 	@$(MAKE) --no-print-directory test
 
 up: install  ## Prefect server, worker and MLflow of this project; ports: make up PREFECT_PORT=4200 MLFLOW_PORT=5000
-	@$(BIN)/python -m tasks.services up $(if $(PREFECT_PORT),--prefect-port $(PREFECT_PORT)) $(if $(MLFLOW_PORT),--mlflow-port $(MLFLOW_PORT))
+	@$(BIN)/python -m services up $(if $(PREFECT_PORT),--prefect-port $(PREFECT_PORT)) $(if $(MLFLOW_PORT),--mlflow-port $(MLFLOW_PORT))
 
 down: install  ## end them
-	@$(BIN)/python -m tasks.services down
+	@$(BIN)/python -m services down
 
 ui: install  ## MLflow until Ctrl-C, on port 5000 where it is free; another: make ui PORT=5001
-	@exec $(BIN)/python -m tasks.services ui $(if $(PORT),--port $(PORT))
+	@exec $(BIN)/python -m services ui $(if $(PORT),--port $(PORT))
 
 RELEASE := .venv-release
 $(RELEASE)/.installed: constraints.txt
@@ -99,6 +99,6 @@ sbom: install $(RELEASE)/.installed  ## the components of .venv and of each imag
 		|| exit 1; done
 
 clean:  ## forget all runs (the environment in .venv stays)
-	@if test -e .agentgym/services.json; then $(BIN)/python -m tasks.services down; fi
+	@if test -e .agentgym/services.json; then $(BIN)/python -m services down; fi
 	rm -rf .agentgym outputs dvc.lock .dvc/cache .dvc/tmp .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@mkdir -m 700 .agentgym  # as after an install

@@ -280,11 +280,11 @@ def services(project: Project) -> Iterator[tuple[str, ...]]:
     """`make up`: a Prefect server, a worker and MLflow under a supervisor."""
     # the usual ones may be somebody's
     ports = ("--prefect-port", str(free_port()), "--mlflow-port", str(free_port()))
-    project.must("-m", "tasks.services", "up", *ports)
+    project.must("-m", "services", "up", *ports)
     try:
         yield ()
     finally:
-        project.must("-m", "tasks.services", "down")
+        project.must("-m", "services", "down")
 
 
 RAY_CLUSTER = """
@@ -441,7 +441,7 @@ def no_ray() -> str:
 
 
 def no_services() -> str:
-    return "" if (ROOT / "tasks/services.py").is_file() else "this version has no deployments"
+    return "" if (ROOT / "services/state.py").is_file() else "this version has no deployments"
 
 
 def no_mount() -> str:

@@ -254,7 +254,7 @@ def sweep(project: Project, places: dict[str, Path]) -> tuple[list[Deed], int, i
 
 @contextlib.contextmanager
 def services(project: Project) -> Iterator[None]:
-    project.must("-m", "tasks.services", "up")
+    project.must("-m", "services", "up")
     try:
         parameters = json.dumps({"overrides": OVERRIDES})
         project.must(
@@ -269,7 +269,7 @@ def services(project: Project) -> Iterator[None]:
         )
         yield
     finally:
-        project.must("-m", "tasks.services", "down")
+        project.must("-m", "services", "down")
 
 
 @contextlib.contextmanager

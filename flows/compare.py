@@ -37,10 +37,10 @@ from agentgym.store.files import full_disk_told
 from agentgym.terminal import PlainConsole
 from agentgym.tracking.deliver import tracker_of
 from flows.shell import _quieten_console
+from services.prefect_server import prefect_api
+from services.recovery import begin_attempt
 from tasks.compare import cell_task, write_task
 from tasks.data import dataset_pointer, pull_data
-from tasks.prefect_server import prefect_api
-from tasks.recovery import begin_attempt
 
 OUT = "docs/results"
 

@@ -15,8 +15,8 @@ from agentgym.progress import Bars
 from agentgym.rollouts.client import Endpoints
 from agentgym.store.manifest import Manifest
 from agentgym.terminal import PlainConsole
+from services.recovery import begin_attempt
 from tasks.data import pull_data
-from tasks.recovery import begin_attempt
 from tasks.steps import environments_down, environments_up, step_task
 
 Wanted = Callable[[str], bool]  # step name -> does this flow run it

@@ -39,11 +39,11 @@ from agentgym.terminal import PlainConsole
 from agentgym.tracking.mlflow import check_server
 from envs.plain import PlainFormatter
 from flows.run import RunRequest, Wanted, check_parents
+from services.prefect_server import prefect_api
+from services.state import running
 from tasks.data import dataset_pointer
-from tasks.prefect_server import prefect_api
-from tasks.services import running
 
-OURS = ("agentgym", "tasks")  # whose warnings a person at the terminal sees
+OURS = ("agentgym", "services", "tasks")  # whose warnings a person at the terminal sees
 
 
 def main(module: str, flow: Any, wanted: Wanted, argv: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from agentgym.steps.step import Outcome
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.deliver import curve, step_run
 from agentgym.tracking.mlflow import LedgerUnavailable
-from tasks.services import running
+from services.state import running
 
 logger = logging.getLogger(__name__)
 

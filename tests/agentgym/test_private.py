@@ -167,7 +167,7 @@ def test_a_command_in_a_project_with_another_users_state_says_so_and_does_nothin
     params = str(Path(__file__).parents[2] / "params.yaml")
     for words in (
         ("-m", "flows.pipeline"),
-        ("-m", "tasks.services", "up"),
+        ("-m", "services", "up"),
         ("-m", "agentgym", "doctor", "--params", params),
     ):
         ended = subprocess.run(

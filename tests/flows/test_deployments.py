@@ -552,7 +552,7 @@ def test_a_run_that_lost_its_worker_too_is_found_by_its_silence(deployed):
     run = deployed.submit("pipeline/local", "seed=8", "horizon.stage_steps=[6,1,2]")
     before = len([path for path in deployed.project.manifests() if "/stage-1-" in str(path)])
     deployed.wait_for_commit("stage-1", before + 2)
-    for pid in deployed.pids("tasks.supervisor worker", "prefect.engine"):
+    for pid in deployed.pids("services.supervisor worker", "prefect.engine"):
         os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 30
     while deployed.pids("envs serve"):
@@ -584,7 +584,7 @@ def test_a_crashed_run_that_no_automation_answers_is_found_by_the_supervisor(dep
 
 @pytest.mark.slow
 def test_services_end_with_a_killed_supervisor_and_come_back_with_up(deployed):
-    (supervisor,) = deployed.pids("tasks.supervisor supervise")
+    (supervisor,) = deployed.pids("services.supervisor supervise")
     os.kill(supervisor, signal.SIGKILL)
     deadline = time.monotonic() + 30
     while processes(deployed.project):

@@ -90,7 +90,7 @@ def test_an_audit_of_no_episode_is_refused(fresh):
 
 def test_two_pipelines_may_start_at_once(fresh):
     start = (
-        "from pathlib import Path; from tasks.prefect_server import prefect_api;"
+        "from pathlib import Path; from services.prefect_server import prefect_api;"
         " prefect_api(Path('.agentgym')).__enter__()"
     )
     both = [fresh.start("python", "-c", f"import flows; {start}") for _ in range(2)]

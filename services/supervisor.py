@@ -26,9 +26,9 @@ from agentgym.config import ConfigError
 from agentgym.deploy.owned import end_with_owner, owned_process, tail
 from agentgym.private import STATE, new_login, with_login, write_private
 from agentgym.store.lease import process_start
-from tasks import mlflow_server
-from tasks.overdue import bring_back
-from tasks.services import (
+from services import mlflow_server
+from services.overdue import bring_back
+from services.state import (
     POLL_S,
     POOL,
     START_TIMEOUT_S,
@@ -143,12 +143,17 @@ def supervise(state: Path, prefect_socket: socket.socket, mlflow_socket: socket.
         "PREFECT_UI_STATIC_DIRECTORY": str((state / "prefect/ui").resolve()),
         "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_CANCELLING_TIMEOUT_SECONDS": "60",
     }
-    mlflow_command = [sys.executable, "-m", "tasks.mlflow_server", str(mlflow_socket.fileno())]
-    prefect_command = [sys.executable, "-m", "tasks.prefect_server", str(prefect_socket.fileno())]
+    mlflow_command = [sys.executable, "-m", "services.mlflow_server", str(mlflow_socket.fileno())]
+    prefect_command = [
+        sys.executable,
+        "-m",
+        "services.prefect_server",
+        str(prefect_socket.fileno()),
+    ]
     parts = {
         "prefect": (prefect_command, {**env, **prefect_env}, prefect_socket),
         "mlflow": (mlflow_command, {mlflow_server.LOGIN: me.login}, mlflow_socket),
-        "worker": ([sys.executable, "-m", "tasks.supervisor", "worker"], env, None),
+        "worker": ([sys.executable, "-m", "services.supervisor", "worker"], env, None),
     }
     services = {
         name: Service(name, command, log_file(state, name), own, bound)
@@ -223,7 +228,10 @@ def _set_up(env: dict[str, str]) -> None:
     In children: Prefect's client would stay in memory.
     """
     image = {"AGENTGYM_IMAGE": os.environ.get("AGENTGYM_IMAGE", "agentgym:latest")}
-    for command in (["tasks.supervisor", "pools"], ["prefect", "--no-prompt", "deploy", "--all"]):
+    for command in (
+        ["services.supervisor", "pools"],
+        ["prefect", "--no-prompt", "deploy", "--all"],
+    ):
         done = subprocess.run(
             [sys.executable, "-m", *command],
             env={**os.environ, **image, **env},
@@ -244,7 +252,7 @@ def _pools() -> int:
     from prefect import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
 
-    from tasks.recovery import apply_automations, automations
+    from services.recovery import apply_automations, automations
 
     with get_client(sync_client=True) as client:
         client.create_work_pool(

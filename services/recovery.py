@@ -22,7 +22,7 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.states import Crashed
 
 from agentgym.deploy.owned import end_with_owner
-from tasks.overdue import GOES_ON, MAX_ATTEMPTS, PAGE, given_up
+from services.overdue import GOES_ON, MAX_ATTEMPTS, PAGE, given_up
 
 logger = logging.getLogger(__name__)
 

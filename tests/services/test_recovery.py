@@ -12,9 +12,9 @@ from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Running
 
-from tasks.overdue import GOES_ON, MAX_ATTEMPTS, bring_back, given_up
-from tasks.prefect_server import prefect_api
-from tasks.recovery import apply_automations, automations
+from services.overdue import GOES_ON, MAX_ATTEMPTS, bring_back, given_up
+from services.prefect_server import prefect_api
+from services.recovery import apply_automations, automations
 
 RULES = {automation.name.removeprefix("agentgym: "): automation for automation in automations()}
 

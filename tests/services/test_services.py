@@ -13,9 +13,10 @@ import pytest
 
 from agentgym.config import ConfigError
 from agentgym.store.lease import process_start
-from tasks import supervisor
-from tasks.services import TOML, TOML_MARK, _listener, down, is_stale, running, status, up
-from tasks.supervisor import MAX_RESTARTS, Service
+from services import supervisor
+from services.__main__ import _listener, down, status, up
+from services.state import TOML, TOML_MARK, is_stale, running
+from services.supervisor import MAX_RESTARTS, Service
 
 
 @pytest.fixture

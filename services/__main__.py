@@ -1,5 +1,5 @@
 """`make up` and `make down`: the Prefect server, a worker and MLflow of this project, under one
-supervisor (tasks/supervisor.py).
+supervisor (supervisor.py).
 
 All state lies in `.agentgym`; a `prefect.toml` in the project's root points every `prefect` command
 typed there at this server.
@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
-import logging
 import os
 import signal
 import socket
@@ -19,60 +17,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from agentgym.cli import guarded
 from agentgym.config import ConfigError
 from agentgym.deploy.owned import tail
-from agentgym.private import SERVICES, STATE, new_login, private_folder, with_login
+from agentgym.private import STATE, new_login, private_folder, with_login
 from agentgym.store.lease import process_start
-from tasks.gate import LOGIN, listener, serve
+from services.gate import LOGIN, listener, serve
+from services.state import (
+    POLL_S,
+    POOL,
+    START_TIMEOUT_S,
+    Services,
+    forget,
+    log_file,
+    running,
+    toml_is_ours,
+)
 
-logger = logging.getLogger(__name__)
-
-TOML = Path("prefect.toml")  # Prefect reads it in the working directory
-TOML_MARK = "# written by `make up`, removed by `make down`"
-POOL = "local"
 PORTS = {"prefect": 4200, "mlflow": 5000}  # taken where free
 
-START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
-POLL_S = 0.3
-
-
-@dataclass(frozen=True)
-class Services:
-    """What the supervisor says of itself, in `.agentgym/services.json`."""
-
-    pid: int
-    started: str  # tells it from a later process of that pid
-    prefect: str  # address; the API is below /api
-    mlflow: str
-    login: str = field(default="", repr=False)  # user:password of both, another one at every start
-    ready: bool = False  # pools, deployments and automations are there
-    # service -> its process; absent while it is down
-    pids: dict[str, int] = field(default_factory=dict)
-    given_up: tuple[str, ...] = ()  # services that died too often
-
-    @property
-    def api(self) -> str:
-        return f"{self.prefect}/api"
-
-
-def running(state: Path) -> Services | None:
-    """The supervisor of this project, where one lives."""
-    try:
-        services = Services(**json.loads(state_file(state).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
-    return services if process_start(services.pid) == services.started else None
-
-
-def is_stale(state: Path) -> bool:
-    """Does prefect.toml name the server of a supervisor that is gone."""
-    return TOML.exists() and toml_is_ours() and running(state) is None
 
 
 def up(state: Path, prefect_port: int | None, mlflow_port: int | None) -> int:
@@ -162,7 +129,7 @@ def _describe(services: Services) -> int:
     # a prefect.toml of somebody's own holds no login: the address with it is asked for where the
     # command is typed
     if not toml_is_ours():
-        command = f"PREFECT_API_URL=$(python -m tasks.services api) {command}"
+        command = f"PREFECT_API_URL=$(python -m services.state api) {command}"
     print(f"{'start':<9}{command}")
     for address in (services.prefect, services.mlflow):
         print(f"{'open':<9}{with_login(address + LOGIN, services.login)}")
@@ -182,7 +149,7 @@ def print_api(state: Path) -> int:
 
 def show_mlflow(state: Path, port: int | None) -> int:
     """MLflow alone, until Ctrl-C. Result: an exit code."""
-    from tasks.mlflow_server import make_app
+    from services.mlflow_server import make_app
 
     with _listener(port, PORTS["mlflow"], "PORT", command="make ui") as bound:
         address, login = f"http://127.0.0.1:{bound.getsockname()[1]}", new_login()
@@ -198,7 +165,7 @@ def _start_supervisor(state: Path, descriptors: Sequence[int]) -> subprocess.Pop
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "tasks.supervisor", "supervise", *map(str, descriptors)],
+            [sys.executable, "-m", "services.supervisor", "supervise", *map(str, descriptors)],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -222,28 +189,6 @@ def _stop(state: Path) -> None:
                 return
             time.sleep(POLL_S)
     raise RuntimeError(f"the supervisor, process {services.pid}, does not end")
-
-
-def toml_is_ours() -> bool:
-    """May we write and remove prefect.toml; somebody's own stays as it is."""
-    return not TOML.exists() or TOML.read_text().startswith(TOML_MARK)
-
-
-def forget(state: Path) -> None:
-    """Remove what says that something runs."""
-    state_file(state).unlink(missing_ok=True)
-    if toml_is_ours():
-        TOML.unlink(missing_ok=True)
-
-
-def state_file(state: Path) -> Path:
-    """Where the supervisor says what it runs."""
-    return state / SERVICES
-
-
-def log_file(state: Path, name: str) -> Path:
-    """The output of one service."""
-    return state / "logs" / f"{name}.log"
 
 
 def _listener(
@@ -275,7 +220,7 @@ def _alone(state: Path) -> Iterator[IO[bytes]]:
 def main(argv: list[str] | None = None) -> int:
     """Exit codes as everywhere; see `agentgym.cli.main`."""
     parser = argparse.ArgumentParser(
-        prog="python -m tasks.services", description="The servers of this project."
+        prog="python -m services.state", description="The servers of this project."
     )
     commands = parser.add_subparsers(required=True, metavar="up | down | status | api | ui")
     start = commands.add_parser(

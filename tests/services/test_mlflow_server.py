@@ -21,9 +21,9 @@ from agentgym.private import new_login, own_login, with_login
 from agentgym.store.lease import process_start
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.points import Point
-from tasks.gate import listener
-from tasks.mlflow_server import LOGIN
-from tasks.supervisor import Service, healthy
+from services.gate import listener
+from services.mlflow_server import LOGIN
+from services.supervisor import Service, healthy
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,7 +33,7 @@ class Served:
         self.folder, self.login = folder, new_login()
         self._bound = listener(0)
         self.address = f"http://127.0.0.1:{self._bound.getsockname()[1]}"
-        command = [sys.executable, "-m", "tasks.mlflow_server", str(self._bound.fileno())]
+        command = [sys.executable, "-m", "services.mlflow_server", str(self._bound.fileno())]
         environment = {LOGIN: self.login, "PYTHONPATH": str(Path(__file__).parents[2])}
         self.service = Service("MLflow", command, folder / "log", environment, self._bound)
 

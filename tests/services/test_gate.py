@@ -7,7 +7,7 @@ from base64 import b64encode
 
 import pytest
 
-from tasks.gate import Gate, listener
+from services.gate import Gate, listener
 
 LOGIN = "agentgym:word"
 KNOWN = ("authorization", f"Basic {b64encode(LOGIN.encode()).decode()}")

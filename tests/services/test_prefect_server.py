@@ -12,14 +12,14 @@ from prefect import flow, get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from agentgym.deploy.owned import tail
-from tasks.prefect_server import prefect_api
+from services.prefect_server import prefect_api
 
 
 def servers():
     return [
         child
         for child in psutil.Process().children()
-        if "tasks.prefect_server" in " ".join(child.cmdline())
+        if "services.prefect_server" in " ".join(child.cmdline())
     ]
 
 

@@ -33,11 +33,11 @@ from starlette.types import ASGIApp
 
 from agentgym.deploy.owned import tail
 from agentgym.private import STATE, new_login, own_login
-from tasks.gate import Gate, listener, serve
-from tasks.services import is_stale, running
-from tasks.supervisor import CHECK_S, Service, healthy, server_environment
+from services.gate import Gate, listener, serve
+from services.state import is_stale, running
+from services.supervisor import CHECK_S, Service, healthy, server_environment
 
-COMMAND = (sys.executable, "-m", "tasks.prefect_server")  # and the descriptor of a bound socket
+COMMAND = (sys.executable, "-m", "services.prefect_server")  # and the descriptor of a bound socket
 START_TIMEOUT_S = 180.0
 POLL_S = 0.1
 DRAIN_TIMEOUT_S = 10.0

@@ -1,0 +1,72 @@
+"""Do the servers of this project run, and where: `.agentgym/services.json`, `prefect.toml`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentgym.private import SERVICES
+from agentgym.store.lease import process_start
+
+TOML = Path("prefect.toml")  # Prefect reads it in the working directory
+TOML_MARK = "# written by `make up`, removed by `make down`"
+POOL = "local"
+
+START_TIMEOUT_S = 300.0
+POLL_S = 0.3
+
+
+@dataclass(frozen=True)
+class Services:
+    """What the supervisor says of itself, in `.agentgym/services.json`."""
+
+    pid: int
+    started: str  # tells it from a later process of that pid
+    prefect: str  # address; the API is below /api
+    mlflow: str
+    login: str = field(default="", repr=False)  # user:password of both, another one at every start
+    ready: bool = False  # pools, deployments and automations are there
+    # service -> its process; absent while it is down
+    pids: dict[str, int] = field(default_factory=dict)
+    given_up: tuple[str, ...] = ()  # services that died too often
+
+    @property
+    def api(self) -> str:
+        return f"{self.prefect}/api"
+
+
+def running(state: Path) -> Services | None:
+    """The supervisor of this project, where one lives."""
+    try:
+        services = Services(**json.loads(state_file(state).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return services if process_start(services.pid) == services.started else None
+
+
+def is_stale(state: Path) -> bool:
+    """Does prefect.toml name the server of a supervisor that is gone."""
+    return TOML.exists() and toml_is_ours() and running(state) is None
+
+
+def toml_is_ours() -> bool:
+    """May we write and remove prefect.toml; somebody's own stays as it is."""
+    return not TOML.exists() or TOML.read_text().startswith(TOML_MARK)
+
+
+def forget(state: Path) -> None:
+    """Remove what says that something runs."""
+    state_file(state).unlink(missing_ok=True)
+    if toml_is_ours():
+        TOML.unlink(missing_ok=True)
+
+
+def state_file(state: Path) -> Path:
+    """Where the supervisor says what it runs."""
+    return state / SERVICES
+
+
+def log_file(state: Path, name: str) -> Path:
+    """The output of one service."""
+    return state / "logs" / f"{name}.log"
