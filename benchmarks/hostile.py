@@ -34,7 +34,8 @@ from pipeline import machine
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.client import EnvError, EnvPool, EnvSession
+from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.pools import EnvPool, EnvSession
 from agentgym.types import Item
 
 ROOT = Path(__file__).parents[1]

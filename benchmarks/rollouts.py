@@ -36,9 +36,9 @@ from pipeline import ROOT, machine  # of this folder
 
 from agentgym.defaults import set_process_defaults
 from agentgym.models.chat import ChatRenderer
-from agentgym.rollouts.client import EnvPool
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Completion, Item, Sampling, Trajectory
 from envs.env import EnvSpec, StepResult
 

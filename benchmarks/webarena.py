@@ -30,7 +30,8 @@ from pipeline import machine
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.client import EnvError, EnvPool
+from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 from envs.webarena.chromium import BROWSER_VARIABLE, find_browser
 

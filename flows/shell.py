@@ -32,7 +32,7 @@ from agentgym.pipeline.run import (
 )
 from agentgym.private import STATE, private_state
 from agentgym.reference import reference_s
-from agentgym.rollouts.client import check_env_servers
+from agentgym.rollouts.pools import check_env_servers
 from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
 from agentgym.terminal import PlainConsole

@@ -15,9 +15,10 @@ from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits
 from agentgym.pipeline.run import local_environment
-from agentgym.rollouts.client import EnvError, EnvPools
+from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.engine import open_pool
 from agentgym.rollouts.episode import ending, extract_action
+from agentgym.rollouts.pools import EnvPools
 from agentgym.store.runstore import RunStore
 from agentgym.training.rl import resolved
 from agentgym.types import Item, Status, Trajectory

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentgym.models.chat import ChatRenderer
-from agentgym.rollouts.client import EnvError, EnvPool, EnvPools
+from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.episode import Episode, EpisodeSettings, run_episode
+from agentgym.rollouts.pools import EnvPool, EnvPools
 from agentgym.types import Completion, Item, Policy, SampleKey, Sampling, Status, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ class Reply(Protocol):
 
 
 class OpenSession(Protocol):
-    """An open session of an environment; `agentgym.rollouts.client.EnvSession` is one."""
+    """An open session of an environment; `agentgym.rollouts.pools.EnvSession` is one."""
 
     @property
     def observation(self) -> str: ...

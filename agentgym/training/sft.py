@@ -21,9 +21,10 @@ from agentgym.learner.plan import LearnerPlan
 from agentgym.models.chat import ChatRenderer
 from agentgym.models.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint, new_checkpoint
 from agentgym.models.model import load_hub, new_model, set_threads, train_tokenizer
-from agentgym.rollouts.client import EnvError, EnvPools
+from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.engine import open_pool
 from agentgym.rollouts.episode import Episode, EpisodeSettings, ending, extract_action, reply_naming
+from agentgym.rollouts.pools import EnvPools
 from agentgym.steps.context import StepContext, decode_trajectories, encode_trajectories, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point

@@ -16,7 +16,7 @@ from agentgym.audit import audit
 from agentgym.config import EnvConfig, load_config
 from agentgym.deploy.local import local_env
 from agentgym.pipeline.run import finished, open_store, run_step
-from agentgym.rollouts.client import EnvPool
+from agentgym.rollouts.pools import EnvPool
 from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.tracking.points import decode_points
 from agentgym.types import Item, Status

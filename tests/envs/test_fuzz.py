@@ -11,7 +11,7 @@ import pytest
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.client import EnvPool
+from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 
 NATIVE_CHECKS = ",".join(

@@ -8,7 +8,7 @@ import pytest
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.client import EnvPool
+from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 from envs.wire import CreateReply, CreateRequest
 
@@ -65,7 +65,7 @@ async def visit(pool, env, first, count):
 async def abandon(pool, endpoint, count, wave):
     """Open `count` sessions at once, leave them, and wait until the server has closed them."""
     for number in range(count):
-        await pool.ask(
+        await pool.client.ask(
             endpoint,
             "/create",
             CreateReply,

@@ -11,9 +11,9 @@ import pytest
 
 from agentgym.data.items import ItemStream
 from agentgym.models.chat import ChatRenderer
-from agentgym.rollouts.client import EnvPool
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Completion, Item
 from envs.env import EnvSpec, StepResult
 

@@ -6,8 +6,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig
-from agentgym.rollouts.client import EnvError, EnvPools
+from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.dialect import AgentGymPool
+from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item
 from envs.sciworld.gold import solution
 from envs.sciworld.tasks import Task

@@ -18,8 +18,9 @@ from websockets.http11 import Response
 from agentgym.config import EnvConfig, RunConfig
 from agentgym.deploy.owned import owned_process, tail
 from agentgym.rollouts import openenv as client
-from agentgym.rollouts.client import EnvError, EnvPools
+from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.openenv import OpenEnvPool
+from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item
 
 TASKS = (36, 7, 130)

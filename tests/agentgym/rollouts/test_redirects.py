@@ -8,9 +8,10 @@ from functools import partial
 
 import pytest
 
-from agentgym.rollouts.client import EnvError, EnvPool
+from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.dialect import AgentGymPool
 from agentgym.rollouts.openenv import OpenEnvPool
+from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.client import EnvError, EnvPool
+from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 from envs.sciworld.slots import IDLE_S, SLOTS_PER_JVM
 from envs.sessions import POOL_THREADS
@@ -77,7 +78,7 @@ async def soak(endpoints, num_sessions, num_abandoned, num_kills):
             lost += await playing
             number += count
         for index in range(num_abandoned):
-            await pool.ask(
+            await pool.client.ask(
                 endpoints[0],
                 "/create",
                 CreateReply,

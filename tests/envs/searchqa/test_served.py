@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from agentgym.rollouts.client import EnvPool
+from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 
 

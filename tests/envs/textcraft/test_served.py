@@ -2,7 +2,7 @@
 
 import asyncio
 
-from agentgym.rollouts.client import EnvPool, check_endpoints
+from agentgym.rollouts.pools import EnvPool, check_endpoints
 from agentgym.types import Item
 
 

@@ -18,7 +18,8 @@ import pytest
 import envs.webarena
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.client import EnvError, EnvPool
+from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 from envs.registry import load_spec
 from envs.wire import CreateReply, CreateRequest
@@ -221,7 +222,7 @@ async def soak(endpoints, num_sessions, num_abandoned, num_crashes, num_kills, t
         await harming
         for number in range(num_abandoned):
             request = CreateRequest(request_key=f"abandoned {number}", task_id=number)
-            await pool.ask(endpoints[0], "/create", CreateReply, request)
+            await pool.client.ask(endpoints[0], "/create", CreateReply, request)
         deadline = time.monotonic() + 20 * ttl_s
         while (await pool.info())[0].active_sessions:
             assert time.monotonic() < deadline, "abandoned sessions are not reaped"

@@ -12,10 +12,11 @@ import pytest
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
 from agentgym.models.chat import ChatRenderer
-from agentgym.rollouts import client
-from agentgym.rollouts.client import EnvError, EnvPool, EnvPools, check_endpoints
+from agentgym.rollouts import balancing, pools
+from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.rollouts.pools import EnvPool, EnvPools, check_endpoints
 from agentgym.types import Completion, Endpoint, Item, Status
 
 BABYAI = EnvConfig(name="babyai")
@@ -132,13 +133,13 @@ def test_requests_of_one_moment_go_together_and_are_answered_as_alone(serving):
         asked = []
         async with pool_of(endpoint) as pool:
             await pool.check(BABYAI, allow_expert=True)
-            usual = pool._post
+            usual = pool.client._post
 
             async def counted(endpoint, route, *rest):
                 asked.append(route)
                 return await usual(endpoint, route, *rest)
 
-            pool._post = counted
+            pool.client._post = counted
             assert await play_many(pool, 20, "together") == alone
         assert set(asked) == {"/batch"}
         assert len(asked) < 20  # of 140 requests
@@ -394,7 +395,7 @@ def test_servers_that_are_not_what_was_configured_are_refused(serving, monkeypat
                     allow_expert=False,
                     expect_options={"actions": "high"},
                 )
-            monkeypatch.setattr(client, "PROTOCOL_VERSION", 3)
+            monkeypatch.setattr(pools, "PROTOCOL_VERSION", 3)
             with pytest.raises(ValueError, match="protocol version 2, this client 3"):
                 await check_endpoints(pool, expect_env="babyai", allow_expert=False)
             monkeypatch.undo()
@@ -432,7 +433,7 @@ def resolving(monkeypatch, table):
         ]
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(client, "RESOLVE_S", 0.0)
+    monkeypatch.setattr(balancing, "RESOLVE_S", 0.0)
 
 
 @asynccontextmanager

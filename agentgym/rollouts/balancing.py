@@ -1,0 +1,153 @@
+"""Which server of an environment gets the next session: those a name stands for, and their load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import random
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+from agentgym.rollouts.client import EnvClient, EnvError, Retryable
+from envs.wire import InfoReply, ReadyReply
+
+logger = logging.getLogger(__name__)
+
+LOAD_AGE_S = 1.0  # how old a server's reported load may be
+RESOLVE_S = 30.0  # how long the addresses of a host name are believed
+
+
+class Balancer:
+    """Servers of one environment, which may come and go."""
+
+    def __init__(self, endpoints: Sequence[str], client: EnvClient) -> None:
+        """endpoints: URLs; a host name with several addresses stands for a server at each, and is
+        looked up again and again.
+        """
+        self._configured = tuple(endpoint.rstrip("/") for endpoint in endpoints)
+        self.endpoints = self._configured  # as last looked up
+        self._client = client
+        self._resolved_at = -RESOLVE_S
+        self._checked: dict[str, InfoReply] = {}  # what endpoints were when they were checked
+        self._random = random.SystemRandom()  # which server answers changes no result
+        # open sessions; inf where the server takes none
+        self._load: defaultdict[str, float] = defaultdict(float)
+        self._load_seen_at: defaultdict[str, float] = defaultdict(float)
+
+    def hold_to(self, found: Mapping[str, InfoReply]) -> None:
+        """Servers that come later must be like these. found: endpoint -> what it is."""
+        self._checked = dict(found)
+        self._client.take_batches = {
+            endpoint for endpoint, info in found.items() if info.takes_batches
+        }
+
+    def count(self, endpoint: str, sessions: int) -> None:
+        """Sessions of ours were opened there, or (below 0) closed."""
+        self._load[endpoint] += sessions
+
+    def avoid(self, endpoint: str) -> None:
+        """It opens no session at the moment."""
+        self._load[endpoint], self._load_seen_at[endpoint] = float("inf"), time.monotonic()
+
+    async def choose(self) -> str:
+        """The less loaded of two servers drawn at random.
+        Errors: EnvError where it has come since the check and is another one.
+        """
+        await self.resolve()
+        pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
+        if len(pair) > 1:
+            await asyncio.gather(*(self._refresh_load(endpoint) for endpoint in pair))
+        chosen = min(pair, key=self._load.__getitem__)
+        if self._checked and chosen not in self._checked:
+            await self._check_newcomer(chosen)
+        return chosen
+
+    async def resolve(self) -> None:
+        """Look host names up, at most once in RESOLVE_S. One that cannot be found keeps the
+        addresses it had.
+        """
+        if time.monotonic() - self._resolved_at < RESOLVE_S:
+            return
+        self._resolved_at = time.monotonic()
+        found: dict[str, str] = {}  # endpoint -> name it was found under, where that is another
+        for endpoint in self._configured:
+            parts = urlsplit(endpoint)
+            addresses: set[tuple[str, int]] = set()
+            if parts.scheme == "http" and parts.hostname and not _is_address(parts.hostname):
+                with contextlib.suppress(OSError):
+                    rows = await asyncio.get_running_loop().getaddrinfo(
+                        parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
+                    )
+                    addresses = {
+                        (
+                            f"[{row[4][0]}]" if row[0] is socket.AF_INET6 else str(row[4][0]),
+                            int(row[4][1]),
+                        )
+                        for row in rows
+                    }
+                if not addresses:
+                    logger.warning(
+                        "%s cannot be found; going on with the addresses known so far",
+                        parts.hostname,
+                    )
+                    found |= {
+                        known: name
+                        for known, name in self._client.hosts.items()
+                        if name == parts.netloc
+                    } or {endpoint: ""}
+                    continue
+            if len(addresses) < 2:
+                found[endpoint] = ""
+            else:
+                found |= {
+                    f"http://{host}:{port}{parts.path}": parts.netloc
+                    for host, port in sorted(addresses)
+                }
+        self._client.hosts = {endpoint: name for endpoint, name in found.items() if name}
+        if set(found) != set(self.endpoints):
+            logger.info("environment servers are now %s", ", ".join(found))
+        self.endpoints = tuple(found)
+
+    async def _check_newcomer(self, endpoint: str) -> None:
+        expected, info = (
+            next(iter(self._checked.values())),
+            await self._client.ask(endpoint, "/info", InfoReply),
+        )
+        for name in ("env", "options", "protocol_version", "offers_expert", "instructions"):
+            if getattr(info, name) != getattr(expected, name):
+                message = (
+                    f"a server that came later has {name}={getattr(info, name)!r:.200}, the others"
+                    f" {getattr(expected, name)!r:.200}"
+                )
+                raise EnvError(endpoint, "/info", "", "mismatch", f"{message}; make them equal")
+        self._checked[endpoint] = info
+        if info.takes_batches:
+            self._client.take_batches.add(endpoint)
+
+    async def _refresh_load(self, endpoint: str) -> None:
+        """Ask at most once in LOAD_AGE_S; in between our own sessions are counted on top."""
+        now = time.monotonic()
+        if now - self._load_seen_at[endpoint] < LOAD_AGE_S:
+            return
+        self._load_seen_at[endpoint] = now
+        try:
+            ready = await self._client.send(endpoint, "/readyz", ReadyReply)
+            self._load[endpoint] = float(ready.active_sessions)
+        except (Retryable, EnvError) as error:
+            if self._load[endpoint] != float("inf"):
+                logger.warning("%s takes no sessions: %s", endpoint, error)
+            self._load[endpoint] = float("inf")
+
+
+def _is_address(host: str) -> bool:
+    """True for what need not be looked up."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
