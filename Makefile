@@ -32,7 +32,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@mkdir -p -m 700 $(STATE)  # a bare `dvc pull` would make it, for everybody to write in
 	@touch $@
 
-pipeline: install  ## the whole job; run it again to go on where it stopped. Overrides: make pipeline ARGS="optimiser.lr=5e-4"
+pipeline: install  ## the whole job; run it again to go on where it stopped. Overrides: make pipeline ARGS="optimizer.lr=5e-4"
 	@$(BIN)/python -m flows.pipeline $(ARGS)
 
 test: install  ## the tests, two at a time; one after the other: make test WORKERS=0
@@ -59,7 +59,7 @@ honest: install  ## twenty-three honest runs of every kind, each of which its au
 coverage: install  ## how often intervals over seeds hold the truth; minutes, writes docs/results/coverage.json
 	@$(BIN)/python benchmarks/coverage.py $(ARGS)
 
-drift: install  ## ten runs of the default recipe and of the former one, judged at every fifth optimiser step; writes docs/results/drift.json
+drift: install  ## ten runs of the default recipe and of the former one, judged at every fifth optimizer step; writes docs/results/drift.json
 	@$(BIN)/python benchmarks/drift.py $(ARGS)
 
 unchanged: install  ## do two commits compute the same weights and outcomes: make unchanged ARGS="BEFORE AFTER"; half an hour, writes docs/results/unchanged.json

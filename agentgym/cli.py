@@ -246,11 +246,11 @@ def some(text: str) -> int | None:
 
 
 def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.console.progress import Bars
+    from agentgym.console.terminal import PlainConsole
     from agentgym.models.architecture import check_model
     from agentgym.pipeline.run import pointer, run_when_free, run_with_parents
-    from agentgym.progress import Bars
     from agentgym.store.files import discard, write_temp
-    from agentgym.terminal import PlainConsole
     from agentgym.tracking.mlflow import check_server
 
     if arguments.owner_pipe:
@@ -279,7 +279,7 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _doctor(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from agentgym.doctor import examine
+    from agentgym.console.doctor import examine
 
     findings = examine(cfg)
     if arguments.json:
@@ -293,7 +293,7 @@ def _doctor(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.plan import plan
-    from agentgym.pipeline.run import run_key
+    from agentgym.pipeline.table import run_key
 
     steps = plan(cfg)
     if arguments.json:
@@ -334,8 +334,8 @@ def _config(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.audit import audit
-    from agentgym.progress import Bars
-    from agentgym.terminal import PlainConsole
+    from agentgym.console.progress import Bars
+    from agentgym.console.terminal import PlainConsole
 
     with Bars(PlainConsole(stderr=True)) as bars:
         report = audit(
@@ -429,9 +429,9 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     """The run's own items must be in order; of the other lists beside them it is told what is
     not.
     """
+    from agentgym.data.check import compare_tasks, load_data, load_recorded
     from agentgym.data.items import PUBLISHED_COUNTS, load_splits
     from agentgym.data.published import check_pin
-    from agentgym.pipeline.run import compare_tasks, load_data, load_recorded
 
     splits = load_data(cfg)
     num_recorded = len(load_recorded(cfg))

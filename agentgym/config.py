@@ -156,9 +156,9 @@ class ModelConfig(Section):
         return self
 
 
-class OptimiserConfig(Section):
+class OptimizerConfig(Section):
     lr: PositiveFloat = _setting(5e-4, "learning rate of AdamW after the warm-up")
-    warmup_steps: NonNegativeInt = _setting(10, "optimiser steps over which the rate grows from 0")
+    warmup_steps: NonNegativeInt = _setting(10, "optimizer steps over which the rate grows from 0")
     schedule: Literal["constant", "cosine", "linear"] = _setting(
         "constant", "course of the learning rate after the warm-up"
     )
@@ -182,10 +182,10 @@ class WarmStartConfig(Section):
         " among which dpo prefers, too",
     )
     num_demos: PositiveInt = _setting(300, "expert episodes, or trajectories")
-    steps: PositiveInt = _setting(80, "optimiser steps on demonstrations")
-    batch_size: PositiveInt = _setting(32, "demonstrations per optimiser step")
-    optimiser: OptimiserConfig = _setting(
-        OptimiserConfig(
+    steps: PositiveInt = _setting(80, "optimizer steps on demonstrations")
+    batch_size: PositiveInt = _setting(32, "demonstrations per optimizer step")
+    optimizer: OptimizerConfig = _setting(
+        OptimizerConfig(
             lr=2e-3,
             warmup_steps=20,
             schedule="cosine",
@@ -198,7 +198,7 @@ class WarmStartConfig(Section):
 
 
 class RolloutConfig(Section):
-    items_per_step: PositiveInt = _setting(16, "items of one optimiser step")
+    items_per_step: PositiveInt = _setting(16, "items of one optimizer step")
     group_size: PositiveInt = _setting(8, "episodes sampled of each item")
     temperature: PositiveFloat = _setting(1.0, "temperature of sampling while training")
     max_new_tokens: PositiveInt = _setting(6, "tokens of one action, at most")
@@ -249,7 +249,7 @@ class AlgorithmConfig(Section):
     )
     critic_lr: PositiveFloat = _setting(1e-3, "learning rate of the critic")
     critic_warmup_steps: NonNegativeInt = _setting(
-        5, "optimiser steps in which the critic alone learns"
+        5, "optimizer steps in which the critic alone learns"
     )
     value_clip: PositiveFloat = _setting(
         0.2, "a value may move by so much in one step before its loss is clipped"
@@ -279,7 +279,7 @@ class AlgorithmConfig(Section):
         False, "a control: outcomes are dealt to episodes at random, nothing can be learned"
     )
     epochs: PositiveInt = _setting(1, "passes over one batch")
-    minibatches: PositiveInt = _setting(2, "optimiser updates per pass")
+    minibatches: PositiveInt = _setting(2, "optimizer updates per pass")
     importance_cap: PositiveFloat = _setting(
         2.0, "largest importance weight of learner against engine"
     )
@@ -321,9 +321,9 @@ class HorizonConfig(Section):
     max_turns: tuple[PositiveInt, ...] = _setting(
         (6, 9, 12), "turns an episode may have, by stage", min_length=1
     )
-    stage_steps: tuple[PositiveInt, ...] = _setting((15, 15, 20), "optimiser steps per stage")
+    stage_steps: tuple[PositiveInt, ...] = _setting((15, 15, 20), "optimizer steps per stage")
     window: PositiveInt = _setting(
-        5, "adaptive: optimiser steps whose mean success is compared with that of as many before"
+        5, "adaptive: optimizer steps whose mean success is compared with that of as many before"
     )
     min_gain: float = _setting(0.02, "adaptive: a smaller gain ends the present horizon", ge=0)
 
@@ -367,10 +367,10 @@ class OfflineConfig(Section):
         128, "train items sampled at the start of a stage, rollout.group_size times each"
     )
     per_item: PositiveInt = _setting(4, "most pairs (dpo) or successes (agent_evol) of one item")
-    pairs_per_step: PositiveInt = _setting(32, "dpo: pairs of one optimiser step")
+    pairs_per_step: PositiveInt = _setting(32, "dpo: pairs of one optimizer step")
     dpo_lr: PositiveFloat = _setting(
         1e-4,
-        "dpo: in place of optimiser.lr; at rates of the other recipes both sides of a pair soon"
+        "dpo: in place of optimizer.lr; at rates of the other recipes both sides of a pair soon"
         " lose all likelihood",
     )
     beta: PositiveFloat = _setting(
@@ -417,7 +417,7 @@ class EvaluationConfig(Section):
 class ValidationConfig(Section):
     """Success on validation items while training; never used to update weights."""
 
-    every: NonNegativeInt = _setting(5, "optimiser steps; 0: never")
+    every: NonNegativeInt = _setting(5, "optimizer steps; 0: never")
     num_items: PositiveInt = _setting(64, "validation items, one sample each")
     max_turns: PositiveInt = _setting(12, "turns an episode of validation may have")
     temperature: PositiveFloat = _setting(1.0, "temperature of sampling")
@@ -498,7 +498,7 @@ class RunConfig(Section):
     warm_start: WarmStartConfig = WarmStartConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    optimiser: OptimiserConfig = OptimiserConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
     horizon: HorizonConfig = HorizonConfig()
     offline: OfflineConfig = OfflineConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -681,7 +681,7 @@ def load_config(
         if not separator or not key:
             raise ConfigError(
                 f"override {override!r} must look like key.path=value, for example"
-                " optimiser.lr=3e-4"
+                " optimizer.lr=3e-4"
             )
         _assign(tree, key.split("."), _parse(text), override)
     _check_size(tree, path)
@@ -700,7 +700,7 @@ def load_config(
 class Setting:
     """One value of a configuration, with what its section says of it."""
 
-    section: str  # "" at the top, `warm_start.optimiser` inside another
+    section: str  # "" at the top, `warm_start.optimizer` inside another
     name: str
     value: Any
     default: Any

@@ -19,6 +19,8 @@ from urllib.parse import SplitResult, urlsplit
 from agentgym.config import ConfigError
 from agentgym.store.files import discard, write_temp
 from agentgym.store.lease import process_start
+from agentgym.types import Endpoint
+from envs.wire import TOKEN_VARIABLE
 
 STATE = Path(".agentgym")  # of the project in whose root the command was typed
 SERVICES = "services.json"  # in it: what `make up` runs, and the login of both servers
@@ -180,3 +182,16 @@ def _check_content(path: Path) -> None:
 def _is_state(path: Path) -> bool:
     names = {entry.name for entry in path.iterdir()}
     return all(name in _STATE_NAMES or name.startswith(("mlflow.db", ".tmp-")) for name in names)
+
+
+def token_of(endpoint: str) -> str:
+    """What this server asks for: a server of ours its own, a configured one what this process's
+    environment says.
+
+    No file or log ever has either, and neither is sent to the other kind.
+    """
+    return (
+        endpoint.token
+        if isinstance(endpoint, Endpoint)
+        else os.environ.get(TOKEN_VARIABLE, "").strip()
+    )

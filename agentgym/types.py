@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Protocol, Self
@@ -51,13 +52,16 @@ class Endpoint(str):
         return endpoint
 
 
+Endpoints = Mapping[str, Sequence[str]]  # environment -> URLs of its servers
+
+
 class SampleKey(NamedTuple):
     """Names one draw of randomness.
     Equal keys give equal draws on every machine, in any order of execution.
     """
 
     seed: int
-    step: int  # optimiser step the sample is for; evaluations use 0
+    step: int  # optimizer step the sample is for; evaluations use 0
     item_id: str
     sample: int  # which sample of the item, 0 .. group_size - 1
     turn: int = 0
@@ -109,7 +113,7 @@ class Trajectory:
 
     item: Item
     sample: int
-    step: int  # optimiser step it was sampled for
+    step: int  # optimizer step it was sampled for
     max_turns: int
     status: Status
     reward: float | None  # sum of the turns' rewards; None where the environment failed

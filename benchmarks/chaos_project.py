@@ -216,7 +216,7 @@ class Project:
 
     def lineage(self, overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(steps that are done, ids of the items trained on in the order of the committed
-        optimiser steps).
+        optimizer steps).
         """
         done, items = json.loads(self.must("-c", LINEAGE, *overrides).splitlines()[-1])
         return tuple(done), tuple(items)
@@ -289,7 +289,7 @@ class Reference:
     wall_s: float
     spans: dict[str, tuple[float, float]]  # kind -> seconds between which its victim is there
     steps: tuple[str, ...]  # done in the end
-    consumed: tuple[str, ...]  # items, in the order of the committed optimiser steps
+    consumed: tuple[str, ...]  # items, in the order of the committed optimizer steps
     versions: int  # registered models
 
     def faster(self, wall_s: float) -> Reference:

@@ -1,7 +1,7 @@
 """Does a run stay where it has come: `python benchmarks/drift.py [NAME ...] [--seeds 10]`.
 
 Every run trains once as params.yaml says, with the changes a NAME of RECIPES stands for.
-The weights of every fifth optimiser step play 512 items that no list holds, in the place of its own
+The weights of every fifth optimizer step play 512 items that no list holds, in the place of its own
 validation, and the last ones the test items.
 Runs that are in docs/results/drift.json already are not run again; that file is rewritten after
 each.
@@ -28,7 +28,8 @@ from agentgym.compute.placement import AnyEngine
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import splits_from_json
 from agentgym.deploy.local import task_identities
-from agentgym.pipeline.run import finished, open_store, run_with_parents
+from agentgym.pipeline.run import run_with_parents
+from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
@@ -43,8 +44,8 @@ FORMER = [  # what params.yaml said before
     "rollout.items_per_step=8",
     "horizon.max_turns=[5,8,12]",
     "horizon.stage_steps=[20,20,30]",
-    "optimiser.betas=[0.9,0.95]",
-    "optimiser.grad_clip=1.0",
+    "optimizer.betas=[0.9,0.95]",
+    "optimizer.grad_clip=1.0",
 ]
 RECIPES = {"default": [], "former": FORMER}
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.config import load_config
-from agentgym.pipeline.run import finished, open_store
+from agentgym.pipeline.table import finished, open_store
 
 ROOT = Path(__file__).parents[1]
 

@@ -62,7 +62,8 @@ class Latency:
     def __call__(self, task_id: int, turn: int) -> float:
         if self.median_s == 0:
             return 0.0
-        drawn = random.Random(f"{task_id}-{turn}").lognormvariate(0, self.sigma)  # noqa: S311 - no secret
+        # no secret
+        drawn = random.Random(f"{task_id}-{turn}").lognormvariate(0, self.sigma)  # noqa: S311
         return min(self.median_s * drawn, LONGEST_S)
 
 
@@ -430,6 +431,7 @@ def memory_mib(field: str) -> float:
 def case_tracking(quick: bool) -> dict[str, Any]:
     """Share of the default run that its metrics take on their way to MLflow."""
     import agentgym.pipeline.run
+    import agentgym.pipeline.table
     import agentgym.steps.context
     import agentgym.tracking.mlflow
     from agentgym.config import load_config
@@ -463,7 +465,7 @@ def case_tracking(quick: bool) -> dict[str, Any]:
         )
         try:
             began = time.perf_counter()
-            for name in agentgym.pipeline.run.steps_of(cfg):
+            for name in agentgym.pipeline.table.steps_of(cfg):
                 agentgym.pipeline.run.run_step(name, cfg)
             wall = time.perf_counter() - began
         finally:
@@ -492,7 +494,8 @@ def case_staleness(quick: bool) -> dict[str, Any]:
     step.
     """
     from agentgym.config import RolloutConfig, load_config
-    from agentgym.pipeline.run import open_store, run_step
+    from agentgym.pipeline.run import run_step
+    from agentgym.pipeline.table import open_store
     from envs.babyai import spec
 
     if "max_staleness" not in RolloutConfig.model_fields:
@@ -517,7 +520,7 @@ def case_staleness(quick: bool) -> dict[str, Any]:
                 f"rollout.max_staleness={staleness}",
             ]
             cfg = load_config(ROOT / "params.yaml", overrides)
-            for name in ("prepare", "initialise", "warm-start"):
+            for name in ("prepare", "initialize", "warm-start"):
                 run_step(name, cfg)
             manifest = run_step(
                 "stage-1", cfg, environment=lambda _: nullcontext({"babyai": [endpoint]})
@@ -534,7 +537,7 @@ def case_staleness(quick: bool) -> dict[str, Any]:
         ),
         "goal": "strict_over_overlapped > 1",
         "met": ratio > 1,
-        "optimiser_steps": steps,
+        "optimizer_steps": steps,
         "strict_step_s": round(seconds[0], 2),
         "overlapped_step_s": round(seconds[1], 2),
         "strict_over_overlapped": round(ratio, 2),

@@ -1,6 +1,6 @@
 """Does training on few items teach those items, or all of them: `python benchmarks/same_items.py`.
 
-Two runs from one warm start: one samples the same items in every optimiser step, the other new
+Two runs from one warm start: one samples the same items in every optimizer step, the other new
 ones, as training does.
 Where the first learns and the second does not, the learner works, and what it learns from a few
 episodes of one item does not carry over to the next.
@@ -23,7 +23,8 @@ from pipeline import ROOT, machine
 
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import ItemStream
-from agentgym.pipeline.run import finished, open_store, run_with_parents
+from agentgym.pipeline.run import run_with_parents
+from agentgym.pipeline.table import finished, open_store
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import Item
@@ -58,7 +59,7 @@ def main() -> None:
         for store, rate in itertools.product((same, new), RATES):
             success = train(
                 load_config(
-                    chosen.params, [*overrides, f"optimiser.lr={rate}", f"store.path={store}"]
+                    chosen.params, [*overrides, f"optimizer.lr={rate}", f"store.path={store}"]
                 ),
                 again=store == same,
             )
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def train(cfg: RunConfig, *, again: bool) -> list[float]:
-    """Success of the sampled episodes of each optimiser step."""
+    """Success of the sampled episodes of each optimizer step."""
     kept: list[Item] = []
     usual = ItemStream.next
 

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -126,7 +127,7 @@ def try_files(places: dict[str, Path], paths: list[Path]) -> list[Deed]:
             if path.is_relative_to(place)
         )
         name = name.removesuffix("/.")
-        kind = "folder" if can(lambda path=path: stat.S_ISDIR(path.lstat().st_mode)) else "file"  # type: ignore[misc]
+        kind = "folder" if can(partial(is_folder, path)) else "file"
         acts = {
             "folder": (("list", os.listdir), ("write", make_in)),
             "file": (("read", read_byte), ("write", open_to_write)),
@@ -211,6 +212,10 @@ def greet(address: tuple[str, int]) -> bytes:
         return b""
 
 
+def is_folder(path: Path) -> bool:
+    return stat.S_ISDIR(path.lstat().st_mode)
+
+
 def listening(project: Project) -> dict[tuple[str, int], str]:
     """{(address, port): what listens there} of every process of the project."""
     found = {}
@@ -248,7 +253,7 @@ def sweep(project: Project, places: dict[str, Path]) -> tuple[list[Deed], int, i
         with contextlib.suppress(psutil.Error):
             pid = process.pid
             secret = [Path(f"/proc/{pid}/environ"), Path(f"/proc/{pid}/mem")]
-            deeds += as_them(lambda secret=secret: try_files({"/proc": Path("/proc")}, secret))  # type: ignore[misc]
+            deeds += as_them(partial(try_files, {"/proc": Path("/proc")}, secret))
     return deeds, len(ports), len(paths)
 
 
@@ -288,7 +293,8 @@ def wait_for_stage(project: Project) -> None:
     """Until the first stage trains and the ports stay the same: everything that is started has
     started.
     """
-    deadline, since, known = time.monotonic() + RUN_S, time.monotonic(), {}  # type: ignore[var-annotated]
+    deadline, since = time.monotonic() + RUN_S, time.monotonic()
+    known: dict[tuple[str, int], str] = {}
     while time.monotonic() < deadline:
         ports = listening(project)
         if ports != known or not project.phase().startswith("stage-1,"):

@@ -26,6 +26,7 @@ from pipeline import ROOT, machine
 OUT = ROOT / "docs/results/unchanged.json"
 RECIPES, SEEDS = ("grpo", "ppo", "dapo", "dpo"), (0, 1)
 BUDGET = ("deterministic=true", "evaluation.num_items=128", "horizon.stage_steps=[10,10,15]")
+RENAMED = (("initialise", "initialize"), ("optimiser", "optimizer"))  # since the first of these
 COMPARED = ("outcomes.json", ".safetensors")  # how the names of what must be equal end
 RUN_S = 3600
 
@@ -108,17 +109,20 @@ def digests(tree: Path, recipe: str, seed: int) -> Digests:
                 f"{' '.join(command)} in {tree}\n{(told.stdout + told.stderr)[-3000:]}"
             )
         done.write_text(json.dumps(committed(home / "store"), indent=1))
-    return json.loads(done.read_text())
+    found: Digests = json.loads(done.read_text())
+    return found
 
 
 def committed(store: Path) -> Digests:
     """Of the last manifest of every step, as the files say: both commits' layouts are this one."""
-    found = {}
+    found: Digests = {}
     for step in sorted((store / "steps").iterdir()):
         manifest = json.loads(max((step / "manifests").glob("*.json")).read_text())
         for name, blob in manifest["blobs"].items():
             if name.endswith(COMPARED):
                 found[f"{manifest['step']}/{name}"] = blob["digest"]
+    for old, new in RENAMED:
+        found = {name.replace(old, new): digest for name, digest in found.items()}
     return found
 
 

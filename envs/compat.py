@@ -84,7 +84,7 @@ class AgentGymRoutes:
     async def _greet(self, _: Request) -> Response:
         return JSONResponse(self._dialect.greeting)
 
-    async def _create(self, body: BaseModel) -> Any:
+    async def _create(self, body: BaseModel) -> object:
         self._forget()
         if len(self._places) >= self._sessions.settings.max_sessions:
             raise Refused(
@@ -98,7 +98,7 @@ class AgentGymRoutes:
         self._places[place.id] = place
         return self._dialect.created(place)
 
-    async def _reset(self, body: Any) -> Any:
+    async def _reset(self, body: Any) -> object:
         place = self._find(body.id)
         async with place.lock:
             await self._end(place)
@@ -114,7 +114,7 @@ class AgentGymRoutes:
                 return self._dialect.reset_failed
             return self._dialect.shown(place)
 
-    async def _step(self, body: Any) -> Any:
+    async def _step(self, body: Any) -> Json:
         place = self._find(body.id)
         async with place.lock:
             if place.done:
@@ -148,7 +148,7 @@ class AgentGymRoutes:
             )
             return self._dialect.stepped(place)
 
-    async def _close(self, body: Any) -> Any:
+    async def _close(self, body: Any) -> object:
         place = self._places.pop(body.id, None)
         if place is not None:
             async with place.lock:
@@ -165,7 +165,7 @@ class AgentGymRoutes:
         )
         return f"data:{reply.media_type};base64,{data}"
 
-    async def _step_visual(self, body: Any) -> Any:
+    async def _step_visual(self, body: Any) -> object:
         answer = await self._step(body)
         place, visual = self._find(body.id), self._dialect.visual
         assert visual is not None
@@ -175,7 +175,7 @@ class AgentGymRoutes:
 
     def _showing(self, show: Callable[[Place], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:
-            async def answer() -> Any:
+            async def answer() -> object:
                 return show(self._begun(Named.model_validate(dict(request.query_params)).id))
 
             return await self._reply(answer)
@@ -186,7 +186,7 @@ class AgentGymRoutes:
         self, view: Callable[[Any, Place], Any]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:
-            async def answer() -> Any:
+            async def answer() -> object:
                 place = self._begun(Named.model_validate(dict(request.query_params)).id)
                 if place.done:
                     raise _finished(place)
@@ -204,7 +204,7 @@ class AgentGymRoutes:
         async def handler(request: Request) -> Response:
             raw = await read_body(request)
 
-            async def answer() -> Any:
+            async def answer() -> object:
                 return await act(model() if model is Nothing else model.model_validate_json(raw))
 
             return await self._reply(answer)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -194,7 +195,8 @@ class Sessions:
             self.draining = True
             self._drain_until = time.monotonic() + self.settings.drain_timeout_s
             logger.info("draining: %d sessions open", len(self._by_key))
-        while self._by_key and time.monotonic() < self._drain_until:  # noqa: ASYNC110  (once per life; an event would be needed everywhere)
+        # once per life; an event would be needed everywhere
+        while self._by_key and time.monotonic() < self._drain_until:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     def abandon(self) -> None:
@@ -516,8 +518,7 @@ class Sessions:
             await self._call(prepare)
             assert simulator is not None
             for action in self.spec.probe_actions:
-                playing = simulator
-                await self._call(lambda action=action, playing=playing: playing.step(action))  # type: ignore[misc]
+                await self._call(partial(simulator.step, action))
             self.ready = True
         except Exception as error:
             self.failure = f"{type(error).__name__} {error}".strip()

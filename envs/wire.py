@@ -17,7 +17,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 PROTOCOL_VERSION = 2
-TOKEN_VARIABLE = "AGENTGYM_ENV_TOKEN"  # noqa: S105 - in the environment of server and client: the bearer token the one asks for
+# in the environment of server and client: the bearer token the one asks for
+TOKEN_VARIABLE = "AGENTGYM_ENV_TOKEN"  # noqa: S105
 MAX_ACTION_CHARS = 16_384
 MAX_BATCH = 256  # requests
 

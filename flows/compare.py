@@ -28,13 +28,13 @@ from agentgym.comparison.matrix import (
 )
 from agentgym.comparison.report import table_markdown
 from agentgym.comparison.results import write_comparison
+from agentgym.console.progress import Bars
+from agentgym.console.terminal import PlainConsole
+from agentgym.data.check import load_data
 from agentgym.deploy.local import check_local_env
 from agentgym.models.architecture import check_model
-from agentgym.pipeline.run import load_data
 from agentgym.private import private_state
-from agentgym.progress import Bars
 from agentgym.store.files import full_disk_told
-from agentgym.terminal import PlainConsole
 from agentgym.tracking.deliver import tracker_of
 from flows.shell import _quieten_console
 from services.prefect_server import prefect_api

@@ -10,17 +10,18 @@ from prefect import runtime
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentgym.config import ConfigError, RunConfig, load_config
-from agentgym.pipeline.run import finished, local_environment, open_store, steps_of
-from agentgym.progress import Bars
-from agentgym.rollouts.client import Endpoints
+from agentgym.console.progress import Bars
+from agentgym.console.terminal import PlainConsole
+from agentgym.deploy.local import local_environment
+from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.store.manifest import Manifest
-from agentgym.terminal import PlainConsole
+from agentgym.types import Endpoints
 from services.recovery import begin_attempt
 from tasks.data import pull_data
 from tasks.steps import environments_down, environments_up, step_task
 
 Wanted = Callable[[str], bool]  # step name -> does this flow run it
-Override = Annotated[str, Field(pattern=r"^[\w.-]+=", examples=["optimiser.lr=3e-4"])]
+Override = Annotated[str, Field(pattern=r"^[\w.-]+=", examples=["optimizer.lr=3e-4"])]
 
 
 class RunRequest(BaseModel):
@@ -37,7 +38,7 @@ class RunRequest(BaseModel):
     overrides: tuple[Override, ...] = Field(
         default=(),
         title="Overrides",
-        description="key.path=value over the parameter file, for example optimiser.lr=3e-4",
+        description="key.path=value over the parameter file, for example optimizer.lr=3e-4",
     )
 
     def config(self) -> RunConfig:

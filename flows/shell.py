@@ -16,26 +16,20 @@ from rich.table import Table
 
 from agentgym.cli import guarded
 from agentgym.config import RunConfig, load_config
+from agentgym.console.reference import reference_s
+from agentgym.console.terminal import PlainConsole
+from agentgym.data.check import load_data, load_recorded
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.champion import sentence
 from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.report import label
 from agentgym.models.architecture import check_model
-from agentgym.pipeline.run import (
-    confirm,
-    finished,
-    load_data,
-    load_recorded,
-    open_store,
-    run_key,
-    steps_of,
-)
+from agentgym.pipeline.run import confirm
+from agentgym.pipeline.table import finished, open_store, run_key, steps_of
 from agentgym.private import STATE, private_state
-from agentgym.reference import reference_s
 from agentgym.rollouts.pools import check_env_servers
 from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
-from agentgym.terminal import PlainConsole
 from agentgym.tracking.mlflow import check_server
 from envs.plain import PlainFormatter
 from flows.run import RunRequest, Wanted, check_parents
@@ -191,7 +185,7 @@ def summarise(
             _percent(Interval(**manifest.results["summary"][key]))
             for key in sorted(keys, key=lambda key: key != "greedy")
         ]
-        shown = {"initialise": "untrained" if cfg.warm_start.enabled else "initial model"}.get(
+        shown = {"initialize": "untrained" if cfg.warm_start.enabled else "initial model"}.get(
             manifest.results["checkpoint"]
         )
         table.add_row(
@@ -210,7 +204,7 @@ def summarise(
     for line in left_out(evaluations):
         console.print(f"[yellow]{line}[/yellow]", highlight=False)
     parts = {
-        "warm start": ("initialise", "warm-start"),
+        "warm start": ("initialize", "warm-start"),
         "training": ("stage-",),
         "evaluation": ("evaluate-",),
     }

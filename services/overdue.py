@@ -72,7 +72,8 @@ def _post(address: str, login: str, body: dict[str, Any]) -> Any:
         "Content-Type": "application/json",
         "Authorization": f"Basic {base64.b64encode(login.encode()).decode()}",
     }
-    request = urllib.request.Request(address, json.dumps(body).encode(), headers)  # noqa: S310  (our own server's)
+    # our own server's
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers)  # noqa: S310
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=TIMEOUT_S) as reply:
         return json.load(reply)

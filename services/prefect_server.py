@@ -147,7 +147,8 @@ def make_app(login: str) -> ASGIApp:
     from prefect.server.api.server import create_app
 
     app = create_app()
-    pages = next(route.app for route in app.routes if getattr(route, "name", "") == "ui")  # type: ignore[attr-defined]
+    mount = next(route for route in app.routes if getattr(route, "name", "") == "ui")
+    pages = mount.app  # type: ignore[attr-defined]
     settings = next(route for route in pages.routes if route.path.endswith("ui-settings"))
 
     async def as_reached(request: Request) -> Response:

@@ -20,7 +20,7 @@ from prefect.artifacts import (
 
 from agentgym.config import RunConfig
 from agentgym.evaluation.passk import FAILED
-from agentgym.pipeline.run import open_store, run_key
+from agentgym.pipeline.table import open_store, run_key
 from agentgym.private import STATE
 from agentgym.steps.context import Progress
 from agentgym.steps.step import Outcome
@@ -156,7 +156,7 @@ def mlflow_server(cfg: RunConfig) -> str | None:
 
 
 def step_table(cfg: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
-    """An evaluation's numbers with their intervals; a row per optimiser step of training; else
+    """An evaluation's numbers with their intervals; a row per optimizer step of training; else
     the step's results.
     """
     if "summary" in manifest.results:

@@ -9,10 +9,11 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import RunConfig
-from agentgym.pipeline.run import local_environment, run_step
-from agentgym.rollouts.client import Endpoints
+from agentgym.deploy.local import local_environment
+from agentgym.pipeline.run import run_step
 from agentgym.steps.context import Environment, NoProgress, Progress
 from agentgym.steps.step import Outcome, Step
+from agentgym.types import Endpoints
 from tasks.artifacts import progress_artifact, result_artifact
 from tasks.retries import may_help
 

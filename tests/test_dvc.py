@@ -15,7 +15,7 @@ import yaml
 
 from agentgym.config import load_config
 from agentgym.data.published import check_pin, import_dataset, run_dvc
-from agentgym.pipeline.run import steps_of
+from agentgym.pipeline.table import steps_of
 
 ROOT = Path(__file__).parents[1]
 

@@ -61,7 +61,7 @@ def pipeline_rows():
     """Each line of the sample output, as the first run of pipeline.json has it."""
     evaluations = result("pipeline")["runs"][0]["evaluations"]
     for name, found in evaluations.items():
-        title = {"initialise": "untrained"}.get(name, name.replace("-", " "))
+        title = {"initialize": "untrained"}.get(name, name.replace("-", " "))
         numbers = []
         for key in ("greedy", "avg_at_4", "pass_at_4"):
             row = found["summary"][key]
@@ -277,7 +277,7 @@ def test_the_profile_after_the_published_script_has_its_settings():
         algorithm.kl_place,
         algorithm.entropy_coef,
     ) == (0.001, "k3", "loss", 0.001)
-    assert (cfg.rollout.items_per_step, cfg.rollout.group_size, cfg.optimiser.lr) == (32, 4, 1e-6)
+    assert (cfg.rollout.items_per_step, cfg.rollout.group_size, cfg.optimizer.lr) == (32, 4, 1e-6)
     assert cfg.horizon.max_turns == (6, 13, 20)
     assert cfg.horizon.stage_steps[:2] == (100, 100)
     assert sum(cfg.horizon.stage_steps) == 810 // 32 * 20

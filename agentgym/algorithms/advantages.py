@@ -49,7 +49,7 @@ AdvantageFunction = Callable[[Experience], tuple[Tensor, Tensor | None]]
 
 
 def grpo(experience: Experience) -> tuple[Tensor, None]:
-    """Each return standardised within its group, the same for every action token of the row.
+    """Each return standardized within its group, the same for every action token of the row.
 
     The deviation is the sample one (n - 1).
     A group whose returns are all equal gets zeros, and so does a group left with one member: there

@@ -20,7 +20,7 @@ def ppo_clip_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """The clipped surrogate of each action token, to be minimised: -min(rho A, clip(rho) A).
+    """The clipped surrogate of each action token, to be minimized: -min(rho A, clip(rho) A).
 
     old_logprobs: the learner's own before the update. dual_clip: c > 1; where A < 0 the loss is at
     most -c A, so that a token the policy has left far behind cannot dominate.
@@ -87,7 +87,7 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> T
 def preference_loss(
     chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Direct preference optimisation of pairs. chosen, rejected: [P], sums over the actions of all
+    """Direct preference optimization of pairs. chosen, rejected: [P], sums over the actions of all
     turns of log pi - log pi_ref.
 
     Result: [P]. Source: arXiv:2305.18290; over whole trajectories: ETO, arXiv:2403.02502.

@@ -29,7 +29,7 @@ class Recipe:
     kl_estimator, kl_place: of the penalty against the reference model, where `algorithm.kl_coef` is
     above 0.
     loop: what a stage does.
-    `rl` samples for every optimiser step; the others have no advantages and learn from a set that
+    `rl` samples for every optimizer step; the others have no advantages and learn from a set that
     is fixed at the start of the stage: demonstrations, pairs, or successes beside demonstrations.
     """
 
@@ -43,7 +43,7 @@ class Recipe:
     kl_place: KlPlace = "loss"
     # groups of equal rewards are replaced by groups of further items
     dynamic_sampling: bool = False
-    overlong: bool = False  # episodes near the end of their budget are penalised
+    overlong: bool = False  # episodes near the end of their budget are penalized
     loop: Loop = "rl"
 
     @property

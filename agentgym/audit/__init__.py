@@ -21,7 +21,7 @@ from agentgym.audit.sampling import check_sampling
 from agentgym.audit.steps import check_lineage, read_steps
 from agentgym.config import ConfigError, RunConfig
 from agentgym.models.model import set_threads
-from agentgym.pipeline.run import open_store, run_key
+from agentgym.pipeline.table import open_store, run_key
 from agentgym.steps.context import NoProgress, Progress
 
 __all__ = ["CHECKS", "AuditReport", "Check", "audit"]
@@ -33,7 +33,7 @@ CHECKS = {
         " MLflow the last"
     ),
     "lineage": (
-        "keys, parents, commits, optimiser steps, stream positions and horizons follow from one"
+        "keys, parents, commits, optimizer steps, stream positions and horizons follow from one"
         " another"
     ),
     "episodes": "each commit logs the episodes it claims, sampled by the version it claims",

@@ -14,7 +14,7 @@ from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits
-from agentgym.pipeline.run import local_environment
+from agentgym.deploy.local import local_environment
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.engine import open_pool
 from agentgym.rollouts.episode import ending, extract_action
@@ -30,7 +30,7 @@ def check_episodes(cfg: RunConfig, record: StepRecord, splits: Splits, checks: C
     first = 0
     for commit in record.commits:
         episodes = record.episodes.get(commit.seq)
-        if episodes is None or record.name == "initialise":
+        if episodes is None or record.name == "initialize":
             continue
         where = record.at(commit)
         # version, item, sample, step, max_turns, temperature
@@ -135,7 +135,7 @@ def check_tokens(
     """Ids outside the policy's spans are what the renderer makes of the logged observations;
     inside, of the logged actions.
     """
-    checkpoint = load(store, record.final if record.name == "initialise" else record.checkpoint)
+    checkpoint = load(store, record.final if record.name == "initialize" else record.checkpoint)
     if checkpoint is None or not record.episodes:
         return
     renderer, reads_last = (

@@ -15,12 +15,13 @@ from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
+from agentgym.data.check import load_data, load_recorded
 from agentgym.data.items import Splits, splits_from_json
 from agentgym.data.trajectories import RECORDED, decode
 from agentgym.evaluation.evaluate import Array, evaluation_metrics, outcomes, paired, score
 from agentgym.evaluation.passk import FAILED
 from agentgym.learner.optimizer import learning_rate
-from agentgym.pipeline.run import load_data, load_recorded, run_key, steps_of
+from agentgym.pipeline.table import run_key, steps_of
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.steps.context import METRICS, OUTCOMES, TRAJECTORIES, decode_trajectories
 from agentgym.store.manifest import Manifest
@@ -29,7 +30,7 @@ from agentgym.training.offline import (
     exploration_metrics,
     first_rate_step,
     material_of,
-    optimiser_of,
+    optimizer_of,
     rate_steps,
 )
 from agentgym.training.sft import DEMOS, recorded_for, replies_of
@@ -87,7 +88,7 @@ def check_numbers(
     """tables: of the evaluations so far; grows by this one's.
     The baseline of a later one is among them.
     """
-    if record.name == "initialise":
+    if record.name == "initialize":
         episodes = record.episodes.get(0, [])
         results, asked = record.commits[0].results, min(cfg.warm_start.num_demos, len(splits.train))
         num_solved = sum(episode.success for episode in episodes)
@@ -198,7 +199,7 @@ def _check_warm_start(cfg: RunConfig, record: StepRecord, checks: Checks) -> Non
         for point in record.points.get(commit.seq, ()):
             step += 1
             checks.expect(record.at(commit), "step of a point", step, point.step)
-            rate = learning_rate(settings.optimiser, step, settings.steps)
+            rate = learning_rate(settings.optimizer, step, settings.steps)
             checks.expect(
                 f"{record.at(commit)} step {step}", "sft/lr", rate, point.metrics.get("sft/lr")
             )
@@ -220,7 +221,7 @@ def _check_training(cfg: RunConfig, record: StepRecord, commit: Manifest, checks
     checks.expect(where, "steps of its points", [step], [point.step for point in points])
     logged = points[0].metrics
     expected = rollout_metrics([episode for episode in episodes if episode.item.split == "train"])
-    expected["actor/lr"] = learning_rate(cfg.optimiser, step, sum(cfg.horizon.stage_steps))
+    expected["actor/lr"] = learning_rate(cfg.optimizer, step, sum(cfg.horizon.stage_steps))
     validation = [episode for episode in episodes if episode.item.split == "validation"]
     if validation:
         expected |= validation_metrics(validation)
@@ -234,7 +235,7 @@ def _check_offline_stage(
 ) -> None:
     stage = record.stage(cfg)
     assert stage is not None
-    demos = record.parents.get("initialise") if cfg.warm_start.source == "trajectories" else None
+    demos = record.parents.get("initialize") if cfg.warm_start.source == "trajectories" else None
     recorded = decode_trajectories(store.read(demos, DEMOS)) if demos else []
     logs = [episode for commit in record.commits for episode in record.episodes.get(commit.seq, ())]
     explored = [episode for episode in logs if episode.item.split == "train"]
@@ -249,7 +250,7 @@ def _check_offline_stage(
             checks.expect(where, "step of a point", step, point.step)
             expected = {
                 rate: learning_rate(
-                    optimiser_of(cfg), step - first_rate_step(cfg, stage), rate_steps(cfg, stage)
+                    optimizer_of(cfg), step - first_rate_step(cfg, stage), rate_steps(cfg, stage)
                 )
             }
             if explored and step == stage.first_step:

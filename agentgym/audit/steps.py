@@ -16,7 +16,7 @@ from agentgym.audit.report import Checks
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits, train_stream
 from agentgym.models.checkpoint import Checkpoint, load_checkpoint
-from agentgym.pipeline.run import key_of, semantic_of, steps_of
+from agentgym.pipeline.table import key_of, semantic_of, steps_of
 from agentgym.rollouts.horizon import Stage, advance, max_turns, stages
 from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.steps.step import Step
@@ -185,7 +185,7 @@ def _check_offline_stage(
     cfg: RunConfig, record: StepRecord, stage: Stage, splits: Splits, checks: Checks
 ) -> None:
     """First all items of the stage in the stream's order, some in each commit, then the
-    optimiser steps that commit.
+    optimizer steps that commit.
     """
     assert record.checkpoint is not None
     items = [item.item_id for item in explored_items(cfg, splits, record.checkpoint)]

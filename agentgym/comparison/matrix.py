@@ -33,7 +33,7 @@ from agentgym.config import (
     read_tree,
 )
 from agentgym.deploy.owned import owned_process, tail
-from agentgym.pipeline.run import finished, open_store, run_key, steps_of, with_parents
+from agentgym.pipeline.table import finished, open_store, run_key, steps_of, with_parents
 from agentgym.store.files import discard, make_folder, write_temp
 
 logger = logging.getLogger(__name__)

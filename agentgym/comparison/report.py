@@ -26,7 +26,7 @@ _MARKERS = "os^DvPX"
 CEILING = 0.06
 # what training costs: name in a table -> title of an axis
 AXES = {
-    "step": "optimiser step",
+    "step": "optimizer step",
     "turns": "turns played",
     "tokens": "tokens",
     "cpu_s": "CPU-seconds",

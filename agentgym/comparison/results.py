@@ -26,7 +26,7 @@ from agentgym.comparison.matrix import Cell, Comparison, comparison_key, contras
 from agentgym.comparison.report import AXES, CEILING, result_files
 from agentgym.evaluation.passk import FloatArray, Interval, per_item
 from agentgym.evaluation.seeds import Kind, crossed_interval
-from agentgym.pipeline.run import finished, open_store
+from agentgym.pipeline.table import finished, open_store
 from agentgym.steps.context import METRICS, OUTCOMES
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -38,7 +38,7 @@ VALIDATION = "validation/success"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Validation success after an optimiser step, and what training had cost by then."""
+    """Validation success after an optimizer step, and what training had cost by then."""
 
     step: int
     turns: float
@@ -59,7 +59,7 @@ class CellResult:
     start: Mapping[str, FloatArray] | None
     curve: tuple[Checkpoint, ...]
     cost: Mapping[str, float]  # of the whole training, by AXES
-    training: tuple[Point, ...]  # of its optimiser steps
+    training: tuple[Point, ...]  # of its optimizer steps
     evaluated: tuple[Point, ...]  # of the evaluations before and after
 
 

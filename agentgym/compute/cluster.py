@@ -30,12 +30,13 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.rayjobs import RayUnreachable, auth_headers, forget_token
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint
-from agentgym.rollouts.client import Endpoints
 from agentgym.rollouts.loop import LoopThread
+from agentgym.types import Endpoints
 
 CONNECT_TIMEOUT_S = 10.0  # to the cluster's port
 TEMP_PREFIX = "agentgym-ray-"  # folder of a local cluster
-TEMP_ROOT = Path("/tmp")  # noqa: S108 - a socket's path has 107 bytes, so neither the state folder nor TMPDIR will do
+# a socket's path has 107 bytes, so neither the state folder nor TMPDIR will do
+TEMP_ROOT = Path("/tmp")  # noqa: S108
 ATTEMPTS = 8  # to make that folder
 _in_use = threading.Lock()  # Ray knows one cluster per process
 _token = secrets.token_hex(32)  # of this process's local clusters

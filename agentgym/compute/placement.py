@@ -15,8 +15,7 @@ from agentgym.algorithms.batch import Batch
 from agentgym.config import AlgorithmConfig, RunConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint
-from agentgym.rollouts.client import Endpoints
-from agentgym.types import Item, Trajectory
+from agentgym.types import Endpoints, Item, Trajectory
 
 
 class AnyLearner(Protocol):

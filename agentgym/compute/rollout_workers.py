@@ -27,14 +27,13 @@ from agentgym.models.chat import ChatRenderer
 from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS, Checkpoint
 from agentgym.models.model import model_from_blobs, set_threads, tokenizer_from_files
 from agentgym.rollouts.canary import Canary
-from agentgym.rollouts.client import Endpoints
 from agentgym.rollouts.collect import collect, in_order, require_valid
 from agentgym.rollouts.engine import episode_settings
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.pools import EnvPools
-from agentgym.types import EngineMismatch, Item, Trajectory
+from agentgym.types import Endpoints, EngineMismatch, Item, Trajectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

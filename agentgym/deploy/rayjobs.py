@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -26,6 +26,9 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.store.keys import object_name, package_folders
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +138,7 @@ def forget_token() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _connect(address: str) -> Any:
+def _connect(address: str) -> JobSubmissionClient:
     """A client of the Jobs API that gives up in time.
     Errors: ConfigError without Ray, RayUnreachable.
     """
@@ -186,7 +189,7 @@ def _without(*names: str) -> Iterator[None]:
         os.environ.update(kept)
 
 
-def _find_or_name(client: Any, run_key: str, step: str) -> tuple[str, bool]:
+def _find_or_name(client: JobSubmissionClient, run_key: str, step: str) -> tuple[str, bool]:
     """(name, False) of the job of this run and step that has not ended, else (the next free
     name, True).
     """
@@ -202,7 +205,7 @@ def _find_or_name(client: Any, run_key: str, step: str) -> tuple[str, bool]:
     return f"{base}{max(attempts, default=0) + 1}", True
 
 
-def _submit(client: Any, name: str, step: str, cfg: RunConfig) -> None:
+def _submit(client: JobSubmissionClient, name: str, step: str, cfg: RunConfig) -> None:
     """Start the job, unless somebody was faster: names are unique on a cluster."""
     inner = job_config(cfg)
     alone = inner.compute == "inline"
@@ -246,7 +249,9 @@ def _submit(client: Any, name: str, step: str, cfg: RunConfig) -> None:
             time.sleep(POLL_S)
 
 
-def _follow_or_stop(client: Any, name: str, cfg: RunConfig) -> tuple[Any, list[str]]:
+def _follow_or_stop(
+    client: JobSubmissionClient, name: str, cfg: RunConfig
+) -> tuple[Any, list[str]]:
     """(the ended job, or None where the cluster has forgotten it; the end of its log).
 
     Whatever ends the following, but for a lost cluster, also ends the job.
@@ -260,7 +265,7 @@ def _follow_or_stop(client: Any, name: str, cfg: RunConfig) -> tuple[Any, list[s
         raise
 
 
-async def _follow(client: Any, name: str, cfg: RunConfig) -> tuple[Any, list[str]]:
+async def _follow(client: JobSubmissionClient, name: str, cfg: RunConfig) -> tuple[Any, list[str]]:
     """Errors: RayUnreachable after SILENCE_S; TimeoutError past `ray.job_timeout_s` or,
     waiting, past `ray.placement_timeout_s`.
     """
@@ -306,7 +311,7 @@ async def _follow(client: Any, name: str, cfg: RunConfig) -> tuple[Any, list[str
         await asyncio.gather(tail, return_exceptions=True)
 
 
-async def _tail(client: Any, name: str, lines: list[str]) -> None:
+async def _tail(client: JobSubmissionClient, name: str, lines: list[str]) -> None:
     """Pass every line of the job's log on once, however often the connection breaks; keep the
     last in `lines`.
     """
@@ -326,7 +331,7 @@ async def _tail(client: Any, name: str, lines: list[str]) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def _stop(client: Any, name: str) -> None:
+def _stop(client: JobSubmissionClient, name: str) -> None:
     """End the job and wait until it has ended; a failure is logged, because something else is
     already being raised.
     """

@@ -43,7 +43,7 @@ class EvaluationRow:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A success rate over optimiser steps. Steps are global: they run on through the stages."""
+    """A success rate over optimizer steps. Steps are global: they run on through the stages."""
 
     name: str
     steps: Sequence[int]
@@ -53,7 +53,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """Optimiser steps first_step .. last_step, both inside, trained with one horizon."""
+    """Optimizer steps first_step .. last_step, both inside, trained with one horizon."""
 
     title: str
     first_step: int
@@ -63,7 +63,7 @@ class StageSpan:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPoint:
-    """One evaluated checkpoint on the axis of optimiser steps."""
+    """One evaluated checkpoint on the axis of optimizer steps."""
 
     title: str
     step: int
@@ -105,7 +105,7 @@ _SMOOTHING_STEPS = 7  # width of the running mean
 def learning_curve_png(
     curves: Sequence[Curve], stages: Sequence[StageSpan], evaluations: Sequence[EvaluationPoint]
 ) -> bytes:
-    """Success over optimiser steps on one continuous axis: stages shaded, evaluations as points
+    """Success over optimizer steps on one continuous axis: stages shaded, evaluations as points
     with their intervals.
     """
     figure, axes = _figure(10.0, 4.6)
@@ -158,7 +158,7 @@ def learning_curve_png(
             zorder=5,
         )
     axes.margins(x=0.02)
-    axes.set_xlabel("optimiser step")
+    axes.set_xlabel("optimizer step")
     axes.set_ylabel("success")
     if curves or evaluations:
         axes.legend(

@@ -28,10 +28,10 @@ from agentgym.algorithms.losses import (
     value_loss,
 )
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.config import AlgorithmConfig, OptimiserConfig
+from agentgym.config import AlgorithmConfig, OptimizerConfig
 from agentgym.learner.optimizer import OptimizedNetwork
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
-from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS
+from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.networks import PolicyNet, ValueNet
 from agentgym.types import EngineMismatch
 
@@ -42,12 +42,12 @@ Share = tuple[Tensor, bool]
 
 
 class Learner:
-    """Holds the trained weights and the state of their optimisers."""
+    """Holds the trained weights and the state of their optimizers."""
 
     def __init__(
         self,
         model: Any,
-        config: OptimiserConfig,
+        config: OptimizerConfig,
         *,
         total_steps: int,
         ranks: ProcessGroup | None = None,
@@ -86,19 +86,19 @@ class Learner:
 
     def blobs(self) -> dict[str, bytes]:
         """All that a commit must hold for another learner to go on from here."""
-        blobs = {WEIGHTS: self._policy.weights_blob(), OPTIMISER: self._policy.state_blob()}
+        blobs = {WEIGHTS: self._policy.weights_blob(), OPTIMIZER: self._policy.state_blob()}
         if self._values is not None:
             blobs |= {
                 CRITIC: self._values.weights_blob(),
-                CRITIC_OPTIMISER: self._values.state_blob(),
+                CRITIC_OPTIMIZER: self._values.state_blob(),
             }
         return blobs
 
-    def load_optimisers(self, blobs: Mapping[str, bytes]) -> None:
-        """Go on with the optimisers' state of `blobs`; weights come with the models."""
-        self._policy.load_state(blobs[OPTIMISER])
+    def load_optimizers(self, blobs: Mapping[str, bytes]) -> None:
+        """Go on with the optimizers' state of `blobs`; weights come with the models."""
+        self._policy.load_state(blobs[OPTIMIZER])
         if self._values is not None:
-            self._values.load_state(blobs[CRITIC_OPTIMISER])
+            self._values.load_state(blobs[CRITIC_OPTIMIZER])
 
     def score(self, batch: Batch) -> Tensor:
         """[N] log-probabilities under the present weights; 0 where action_mask is false."""
@@ -107,7 +107,7 @@ class Learner:
     def update(
         self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int
     ) -> dict[str, float]:
-        """One optimiser step of the recipe: `epochs` x `minibatches` updates of the weights.
+        """One optimizer step of the recipe: `epochs` x `minibatches` updates of the weights.
 
         step: from 1.
         Result: metrics by name.
@@ -265,7 +265,7 @@ class Learner:
         return metrics
 
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
-        """One optimiser step of maximum likelihood on the action tokens of demonstrations.
+        """One optimizer step of maximum likelihood on the action tokens of demonstrations.
         step: from 1.
         """
         num_tokens = int(batch.action_mask.sum())
@@ -288,7 +288,7 @@ class Learner:
     def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]:
-        """One optimiser step of direct preference optimisation: row 2i of the batch is preferred
+        """One optimizer step of direct preference optimization: row 2i of the batch is preferred
         to row 2i + 1.
 
         reference: [N] log-probabilities under the reference policy (`score` of it); step: from 1.
@@ -324,7 +324,7 @@ class Learner:
     def _step(
         self,
         network: nn.Module,
-        optimised: OptimizedNetwork,
+        optimized: OptimizedNetwork,
         batch: Batch,
         rows: Tensor,
         step: int,
@@ -335,7 +335,7 @@ class Learner:
         batch [N] bool) -> its share of the loss, and of what is logged. unit: so many neighbouring
         rows stay together.
         """
-        optimised.zero_grad()
+        optimized.zero_grad()
         sums: dict[str, Tensor] = {}
         for own, counts in self._shares(batch, rows, unit):
             loss, logged = loss_of(
@@ -346,7 +346,7 @@ class Learner:
                 sums[name] = sums.get(name, torch.zeros(())) + value.sum() * counts
         totals = self.ranks.all_sum(torch.stack([value.float() for value in sums.values()]))
         result = dict(zip(sums, totals.tolist(), strict=True))
-        return {**result, "grad_norm": optimised.apply(step, result["loss"])}
+        return {**result, "grad_norm": optimized.apply(step, result["loss"])}
 
     @torch.no_grad()
     def _scores(self, network: PolicyNet, batch: Batch) -> Tensor:

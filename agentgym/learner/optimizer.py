@@ -1,4 +1,4 @@
-"""Weights, their optimiser and its schedule, kept together."""
+"""Weights, their optimizer and its schedule, kept together."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
-from agentgym.config import OptimiserConfig
+from agentgym.config import OptimizerConfig
 from agentgym.learner.process_group import ProcessGroup
 
 
-def learning_rate(config: OptimiserConfig, step: int, total_steps: int) -> float:
-    """The rate at optimiser step 1 .. total_steps: a pure function of the step, never 0 at the
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate at optimizer step 1 .. total_steps: a pure function of the step, never 0 at the
     first update.
     """
     if step <= config.warmup_steps:
@@ -29,7 +29,7 @@ def learning_rate(config: OptimiserConfig, step: int, total_steps: int) -> float
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * shape)
 
 
-MASTER = "master"  # name of a master weight among the optimiser's own tensors
+MASTER = "master"  # name of a master weight among the optimizer's own tensors
 
 
 class OptimizedNetwork:
@@ -43,10 +43,10 @@ class OptimizedNetwork:
     """
 
     def __init__(
-        self, network: nn.Module, config: OptimiserConfig, *, total_steps: int, ranks: ProcessGroup
+        self, network: nn.Module, config: OptimizerConfig, *, total_steps: int, ranks: ProcessGroup
     ) -> None:
         """network: already spread over the ranks.
-        A new optimiser begins at the weights as they are, rounded ones too.
+        A new optimizer begins at the weights as they are, rounded ones too.
         """
         self._config, self._total_steps, self._ranks = config, total_steps, ranks
         # this rank's parts: after a forward without a backward the network shows other, gathered
@@ -59,7 +59,7 @@ class OptimizedNetwork:
         return {name: _master_of(parameter) for name, parameter in self._parameters.items()}
 
     @cached_property
-    def _optimiser(self) -> torch.optim.AdamW:
+    def _optimizer(self) -> torch.optim.AdamW:
         config = self._config
         return torch.optim.AdamW(
             self._masters.values(),
@@ -72,7 +72,7 @@ class OptimizedNetwork:
         return learning_rate(self._config, step, self._total_steps)
 
     def zero_grad(self) -> None:
-        self._optimiser.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)
 
     def apply(self, step: int, loss: float) -> float:
         """Clip, check and take one step. Result: the gradient's norm before clipping.
@@ -89,9 +89,9 @@ class OptimizedNetwork:
             raise FloatingPointError(
                 f"loss {loss} with gradient norm {norm} is not finite; the weights were not changed"
             )
-        for group in self._optimiser.param_groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = self.rate(step)
-        self._optimiser.step()
+        self._optimizer.step()
         self._round()
         return norm
 
@@ -113,11 +113,11 @@ class OptimizedNetwork:
         )
 
     def state_blob(self) -> bytes:
-        """The optimiser's state and the master weights as safetensors, by parameter name."""
+        """The optimizer's state and the master weights as safetensors, by parameter name."""
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             own = {MASTER: master.detach()} if name in self._narrow() else {}
-            for key, value in {**own, **self._optimiser.state.get(master, {})}.items():
+            for key, value in {**own, **self._optimizer.state.get(master, {})}.items():
                 tensors[f"{name}:{key}"] = self._ranks.whole(value).cpu().contiguous()
         return bytes(save_safetensors(tensors))
 
@@ -135,7 +135,7 @@ class OptimizedNetwork:
             master = self._masters[name]
             part = whole if whole.ndim == 0 else self._ranks.part(whole.to(master.device), master)
             if key != MASTER:
-                self._optimiser.state[master][key] = part
+                self._optimizer.state[master][key] = part
                 continue
             rounded = self._ranks.whole(narrow[name].detach()).cpu()
             if not torch.equal(whole.to(rounded.dtype), rounded):
@@ -146,7 +146,7 @@ class OptimizedNetwork:
             loaded.add(name)
         if missing := sorted(narrow.keys() - loaded):
             raise ValueError(
-                f"the optimiser's state has no master weight of {missing[0]}; it is of a model in"
+                f"the optimizer's state has no master weight of {missing[0]}; it is of a model in"
                 " float32"
             )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from safetensors.torch import load as load_safetensors
 
-from agentgym.config import OptimiserConfig
+from agentgym.config import OptimizerConfig
 from agentgym.learner.learner import Learner
 from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.model import load_weights, model_from_blobs
@@ -20,13 +20,13 @@ class LearnerPlan:
 
     architecture: str  # config.json
     weights: bytes
-    optimiser: OptimiserConfig
+    optimizer: OptimizerConfig
     total_steps: int
     critic: bytes | None = None  # weights; empty: a new one on the policy's body
     critic_lr: float | None = None
     reference: bytes | None = None  # weights
     # by blob name; empty: new ones
-    optimiser_states: Mapping[str, bytes] = field(default_factory=dict)
+    optimizer_states: Mapping[str, bytes] = field(default_factory=dict)
 
     def build(self, ranks: ProcessGroup | None = None) -> Learner:
         """The learner, or this rank's part of it."""
@@ -41,13 +41,13 @@ class LearnerPlan:
         )
         learner = Learner(
             model,
-            self.optimiser,
+            self.optimizer,
             total_steps=self.total_steps,
             ranks=ranks,
             critic=critic,
             critic_lr=self.critic_lr,
             reference=reference,
         )
-        if self.optimiser_states:
-            learner.load_optimisers(self.optimiser_states)
+        if self.optimizer_states:
+            learner.load_optimizers(self.optimizer_states)
         return learner

@@ -7,9 +7,13 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentgym.config import ConfigError, ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 # keys of a config.json that name code to run, on the hub or in the model's folder; ours is chosen
 # here
@@ -99,7 +103,7 @@ def _without_code(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in pairs if not _NAMES_CODE.fullmatch(key)}
 
 
-def unsupported(config: Any) -> Iterator[str]:
+def unsupported(config: PretrainedConfig) -> Iterator[str]:
     """What would not show on rows as short as those that are compared."""
     text = config.get_text_config(decoder=True)
     for kind in sorted(set(getattr(text, "layer_types", None) or ()) - set(LAYERS)):

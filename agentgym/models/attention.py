@@ -9,12 +9,16 @@ One model code serves both sides, so what the engine samples from is what the le
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 RAGGED = "agentgym_ragged"
 GROUP_ROWS = 16  # attended to at once; fewer are padded less, more cost fewer calls
@@ -78,7 +82,7 @@ def _ragged_attention(
 AttentionInterface.register(RAGGED, _ragged_attention)
 
 
-def require_ragged(model: Any) -> None:
+def require_ragged(model: PreTrainedModel) -> None:
     """Errors: ValueError where the model would ignore the layout without a word."""
     kind = model.config._attn_implementation
     if kind != RAGGED:
@@ -190,7 +194,7 @@ class KeyValueCache:
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
 
     @staticmethod
-    def of(model: Any, *, num_slots: int, context_tokens: int) -> KeyValueCache:
+    def of(model: PreTrainedModel, *, num_slots: int, context_tokens: int) -> KeyValueCache:
         """An empty one that fits the model."""
         config = model.config
         heads = config.num_attention_heads

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentgym.models.template import render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 # environments answer alike again and again, and the tokenizer takes longer than a step of some
 NUM_REMEMBERED, LONGEST_REMEMBERED = 4096, 512  # texts, and characters (or tokens) of one
@@ -40,7 +44,7 @@ class ChatRenderer:
     because ids appended turn by turn would then differ from what the model was trained on.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """tokenizer: a fast transformers tokenizer with a chat template and an EOS token that
         ends a turn.
         """

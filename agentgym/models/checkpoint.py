@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentgym.models.chat import ChatRenderer
 from agentgym.models.fidelity import require_faithful
@@ -18,21 +18,25 @@ from agentgym.models.model import (
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 
-ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMISER = (
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMIZER = (
     "config.json",
     "model.safetensors",
     "tokenizer.json",
     "optimizer.safetensors",
 )
-CRITIC, CRITIC_OPTIMISER = "critic.safetensors", "critic_optimizer.safetensors"
+CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A loaded policy."""
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer
     architecture: str  # config.json
     tokenizer_json: bytes
@@ -46,7 +50,7 @@ class Checkpoint:
         return {**self.files(), WEIGHTS: weights_blob(self.model)}
 
 
-def new_checkpoint(model: Any, tokenizer: Any) -> Checkpoint:
+def new_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Checkpoint:
     """Wrap a model and its tokenizer.
     Errors: ValueError where the chat template cannot be extended turn by turn.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,13 +19,17 @@ from agentgym.models.architecture import unsupported
 from agentgym.models.attention import RAGGED, CachedRows, KeyValueCache, PackedRows
 from agentgym.models.networks import head_logits
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
 LENGTHS = (3, 13, 32)  # tokens of the compared rows
 DECODED = 2  # last tokens of each that the engine gets one forward later
 # nats; what attention in another order of summation may differ by
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
-def require_faithful(model: Any) -> None:
+def require_faithful(model: PreTrainedModel) -> None:
     """Errors: ValueError naming the model and what of it is not supported, or by how much our
     log-probabilities differ from its own."""
     name = f"{type(model).__name__} ({model.config.name_or_path or 'no name'})"
@@ -47,7 +51,7 @@ def require_faithful(model: Any) -> None:
 
 
 @torch.no_grad()
-def differences(model: Any) -> dict[str, float]:
+def differences(model: PreTrainedModel) -> dict[str, float]:
     """Largest difference to the model's own forward under its own attention, row by row, in nats.
 
     Result: of the learner's forward and of the engine's.
@@ -66,7 +70,7 @@ def differences(model: Any) -> dict[str, float]:
     return result
 
 
-def _rows(model: Any) -> list[Tensor]:
+def _rows(model: PreTrainedModel) -> list[Tensor]:
     like = next(model.parameters())
     draw = torch.Generator().manual_seed(0)
     size = model.get_input_embeddings().num_embeddings
@@ -74,7 +78,7 @@ def _rows(model: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _own_attention(model: Any) -> Iterator[None]:
+def _own_attention(model: PreTrainedModel) -> Iterator[None]:
     model.set_attn_implementation("eager")
     try:
         yield
@@ -82,7 +86,7 @@ def _own_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(RAGGED)
 
 
-def _learner(model: Any, rows: list[Tensor]) -> Tensor:
+def _learner(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
     starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], device=rows[0].device)
     layout = PackedRows(starts)
     hidden = model.get_decoder()(
@@ -94,7 +98,7 @@ def _learner(model: Any, rows: list[Tensor]) -> Tensor:
     return torch.log_softmax(head_logits(model, hidden).float(), -1)
 
 
-def _engine(model: Any, rows: list[Tensor]) -> Tensor:
+def _engine(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
     cache = KeyValueCache.of(model, num_slots=len(rows), context_tokens=max(LENGTHS))
     slots = list(range(len(rows)))
     parts: list[list[Tensor]] = [[] for _ in rows]

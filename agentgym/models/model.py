@@ -12,7 +12,7 @@ os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load as load_safetensors
@@ -24,6 +24,10 @@ from agentgym.config import ModelConfig
 from agentgym.models.architecture import published_architecture, read_architecture
 from agentgym.models.fidelity import require_faithful
 from agentgym.models.template import CHAT_TEMPLATE
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"  # of CHAT_TEMPLATE
 _TOKENIZER_NAMES = frozenset(
@@ -47,7 +51,7 @@ def set_threads() -> None:
     torch.set_num_threads(1)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer with our chat template.
     `vocab_size` is an upper bound: it stops where no pair repeats.
 
@@ -64,7 +68,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     return tokenizer
 
 
-def new_model(config: ModelConfig, *, vocab_size: int, eos_id: int, pad_id: int, seed: int) -> Any:
+def new_model(
+    config: ModelConfig, *, vocab_size: int, eos_id: int, pad_id: int, seed: int
+) -> PreTrainedModel:
     """A Qwen2 of the configured size with weights drawn from `seed`, without touching the
     global generator.
     """
@@ -88,7 +94,7 @@ def new_model(config: ModelConfig, *, vocab_size: int, eos_id: int, pad_id: int,
         return _from_config(architecture, torch.float32)
 
 
-def load_hub(config: ModelConfig) -> tuple[Any, Any]:
+def load_hub(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """(model, tokenizer) named by `config.name`: a Hub repository or a local folder.
     Safetensors only, no remote code.
 
@@ -113,7 +119,7 @@ def load_hub(config: ModelConfig) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def model_from_blobs(architecture: str, weights: bytes) -> Any:
+def model_from_blobs(architecture: str, weights: bytes) -> PreTrainedModel:
     """Rebuild a model from its config.json text and safetensors bytes."""
     config = read_architecture(architecture)
     state = load_safetensors(weights)
@@ -124,7 +130,7 @@ def model_from_blobs(architecture: str, weights: bytes) -> Any:
     return model.eval()
 
 
-def _from_config(config: Any, dtype: torch.dtype) -> Any:
+def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(
@@ -132,12 +138,12 @@ def _from_config(config: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def weights_of(model: Any) -> dict[str, Tensor]:
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters by name, detached; a tied tensor appears once, under the name that owns it."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def load_weights(model: Any, weights: dict[str, Tensor]) -> None:
+def load_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     """Copy weights in place.
     Errors: ValueError naming the first parameter that is missing, unknown or of another shape.
     """
@@ -159,14 +165,14 @@ def load_weights(model: Any, weights: dict[str, Tensor]) -> None:
             parameter.copy_(weights[name])
 
 
-def weights_blob(model: Any) -> bytes:
+def weights_blob(model: PreTrainedModel) -> bytes:
     """Safetensors bytes; equal weights give equal bytes."""
     return bytes(
         save_safetensors({name: tensor.contiguous() for name, tensor in weights_of(model).items()})
     )
 
 
-def tokenizer_files(tokenizer: Any) -> TokenizerFiles:
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> TokenizerFiles:
     """Every file of a fast tokenizer that `save_pretrained` writes, as text."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
@@ -177,7 +183,7 @@ def tokenizer_files(tokenizer: Any) -> TokenizerFiles:
         }
 
 
-def tokenizer_from_files(files: TokenizerFiles) -> Any:
+def tokenizer_from_files(files: TokenizerFiles) -> PreTrainedTokenizerBase:
     """The inverse of `tokenizer_files`.
     Errors: ValueError for a file that is none of a tokenizer's.
     """

@@ -4,7 +4,7 @@ wraps all there is.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,17 @@ from torch.utils.checkpoint import checkpoint
 from agentgym.algorithms.batch import Batch
 from agentgym.models.attention import PackedRows, require_ragged
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
 HEAD_CHUNK_TOKENS = 4_096  # action tokens whose logits exist at one time
 
 
 class PolicyNet(nn.Module):
     """Log-probabilities of the actions of a batch."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         """model: a causal language model built with RAGGED attention."""
         super().__init__()
         require_ragged(model)
@@ -56,7 +60,7 @@ class PolicyNet(nn.Module):
         ).to(home)
 
 
-def head_logits(model: Any, states: Tensor) -> Tensor:
+def head_logits(model: PreTrainedModel, states: Tensor) -> Tensor:
     """A causal language model's logits [..., V] of hidden states [..., H], with the scaling and
     the cap its own forward applies to them. `require_faithful` finds a model with other ideas."""
     logits: Tensor = model.get_output_embeddings()(states)
@@ -73,7 +77,7 @@ def head_logits(model: Any, states: Tensor) -> Tensor:
 class ValueNet(nn.Module):
     """The critic: a body like the policy's and a linear head that begins at zero."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         """model: a causal language model of its own, whose output head is not used."""
         super().__init__()
         require_ragged(model)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from agentgym.config import RunConfig
-from agentgym.pipeline.run import finished, key_of, open_store, semantic_of, steps_of
+from agentgym.pipeline.table import finished, key_of, open_store, semantic_of, steps_of
 from agentgym.steps.step import Step
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from agentgym.algorithms.batch import Batch
 from agentgym.types import EngineMismatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 # nats; fp32 engine and learner agree to 1e-5, a forgotten publish shows as about 100 x the learning
 # rate
@@ -17,7 +21,7 @@ CANARY_TOLERANCE = 1e-4
 class Canary:
     """What learner and engine must agree on after a publish."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.rows = canary_rows(tokenizer)
 
     def score(self, learner: Any) -> torch.Tensor:
@@ -46,7 +50,7 @@ class Canary:
         return gap
 
 
-def canary_rows(tokenizer: Any) -> list[list[int]]:
+def canary_rows(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """A few fixed token rows that exercise every layer."""
     size = len(tokenizer)
     return [[(7 * row + 13 * column) % size for column in range(1, 17)] for row in range(4)]

@@ -5,10 +5,9 @@ in one.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
@@ -16,10 +15,9 @@ from urllib.parse import urlsplit
 import aiohttp
 from pydantic import ValidationError
 
-from agentgym.types import Endpoint
+from agentgym.private import token_of
 from envs.wire import (
     MAX_BATCH,
-    TOKEN_VARIABLE,
     BatchReply,
     ErrorKind,
     ErrorReply,
@@ -27,7 +25,6 @@ from envs.wire import (
 )
 
 M = TypeVar("M", bound=Message)
-Endpoints = Mapping[str, Sequence[str]]  # environment -> URLs of its servers
 
 BACKOFF_S = 0.05  # before the first retry; doubles
 MAX_BACKOFF_S = 5.0  # also the most a server's Retry-After is believed
@@ -233,19 +230,6 @@ class EnvClient:
                 "protocol",
                 f"status {status}, unexpected body {start!r}",
             ) from error
-
-
-def token_of(endpoint: str) -> str:
-    """What this server asks for: a server of ours its own, a configured one what this process's
-    environment says.
-
-    No file or log ever has either, and neither is sent to the other kind.
-    """
-    return (
-        endpoint.token
-        if isinstance(endpoint, Endpoint)
-        else os.environ.get(TOKEN_VARIABLE, "").strip()
-    )
 
 
 def backoff_s(attempt: int, first_s: float = BACKOFF_S) -> float:

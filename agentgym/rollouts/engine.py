@@ -16,13 +16,12 @@ from agentgym.algorithms.batch import Batch
 from agentgym.config import RunConfig
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.canary import Canary
-from agentgym.rollouts.client import Endpoints
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.pools import EnvPools
-from agentgym.types import Item, Trajectory
+from agentgym.types import Endpoints, Item, Trajectory
 
 ENGINE = TorchPolicy  # what samples; the audit asks it what it promises
 

@@ -39,7 +39,7 @@ class EpisodeSettings:
     """What is equal for all episodes of one collection."""
 
     seed: int
-    step: int  # optimiser step the episodes are for
+    step: int  # optimizer step the episodes are for
     max_turns: int
     temperature: float
     max_new_tokens: int

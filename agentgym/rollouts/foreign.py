@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from agentgym.rollouts.client import EnvError, request_headers, token_of
+from agentgym.private import token_of
+from agentgym.rollouts.client import EnvError, request_headers
 
 _SHOWN = 200  # characters of an answer in an error
 

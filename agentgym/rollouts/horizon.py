@@ -1,4 +1,4 @@
-"""How many turns an episode may take at each optimiser step: the curriculum of ScalingInter."""
+"""How many turns an episode may take at each optimizer step: the curriculum of ScalingInter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentgym.config import HorizonConfig
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A span of optimiser steps with one horizon."""
+    """A span of optimizer steps with one horizon."""
 
     index: int  # from 1
     max_turns: int  # the largest, where it grows within the stage
@@ -25,7 +25,7 @@ class Stage:
 
 
 def stages(config: HorizonConfig) -> tuple[Stage, ...]:
-    """The stages in order; together they cover every optimiser step once."""
+    """The stages in order; together they cover every optimizer step once."""
     ends = list(accumulate(config.stage_steps))
     if config.kind == "adaptive":
         return (Stage(1, config.max_turns[-1], 1, ends[-1]),)
@@ -42,18 +42,18 @@ class HorizonState:
     """What an adaptive horizon remembers; part of every commit."""
 
     level: int = 0  # index into max_turns
-    recent: tuple[float, ...] = ()  # success of the optimiser steps at this level, newest last
+    recent: tuple[float, ...] = ()  # success of the optimizer steps at this level, newest last
 
 
 def max_turns(config: HorizonConfig, step: int, state: HorizonState = HorizonState()) -> int:
-    """The horizon at optimiser step 1, 2, ...: a pure function of step and recorded state, so that
+    """The horizon at optimizer step 1, 2, ...: a pure function of step and recorded state, so that
     a resumed run cannot shift it.
 
     After the last stage its horizon stays.
     Source: ScalingInter-RL, arXiv:2509.08755; adaptive is ours.
     """
     if step < 1:
-        raise ValueError(f"optimiser steps count from 1, got {step}")
+        raise ValueError(f"optimizer steps count from 1, got {step}")
     if config.kind == "adaptive":
         return config.max_turns[state.level]
     ends = list(accumulate(config.stage_steps))

@@ -15,14 +15,13 @@ from agentgym.config import ConfigError, EnvConfig
 from agentgym.rollouts.balancing import Balancer
 from agentgym.rollouts.client import (
     CLOSE_TIMEOUT_S,
-    Endpoints,
     EnvClient,
     EnvError,
     Retryable,
     back_off,
     give_up,
 )
-from agentgym.types import Item
+from agentgym.types import Endpoints, Item
 from envs.wire import (
     MAX_ACTION_CHARS,
     PROTOCOL_VERSION,

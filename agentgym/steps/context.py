@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentgym.config import RunConfig
-from agentgym.rollouts.client import Endpoints
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import RunStore, StepWriter
 from agentgym.tracking.points import Point, encode_points
-from agentgym.types import Trajectory
+from agentgym.types import Endpoints, Trajectory
 
 # offer_expert -> endpoints of running servers
 Environment = Callable[[bool], AbstractContextManager[Endpoints]]

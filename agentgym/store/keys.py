@@ -25,7 +25,7 @@ STATE_ONLY = (
     "agentgym.config",
     "agentgym.steps.context",
     "agentgym.private",
-    "agentgym.progress",
+    "agentgym.console.progress",
 )
 
 

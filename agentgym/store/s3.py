@@ -98,7 +98,8 @@ def _retry_when_told_to_slow_down(response: Any, attempts: int, **_: Any) -> flo
     """
     if response is None or response[0].status_code != 429 or attempts >= MAX_ATTEMPTS:
         return None
-    return min(MAX_BACKOFF_S, random.uniform(0.5, 1) * 2.0 ** (attempts - 1))  # noqa: S311  # spreads retries, keeps no secret
+    # spreads retries, keeps no secret
+    return min(MAX_BACKOFF_S, random.uniform(0.5, 1) * 2.0 ** (attempts - 1))  # noqa: S311
 
 
 class Bucket:

@@ -259,7 +259,9 @@ def check_server(uri: str) -> None:
     if not uri.startswith(("http://", "https://")):
         return
     try:
-        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=REACH_TIMEOUT_S):  # noqa: S310 - http or https, see above
+        # http or https, see above
+        health = f"{uri.rstrip('/')}/health"
+        with urllib.request.urlopen(health, timeout=REACH_TIMEOUT_S):  # noqa: S310
             pass
     except urllib.error.HTTPError:
         pass  # it answers; what it allows shows when it is used

@@ -3,7 +3,7 @@
 
 dpo and agent_evol first sample train items with the policy the stage begins with, at the stage's
 horizon; the episodes are committed before anything is learned from them.
-All three then take the stage's optimiser steps on the one learner.
+All three then take the stage's optimizer steps on the one learner.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from agentgym.compute.placement import (
     open_compute,
     play_validation,
 )
-from agentgym.config import OptimiserConfig, RunConfig
+from agentgym.config import OptimizerConfig, RunConfig
 from agentgym.data.items import Splits, splits_from_json, train_stream
 from agentgym.learner.learner import Learner
 from agentgym.learner.plan import LearnerPlan
-from agentgym.models.checkpoint import OPTIMISER, WEIGHTS, Checkpoint, load_checkpoint
+from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, load_checkpoint
 from agentgym.models.model import set_threads
 from agentgym.rollouts.horizon import Stage
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
@@ -41,12 +41,12 @@ from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)
 
-COMMIT_EVERY = 10  # optimiser steps; steps with validation are committed, too
+COMMIT_EVERY = 10  # optimizer steps; steps with validation are committed, too
 START = "warm-start"  # where every iteration of agent_evol learns from anew
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
-    """Explore where the recipe does, then train to the stage's last optimiser step; goes on
+    """Explore where the recipe does, then train to the stage's last optimizer step; goes on
     from the last commit.
     """
     set_threads()
@@ -113,7 +113,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
 
 
 def commits_at(cfg: RunConfig, stage: Stage, step: int) -> bool:
-    """Whether an optimiser step of the stage ends in a commit."""
+    """Whether an optimizer step of the stage ends in a commit."""
     return (
         step == stage.last_step
         or step % COMMIT_EVERY == 0
@@ -121,21 +121,21 @@ def commits_at(cfg: RunConfig, stage: Stage, step: int) -> bool:
     )
 
 
-def optimiser_of(cfg: RunConfig) -> OptimiserConfig:
-    """The optimiser of the recipe: dpo has a rate of its own."""
+def optimizer_of(cfg: RunConfig) -> OptimizerConfig:
+    """The optimizer of the recipe: dpo has a rate of its own."""
     is_dpo = RECIPES[cfg.algorithm.recipe].loop == "dpo"
-    return cfg.optimiser.model_copy(update={"lr": cfg.offline.dpo_lr}) if is_dpo else cfg.optimiser
+    return cfg.optimizer.model_copy(update={"lr": cfg.offline.dpo_lr}) if is_dpo else cfg.optimizer
 
 
 def first_rate_step(cfg: RunConfig, stage: Stage) -> int:
-    """The optimiser step before the first one of its schedule: each stage is a problem of its
+    """The optimizer step before the first one of its schedule: each stage is a problem of its
     own, but sft is one for all stages.
     """
     return 0 if RECIPES[cfg.algorithm.recipe].loop == "sft" else stage.first_step - 1
 
 
 def rate_steps(cfg: RunConfig, stage: Stage) -> int:
-    """How many optimiser steps the schedule of the learning rate is for."""
+    """How many optimizer steps the schedule of the learning rate is for."""
     return (
         sum(cfg.horizon.stage_steps)
         if RECIPES[cfg.algorithm.recipe].loop == "sft"
@@ -212,7 +212,7 @@ def exploration_metrics(
     episodes: Sequence[Trajectory], material: Sequence[tuple[Trajectory, ...]]
 ) -> dict[str, float]:
     """Of a stage's own episodes and what is learned from them; logged at the stage's first
-    optimiser step.
+    optimizer step.
     """
     return rollout_metrics(episodes) | {"rollout/num_kept": float(len(material))}
 
@@ -223,7 +223,7 @@ def _recorded(ctx: StepContext) -> list[Trajectory]:
         RECIPES[ctx.cfg.algorithm.recipe].loop == "dpo"
         and ctx.cfg.warm_start.source == "trajectories"
     )
-    return decode_trajectories(ctx.read(ctx.parents["initialise"], DEMOS)) if is_dpo else []
+    return decode_trajectories(ctx.read(ctx.parents["initialize"], DEMOS)) if is_dpo else []
 
 
 def _explore(
@@ -280,9 +280,9 @@ def _plan_learner(
     checkpoint: Checkpoint,
 ) -> LearnerPlan:
     """As the last commit left it.
-    A stage begins with a new optimiser, agent_evol with the weights of the warm start, too.
+    A stage begins with a new optimizer, agent_evol with the weights of the warm start, too.
 
-    sft goes on with weights and optimiser from stage to stage.
+    sft goes on with weights and optimizer from stage to stage.
     """
     cfg, loop = ctx.cfg, RECIPES[ctx.cfg.algorithm.recipe].loop
     anew = loop == "evolve" and trained is None
@@ -290,9 +290,9 @@ def _plan_learner(
     return LearnerPlan(
         architecture=checkpoint.architecture,
         weights=ctx.read(ctx.parents[START] if anew else trained or start, WEIGHTS),
-        optimiser=optimiser_of(cfg),
+        optimizer=optimizer_of(cfg),
         total_steps=rate_steps(cfg, stage),
-        optimiser_states={} if before is None else {OPTIMISER: ctx.read(before, OPTIMISER)},
+        optimizer_states={} if before is None else {OPTIMIZER: ctx.read(before, OPTIMIZER)},
     )
 
 
@@ -304,7 +304,7 @@ def _lesson(
     material: Sequence[tuple[Trajectory, ...]],
     episodes: Sequence[Trajectory],
 ) -> Callable[[int], dict[str, float]]:
-    """optimiser step -> metrics, having taken it.
+    """optimizer step -> metrics, having taken it.
     What a step learns from is a pure function of the step.
 
     Errors: RuntimeError where the policy's own episodes hold nothing to learn from.
@@ -328,7 +328,7 @@ def _lesson(
         pairs = to_batch([trajectory for pair in material for trajectory in pair])
         # the reference is the policy that sampled them; also in a resumed stage, whose learner has
         # moved on
-        policy = Learner(load_checkpoint(ctx.store, start).model, cfg.optimiser, total_steps=1)
+        policy = Learner(load_checkpoint(ctx.store, start).model, cfg.optimizer, total_steps=1)
         pairs = replace(pairs, logprobs=policy.score(pairs))
         size = min(settings.pairs_per_step, len(material))
 

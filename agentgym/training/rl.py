@@ -17,8 +17,8 @@ from agentgym.data.items import ItemStream, splits_from_json, train_stream
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import (
     CRITIC,
-    CRITIC_OPTIMISER,
-    OPTIMISER,
+    CRITIC_OPTIMIZER,
+    OPTIMIZER,
     WEIGHTS,
     Checkpoint,
     load_checkpoint,
@@ -33,11 +33,11 @@ from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)
 
-MAX_SKIPPED = 10  # optimiser steps in a row without an episode to learn from
+MAX_SKIPPED = 10  # optimizer steps in a row without an episode to learn from
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
-    """Train from the last commit, or from the parent's weights, to the stage's last optimiser
+    """Train from the last commit, or from the parent's weights, to the stage's last optimizer
     step; commit each step.
     """
     set_threads()
@@ -89,7 +89,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             skipped = 0 if kept else skipped + 1
             if skipped > MAX_SKIPPED:
                 raise RuntimeError(
-                    f"step {step}: no episode to learn from in {skipped} optimiser steps in a row"
+                    f"step {step}: no episode to learn from in {skipped} optimizer steps in a row"
                     f" (recipe {algorithm.recipe}, truncated {algorithm.truncated}, success"
                     f" {metrics.get('rollout/success', 0.0):.2f}); every group had equal rewards or"
                     " was cut. Use easier or harder items, a longer horizon, or another recipe"
@@ -152,7 +152,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The episodes of one optimiser step."""
+    """The episodes of one optimizer step."""
 
     items: list[Item]  # consumed from the stream, in order
     trajectories: list[Trajectory]  # of all of them, in admission order
@@ -198,7 +198,7 @@ def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> L
     Errors: ConfigError where `start` was trained without the critic the recipe needs.
     """
     cfg, recipe = ctx.cfg, RECIPES[ctx.cfg.algorithm.recipe]
-    # a stage went before; the warm start's optimiser is another one
+    # a stage went before; the warm start's optimizer is another one
     goes_on = "stream_position" in start.state
     critic = reference = None
     if recipe.needs_critic:
@@ -213,23 +213,23 @@ def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> L
         base = next(
             manifest
             for name, manifest in ctx.parents.items()
-            if name in ("warm-start", "initialise")
+            if name in ("warm-start", "initialize")
         )
         reference = ctx.read(base, WEIGHTS)
     states = {
         name: ctx.read(start, name)
-        for name in (OPTIMISER, CRITIC_OPTIMISER)
+        for name in (OPTIMIZER, CRITIC_OPTIMIZER)
         if goes_on and name in start.blobs
     }
     return LearnerPlan(
         architecture=checkpoint.architecture,
         weights=ctx.read(start, WEIGHTS),
-        optimiser=cfg.optimiser,
+        optimizer=cfg.optimizer,
         total_steps=sum(cfg.horizon.stage_steps),
         critic=critic,
         critic_lr=cfg.algorithm.critic_lr,
         reference=reference,
-        optimiser_states=states,
+        optimizer_states=states,
     )
 
 

@@ -19,7 +19,7 @@ from agentgym.data.items import Splits, interleave, splits_from_json
 from agentgym.data.trajectories import RECORDED, Recorded, chosen, decode
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.chat import ChatRenderer
-from agentgym.models.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint, new_checkpoint
+from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, load_checkpoint, new_checkpoint
 from agentgym.models.model import load_hub, new_model, set_threads, train_tokenizer
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.engine import open_pool
@@ -31,10 +31,10 @@ from agentgym.tracking.points import Point
 from agentgym.types import Completion, Item, Status, Trajectory, Turn
 
 DEMOS = "demos.jsonl.gz"
-COMMIT_EVERY = 20  # optimiser steps
+COMMIT_EVERY = 20  # optimizer steps
 
 
-def initialise(ctx: StepContext) -> Manifest:
+def initialize(ctx: StepContext) -> Manifest:
     """Demonstrations of train items, an expert's or others', and the model before any training."""
     set_threads()
     cfg = ctx.cfg
@@ -61,7 +61,7 @@ def initialise(ctx: StepContext) -> Manifest:
             seed=cfg.seed,
         )
     checkpoint = new_checkpoint(model, tokenizer)
-    demos = [episode.tokenise(checkpoint.renderer, _settings(ctx, manuals)) for episode in texts]
+    demos = [episode.tokenize(checkpoint.renderer, _settings(ctx, manuals)) for episode in texts]
     if not is_expert:
         demos = [demo for demo in demos if len(demo.input_ids) <= cfg.model.context_tokens]
     if texts:
@@ -147,7 +147,7 @@ def demonstrations(ctx: StepContext) -> list[Trajectory]:
     """The successful ones, to imitate."""
     return [
         demo
-        for demo in decode_trajectories(ctx.read(ctx.parents["initialise"], DEMOS))
+        for demo in decode_trajectories(ctx.read(ctx.parents["initialize"], DEMOS))
         if demo.success
     ]
 
@@ -158,17 +158,17 @@ def warm_start(ctx: StepContext) -> Manifest:
     """
     set_threads()
     settings = ctx.cfg.warm_start
-    start = ctx.head or ctx.parents["initialise"]
+    start = ctx.head or ctx.parents["initialize"]
     demos = demonstrations(ctx)
     checkpoint = load_checkpoint(ctx.store, start)
     step = int(start.state.get("sft_step", 0))
     plan = LearnerPlan(
         architecture=checkpoint.architecture,
         weights=ctx.read(start, WEIGHTS),
-        optimiser=settings.optimiser,
+        optimizer=settings.optimizer,
         total_steps=settings.steps,
-        optimiser_states=(
-            {OPTIMISER: ctx.read(start, OPTIMISER)} if OPTIMISER in start.blobs else {}
+        optimizer_states=(
+            {OPTIMIZER: ctx.read(start, OPTIMIZER)} if OPTIMIZER in start.blobs else {}
         ),
     )
     ctx.progress.start("warm start", settings.steps)
@@ -201,7 +201,7 @@ def warm_start(ctx: StepContext) -> Manifest:
 
 
 def demo_rows(seed: int, step: int, num_demos: int, batch_size: int) -> list[int]:
-    """Which demonstrations optimiser step 1, 2, ... learns from: epochs of seeded shuffles, a
+    """Which demonstrations optimizer step 1, 2, ... learns from: epochs of seeded shuffles, a
     pure function of the step.
     """
     first = (step - 1) * batch_size
@@ -243,7 +243,7 @@ class _TextEpisode:
             ),
         ]
 
-    def tokenise(self, renderer: ChatRenderer, settings: EpisodeSettings) -> Trajectory:
+    def tokenize(self, renderer: ChatRenderer, settings: EpisodeSettings) -> Trajectory:
         """The ids a policy would have produced, had it played this."""
         settings = replace(settings, max_turns=max(1, len(self.steps)))
         episode = Episode(

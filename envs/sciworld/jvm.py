@@ -119,7 +119,8 @@ class Line:
         """As `ask`."""
         answer = bytearray()
         async with asyncio.timeout(timeout_s):
-            while not self._lock.acquire(blocking=False):  # noqa: ASYNC110  (held by a thread nobody waits for any more, almost never)
+            # held by a thread nobody waits for any more, almost never
+            while not self._lock.acquire(blocking=False):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             try:
                 for pipe, event in self._exchange(request, answer):

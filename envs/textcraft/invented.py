@@ -33,7 +33,8 @@ def invent(number: int, known: Iterable[Draft]) -> list[Draft]:
     single = sorted({*begins, *ends} - names)
     # a recipe of one block alone would be left out
     ingredient_ends = [end for end in ends if end != "block"]
-    chance = random.Random("invented recipes")  # noqa: S311  (a str is hashed by sha512, the same everywhere)
+    # a str is hashed by sha512, the same everywhere
+    chance = random.Random("invented recipes")  # noqa: S311
     outputs, ingredients = set(names), set(names)
 
     def name(first: str, last: list[str], *taken: set[str]) -> str:

@@ -47,7 +47,8 @@ class World:
     def reset(self, task_id: int) -> str:
         self.goal = self.options.goals[task_id % len(self.options.goals)]
         self.inventory, self.num_steps, self._ended = {}, 0, False
-        chance = random.Random(f"textcraft {task_id}")  # noqa: S311  (a str is hashed by sha512, the same everywhere)
+        # a str is hashed by sha512, the same everywhere
+        chance = random.Random(f"textcraft {task_id}")  # noqa: S311
         tree, others = self.book.told(self.goal)
         commands = tree + chance.sample(others, min(self.options.distractors, len(others)))
         chance.shuffle(commands)

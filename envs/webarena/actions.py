@@ -151,7 +151,8 @@ def parse(reply: str) -> Action:
         said = keys(said)
     if kind == "type" and len(said) > MAX_TEXT:
         raise NoAction(f"At most {MAX_TEXT} characters can be typed at once, got {len(said)}.")
-    return Action(kind, number, said, enter=kind == "type" and parts.get("flag", "1") == "1")  # type: ignore[arg-type]
+    enter = kind == "type" and parts.get("flag", "1") == "1"
+    return Action(kind, number, said, enter=enter)  # type: ignore[arg-type]
 
 
 def keys(text: str) -> str:

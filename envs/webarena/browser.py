@@ -51,7 +51,8 @@ def _drivers_environment() -> dict[str, str]:
     )
 
 
-transport.get_driver_env = _drivers_environment  # type: ignore[attr-defined]  # where it is asked for
+# where it is asked for
+transport.get_driver_env = _drivers_environment  # type: ignore[attr-defined]
 
 
 class BrowserLost(RuntimeError):

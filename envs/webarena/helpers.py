@@ -139,6 +139,7 @@ class SiteHelpers:
 
     def _ask(self, path: str, body: bytes | None, headers: dict[str, str]) -> Any:
         url = f"{self._shop}/rest/default/V1/{path}"
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})  # noqa: S310  (a configured site)
+        headers = {"Content-Type": "application/json", **headers}
+        request = urllib.request.Request(url, body, headers)  # noqa: S310  (a configured site)
         with open_url(request, TIMEOUT_S) as reply:
             return json.loads(reply.read(MAX_REPLY_BYTES))

@@ -223,7 +223,8 @@ class Endpoint:
         if self.api_key_env:
             headers["Authorization"] = f"Bearer {os.environ.get(self.api_key_env, '')}"
         url = f"{self.base_url.rstrip('/')}/chat/completions"
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310  (the scheme is checked with the options)
+        # the scheme is checked with the options
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
         with open_url(request, timeout_s) as reply:
             answer = json.loads(reply.read(MAX_REPLY_BYTES))
         return str(answer["choices"][0]["message"]["content"])

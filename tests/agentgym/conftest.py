@@ -31,9 +31,9 @@ TINY = {
         "num_kv_heads": 1,
         "mlp_size": 64,
     },
-    "warm_start": {"num_demos": 60, "steps": 100, "batch_size": 16, "optimiser": {"lr": 0.005}},
+    "warm_start": {"num_demos": 60, "steps": 100, "batch_size": 16, "optimizer": {"lr": 0.005}},
     "rollout": {"items_per_step": 4, "group_size": 4, "temperature": 0.7, "concurrency": 8},
-    "optimiser": {"warmup_steps": 1, "betas": [0.9, 0.95], "grad_clip": 1.0},
+    "optimizer": {"warmup_steps": 1, "betas": [0.9, 0.95], "grad_clip": 1.0},
     "horizon": {"max_turns": [5, 7], "stage_steps": [2, 2]},
     "offline": {"num_items": 8, "chunk_items": 6, "pairs_per_step": 4},
     "validation": {"every": 2, "num_items": 4, "max_turns": 7},
@@ -85,7 +85,8 @@ def whole_run(tmp_path_factory, tiny_params):
     Copy it, leave it whole.
     """
     from agentgym.config import load_config
-    from agentgym.pipeline.run import run_step, steps_of
+    from agentgym.pipeline.run import run_step
+    from agentgym.pipeline.table import steps_of
 
     folder = tmp_path_factory.mktemp("whole")
     cfg = load_config(tiny_params(folder, deterministic=True))

@@ -5,9 +5,10 @@ import sqlite3
 from dataclasses import replace
 
 from agentgym.audit import audit
+from agentgym.data.check import load_data
 from agentgym.evaluation.evaluate import evaluation_metrics, outcomes, paired, score
 from agentgym.evaluation.publish import headline_tags, report_files
-from agentgym.pipeline.run import key_of, load_data, open_store, run_key, steps_of
+from agentgym.pipeline.table import key_of, open_store, run_key, steps_of
 from agentgym.steps.context import (
     METRICS,
     OUTCOMES,

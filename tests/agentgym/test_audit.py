@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from agentgym.audit import CHECKS, audit
 from agentgym.config import ConfigError, load_config
 from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
-from agentgym.pipeline.run import open_store, run_key, steps_of
+from agentgym.pipeline.table import open_store, run_key, steps_of
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.steps.context import METRICS, OUTCOMES, TRAJECTORIES
 from agentgym.store.manifest import Blob

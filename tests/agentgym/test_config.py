@@ -10,7 +10,7 @@ from agentgym.cli import main
 from agentgym.config import (
     AlgorithmConfig,
     ConfigError,
-    OptimiserConfig,
+    OptimizerConfig,
     RunConfig,
     config_digest,
     load_config,
@@ -41,14 +41,14 @@ def refusal(path, *overrides):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("optimizer: {lr: 0.1}", "unknown key optimizer; did you mean optimiser?"),
+        ("optimiser: {lr: 0.1}", "unknown key optimiser; did you mean optimizer?"),
         (
             "rollout: {group_sizes: 4}",
             "unknown key rollout.group_sizes; did you mean rollout.group_size?",
         ),
         (
-            "warm_start: {optimiser: {learning_rate: 1}}",
-            "unknown key warm_start.optimiser.learning_rate; known: betas, final_lr_fraction",
+            "warm_start: {optimizer: {learning_rate: 1}}",
+            "unknown key warm_start.optimizer.learning_rate; known: betas, final_lr_fraction",
         ),
         (
             "rollout: {group_size: many}",
@@ -61,8 +61,8 @@ def refusal(path, *overrides):
             "rollout: {group_size: 0}",
             "rollout.group_size: input should be greater than 0, got 0 (int)",
         ),
-        ("optimiser: {lr: .inf}", "optimiser.lr: input should be a finite number"),
-        ("optimiser: {lr: .nan}", "optimiser.lr: input should be"),
+        ("optimizer: {lr: .inf}", "optimizer.lr: input should be a finite number"),
+        ("optimizer: {lr: .nan}", "optimizer.lr: input should be"),
         (
             "rollout: {temperature: 0}",
             "rollout.temperature: input should be greater than 0, got 0 (int)",
@@ -201,14 +201,14 @@ def test_a_bad_file_gives_its_line(write, text, message):
     ("override", "message"),
     [
         (
-            "optimiser.lr",
-            "override 'optimiser.lr' must look like key.path=value, for example optimiser.lr=3e-4",
+            "optimizer.lr",
+            "override 'optimizer.lr' must look like key.path=value, for example optimizer.lr=3e-4",
         ),
         ("=3", "must look like key.path=value"),
         ("seed.x=3", "override 'seed.x=3': seed is a value, not a section"),
         ("seed=-1", "seed: input should be greater than or equal to 0, got -1 (int)"),
         ("rollout.grup_size=4", "unknown key rollout.grup_size; did you mean rollout.group_size?"),
-        ("optimiser.lr=inf", "optimiser.lr: input should be a finite number"),
+        ("optimizer.lr=inf", "optimizer.lr: input should be a finite number"),
     ],
 )
 def test_a_bad_override_gives_its_line(write, override, message):
@@ -297,10 +297,10 @@ def test_credentials_go_to_no_mlflow_server_of_a_files_choice(write, monkeypatch
 
 def test_overrides_win_over_the_file_and_understand_exponents(write):
     config = load_config(
-        write("{seed: 1, optimiser: {lr: 1}}"),
-        ["optimiser.lr=3e-4", "horizon.max_turns=[2,3,4]", "env.endpoints=[a, b]"],
+        write("{seed: 1, optimizer: {lr: 1}}"),
+        ["optimizer.lr=3e-4", "horizon.max_turns=[2,3,4]", "env.endpoints=[a, b]"],
     )
-    assert (config.seed, config.optimiser.lr, config.horizon.max_turns, config.env.endpoints) == (
+    assert (config.seed, config.optimizer.lr, config.horizon.max_turns, config.env.endpoints) == (
         1,
         3e-4,
         (2, 3, 4),
@@ -330,8 +330,8 @@ def test_every_setting_is_described_once():
     described = list(settings(RunConfig()))
     assert [each.name for each in described if not each.description] == []
     assert len({(each.section, each.name) for each in described}) == len(described) > 100
-    assert {each.name for each in described if each.section == "warm_start.optimiser"} == set(
-        OptimiserConfig.model_fields
+    assert {each.name for each in described if each.section == "warm_start.optimizer"} == set(
+        OptimizerConfig.model_fields
     )
 
 
@@ -390,7 +390,7 @@ def test_what_changes_only_where_or_how_fast_stays_out_of_the_keys(write):
         assert config_digest(load_config(path, [override]).semantic()) == reference, override
     for override in (
         "seed=2",
-        "optimiser.lr=1",
+        "optimizer.lr=1",
         "env.options={a: 1}",
         "rollout.group_size=3",
         "deterministic=true",

@@ -15,14 +15,15 @@ import pytest
 from agentgym.audit import audit
 from agentgym.config import EnvConfig, load_config
 from agentgym.deploy.local import local_env
-from agentgym.pipeline.run import finished, open_store, run_step
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.pools import EnvPool
 from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.tracking.points import decode_points
 from agentgym.types import Item, Status
 
 ROOT = Path(__file__).parents[2]
-BEFORE = ("prepare", "initialise", "warm-start")
+BEFORE = ("prepare", "initialize", "warm-start")
 SMALL = {
     "model": {
         "context_tokens": 1024,
@@ -31,7 +32,7 @@ SMALL = {
         "num_kv_heads": 1,
         "mlp_size": 64,
     },
-    "warm_start": {"num_demos": 72, "steps": 100, "batch_size": 16, "optimiser": {"lr": 0.005}},
+    "warm_start": {"num_demos": 72, "steps": 100, "batch_size": 16, "optimizer": {"lr": 0.005}},
     "horizon": {"kind": "stepwise", "max_turns": [5, 6], "stage_steps": [2, 1]},
     "validation": {"every": 2, "num_items": 6, "max_turns": 6},
     "evaluation": {
@@ -83,7 +84,7 @@ def params(tiny_params, tmp_path):
 
 def train(cfg):
     """From the data to the registered model, and the audit.
-    Result: metrics of the three optimiser steps.
+    Result: metrics of the three optimizer steps.
     """
     for name in (
         *BEFORE,
@@ -125,7 +126,7 @@ def test_three_updates_on_each_environment_pass_the_audit(
     metrics, done = train(cfg)
     assert len(metrics) == 3
     # one short document does not always hold the answer
-    assert done["initialise"].results["expert_success"] > 0.7
+    assert done["initialize"].results["expert_success"] > 0.7
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)  # the weights moved
 
@@ -203,7 +204,7 @@ def test_three_updates_in_a_browser_pass_the_audit(params, tmp_path):
     metrics, done = train(cfg)
     assert len(metrics) == 3
     # some need to scroll, and run out of turns
-    assert done["initialise"].results["expert_success"] > 0.7
+    assert done["initialize"].results["expert_success"] > 0.7
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)
 
@@ -259,7 +260,7 @@ def test_science_and_a_grid_world_are_learned_in_one_run(params):
     )
     metrics, done = train(cfg)
     assert len(metrics) == 3
-    assert done["initialise"].results["expert_success"] > 0.7  # nine turns do not always do
+    assert done["initialize"].results["expert_success"] > 0.7  # nine turns do not always do
     for row in metrics:
         assert row["rollout/babyai/num_episodes"] == row["rollout/sciworld/num_episodes"] == 3 * 4
         assert row["rollout/env_error_frac"] == 0
@@ -321,5 +322,5 @@ def test_an_installed_environment_is_served_solved_and_trained(plugged_in, param
         params(HIGHER_LOWER, rollout={**ROLLOUT, "max_new_tokens": 6, "observation_tokens": 16})
     )
     assert len(metrics) == 3
-    assert done["initialise"].results["expert_success"] == 1.0
+    assert done["initialize"].results["expert_success"] == 1.0
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)

@@ -13,7 +13,8 @@ from agentgym.audit.report import Checks
 from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.evaluation.publish import PAGE
-from agentgym.pipeline.run import finished, open_store, pointer, run_step, steps_of
+from agentgym.pipeline.run import pointer, run_step
+from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.rollouts.engine import ENGINE
 from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.steps.step import Outcome
@@ -244,7 +245,7 @@ def test_each_audit_draws_anew_and_its_seed_repeats_it(forger, capsys):
         len(forger.episodes(step, c.seq)) for step in STEPS for c in forger.commits(step)
     )
     num_demos = len(
-        decode_trajectories(forger.blob("initialise", 0, "demos.jsonl.gz").read_bytes())
+        decode_trajectories(forger.blob("initialize", 0, "demos.jsonl.gz").read_bytes())
     )
     told = (
         f"{everything + num_demos} of {everything + num_demos} episodes, 0 env_error replayed to"
@@ -255,7 +256,7 @@ def test_each_audit_draws_anew_and_its_seed_repeats_it(forger, capsys):
 
 
 STEPS = (
-    "evaluate-initialise",
+    "evaluate-initialize",
     "evaluate-warm-start",
     "stage-1",
     "evaluate-stage-1",

@@ -18,8 +18,9 @@ import pytest
 from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.data.items import ItemStream, load_splits
-from agentgym.models.checkpoint import OPTIMISER, WEIGHTS
-from agentgym.pipeline.run import finished, key_of, open_store, run_step, steps_of
+from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import TRAJECTORIES, decode_trajectories
 from agentgym.store.lease import LeaseHeld
@@ -242,7 +243,7 @@ def test_a_killed_run_ends_bit_identical_to_one_that_nobody_touched(untouched, k
                 ]
                 assert logs[0] == logs[1]
     last = ours["stage-2"][-1]
-    assert {WEIGHTS, OPTIMISER} <= last.blobs.keys()
+    assert {WEIGHTS, OPTIMIZER} <= last.blobs.keys()
     assert last.blobs[WEIGHTS] != ours["warm-start"][-1].blobs[WEIGHTS], (
         "nothing was learned, so nothing was shown"
     )

@@ -10,7 +10,8 @@ import pytest
 from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.pipeline.plan import plan
-from agentgym.pipeline.run import finished, key_of, open_store, run_step, steps_of
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.store.lease import LeaseHeld
 
 HOLD = """

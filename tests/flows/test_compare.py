@@ -18,7 +18,7 @@ SMALL = {
         "horizon": {"max_turns": [5, 8], "stage_steps": [1, 1]},
         "validation": {"every": 1},
     },
-    "recipes": {"grpo": {"algorithm": {"recipe": "grpo"}}, "slow": {"optimiser": {"lr": 0.0001}}},
+    "recipes": {"grpo": {"algorithm": {"recipe": "grpo"}}, "slow": {"optimizer": {"lr": 0.0001}}},
     "horizons": {
         "long": {"horizon": {"kind": "fixed", "max_turns": [8], "stage_steps": [2]}},
         "growing": {},
@@ -27,7 +27,7 @@ SMALL = {
 }
 BROKEN = {
     "name": "broken",
-    "set": {"optimiser": {"lr": 0.0003}, "env": {"request_timeout_s": 1e-6}},
+    "set": {"optimizer": {"lr": 0.0003}, "env": {"request_timeout_s": 1e-6}},
 }  # in no key: it shares what the others do
 
 
@@ -104,7 +104,7 @@ def test_cells_share_what_is_equal_and_run_no_step_their_table_does_not_need(com
     }
     assert count == {
         "prepare": 1,
-        "initialise": 1,
+        "initialize": 1,
         "warm-start": 1,
         "evaluate-warm-start": 1,
         "stage-1": 4,
@@ -211,8 +211,8 @@ def ledger(client):
         ),
         (
             {},
-            ("optimiser.ler=1",),
-            "grpo long seed 0: unknown key optimiser.ler; did you mean optimiser.lr?",
+            ("optimizer.ler=1",),
+            "grpo long seed 0: unknown key optimizer.ler; did you mean optimizer.lr?",
         ),
         (
             {},

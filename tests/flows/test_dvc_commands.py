@@ -53,7 +53,7 @@ def test_an_experiment_runs_what_depends_on_its_parameter_and_goes_on_from_the_s
     assert experiment.added == {
         *(
             f"evaluate-{name}"
-            for name in ("initialise", "warm-start", "stage-1", "stage-2", "stage-3")
+            for name in ("initialize", "warm-start", "stage-1", "stage-2", "stage-3")
         ),
         "register",
         "report",

@@ -78,7 +78,7 @@ def warm_started(project, *overrides):
     """The steps before stage 1, done, in one process."""
     assert project.run("dvc", "pull").returncode == 0
     steps = (
-        "any(main(['step', name, *sys.argv[1:]]) for name in ('prepare', 'initialise',"
+        "any(main(['step', name, *sys.argv[1:]]) for name in ('prepare', 'initialize',"
         " 'warm-start'))"
     )
     ended = project.run(

@@ -117,18 +117,18 @@ def test_another_evaluation_parameter_runs_evaluations_alone(finished):
 
 def test_another_learning_rate_never_touches_the_old_checkpoint(finished):
     plan = json.loads(
-        finished.run("agentgym", "plan", "--json", "--set", "optimiser.lr=0.0002").stdout
+        finished.run("agentgym", "plan", "--json", "--set", "optimizer.lr=0.0002").stdout
     )["steps"]
     assert (
         next(step for step in plan if step["name"] == "stage-1")["why"]
-        == "changed: optimiser.lr 0.0005 -> 0.0002"
+        == "changed: optimizer.lr 0.0005 -> 0.0002"
     )
     old = {
         path: path.read_bytes()
         for path in (finished.folder / ".agentgym/store").rglob("*")
         if path.is_file()
     }
-    ran = finished.run("agentgym", "step", "stage-1", "--set", "optimiser.lr=0.0002")
+    ran = finished.run("agentgym", "step", "stage-1", "--set", "optimizer.lr=0.0002")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("stage-1: ran")
     assert all(path.read_bytes() == content for path, content in old.items())
@@ -168,7 +168,7 @@ def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(f
         step["name"]: step
         for step in json.loads(fresh.run("agentgym", "plan", "--json").stdout)["steps"]
     }
-    assert plan["initialise"]["action"] == "skip"
+    assert plan["initialize"]["action"] == "skip"
     if plan["warm-start"]["action"] != "skip":  # the signal came before its last commit
         assert (plan["warm-start"]["action"], plan["warm-start"]["why"]) == (
             "resume",

@@ -8,7 +8,7 @@ from prefect.utilities.callables import parameter_schema
 from pydantic import ValidationError
 
 from agentgym.config import ConfigError, load_config
-from agentgym.pipeline.run import steps_of
+from agentgym.pipeline.table import steps_of
 from flows.evaluate import evaluate
 from flows.pipeline import pipeline
 from flows.prepare import prepare
@@ -47,9 +47,9 @@ def test_a_request_that_cannot_be_meant_is_refused(wrong):
 
 def test_a_request_is_the_configuration_the_command_line_would_load():
     request = RunRequest.model_validate(
-        {"params": PARAMS, "overrides": ["seed=3", "optimiser.lr=3e-4"]}
+        {"params": PARAMS, "overrides": ["seed=3", "optimizer.lr=3e-4"]}
     )
-    assert request.config() == load_config(PARAMS, ("seed=3", "optimiser.lr=3e-4"))
+    assert request.config() == load_config(PARAMS, ("seed=3", "optimizer.lr=3e-4"))
     with pytest.raises(ConfigError, match=r"did you mean rollout\.group_size"):
         RunRequest(params=PARAMS, overrides=("rollout.gruop_size=2",)).config()
 
@@ -80,7 +80,7 @@ def test_a_flow_whose_start_is_missing_names_the_flow_that_makes_it():
         match=r"step stage-1 needs prepare, warm-start first; run `python -m flows.prepare`",
     ):
         check_parents(cfg, is_training, {})
-    prepared = dict.fromkeys(("prepare", "initialise", "warm-start"))
+    prepared = dict.fromkeys(("prepare", "initialize", "warm-start"))
     check_parents(cfg, is_training, prepared)
     with pytest.raises(
         ConfigError, match=r"step evaluate-stage-1 needs stage-1 first; run `python -m flows.train`"

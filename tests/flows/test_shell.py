@@ -12,7 +12,7 @@ import pytest
             "rollout.gruop_size=4",
             "unknown key rollout.gruop_size; did you mean rollout.group_size?",
         ),
-        ("optimiser.lr=fast", "optimiser.lr: input should be a valid number"),
+        ("optimizer.lr=fast", "optimizer.lr: input should be a valid number"),
         ("horizon.max_turns=[12,8,5]", "horizon.max_turns [12, 8, 5] must not decrease"),
         ("rollout.group_size=1", "leaves grpo nothing to compare"),
         ("model.context_tokens=64", "is too small for 12 turns"),

@@ -19,13 +19,14 @@ from agentgym.comparison.matrix import (
     run_cell,
 )
 from agentgym.config import ConfigError, load_config
-from agentgym.pipeline.run import finished, open_store, run_step, run_with_parents, with_parents
+from agentgym.pipeline.run import run_step, run_with_parents
+from agentgym.pipeline.table import finished, open_store, with_parents
 from agentgym.store.lease import LeaseHeld
 
 BASE = {
     "name": "two",
     "seeds": [3, 7],
-    "recipes": {"grpo": {"algorithm": {"recipe": "grpo"}}, "slow": {"optimiser": {"lr": 0.0001}}},
+    "recipes": {"grpo": {"algorithm": {"recipe": "grpo"}}, "slow": {"optimizer": {"lr": 0.0001}}},
     "horizons": {
         "short": {"horizon": {"kind": "fixed", "max_turns": [5], "stage_steps": [2]}},
         "growing": {},
@@ -54,8 +55,8 @@ def test_every_recipe_meets_every_horizon_and_every_seed(described):
         for seed in (3, 7)
     ]
     last = cells[-1]
-    assert (last.cfg.seed, last.cfg.optimiser.lr, last.cfg.horizon.max_turns) == (7, 0.0001, (5, 7))
-    assert (cells[0].cfg.optimiser.lr, cells[0].cfg.horizon.max_turns) == (0.0005, (5,))
+    assert (last.cfg.seed, last.cfg.optimizer.lr, last.cfg.horizon.max_turns) == (7, 0.0001, (5, 7))
+    assert (cells[0].cfg.optimizer.lr, cells[0].cfg.horizon.max_turns) == (0.0005, (5,))
     assert (cells[0].evaluation, last.evaluation) == ("evaluate-stage-1", "evaluate-stage-2")
 
 
@@ -63,7 +64,7 @@ def test_a_cell_runs_no_step_that_its_table_does_not_need(described):
     cell = cells_of(described())[-1]
     assert cell.steps == (
         "prepare",
-        "initialise",
+        "initialize",
         "warm-start",
         "evaluate-warm-start",
         "stage-1",
@@ -93,7 +94,7 @@ def test_the_matrix_may_be_a_part_and_cells_add_to_it(described):
         "start seed 3",
         "start seed 7",
     ]
-    assert (cells[2].cfg.rollout.temperature, cells[2].cfg.optimiser.lr) == (1.3, 0.0001)
+    assert (cells[2].cfg.rollout.temperature, cells[2].cfg.optimizer.lr) == (1.3, 0.0001)
     assert (cells[3].steps[-1], cells[3].evaluation, cells[3].group) == (
         "evaluate-warm-start",
         "evaluate-warm-start",
@@ -139,9 +140,9 @@ def test_a_wrong_file_is_named_with_its_key(described, changes, line):
             "unknown horizon 'huge'; known: short, growing",
         ),
         (
-            {"recipes": {"a": {"optimiser": {"ler": 1}}}},
+            {"recipes": {"a": {"optimizer": {"ler": 1}}}},
             [],
-            "a short seed 3: unknown key optimiser.ler; did you mean optimiser.lr?",
+            "a short seed 3: unknown key optimizer.ler; did you mean optimizer.lr?",
         ),
         (
             {"cells": [{"recipe": "grpo", "horizon": "short"}]},
@@ -242,15 +243,15 @@ def test_a_step_with_its_parents_waits_for_the_process_that_runs_a_shared_one(
     run_step("prepare", cfg)
     store = open_store(cfg)
     key = "0" * 64
-    from agentgym.pipeline.run import key_of, steps_of
+    from agentgym.pipeline.table import key_of, steps_of
 
-    key = key_of(steps_of(cfg)["initialise"], cfg, finished(cfg, store))
-    with store.open("initialise", key), pytest.raises(LeaseHeld):
+    key = key_of(steps_of(cfg)["initialize"], cfg, finished(cfg, store))
+    with store.open("initialize", key), pytest.raises(LeaseHeld):
         run_with_parents("warm-start", cfg)
     released = threading.Event()
 
     def hold():
-        with store.open("initialise", key):
+        with store.open("initialize", key):
             released.wait(30)
 
     holder = threading.Thread(target=hold)
@@ -262,7 +263,7 @@ def test_a_step_with_its_parents_waits_for_the_process_that_runs_a_shared_one(
     assert time.monotonic() - began >= 1.0
     assert [(outcome.step.name, str(outcome)) for outcome in outcomes] == [
         ("prepare", "done"),
-        ("initialise", "ran"),
+        ("initialize", "ran"),
         ("warm-start", "ran"),
     ]
 
@@ -271,7 +272,7 @@ def test_steps_of_a_run_are_those_asked_for_and_what_they_need(tmp_path, tiny_pa
     cfg = load_config(tiny_params(tmp_path))
     assert with_parents(cfg, "stage-1", "evaluate-warm-start") == (
         "prepare",
-        "initialise",
+        "initialize",
         "warm-start",
         "evaluate-warm-start",
         "stage-1",

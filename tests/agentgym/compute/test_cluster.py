@@ -17,16 +17,17 @@ from agentgym.compute import cluster
 from agentgym.compute.cluster import PlacementError, open_cluster
 from agentgym.compute.learner_ranks import RankLost
 from agentgym.compute.rollout_workers import RayEngine, WorkersLost
-from agentgym.config import ConfigError, OptimiserConfig, load_config
+from agentgym.config import ConfigError, OptimizerConfig, load_config
 from agentgym.data.items import ItemStream, load_splits
 from agentgym.deploy.rayjobs import RayUnreachable
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.model import weights_blob
-from agentgym.pipeline.run import finished, open_store, run_step
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.horizon import stages
 
 ray = pytest.mark.ray
-BEFORE = ("prepare", "initialise", "evaluate-initialise", "warm-start", "evaluate-warm-start")
+BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
 STEP = "import sys; from agentgym.cli import main; sys.exit(main(['step', *sys.argv[1:]]))"
 
 
@@ -164,7 +165,7 @@ def wait_for(what, seconds=240):
 
 
 def kill_worker_at(monkeypatch, step, count):
-    """SIGKILL to the first rollout worker once `count` episodes of the optimiser step are
+    """SIGKILL to the first rollout worker once `count` episodes of the optimizer step are
     finished; returns the killed.
     """
     killed, collect = [], RayEngine.collect
@@ -323,7 +324,7 @@ def test_a_lost_rank_ends_the_step_and_is_named(
         tiny_params(tmp_path), [*joined, "ray.rank_timeout_s=15", "ray.placement_timeout_s=300"]
     )
     model = make_model()
-    plan = LearnerPlan(model.config.to_json_string(), weights_blob(model), OptimiserConfig(), 10)
+    plan = LearnerPlan(model.config.to_json_string(), weights_blob(model), OptimizerConfig(), 10)
     with open_cluster(cfg, num_ranks=2, num_workers=0) as room, room.learner(plan) as learner:
         whole = learner.blobs()
         assert whole["model.safetensors"] == plan.weights
@@ -348,7 +349,7 @@ def test_a_cluster_of_a_runs_own_is_out_of_reach_of_other_machines_and_other_use
     monkeypatch.setenv("RAY_ADDRESS", "203.0.113.5:6379")
     cfg = load_config(tiny_params(tmp_path), ["compute=ray", "ray.placement_timeout_s=300"])
     model = make_model()
-    plan = LearnerPlan(model.config.to_json_string(), weights_blob(model), OptimiserConfig(), 10)
+    plan = LearnerPlan(model.config.to_json_string(), weights_blob(model), OptimizerConfig(), 10)
 
     def sockets():
         tree = [psutil.Process(), *psutil.Process().children(recursive=True)]

@@ -13,9 +13,8 @@ import pytest
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.deploy import local, owned
-from agentgym.deploy.local import local_env
-from agentgym.pipeline.run import local_environment
-from agentgym.rollouts.client import token_of
+from agentgym.deploy.local import local_env, local_environment
+from agentgym.private import token_of
 
 
 def children():

@@ -12,7 +12,8 @@ import pytest
 from agentgym.config import ConfigError, load_config
 from agentgym.deploy import rayjobs
 from agentgym.deploy.rayjobs import RayUnreachable, auth_headers, job_config, run_as_job
-from agentgym.pipeline.run import finished, open_store, run_key, run_step
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store, run_key
 
 ray = pytest.mark.ray
 
@@ -123,13 +124,13 @@ def prepared(tmp_path_factory, tiny_params, ray_cluster):
     done.
     """
     folder = tmp_path_factory.mktemp("jobs")
-    warm_start = {"num_demos": 60, "steps": 500, "batch_size": 16, "optimiser": {"lr": 0.005}}
+    warm_start = {"num_demos": 60, "steps": 500, "batch_size": 16, "optimizer": {"lr": 0.005}}
     ray = {"address": ray_cluster.dashboard}
     params = tiny_params(
         folder, deterministic=True, compute="ray-job", ray=ray, warm_start=warm_start
     )
     cfg = load_config(params)
-    for name in ("prepare", "initialise"):
+    for name in ("prepare", "initialize"):
         assert str(run_step(name, cfg)) == "ran"
     return params
 

@@ -11,7 +11,8 @@ import pytest
 from agentgym.config import EvaluationConfig, load_config
 from agentgym.evaluation.evaluate import evaluation_metrics, require_coverage, score
 from agentgym.evaluation.passk import FAILED
-from agentgym.pipeline.run import open_store, run_step, semantic_of, steps_of
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import open_store, semantic_of, steps_of
 from agentgym.rollouts.collect import RolloutError
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
@@ -113,7 +114,7 @@ def test_an_item_whose_environment_fails_counts_in_one_convention_or_ends_the_ev
 
         def evaluate():
             return run_step(
-                "evaluate-initialise",
+                "evaluate-initialize",
                 cfg,
                 environment=lambda expert: contextlib.nullcontext({"babyai": [endpoint]}),
             )
@@ -151,7 +152,7 @@ def test_what_decides_which_episodes_count_is_in_the_keys(tmp_path, tiny_params,
         for name, step in steps_of(plain).items()
         if semantic_of(step, plain) != semantic_of(step, other)
     }
-    demonstrations = {"initialise", "warm-start"} if "episode_timeout_s" in key else set()
+    demonstrations = {"initialize", "warm-start"} if "episode_timeout_s" in key else set()
     assert (
         differ
         == {name for name in steps_of(plain) if name.startswith(("stage-", "evaluate-"))}

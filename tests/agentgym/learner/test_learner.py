@@ -10,7 +10,7 @@ from safetensors.torch import load as load_safetensors
 from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.losses import clip_fractions
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.config import AlgorithmConfig, OptimiserConfig
+from agentgym.config import AlgorithmConfig, OptimizerConfig
 from agentgym.learner import learner as learner_module
 from agentgym.learner.learner import Learner
 from agentgym.learner.optimizer import learning_rate
@@ -19,7 +19,7 @@ from agentgym.models.model import load_weights, weights_of
 from agentgym.models.networks import PolicyNet
 from agentgym.types import EngineMismatch
 
-OPTIMISER = OptimiserConfig(lr=1e-2, warmup_steps=0)
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
 ONE_UPDATE = AlgorithmConfig(minibatches=1)
 # two groups of three; actions at scattered places, observations between and after them
 ROWS = [
@@ -58,7 +58,7 @@ def on_policy(learner, batch):
 
 @pytest.fixture
 def make_learner(make_model):
-    return lambda config=OPTIMISER, seed=0: Learner(make_model(seed), config, total_steps=10)
+    return lambda config=OPTIMIZER, seed=0: Learner(make_model(seed), config, total_steps=10)
 
 
 def gradients(learner):
@@ -128,7 +128,7 @@ def make_whole(make_model):
         with torch.no_grad():
             critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
         return Learner(
-            make_model(0), OPTIMISER, total_steps=10, critic=critic, reference=make_model(3)
+            make_model(0), OPTIMIZER, total_steps=10, critic=critic, reference=make_model(3)
         )
 
     return make
@@ -216,7 +216,7 @@ def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_criti
     which should be 1.
     """
     critic = networks.ValueNet(make_model(0))
-    learner = Learner(make_model(0), OPTIMISER, total_steps=99, critic=critic, critic_lr=3e-3)
+    learner = Learner(make_model(0), OPTIMIZER, total_steps=99, critic=critic, critic_lr=3e-3)
     config = AlgorithmConfig(
         recipe="ppo", minibatches=1, critic_warmup_steps=99, truncated="bootstrap"
     )
@@ -265,7 +265,7 @@ def test_only_cut_rows_are_bootstrapped_and_only_where_asked(make_whole):
 def test_the_critic_learns_the_outcome(make_model):
     learner = Learner(
         make_model(0),
-        OPTIMISER,
+        OPTIMIZER,
         total_steps=99,
         critic=networks.ValueNet(make_model(0)),
         critic_lr=3e-3,
@@ -291,7 +291,7 @@ def test_a_saved_critic_continues_to_the_bit(make_whole):
     blobs = whole.blobs()
     load_weights(resumed.model, load_safetensors(blobs[checkpoint.WEIGHTS]))
     load_weights(resumed._critic, load_safetensors(blobs[checkpoint.CRITIC]))
-    resumed.load_optimisers(blobs)
+    resumed.load_optimizers(blobs)
     assert resumed.blobs() == blobs
     for learner in (whole, resumed):
         learner.update(replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
@@ -372,7 +372,7 @@ def test_the_first_update_follows_the_plain_policy_gradient(make_learner, plain)
     """On-policy the ratio is 1 and nothing is clipped: the gradient is that of -mean over
     tokens of A log p.
     """
-    learner = make_learner(OptimiserConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9))
+    learner = make_learner(OptimizerConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9))
     twin = plain(learner.model)
     # groups 1,0,0 and 1,1,0: advantages 1.154701, -0.577350 twice; 0.577350 twice, -1.154701
     advantages = [1.154701, -0.577350, -0.577350, 0.577350, 0.577350, -1.154701]
@@ -401,17 +401,17 @@ def test_a_chunked_head_equals_the_whole(make_learner, monkeypatch, chunk):
     assert_same(gradients(whole), gradients(chunked), atol=1e-3, rtol=1e-4)
 
 
-def test_a_saved_optimiser_continues_to_the_bit(make_learner):
+def test_a_saved_optimizer_continues_to_the_bit(make_learner):
     whole, resumed = make_learner(), make_learner(seed=1)
     for step in (1, 2):
         whole.sft_step(batch_of(), step=step)
-    blob = whole.blobs()[checkpoint.OPTIMISER]
+    blob = whole.blobs()[checkpoint.OPTIMIZER]
     for name, parameter in resumed.model.named_parameters():
         parameter.data.copy_(weights_of(whole.model)[name])
     forgetful = make_learner(seed=1)
     forgetful.model.load_state_dict(whole.model.state_dict())
-    resumed.load_optimisers({checkpoint.OPTIMISER: blob})
-    assert resumed.blobs()[checkpoint.OPTIMISER] == blob
+    resumed.load_optimizers({checkpoint.OPTIMIZER: blob})
+    assert resumed.blobs()[checkpoint.OPTIMIZER] == blob
     metrics = [learner.sft_step(batch_of(), step=3) for learner in (whole, resumed, forgetful)]
     assert metrics[0] == metrics[1]
     assert_same(weights(whole), weights(resumed))
@@ -443,7 +443,7 @@ def distance(first, second):
 
 
 def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_model):
-    config = OptimiserConfig(lr=1e-6, warmup_steps=0)
+    config = OptimizerConfig(lr=1e-6, warmup_steps=0)
     twin = Learner(rounded(make_model()), config, total_steps=60)
     narrow = Learner(rounded(make_model()).bfloat16(), config, total_steps=60)
     # negative control: AdamW on the weights themselves
@@ -477,7 +477,7 @@ def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_mo
 
 def test_gradients_of_bfloat16_weights_add_up_in_float32(make_model, monkeypatch):
     monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 1)
-    learner = Learner(make_model().bfloat16(), OPTIMISER, total_steps=10)
+    learner = Learner(make_model().bfloat16(), OPTIMIZER, total_steps=10)
     learner.sft_step(batch_of(), step=1)
     assert all(parameter.grad is None for parameter in learner.model.parameters())
     assert {master.grad.dtype for master in learner._policy._masters.values()} == {torch.float32}
@@ -491,7 +491,7 @@ def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, re
         critic = networks.ValueNet(make_model(7).bfloat16())
         return Learner(
             make_model().bfloat16(),
-            OptimiserConfig(lr=1e-5, warmup_steps=0),
+            OptimizerConfig(lr=1e-5, warmup_steps=0),
             total_steps=10,
             critic=critic,
         )
@@ -507,18 +507,18 @@ def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, re
     for learner in (resumed, forgetful):
         load_weights(learner.model, load_safetensors(blobs[checkpoint.WEIGHTS]))
         load_weights(learner._critic, load_safetensors(blobs[checkpoint.CRITIC]))
-    resumed.load_optimisers(blobs)
+    resumed.load_optimizers(blobs)
     assert resumed.blobs() == blobs
     for learner in (whole, resumed):
         learner.update(replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
     assert resumed.blobs() == whole.blobs()
     # negative control
-    assert forgetful.blobs()[checkpoint.OPTIMISER] != blobs[checkpoint.OPTIMISER]
+    assert forgetful.blobs()[checkpoint.OPTIMIZER] != blobs[checkpoint.OPTIMIZER]
     with pytest.raises(
         ValueError,
         match=r"master weight .* does not round to its weight; take both from one commit",
     ):
-        forgetful.load_optimisers(whole.blobs())
+        forgetful.load_optimizers(whole.blobs())
 
 
 def test_float32_weights_have_no_second_copy(make_learner):
@@ -529,19 +529,19 @@ def test_float32_weights_have_no_second_copy(make_learner):
         for name, parameter in learner.model.named_parameters()
     )
     keys = {
-        name.rpartition(":")[2] for name in load_safetensors(learner.blobs()[checkpoint.OPTIMISER])
+        name.rpartition(":")[2] for name in load_safetensors(learner.blobs()[checkpoint.OPTIMIZER])
     }
     assert keys == {"step", "exp_avg", "exp_avg_sq"}
-    narrow = Learner(learner.model.bfloat16(), OPTIMISER, total_steps=10)
+    narrow = Learner(learner.model.bfloat16(), OPTIMIZER, total_steps=10)
     with pytest.raises(
         ValueError, match=r"has no master weight of .*; it is of a model in float32"
     ):
-        narrow.load_optimisers(learner.blobs())
+        narrow.load_optimizers(learner.blobs())
 
 
 def test_learning_rates_of_each_schedule():
     def rates(schedule, steps, warmup=2):
-        config = OptimiserConfig(
+        config = OptimizerConfig(
             lr=1.0, warmup_steps=warmup, schedule=schedule, final_lr_fraction=0.1
         )
         return [learning_rate(config, step, 10) for step in steps]
@@ -556,7 +556,7 @@ def test_learning_rates_of_each_schedule():
 
 def test_the_rate_of_the_step_is_the_one_applied(make_learner):
     slow, fast = (
-        make_learner(OptimiserConfig(lr=1e-2, warmup_steps=warmup, weight_decay=0.0))
+        make_learner(OptimizerConfig(lr=1e-2, warmup_steps=warmup, weight_decay=0.0))
         for warmup in (10, 0)
     )
     before = weights(slow)
@@ -617,7 +617,7 @@ def test_logged_probabilities_of_another_policy_stop_the_run(make_learner):
 
 
 def test_an_update_raises_the_probability_of_what_won(make_learner):
-    learner = make_learner(OptimiserConfig(lr=1e-3, warmup_steps=0))
+    learner = make_learner(OptimizerConfig(lr=1e-3, warmup_steps=0))
     batch = on_policy(learner, batch_of())
     metrics = learner.update(batch, AlgorithmConfig(minibatches=2, epochs=2), step=1, seed=0)
     gain = torch.zeros(6).index_add_(0, batch.row, learner.score(batch) - batch.logprobs)
@@ -628,7 +628,7 @@ def test_an_update_raises_the_probability_of_what_won(make_learner):
 
 
 def test_clip_fractions_of_an_update_count_only_where_clipping_binds(make_learner, monkeypatch):
-    learner = make_learner(OptimiserConfig(lr=1e-2, warmup_steps=0))
+    learner = make_learner(OptimizerConfig(lr=1e-2, warmup_steps=0))
     batch = on_policy(learner, batch_of())
     outside = []
 
@@ -663,7 +663,7 @@ def test_groups_without_signal_thin_the_gradient_instead_of_vanishing_from_its_m
     wider = batch_of(
         ROWS + ROWS[3:] + ROWS[3:4], [*REWARDS, 1.0, 1.0, 1.0, 1.0], (0, 0, 0, 1, 1, 1, 2, 2, 2, 2)
     )
-    config = OptimiserConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9)
+    config = OptimizerConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9)
     alone, beside = make_learner(config), make_learner(config)
     alone.update(on_policy(alone, batch), ONE_UPDATE, step=1, seed=0)
     beside.update(on_policy(beside, wider), ONE_UPDATE, step=1, seed=0)

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from agentgym.algorithms.batch import Batch
-from agentgym.config import AlgorithmConfig, OptimiserConfig
+from agentgym.config import AlgorithmConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
-from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMISER, OPTIMISER, WEIGHTS
+from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.model import weights_blob
 
 LR = 1e-3
@@ -54,7 +54,7 @@ from dataclasses import replace
 def plan_from(plan, blobs):
     states = {name: blob for name, blob in blobs.items() if "optimizer" in name}
     return replace(plan, weights=blobs["model.safetensors"], critic=blobs["critic.safetensors"], \
-optimiser_states=states)
+optimizer_states=states)
 
 def all_of(plans, batches, config, build):
     told = {}
@@ -98,11 +98,11 @@ def batch_of(lengths, vocabulary):
 def alone_and_together(make_model, tmp_path_factory):
     """What one process and what two say about the same plans and batches."""
     model, folder = make_model(), tmp_path_factory.mktemp("ranks")
-    optimiser = OptimiserConfig(lr=LR, warmup_steps=0)
+    optimizer = OptimizerConfig(lr=LR, warmup_steps=0)
     new = LearnerPlan(
         model.config.to_json_string(),
         weights_blob(model),
-        optimiser,
+        optimizer,
         10,
         critic=b"",
         critic_lr=LR,
@@ -167,8 +167,8 @@ def test_weights_after_an_update_are_those_of_one_process(alone_and_together):
         assert float(apart.norm()) < 1e-3 * float(moved.norm())
 
 
-@pytest.mark.parametrize("name", [OPTIMISER, CRITIC_OPTIMISER])
-def test_a_checkpoint_of_two_ranks_holds_the_optimisers_state_of_every_weight(
+@pytest.mark.parametrize("name", [OPTIMIZER, CRITIC_OPTIMIZER])
+def test_a_checkpoint_of_two_ranks_holds_the_optimizers_state_of_every_weight(
     alone_and_together, name
 ):
     _, _, alone, together = alone_and_together
@@ -199,12 +199,12 @@ def test_weights_in_bfloat16_have_masters_on_every_rank_and_go_on_to_the_bit(alo
     _, _, alone, together = alone_and_together
     assert together["narrow first"] == pytest.approx(alone["narrow first"], rel=0.05, abs=0.02)
     assert together["narrow again"] == together["narrow"]
-    for published, own in ((WEIGHTS, OPTIMISER), (CRITIC, CRITIC_OPTIMISER)):
+    for published, own in ((WEIGHTS, OPTIMIZER), (CRITIC, CRITIC_OPTIMIZER)):
         weights, state = (load_safetensors(together["narrow"][name]) for name in (published, own))
         for name, tensor in weights.items():
             assert tensor.dtype == torch.bfloat16
             assert torch.equal(state[f"{name}:master"].bfloat16(), tensor), name
-    mine, other = (load_safetensors(told["narrow"][OPTIMISER]) for told in (alone, together))
+    mine, other = (load_safetensors(told["narrow"][OPTIMIZER]) for told in (alone, together))
     apart = torch.cat(
         [(mine[name] - other[name]).flatten() for name in mine if name.endswith(":master")]
     )

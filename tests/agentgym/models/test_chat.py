@@ -52,7 +52,7 @@ def with_template(tokenizer, template):
 
 
 plain_text = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size=30)
-# an action never begins with white space: after "assistant\n" that would not tokenise canonically
+# an action never begins with white space: after "assistant\n" that would not tokenize canonically
 actions = st.text("abcde 0123.,", max_size=12).map(str.lstrip)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from agentgym.config import ConfigError, ModelConfig, OptimiserConfig
+from agentgym.config import ConfigError, ModelConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.architecture import check_model
 from agentgym.models.attention import RAGGED, PackedRows
@@ -128,7 +128,7 @@ def test_a_model_that_computes_something_else_never_starts():
 def test_two_scores_of_one_batch_are_equal_in_a_model_with_dropout():
     model = build(*SUPPORTED["phi"])
     learner = LearnerPlan(
-        model.config.to_json_string(), weights_blob(model), OptimiserConfig(), 1
+        model.config.to_json_string(), weights_blob(model), OptimizerConfig(), 1
     ).build()
     rows = torch.arange(3, 40)
     layout = PackedRows(torch.tensor([0, 20, 37]))

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from agentgym.config import ModelConfig, OptimiserConfig
+from agentgym.config import ModelConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.attention import RAGGED, PackedRows
 from agentgym.models.checkpoint import new_checkpoint
@@ -128,7 +128,7 @@ def test_a_local_folder_loads_like_a_hub_repository(tmp_path, make_model, tokeni
 def test_the_learners_weights_share_no_memory_with_the_engines(make_model, tokenizer):
     checkpoint = new_checkpoint(make_model(), tokenizer)
     before = weights_blob(checkpoint.model)
-    learner = LearnerPlan(checkpoint.architecture, before, OptimiserConfig(), 1).build()
+    learner = LearnerPlan(checkpoint.architecture, before, OptimizerConfig(), 1).build()
     assert learner.weights_blob() == before
     with torch.no_grad():
         next(learner.model.parameters()).add_(1)

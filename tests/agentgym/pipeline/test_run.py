@@ -11,17 +11,10 @@ from mlflow import MlflowClient
 
 from agentgym.audit import audit
 from agentgym.config import ConfigError, load_config
+from agentgym.data.check import load_data
 from agentgym.evaluation.champion import DECISION, OUTCOMES
-from agentgym.pipeline.run import (
-    finished,
-    load_data,
-    open_store,
-    pointer,
-    run_step,
-    run_with_parents,
-    semantic_of,
-    steps_of,
-)
+from agentgym.pipeline.run import pointer, run_step, run_with_parents
+from agentgym.pipeline.table import finished, open_store, semantic_of, steps_of
 from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
 from agentgym.tracking.points import decode_points
 
@@ -42,7 +35,7 @@ def confirm_all(cfg):
 def test_demonstrations_in_another_action_format_are_another_step(tmp_path, tiny_params):
     plain = load_config(tiny_params(tmp_path))
     react = load_config(tiny_params(tmp_path), ["rollout.action_format=react"])
-    step = steps_of(plain)["initialise"]
+    step = steps_of(plain)["initialize"]
     assert semantic_of(step, plain) != semantic_of(step, react)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agentgym.config import OptimiserConfig, RunConfig
+from agentgym.config import OptimizerConfig, RunConfig
 from agentgym.learner.learner import Learner
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
@@ -20,7 +20,7 @@ LR = 1e-5  # a typical rate of a large model: what one step changes is small
 def pair(make_model, tokenizer):
     """(engine without environments, learner) that start from the same weights."""
     checkpoint = new_checkpoint(make_model(), tokenizer)
-    learner = Learner(checkpoint.model, OptimiserConfig(lr=LR, warmup_steps=0), total_steps=10)
+    learner = Learner(checkpoint.model, OptimizerConfig(lr=LR, warmup_steps=0), total_steps=10)
     policy = TorchPolicy(
         make_model(), stop_id=checkpoint.renderer.stop_id, num_slots=2, context_tokens=64
     )

@@ -14,7 +14,8 @@ from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.data.items import load_splits
 from agentgym.data.trajectories import RECORDED, decode
-from agentgym.pipeline.run import finished, open_store, run_step, steps_of
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS, decode_trajectories, encode_trajectories
 from agentgym.store.manifest import Blob, Manifest
@@ -36,7 +37,7 @@ OPTIONS = {
     },
     "textcraft": {"max_depth": 1, "distractors": 1},
 }
-BEFORE = ("prepare", "initialise", "evaluate-initialise", "warm-start", "evaluate-warm-start")
+BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
 LOSING = {"babyai": ["turn left", "turn left"], "textcraft": ["inventory", "inventory"]}
 ITEMS = {"babyai": range(60), "textcraft": range(40)}
 MANUAL = [
@@ -120,7 +121,7 @@ def begun(published, tmp_path_factory):
             "num_demos": 120,
             "steps": 100,
             "batch_size": 16,
-            "optimiser": {"lr": 0.005},
+            "optimizer": {"lr": 0.005},
         },
         "rollout": {
             "items_per_step": 4,
@@ -176,8 +177,8 @@ def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_compa
         ).train
     }
     assert {each.item.item_id for each in recorded} == trained
-    demos = decode_trajectories(store.read(done["initialise"], DEMOS))
-    results = done["initialise"].results
+    demos = decode_trajectories(store.read(done["initialize"], DEMOS))
+    results = done["initialize"].results
     assert results["num_played"] == 120
     assert results["num_demos"] == sum(demo.success for demo in demos)
     assert (
@@ -206,11 +207,11 @@ def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_compa
 @pytest.mark.parametrize("recipe", ["sft", "dpo", "agent_evol"])
 def test_a_run_trains_from_them_and_passes_its_audit(begun, recipe, tmp_path):
     cfg = of_recipe(begun, recipe, tmp_path)
-    assert "initialise" in steps_of(cfg)["stage-1"].parents
+    assert "initialize" in steps_of(cfg)["stage-1"].parents
     outcome = run_step("stage-1", cfg)
     store = open_store(cfg)
     if recipe == "dpo":
-        demos = decode_trajectories(store.read(finished(cfg, store)["initialise"], DEMOS))
+        demos = decode_trajectories(store.read(finished(cfg, store)["initialize"], DEMOS))
         pairs = material_of(cfg, stages(cfg.horizon)[0], [], demos)
         assert {pair[0].item.env for pair in pairs} == set(OPTIONS)
         assert all(
@@ -244,20 +245,20 @@ def test_a_run_whose_trajectories_solve_nothing_of_an_environment_says_so(begun,
         ValueError,
         match=r"^of trajectories that fit model\.context_tokens, babyai's solve none of \d tasks",
     ):
-        run_step("initialise", cfg)
+        run_step("initialize", cfg)
 
 
 def test_the_audit_finds_an_action_that_was_not_imported(begun, tmp_path):
     cfg = of_recipe(begun, "sft", tmp_path)
     store = open_store(cfg)
-    final = finished(cfg, store)["initialise"]
+    final = finished(cfg, store)["initialize"]
     demos = decode_trajectories(store.read(final, DEMOS))
     index = next(
         index for index, demo in enumerate(demos) if not demo.success and demo.item.env == "babyai"
     )
     turns = (*demos[index].turns[:-1], replace(demos[index].turns[-1], action="turn right"))
     demos[index] = replace(demos[index], turns=turns)
-    data, folder = encode_trajectories(demos), next((cfg.store.path / "steps").glob("initialise-*"))
+    data, folder = encode_trajectories(demos), next((cfg.store.path / "steps").glob("initialize-*"))
     (folder / "blobs" / Blob.of(data).digest).write_bytes(data)
     forged = Manifest.model_copy(final, update={"blobs": {**final.blobs, DEMOS: Blob.of(data)}})
     (folder / "manifests" / "000000.json").write_bytes(forged.to_bytes())

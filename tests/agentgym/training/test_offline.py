@@ -14,12 +14,14 @@ from torch.nn.functional import logsigmoid
 
 from agentgym.algorithms.batch import to_batch
 from agentgym.audit import audit
-from agentgym.config import ConfigError, OptimiserConfig, load_config
+from agentgym.config import ConfigError, OptimizerConfig, load_config
+from agentgym.data.check import load_data
 from agentgym.learner import learner as learner_module
 from agentgym.learner.learner import Learner
-from agentgym.models.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint
+from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, load_checkpoint
 from agentgym.models.model import weights_of
-from agentgym.pipeline.run import finished, load_data, open_store, run_step, steps_of
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import TRAJECTORIES, decode_trajectories, encode_trajectories
 from agentgym.store.keys import package_folders, source_files
@@ -28,7 +30,7 @@ from agentgym.training import offline
 from agentgym.training.offline import material_of, preference_pairs, successes
 from agentgym.types import Item, Status, Trajectory
 
-BEFORE = ("prepare", "initialise", "evaluate-initialise", "warm-start", "evaluate-warm-start")
+BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
 DRIVER = """
 import os, signal, sys
 import agentgym.store.posix as posix
@@ -164,11 +166,11 @@ def learner_and_pairs(make_model):
 
     def make():
         learner = Learner(
-            make_model(0), OptimiserConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9), total_steps=10
+            make_model(0), OptimizerConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9), total_steps=10
         )
         batch = to_batch([each for pair in PAIRS for each in pair])
         return learner, replace(
-            batch, logprobs=Learner(make_model(1), OptimiserConfig(), total_steps=1).score(batch)
+            batch, logprobs=Learner(make_model(1), OptimizerConfig(), total_steps=1).score(batch)
         )
 
     return make
@@ -260,13 +262,13 @@ def test_a_stage_is_computed_by_its_own_loop_and_keyed_by_what_it_reads(tmp_path
     assert "offline" not in steps["grpo"]["stage-1"].sections
     assert "offline" in steps["dpo"]["stage-1"].sections
     assert steps["dpo"]["stage-2"].parents == ("prepare", "stage-1")
-    assert steps["sft"]["stage-2"].parents == ("prepare", "stage-1", "initialise")
-    assert steps["agent_evol"]["stage-1"].parents == ("prepare", "warm-start", "initialise")
+    assert steps["sft"]["stage-2"].parents == ("prepare", "stage-1", "initialize")
+    assert steps["agent_evol"]["stage-1"].parents == ("prepare", "warm-start", "initialize")
     assert steps["agent_evol"]["stage-2"].parents == (
         "prepare",
         "stage-1",
         "warm-start",
-        "initialise",
+        "initialize",
     )
 
 
@@ -282,7 +284,7 @@ def test_a_stage_that_would_meet_an_item_twice_is_bad_input(tmp_path, tiny_param
 @pytest.fixture
 def begin(whole_run, tmp_path, tiny_params):
     """begin(name) -> params of a deterministic run that is done up to its first stage, whose
-    every optimiser step commits.
+    every optimizer step commits.
     """
 
     def make(name, recipe="dpo"):
@@ -320,7 +322,7 @@ def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin):
     assert str(run_step("stage-1", cfg)) == "resumed at commit 3"
     ours, theirs = history(untouched), history(cfg)
     assert [commit.digest for commit in ours] == [commit.digest for commit in theirs]
-    assert {WEIGHTS, OPTIMISER} <= ours[-1].blobs.keys()
+    assert {WEIGHTS, OPTIMIZER} <= ours[-1].blobs.keys()
     assert ours[-1].blobs[WEIGHTS] == theirs[-1].blobs[WEIGHTS] != ours[-2].blobs[WEIGHTS]
     assert [len(commit.state["consumed"]) for commit in theirs] == [6, 2, 0, 0]
     logs = [
@@ -377,7 +379,7 @@ class Context:
         return self.store.read(manifest, name)
 
 
-def test_only_self_training_begins_anew_in_every_stage_and_only_imitation_keeps_its_optimiser(
+def test_only_self_training_begins_anew_in_every_stage_and_only_imitation_keeps_its_optimizer(
     begin,
 ):
     params = begin("learners")
@@ -398,7 +400,7 @@ def test_only_self_training_begins_anew_in_every_stage_and_only_imitation_keeps_
         assert all(
             torch.equal(tensor, expected[name]) for name, tensor in weights_of(made.model).items()
         ), recipe
-        assert (made.blobs()[OPTIMISER] == context.read(trained, OPTIMISER)) is (recipe == "sft")
+        assert (made.blobs()[OPTIMIZER] == context.read(trained, OPTIMIZER)) is (recipe == "sft")
         resumed = offline._plan_learner(
             context,
             stages(context.cfg.horizon)[1],
@@ -406,7 +408,7 @@ def test_only_self_training_begins_anew_in_every_stage_and_only_imitation_keeps_
             trained,
             load_checkpoint(context.store, trained),
         ).build()
-        assert resumed.blobs()[OPTIMISER] == context.read(trained, OPTIMISER)
+        assert resumed.blobs()[OPTIMIZER] == context.read(trained, OPTIMIZER)
 
 
 @pytest.mark.parametrize(

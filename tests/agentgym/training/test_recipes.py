@@ -11,14 +11,15 @@ from safetensors.torch import load as load_safetensors
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit import audit
 from agentgym.config import ConfigError, load_config
-from agentgym.models.checkpoint import OPTIMISER, WEIGHTS, load_checkpoint
-from agentgym.pipeline.run import finished, open_store, run_step
+from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, load_checkpoint
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store
 from agentgym.steps.context import METRICS, TRAJECTORIES, StepContext, decode_trajectories
 from agentgym.tracking.points import decode_points
 from agentgym.types import Status
 
 ALGORITHM = {"critic_warmup_steps": 1}
-BEFORE = ("prepare", "initialise", "evaluate-initialise", "warm-start", "evaluate-warm-start")
+BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +145,7 @@ def test_bootstrapped_episodes_cut_by_the_context_pass_the_audit(tmp_path, tiny_
         tmp_path, algorithm={"recipe": "ppo", "truncated": "bootstrap", **ALGORITHM}
     )
     cfg = load_config(params, [*small, *narrow])
-    for name in ("prepare", "initialise", "warm-start", "stage-1"):
+    for name in ("prepare", "initialize", "warm-start", "stage-1"):
         run_step(name, cfg)
     store = open_store(cfg)
     final = finished(cfg, store)["stage-1"]
@@ -174,7 +175,7 @@ def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
         f"model.name={tmp_path / 'model'}",
         "warm_start.enabled=false",
     ]
-    changes += ["optimiser.lr=1e-5", "horizon.stage_steps=[3,1]", "validation.every=0"]
+    changes += ["optimizer.lr=1e-5", "horizon.stage_steps=[3,1]", "validation.every=0"]
     finals, commit = [], StepContext.commit
 
     def fatal(*arguments, **named):
@@ -183,7 +184,7 @@ def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
 
     for killed in (False, True):
         cfg = load_config(tiny_params(tmp_path / str(killed)), changes)
-        for name in ("prepare", "initialise"):
+        for name in ("prepare", "initialize"):
             run_step(name, cfg)
         if killed:
             monkeypatch.setattr(StepContext, "commit", fatal)
@@ -194,7 +195,7 @@ def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
         finals.append(finished(cfg, open_store(cfg))["stage-1"])
     assert finals[0].digest == finals[1].digest
     state, weights = (
-        load_safetensors(open_store(cfg).read(finals[1], name)) for name in (OPTIMISER, WEIGHTS)
+        load_safetensors(open_store(cfg).read(finals[1], name)) for name in (OPTIMIZER, WEIGHTS)
     )
     assert all(
         torch.equal(state[f"{name}:master"].bfloat16(), tensor) for name, tensor in weights.items()

@@ -21,7 +21,7 @@ def test_a_demonstration_is_rendered_as_a_rollout_reads_it(tokenizer, action_for
     episode = _TextEpisode(Item("babyai", 4), "task: go")
     episode.steps = [Step("turn left", "you see", 0.0), Step("move forward", "done", 1.0)]
     episode.success = True
-    demo = episode.tokenise(
+    demo = episode.tokenize(
         renderer, replace(SETTINGS, action_format=action_format, manuals={"babyai": "rules"})
     )
     spans = [demo.input_ids[turn.start : turn.end] for turn in demo.turns]
@@ -55,7 +55,7 @@ def test_a_recorded_thought_is_learned_with_its_action_where_replies_have_though
     episode.steps = [
         Step(action, "you see", 0.0, reply) for reply, action in replies_of(recorded, "react")
     ]
-    demo = episode.tokenise(renderer, replace(SETTINGS, action_format="react"))
+    demo = episode.tokenize(renderer, replace(SETTINGS, action_format="react"))
     spans = [demo.input_ids[turn.start : turn.end] for turn in demo.turns]
     assert [renderer.text(span) for span in spans] == [
         THOUGHT,

@@ -31,7 +31,8 @@ ON_THE_START_PAGE = {"How many reviews wait for approval?"}  # needs no action b
 WORLD = content(0).world()
 STORE, FORUM, HUB = WORLD.store, WORLD.forum, WORLD.hub
 LOCATOR = re.compile(
-    r"|document\..+|\[\.\.\.document.+|func:shopping_get_sku_latest_review_(author|rating)\('[A-Z]+-\d+'\)|func:gitlab_.+"
+    r"|document\..+|\[\.\.\.document.+"
+    r"|func:shopping_get_sku_latest_review_(author|rating)\('[A-Z]+-\d+'\)|func:gitlab_.+"
 )
 ACTION = re.compile(
     r"click \[(link|button|option|radio|checkbox|textbox|spinbutton|searchbox) '.+'( #\d+)?\]"

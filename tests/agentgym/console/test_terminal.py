@@ -12,7 +12,7 @@ from rich.table import Table
 
 from agentgym.cli import guarded
 from agentgym.config import ConfigError
-from agentgym.terminal import PlainConsole
+from agentgym.console.terminal import PlainConsole
 from envs.plain import PlainFormatter, plain
 
 # a window's title, a cleared screen, a link, a bell, C1's own sequence begin, a line that is read

@@ -1,0 +1,1 @@
+"""What commands share: the terminal, progress bars, this machine."""

@@ -1,0 +1,108 @@
+"""The data of a run, checked against what the run asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentgym.algorithms.recipe import RECIPES
+from agentgym.config import ConfigError, EnvConfig, RunConfig
+from agentgym.data.items import (
+    SPLITS,
+    Splits,
+    load_splits,
+    mix_splits,
+    repeated_tasks,
+    train_stream,
+)
+from agentgym.data.trajectories import Recorded, load_trajectories
+
+
+def load_data(cfg: RunConfig) -> Splits:
+    """The configured items, checked, also against what the run asks of them.
+    Errors: ConfigError.
+    """
+    splits = mix_splits(cfg.weights, list(splits_by_env(cfg).values()))
+    if (
+        RECIPES[cfg.algorithm.recipe].loop in ("dpo", "evolve")
+        and cfg.offline.num_items > len(splits.train) // 3
+    ):
+        raise ConfigError(
+            f"offline.num_items {cfg.offline.num_items} is more than a third of the"
+            f" {len(splits.train)} train items of {cfg.env_names}, so that one stage could meet an"
+            " item twice; lower it"
+        )
+    for key, asked, name, items in (
+        (
+            "evaluation.num_items",
+            cfg.evaluation.num_items,
+            cfg.evaluation.split,
+            getattr(splits, cfg.evaluation.split),
+        ),
+        ("rollout.items_per_step", cfg.rollout.items_per_step, "train", splits.train),
+    ):
+        if asked > len(items):
+            raise ConfigError(
+                f"{key} {asked} is more than the {len(items)} {name} items of {cfg.env_names};"
+                " lower it"
+            )
+    _check_draws(cfg, splits)
+    return splits
+
+
+def splits_by_env(cfg: RunConfig) -> dict[str, Splits]:
+    """The items of each environment of the run. Errors: DataError."""
+    fraction = cfg.data.validation_fraction
+    return {
+        env: load_splits(cfg.data.path, env, validation_fraction=fraction, seed=cfg.seed)
+        for env in cfg.weights
+    }
+
+
+def load_recorded(cfg: RunConfig) -> list[Recorded]:
+    """The trajectories of others that the run learns from; none where it does not.
+    Errors: DataError.
+    """
+    if cfg.warm_start.source != "trajectories":
+        return []
+    return load_trajectories(cfg.data.trajectories, splits_by_env(cfg))
+
+
+def compare_tasks(
+    envs: Sequence[EnvConfig], splits: Splits
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(warnings about tasks that stand there under several ids, warnings about environments that
+    cannot say), one line each.
+
+    Errors: ConfigError where an item names no task, or the environment cannot be had here as it is
+    set.
+    """
+    from agentgym.deploy.local import IdentitiesUnknown, task_identities
+
+    repeated: list[str] = []
+    unknown: list[str] = []
+    for env in envs:
+        items = [item for name in SPLITS for item in getattr(splits, name) if item.env == env.name]
+        try:
+            repeated += repeated_tasks(
+                items, task_identities(env, [item.task_id for item in items])
+            )
+        except IdentitiesUnknown as reason:
+            unknown.append(f"{env.name}: items were compared by their ids alone: {reason}")
+    return tuple(repeated), tuple(unknown)
+
+
+def _check_draws(cfg: RunConfig, splits: Splits) -> None:
+    """Errors: ConfigError where one optimizer step could draw an item twice: equal keys give
+    equal samples.
+    """
+    recipe, asked = RECIPES[cfg.algorithm.recipe], cfg.rollout.items_per_step
+    rounds = 1 + (cfg.algorithm.max_refills if recipe.dynamic_sampling else 0)
+    most = train_stream(cfg, splits, {}).most_distinct()
+    if recipe.loop == "rl" and asked * rounds > most:
+        refills = f" x {rounds} rounds (algorithm.max_refills)" if rounds > 1 else ""
+        raise ConfigError(
+            f"rollout.items_per_step {asked}{refills} is more than the {most} items that"
+            f" {len(splits.train)} train items of {cfg.env_names} give without one twice (a third"
+            " of a pass): the same item twice in a step has the same samples, token for token;"
+            f" lower it to {most // rounds}, or add items"
+        )
