@@ -141,6 +141,43 @@ def below_grpo():
     return [re.match(r"GRPO minus SFT \+([\d.]+) ", verdict["figures"])[1], rl_success()[0]]
 
 
+def unlock():
+    """Of the locked door: starts and ends, the two contrasts and what they cost."""
+    found = result("unlock")
+    rows = {row["name"].removesuffix(", locked door"): row for row in found["rows"]}
+    growing, short, long, sft = (
+        rows[name] for name in ("grpo ScalingInter", "grpo short", "grpo long", "sft")
+    )
+    apart = {
+        pair["b"]: {
+            key: (f"{100 * value:+.1f}" if isinstance(value, float) else value)
+            for key, value in pair["difference"]["avg_at_4"].items()
+        }
+        for pair in found["contrasts"]
+        if pair["a"] == growing["name"]
+    }
+    cpu = {row["name"]: sum(row["cost"]["cpu_s"]) for row in (growing, long, sft)}
+    success = {name: row["success"]["avg_at_4"]["mean"] for name, row in rows.items()}
+    (items,) = {row["evaluation"]["num_items"] for row in rows.values()}
+    worst = min(growing["success"]["avg_at_4"]["per_seed"])
+    seed = growing["success"]["avg_at_4"]["per_seed"].index(worst)
+    per_seed = next(p for p in found["contrasts"] if p["b"] == sft["name"])["difference"]
+    return [
+        str(load_config(ROOT / "profiles/babyai-unlock-cpu.yaml").warm_start.num_demos),
+        percent(growing["start"]["avg_at_4"]["mean"]),
+        percent(success["grpo ScalingInter"]),
+        f"{cpu[sft['name']] / cpu[growing['name']]:.2f}",
+        percent(success["sft"]),
+        *(apart[sft["name"]][key] for key in ("mean", "low", "high")),
+        str(len(growing["seeds"])),
+        f"{100 * per_seed['avg_at_4']['per_seed'][seed]:+.1f}",
+        *(apart[short["name"]][key] for key in ("mean", "low", "high")),
+        *(apart[long["name"]][key] for key in ("low", "high")),
+        f"{cpu[growing['name']] / cpu[long['name']]:.2f}",
+        str(items),
+    ]
+
+
 def machine(name):
     found = result(name)["machine"]
     return [str(found["cores"]), *found["cpu"]]
@@ -187,6 +224,15 @@ BOUND = [
             r" seeds cannot tell\sfrom none"
         ),
         below_grpo(),
+    ),
+    (
+        r"locked door [^%]*?(\d+) demonstrations teach (\d+) % [^%]*?goes on to (\d+) %;[^%]*?"
+        r"for ([\d.]+) times the CPU time, to (\d+) %: ([+-][\d.]+) points between them, from"
+        r" ([+-][\d.]+) to ([+-][\d.]+), though\sone seed of (\d) learns little \(([+-][\d.]+)\)"
+        r"[^+]*?([+-][\d.]+) points, from ([+-][\d.]+) to ([+-][\d.]+), and[^(]*?"
+        r"\(from ([+-][\d.]+) to ([+-][\d.]+)\) for ([\d.]+) of its CPU time\.[^(]*?"
+        r"\([^)]*\)\), judged on (\d+)\s",
+        unlock(),
     ),
     (r"of (\d+) faults\sof (\d+) kinds (\d+) left a run that passes every check\.", faults()),
 ]
