@@ -21,6 +21,7 @@ from agentgym.audit.sampling import check_sampling
 from agentgym.audit.steps import check_lineage, read_steps
 from agentgym.config import ConfigError, RunConfig
 from agentgym.models.model import set_threads
+from agentgym.pipeline.plan import plan
 from agentgym.pipeline.table import open_store, run_key
 from agentgym.steps.context import NoProgress, Progress
 
@@ -142,4 +143,10 @@ def _existing(cfg: RunConfig) -> str:
     runs = sorted(
         {f"r{path.name[:12]}" for path in (cfg.state_dir / "delivered").glob("*") if path.is_dir()}
     )
-    return f"known under {cfg.state_dir}: {', '.join(runs) or 'no run'}"
+    known = f"known under {cfg.state_dir}: {', '.join(runs) or 'no run'}"
+    other = next((f"{each.name}: {each.why}" for each in plan(cfg) if "is gone" in each.why), "")
+    return (
+        f"{known}; what is there is of another version ({other}), which can audit it"
+        if other
+        else known
+    )

@@ -74,15 +74,18 @@ def _why_new(step: Step, cfg: RunConfig, known: list[Manifest], done: dict[str, 
 
 
 def _changed(now: Any, before: Any, path: str = "") -> list[str]:
-    """Dotted paths whose values differ, as `path before -> now`."""
-    if isinstance(now, dict) and isinstance(before, dict):
-        keys = [*now, *(key for key in before if key not in now)]
-        return [
-            line
-            for key in keys
-            for line in _changed(now.get(key), before.get(key), f"{path}.{key}" if path else key)
-        ]
-    return [] if now == before else [f"{path} {before} -> {now}"]
+    """Dotted paths whose values differ, as `path before -> now`; a setting of another version as
+    `path is gone`, `path is new`.
+    """
+    if not (isinstance(now, dict) and isinstance(before, dict)):
+        return [] if now == before else [f"{path.removesuffix('.')} {before} -> {now}"]
+    lines = [f"{path}{key} is gone" for key in before if key not in now]
+    for key, value in now.items():
+        if key in before:
+            lines += _changed(value, before[key], f"{path}{key}.")
+        else:
+            lines.append(f"{path}{key} is new")
+    return lines
 
 
 def _few(texts: list[str], most: int = 3) -> str:

@@ -56,7 +56,20 @@ def test_another_run_is_refused_by_name_and_the_existing_ones_are_listed(
     with pytest.raises(ConfigError, match=f"run r0123 is not .*known under .*{mine}"):
         audit(forger.cfg, run="r0123")
     other = load_config(tiny_params(tmp_path, seed=5))
-    with pytest.raises(ConfigError, match=f"nothing to audit.*known under .*{mine}"):
+    with pytest.raises(ConfigError, match=f"nothing to audit.*known under .*{mine}$"):
+        audit(other)
+
+
+def test_a_run_of_another_version_is_told_by_the_settings_that_changed_their_name(
+    forger, tmp_path, tiny_params
+):
+    manifest = forger.commits("warm-start")[-1]
+    settings = dict(manifest.config["warm_start"])
+    settings["optimiser"] = settings.pop("optimizer")
+    forger.replace(manifest, config={**manifest.config, "warm_start": settings})
+    other = load_config(tiny_params(tmp_path, seed=5))
+    told = r"of another version \(warm-start: .*warm_start.optimiser is gone, .*optimizer is new"
+    with pytest.raises(ConfigError, match=told):
         audit(other)
 
 
