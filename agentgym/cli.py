@@ -374,13 +374,13 @@ def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     said = "imported into" if imported.is_new else "was imported already into"
     say(f"{imported.url} at {imported.sha} {said} {imported.path}")
     say(f"licence: {imported.licence or 'not known here; see its repository'}")
-    for env in dict.fromkeys((*cfg.weights, *PUBLISHED_COUNTS)):
+    for env in dict.fromkeys((*cfg.env_weights, *PUBLISHED_COUNTS)):
         try:
             splits = load_splits(
                 imported.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
             )
         except DataError as error:
-            if env in cfg.weights:
+            if env in cfg.env_weights:
                 raise
             say(f"warning: {error}")
             continue
@@ -445,7 +445,7 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             f" {cfg.data.trajectories}"
         )
     for name in PUBLISHED_COUNTS:
-        if name in cfg.weights or not (cfg.data.path / "train" / f"{name}_train.json").exists():
+        if name in cfg.env_weights or not (cfg.data.path / "train" / f"{name}_train.json").exists():
             continue
         try:
             other = load_splits(

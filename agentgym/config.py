@@ -559,7 +559,7 @@ class RunConfig(Section):
                 )
             if env.dialect != "native" and self.rollout.system_prompt:
                 raise ValueError(
-                    "rollout.system_prompt begins with a server's manual, and one of dialect"
+                    "rollout.system_prompt begins with a server's instructions, and one of dialect"
                     f" {env.dialect} ({env.name}) has none"
                 )
         names = [env.name for env in self.envs]
@@ -638,7 +638,7 @@ class RunConfig(Section):
         return (self.env, *self.mix)
 
     @property
-    def weights(self) -> dict[str, float]:
+    def env_weights(self) -> dict[str, float]:
         """Share of the items, by environment; they need not sum to 1."""
         return {env.name: env.weight for env in self.envs}
 

@@ -24,7 +24,7 @@ from unittest import mock
 
 from pipeline import ROOT, machine
 
-from agentgym.compute.placement import AnyEngine
+from agentgym.compute.placement import Engine
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import splits_from_json
 from agentgym.deploy.local import task_identities
@@ -106,7 +106,7 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
     run_with_parents("warm-start", cfg, wait_s=3600)
     items = unlisted(cfg)
 
-    def play(cfg: RunConfig, engine: AnyEngine, _: Sequence[Item], step: int) -> list[Trajectory]:
+    def play(cfg: RunConfig, engine: Engine, _: Sequence[Item], step: int) -> list[Trajectory]:
         return engine.collect(
             items,
             num_samples=1,

@@ -33,7 +33,7 @@ class Place:
     session: str = ""  # our session id
     turn: int = 0
     observation: str = ""
-    prompt: str = ""  # task manual and first observation
+    prompt: str = ""  # instructions and first observation
     reward: float = 0.0  # of the last turn
     score: float = 0.0  # sum of the rewards
     done: bool = False

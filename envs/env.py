@@ -86,7 +86,7 @@ class EnvSpec:
     """An environment that can be served under its name."""
 
     name: str
-    instructions: str  # the task manual a language model gets
+    instructions: str  # the instructions a language model gets
     make: Callable[[], Simulator]
     options: dict[str, Any]
     # a scripted episode on task `probe_task`, played before the server says it is ready

@@ -122,7 +122,7 @@ class OpenEnv:
     def table(self) -> Iterator[tuple[str, Callable[[Request], Awaitable[Response]], str]]:
         """(path, handler, summary) of what is asked over HTTP."""
         yield "/health", self._health, "as OpenEnv's servers: may it be used"
-        yield "/metadata", self._metadata, "as OpenEnv's servers: name and task manual"
+        yield "/metadata", self._metadata, "as OpenEnv's servers: name and instructions"
         yield "/schema", self._schema, "as OpenEnv's servers: actions, observations and state"
 
     async def connected(self, websocket: WebSocket) -> None:

@@ -62,7 +62,7 @@ class InfoReply(Message):
     env: str
     protocol_version: int = PROTOCOL_VERSION
     options: dict[str, Any]  # the simulator's options, as served
-    instructions: str  # the task manual for a language model
+    instructions: str  # the instructions for a language model
     offers_expert: bool
     offers_render: bool
     takes_batches: bool  # there is a `/batch`

@@ -15,7 +15,7 @@ DRAWING = (ROOT / "docs/architecture.md").read_text()
 LONG = {
     "agentgym/audit/__init__.py audit": 82,
     "agentgym/audit/episodes.py check_episodes": 71,
-    "agentgym/audit/episodes.py check_tokens": 74,
+    "agentgym/audit/episodes.py check_tokens": 78,
     "agentgym/cli.py _parser": 157,
     "agentgym/comparison/report.py curves_png": 63,
     "agentgym/comparison/report.py results_png": 68,
@@ -30,7 +30,7 @@ LONG = {
     "agentgym/pipeline/run.py run_step": 63,
     "agentgym/pipeline/table.py steps_of": 154,
     "agentgym/rollouts/collect.py collect": 104,
-    "agentgym/training/offline.py _lesson": 66,
+    "agentgym/training/offline.py _update_fn": 66,
     "agentgym/training/offline.py train_stage": 65,
     "agentgym/training/rl.py train_stage": 112,
     "envs/__main__.py _parser": 92,

@@ -13,7 +13,7 @@ from agentgym.algorithms.recipe import Truncated
 from agentgym.algorithms.signal import all_equal
 from agentgym.types import Status, Trajectory
 
-CUT = (Status.MAX_TURNS, Status.MAX_TOKENS, Status.ENV_LIMIT)
+TRUNCATED = (Status.MAX_TURNS, Status.MAX_TOKENS, Status.ENV_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Batch:
     group_ids: Tensor  # [B] int64, equal for samples of one item
     # [B] bool, true where a limit ended the episode, not the task: horizon, context, the
     # simulator's own
-    cut: Tensor
+    truncated: Tensor
     temperature: float  # the actions were sampled at
     # [B] int64, equal for rows of one environment; None: all are of one
     env_ids: Tensor | None = None
@@ -62,7 +62,7 @@ class Batch:
             self.rewards[tokens],
             self.logprobs[tokens],
             self.group_ids[rows],
-            self.cut[rows],
+            self.truncated[rows],
             self.temperature,
             None if self.env_ids is None else self.env_ids[rows],
         )
@@ -94,7 +94,7 @@ def learnable(trajectories: Sequence[Trajectory], *, truncated: Truncated) -> li
         for t in trajectories
         if t.status.is_valid
         and any(t.action_mask)
-        and not (truncated == "mask" and t.status in CUT)
+        and not (truncated == "mask" and t.status in TRUNCATED)
     ]
 
 
@@ -157,7 +157,7 @@ def to_batch(
             [logprob for t in kept for logprob in t.logprobs], dtype=torch.float32
         ),
         group_ids=torch.tensor([groups.setdefault(t.item.item_id, len(groups)) for t in kept]),
-        cut=torch.tensor([t.status in CUT for t in kept]),
+        truncated=torch.tensor([t.status in TRUNCATED for t in kept]),
         temperature=temperatures.pop(),
         env_ids=torch.tensor([envs.setdefault(t.item.env, len(envs)) for t in kept]),
     )

@@ -105,16 +105,16 @@ def audit(
             with checks_of["numbers"].guard(record.name):
                 check_numbers(cfg, store, record, steps, splits, tables, checks_of["numbers"])
         show.advance(1, f"{record.name}: numbers")
-    manuals: dict[str, str] = {}
+    instructions: dict[str, str] = {}
     with checks_of["replay"].guard("environment"):
-        manuals = check_replay(cfg, steps, num_episodes, seed, checks_of["replay"])
+        instructions = check_replay(cfg, steps, num_episodes, seed, checks_of["replay"])
     show.advance(1, "replay")
     with checks_of["excluded"].guard("environment"):
         check_excluded(cfg, store, steps, checks_of["excluded"])
     show.advance(1, "left out")
     for record in steps:
         with checks_of["tokens"].guard(record.name):
-            check_tokens(cfg, store, record, manuals, checks_of["tokens"])
+            check_tokens(cfg, store, record, instructions, checks_of["tokens"])
         with checks_of["rescore"].guard(record.name):
             check_sampling(
                 cfg, store, record, num_rescored, seed, checks_of["rescore"], checks_of["sampling"]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from agentgym.algorithms.batch import CUT
+from agentgym.algorithms.batch import TRUNCATED
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord, draw, load, place
@@ -119,7 +119,7 @@ def _check_end(cfg: RunConfig, where: str, episode: Trajectory, checks: Checks) 
             where,
             "success of an episode that the environment did not end",
             False,
-            episode.success and episode.status in CUT,
+            episode.success and episode.status in TRUNCATED,
         )
     else:
         checks.expect(where, "success of an episode that is left out", False, episode.success)
@@ -130,7 +130,11 @@ def _check_end(cfg: RunConfig, where: str, episode: Trajectory, checks: Checks) 
 
 
 def check_tokens(
-    cfg: RunConfig, store: RunStore, record: StepRecord, manuals: Mapping[str, str], checks: Checks
+    cfg: RunConfig,
+    store: RunStore,
+    record: StepRecord,
+    instructions: Mapping[str, str],
+    checks: Checks,
 ) -> None:
     """Ids outside the policy's spans are what the renderer makes of the logged observations;
     inside, of the logged actions.
@@ -153,7 +157,7 @@ def check_tokens(
                     where, "token ids of an episode that did not begin", (), episode.input_ids
                 )
                 continue
-            rebuilt = list(start(episode.first_observation, manuals.get(episode.item.env, "")))
+            rebuilt = list(start(episode.first_observation, instructions.get(episode.item.env, "")))
             mask = [False] * len(rebuilt)
             for number, turn in enumerate(episode.turns, 1):
                 ids = episode.input_ids[turn.start : turn.end]
@@ -175,7 +179,7 @@ def check_tokens(
                     checks.expect(where, "context used up", True, room < cfg.rollout.max_new_tokens)
                 read_last = (
                     reads_last
-                    and episode.status in CUT
+                    and episode.status in TRUNCATED
                     and episode.item.split == "train"
                     and room >= 0
                 )
@@ -209,7 +213,7 @@ def check_replay(
     cfg: RunConfig, steps: Sequence[StepRecord], num_episodes: int | None, seed: int, checks: Checks
 ) -> dict[str, str]:
     """A draw of what counts, and all that was left out.
-    Result: the task manuals episodes begin with, by environment.
+    Result: the instructions episodes begin with, by environment.
     """
     chosen: list[tuple[str, Trajectory]] = []
     num_logged = 0
@@ -235,10 +239,10 @@ def check_replay(
         return {}
     with (
         local_environment(cfg, False) as endpoints,
-        open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, manuals),
+        open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, instructions),
     ):
         loop.run(_replay(pool, chosen, cfg.rollout.concurrency, checks))
-        return manuals
+        return instructions
 
 
 async def _replay(

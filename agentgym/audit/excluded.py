@@ -166,7 +166,7 @@ def _played(
         for episode in episodes:
             settings = episode_settings(
                 cfg,
-                manuals=engine.manuals,
+                instructions=engine.instructions,
                 seed=seed,
                 step=episode.step,
                 max_turns=episode.max_turns,

@@ -27,9 +27,9 @@ from agentgym.steps.context import METRICS, OUTCOMES, TRAJECTORIES, decode_traje
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.training.offline import (
+    dataset_of,
     exploration_metrics,
     first_rate_step,
-    material_of,
     optimizer_of,
     rate_steps,
 )
@@ -255,7 +255,7 @@ def _check_offline_stage(
             }
             if explored and step == stage.first_step:
                 expected |= exploration_metrics(
-                    explored, material_of(cfg, stage, explored, recorded)
+                    explored, dataset_of(cfg, stage, explored, recorded)
                 )
             if cfg.validation.every and step % cfg.validation.every == 0:
                 validation = [

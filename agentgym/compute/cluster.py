@@ -1,7 +1,7 @@
 """A run spread over processes of a Ray cluster: ranks that hold the weights, workers that play
 episodes.
 
-`RayLearner` and `RayEngine` have the methods of `Learner` and `Engine`.
+`RayLearner` and `RayEngine` are a `Learner` and an `Engine`.
 A worker that is lost costs the episodes it had not finished: they are played again elsewhere, and
 another worker takes its place.
 A rank that is lost ends the step, which goes on from its last commit when it is run again.

@@ -18,8 +18,8 @@ from agentgym.models.checkpoint import Checkpoint
 from agentgym.types import Endpoints, Item, Trajectory
 
 
-class AnyLearner(Protocol):
-    """What a training loop asks of `Learner`, wherever its weights are."""
+class Learner(Protocol):
+    """What updates weights, wherever they are."""
 
     def score(self, batch: Batch) -> Tensor: ...
     def update(
@@ -32,8 +32,8 @@ class AnyLearner(Protocol):
     def blobs(self) -> dict[str, bytes]: ...
 
 
-class AnyEngine(Protocol):
-    """What a training loop asks of `Engine`, wherever its episodes are played."""
+class Engine(Protocol):
+    """What plays episodes, wherever that is."""
 
     def collect(
         self,
@@ -56,7 +56,7 @@ class AnyEngine(Protocol):
 @contextmanager
 def open_compute(
     cfg: RunConfig, plan: LearnerPlan, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
-) -> Iterator[tuple[AnyLearner, AnyEngine]]:
+) -> Iterator[tuple[Learner, Engine]]:
     """A learner, and an engine that holds the checkpoint's weights as `version`.
     Errors: see `open_engine`, `open_cluster`.
     """
@@ -79,7 +79,7 @@ def open_compute(
 
 
 @contextmanager
-def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[AnyLearner]:
+def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
     """A learner alone. Errors: see `open_cluster`."""
     if cfg.compute == "ray":
         from agentgym.compute.cluster import open_cluster
@@ -96,7 +96,7 @@ def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[AnyLearner]:
 @contextmanager
 def open_engine(
     cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
-) -> Iterator[AnyEngine]:
+) -> Iterator[Engine]:
     """An engine alone. Errors: where a server is not what training may use; see `open_cluster`."""
     if cfg.compute == "ray":
         from agentgym.compute.cluster import open_cluster
@@ -112,7 +112,7 @@ def open_engine(
 
 
 def play_validation(
-    cfg: RunConfig, engine: AnyEngine, items: Sequence[Item], step: int
+    cfg: RunConfig, engine: Engine, items: Sequence[Item], step: int
 ) -> list[Trajectory]:
     """One episode of each validation item under the weights the engine holds; never learned
     from.

@@ -64,7 +64,7 @@ class RolloutWorker:
     async def start(
         self, plan: WorkerPlan, weights: np.ndarray[Any, Any], digest: str, version: int
     ) -> tuple[str, dict[str, str]]:
-        """Begin with these weights. Result: (where this is, task manuals by environment)."""
+        """Begin with these weights. Result: (where this is, instructions by environment)."""
         set_threads()
         self._cfg = cfg = plan.cfg
         if node_id() != plan.drivers_node:
@@ -90,9 +90,9 @@ class RolloutWorker:
         self._policy.version = version
         self._pool = EnvPools.of(cfg.envs, plan.endpoints)
         await self._pool.__aenter__()
-        manuals = await self._pool.check(cfg.envs, allow_expert=False)
+        instructions = await self._pool.check(cfg.envs, allow_expert=False)
         return f"process {os.getpid()} on {socket.gethostname()}", (
-            manuals if cfg.rollout.system_prompt else {}
+            instructions if cfg.rollout.system_prompt else {}
         )
 
     async def play(self, item: Item, sample: int, settings: EpisodeSettings) -> Trajectory:
@@ -180,7 +180,7 @@ class RayEngine:
         )
         self._canary = Canary(checkpoint.tokenizer)
         self._weights = Published(None, "", -1)
-        self._manuals: dict[str, str] = {}
+        self._instructions: dict[str, str] = {}
         self._num_lost = 0
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
@@ -222,7 +222,7 @@ class RayEngine:
         rollout = self._cfg.rollout
         settings = episode_settings(
             self._cfg,
-            manuals=self._manuals,
+            instructions=self._instructions,
             seed=seed,
             step=step,
             max_turns=max_turns,
@@ -372,7 +372,7 @@ class RayEngine:
         worker = Worker(index, await asyncio.to_thread(self._spawn, index))
         weights = self._weights
         try:
-            worker.where, self._manuals = await _within(
+            worker.where, self._instructions = await _within(
                 worker.actor.start.remote(
                     self._plan, weights.reference, weights.digest, weights.version
                 ),

@@ -21,7 +21,7 @@ def load_data(cfg: RunConfig) -> Splits:
     """The configured items, checked, also against what the run asks of them.
     Errors: ConfigError.
     """
-    splits = mix_splits(cfg.weights, list(splits_by_env(cfg).values()))
+    splits = mix_splits(cfg.env_weights, list(splits_by_env(cfg).values()))
     if (
         RECIPES[cfg.algorithm.recipe].loop in ("dpo", "evolve")
         and cfg.offline.num_items > len(splits.train) // 3
@@ -54,7 +54,7 @@ def splits_by_env(cfg: RunConfig) -> dict[str, Splits]:
     fraction = cfg.data.validation_fraction
     return {
         env: load_splits(cfg.data.path, env, validation_fraction=fraction, seed=cfg.seed)
-        for env in cfg.weights
+        for env in cfg.env_weights
     }
 
 

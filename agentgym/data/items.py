@@ -292,7 +292,7 @@ def train_stream(cfg: RunConfig, splits: Splits, state: Mapping[str, Any]) -> It
     return ItemStream(
         splits.train,
         seed=cfg.seed,
-        weights=cfg.weights,
+        weights=cfg.env_weights,
         position=int(state.get("stream_position", 0)),
     )
 

@@ -203,11 +203,11 @@ def trajectories_digest(folder: Path, *envs: str) -> str:
 
 def input_digest(cfg: RunConfig) -> str:
     """Of all data files a run reads. Errors: DataError where one is not there."""
-    lists = data_digest(cfg.data.path, *cfg.weights)
+    lists = data_digest(cfg.data.path, *cfg.env_weights)
     if cfg.warm_start.source != "trajectories":
         return lists
     return hashlib.sha256(
-        f"{lists}{trajectories_digest(cfg.data.trajectories, *cfg.weights)}".encode()
+        f"{lists}{trajectories_digest(cfg.data.trajectories, *cfg.env_weights)}".encode()
     ).hexdigest()
 
 
@@ -299,7 +299,7 @@ def _conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _first(row: Mapping[str, Any]) -> int:
     """Place of the first observation: after an exchange that is not to be learned, the task's
-    manual and a promise to follow it.
+    instructions and a promise to follow it.
     """
     said = _conversation(row)
     return 2 if len(said) > 1 and said[1].get("loss") is False else 0

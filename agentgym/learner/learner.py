@@ -41,7 +41,7 @@ MICRO_BATCH_TOKENS = 16_384  # tokens of one forward and backward
 Share = tuple[Tensor, bool]
 
 
-class Learner:
+class LocalLearner:
     """Holds the trained weights and the state of their optimizers."""
 
     def __init__(
@@ -161,7 +161,7 @@ class Learner:
                 )
             values, ends = self._estimate(batch)
             ends = (
-                torch.where(batch.cut, ends, 0.0)
+                torch.where(batch.truncated, ends, 0.0)
                 if (config.truncated or recipe.truncated) == "bootstrap"
                 else torch.zeros_like(ends)
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from safetensors.torch import load as load_safetensors
 
 from agentgym.config import OptimizerConfig
-from agentgym.learner.learner import Learner
+from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.model import load_weights, model_from_blobs
 from agentgym.models.networks import ValueNet
@@ -28,7 +28,7 @@ class LearnerPlan:
     # by blob name; empty: new ones
     optimizer_states: Mapping[str, bytes] = field(default_factory=dict)
 
-    def build(self, ranks: ProcessGroup | None = None) -> Learner:
+    def build(self, ranks: ProcessGroup | None = None) -> LocalLearner:
         """The learner, or this rank's part of it."""
         model = model_from_blobs(self.architecture, self.weights)
         critic = None
@@ -39,7 +39,7 @@ class LearnerPlan:
         reference = (
             None if self.reference is None else model_from_blobs(self.architecture, self.reference)
         )
-        learner = Learner(
+        learner = LocalLearner(
             model,
             self.optimizer,
             total_steps=self.total_steps,

@@ -77,7 +77,7 @@ class ChatRenderer:
 
     def start(self, observation: str, system: str = "") -> list[int]:
         """Ids of the whole prompt up to where the first action begins; `system` is the task
-        manual, if any.
+        instructions, if any.
         """
         if not system:
             before, after = self._opening

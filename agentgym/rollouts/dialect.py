@@ -1,8 +1,10 @@
 """A client of AgentGym's own servers: their routes and shapes, behind the same sessions as ours.
 
-What their protocol cannot do is not made up: a step has no number, so a lost reply ends the attempt
-at the episode (it is played again in a session of its own); there is no load, no manual and no
-expert; a session nobody closes stays for ever.
+What their protocol cannot do is not made up.
+A step has no number, so a lost reply ends the attempt at the episode: it is played again in a
+session of its own.
+There is no load, no expert, and there are no instructions.
+A session nobody closes stays for ever.
 Their `done` is one flag for the end of the task and for the simulator's own step limit, so an
 episode cut by that limit counts as terminated here; WebArena's server alone says `truncated`.
 """
@@ -197,7 +199,7 @@ class AgentGymPool(ForeignPool):
             await self._http.close()
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
-        """Refuse servers of another environment. Result: "", they have no manual.
+        """Refuse servers of another environment. Result: "", they have no instructions.
         Errors: EnvError; ValueError naming the endpoint.
         """
         for endpoint in self.endpoints:

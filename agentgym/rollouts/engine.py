@@ -34,7 +34,7 @@ class HasWeights(Protocol):
 
 
 @dataclass
-class Engine:
+class LocalEngine:
     """Generates episodes.
     `publish` and `collect` may be called from two threads: rollouts go on while weights change.
     """
@@ -44,7 +44,7 @@ class Engine:
     policy: TorchPolicy
     pool: EnvPools
     loop: LoopThread
-    manuals: Mapping[str, str]  # by environment; empty where episodes do not begin with them
+    instructions: Mapping[str, str]  # by environment; empty where episodes do not begin with them
 
     def collect(
         self,
@@ -63,7 +63,7 @@ class Engine:
         rollout = self.cfg.rollout
         settings = episode_settings(
             self.cfg,
-            manuals=self.manuals,
+            instructions=self.instructions,
             seed=seed,
             step=step,
             max_turns=max_turns,
@@ -104,13 +104,13 @@ class Engine:
 
 
 def episode_settings(
-    cfg: RunConfig, *, manuals: Mapping[str, str], **collection: Any
+    cfg: RunConfig, *, instructions: Mapping[str, str], **collection: Any
 ) -> EpisodeSettings:
     """What the configuration says about every episode, and `collection` about this one."""
     return EpisodeSettings(
         max_new_tokens=cfg.rollout.max_new_tokens,
         context_tokens=cfg.model.context_tokens,
-        manuals=manuals,
+        instructions=instructions,
         action_format=cfg.rollout.action_format,
         **collection,
     )
@@ -119,7 +119,7 @@ def episode_settings(
 @contextmanager
 def open_engine(
     cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
-) -> Iterator[Engine]:
+) -> Iterator[LocalEngine]:
     """An engine that samples with the checkpoint's model, its own from here on.
     Errors: where a server is not what training may use.
     """
@@ -132,15 +132,15 @@ def open_engine(
     policy.version = version
     # what lives by now lives on: collecting garbage need not look at a million imported objects
     gc.freeze()
-    with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, manuals):
-        yield Engine(cfg, checkpoint, policy, pool, loop, manuals)
+    with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, instructions):
+        yield LocalEngine(cfg, checkpoint, policy, pool, loop, instructions)
 
 
 @contextmanager
 def open_pool(
     cfg: RunConfig, endpoints: Endpoints, *, allow_expert: bool
 ) -> Iterator[tuple[EnvPools, LoopThread, dict[str, str]]]:
-    """A client of the servers, checked, the event loop it lives in, and the task manuals
+    """A client of the servers, checked, the event loop it lives in, and the instructions
     episodes begin with, by environment.
     """
     loop = LoopThread()
@@ -148,8 +148,8 @@ def open_pool(
         pool = EnvPools.of(cfg.envs, endpoints)
         loop.run(pool.__aenter__())
         try:
-            manuals = loop.run(pool.check(cfg.envs, allow_expert=allow_expert))
-            yield pool, loop, manuals if cfg.rollout.system_prompt else {}
+            instructions = loop.run(pool.check(cfg.envs, allow_expert=allow_expert))
+            yield pool, loop, instructions if cfg.rollout.system_prompt else {}
         finally:
             loop.cancel()  # rollouts nobody waits for must not see the pool close under them
             loop.run(pool.__aexit__(None, None, None))

@@ -44,14 +44,14 @@ class EpisodeSettings:
     temperature: float
     max_new_tokens: int
     context_tokens: int
-    # environment -> task manual its episodes begin with, if any
-    manuals: Mapping[str, str] = field(default_factory=dict)
+    # environment -> instructions its episodes begin with, if any
+    instructions: Mapping[str, str] = field(default_factory=dict)
     action_format: Literal["plain", "react"] = "plain"
     # append a cut episode's last observation too, where it fits: a critic values that state
     read_last: bool = False
 
-    def manual(self, item: Item) -> str:
-        return self.manuals.get(item.env, "")
+    def instructions_of(self, item: Item) -> str:
+        return self.instructions.get(item.env, "")
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ async def run_episode(
 ) -> Status:
     """Play until the environment ends the task, the horizon or the context is used up."""
     settings = episode.settings
-    episode.read(renderer.start(session.observation, settings.manual(episode.item)))
+    episode.read(renderer.start(session.observation, settings.instructions_of(episode.item)))
     if len(episode.input_ids) + settings.max_new_tokens > settings.context_tokens:
         return Status.MAX_TOKENS
     for turn in range(settings.max_turns):

@@ -4,7 +4,7 @@ The task's id is the `seed` of the reset, so items mean what the server makes of
 What a policy writes goes into the text field of the server's actions, and what it is shown is the
 text field of its observations; `/schema` says which these are.
 What the contract cannot do is not made up: a step has no number, so a lost reply ends the attempt
-at the episode; there is no load and no manual that one could rely on, and options are not told.
+at the episode; there is no load, no instructions to rely on, and options are not told.
 Success is what the metadata say, else a positive sum of rewards at the end; metadata may also say
 `truncated`.
 """
@@ -180,7 +180,7 @@ class OpenEnvPool(ForeignPool):
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
         """Refuse servers whose actions or observations are not texts, or not the same.
-        Result: "", there is no manual.
+        Result: "", there are no instructions.
 
         Errors: EnvError; ValueError naming the endpoint.
         """

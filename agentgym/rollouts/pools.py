@@ -154,7 +154,7 @@ class EnvPool:
         """Refuse servers that are not what the run was configured for; those that come later are
         held to the same.
 
-        Result: the task manual. Errors: as `check_endpoints`.
+        Result: the instructions. Errors: as `check_endpoints`.
         """
         await self._balancer.resolve()
         found = await check_endpoints(
@@ -262,7 +262,7 @@ class EnvPools:
 
     async def check(self, envs: Sequence[EnvConfig], *, allow_expert: bool) -> dict[str, str]:
         """Refuse servers that are not what the run was configured for.
-        Result: environment -> its task manual.
+        Result: environment -> its instructions.
 
         Errors: as `check_endpoints`.
         """

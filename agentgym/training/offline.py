@@ -20,14 +20,14 @@ from agentgym.algorithms.batch import learnable, to_batch
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.algorithms.signal import differ
 from agentgym.compute.placement import (
-    AnyEngine,
-    AnyLearner,
+    Engine,
+    Learner,
     open_compute,
     play_validation,
 )
 from agentgym.config import OptimizerConfig, RunConfig
 from agentgym.data.items import Splits, splits_from_json, train_stream
-from agentgym.learner.learner import Learner
+from agentgym.learner.learner import LocalLearner
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, load_checkpoint
 from agentgym.models.model import set_threads
@@ -68,8 +68,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
         open_compute(cfg, plan, checkpoint, endpoints, version=step) as (learner, engine),
     ):
         episodes = _explore(ctx, stage, engine, items, position - len(items))
-        material = material_of(cfg, stage, episodes, _recorded(ctx))
-        learn = _lesson(ctx, stage, start, learner, material, episodes)
+        dataset = dataset_of(cfg, stage, episodes, _recorded(ctx))
+        learn = _update_fn(ctx, stage, start, learner, dataset, episodes)
         ctx.progress.start(
             f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1
         )
@@ -81,7 +81,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             # of this process, the first step with exploration; no validation
             metrics["time/cpu_s"] = time.process_time() - cpu_began
             if episodes and step == stage.first_step:
-                metrics |= exploration_metrics(episodes, material)
+                metrics |= exploration_metrics(episodes, dataset)
             validation: list[Trajectory] = []
             if cfg.validation.every and step % cfg.validation.every == 0:
                 metrics["sync/canary_max_abs"] = engine.publish(learner, step)
@@ -182,7 +182,7 @@ def successes(trajectories: Sequence[Trajectory], *, per_item: int) -> list[Traj
     ]
 
 
-def material_of(
+def dataset_of(
     cfg: RunConfig,
     stage: Stage,
     episodes: Sequence[Trajectory],
@@ -209,12 +209,12 @@ def material_of(
 
 
 def exploration_metrics(
-    episodes: Sequence[Trajectory], material: Sequence[tuple[Trajectory, ...]]
+    episodes: Sequence[Trajectory], dataset: Sequence[tuple[Trajectory, ...]]
 ) -> dict[str, float]:
     """Of a stage's own episodes and what is learned from them; logged at the stage's first
     optimizer step.
     """
-    return rollout_metrics(episodes) | {"rollout/num_kept": float(len(material))}
+    return rollout_metrics(episodes) | {"rollout/num_kept": float(len(dataset))}
 
 
 def _recorded(ctx: StepContext) -> list[Trajectory]:
@@ -227,7 +227,7 @@ def _recorded(ctx: StepContext) -> list[Trajectory]:
 
 
 def _explore(
-    ctx: StepContext, stage: Stage, engine: AnyEngine, items: Sequence[Item], position: int
+    ctx: StepContext, stage: Stage, engine: Engine, items: Sequence[Item], position: int
 ) -> list[Trajectory]:
     """The episodes of the stage's first policy on all items: those committed earlier, and the
     rest, committed in chunks.
@@ -296,12 +296,12 @@ def _plan_learner(
     )
 
 
-def _lesson(
+def _update_fn(
     ctx: StepContext,
     stage: Stage,
     start: Manifest,
-    learner: AnyLearner,
-    material: Sequence[tuple[Trajectory, ...]],
+    learner: Learner,
+    dataset: Sequence[tuple[Trajectory, ...]],
     episodes: Sequence[Trajectory],
 ) -> Callable[[int], dict[str, float]]:
     """optimizer step -> metrics, having taken it.
@@ -310,7 +310,7 @@ def _lesson(
     Errors: RuntimeError where the policy's own episodes hold nothing to learn from.
     """
     cfg, settings, before = ctx.cfg, ctx.cfg.offline, first_rate_step(ctx.cfg, stage)
-    if episodes and not material:
+    if episodes and not dataset:
         lacking = (
             "pair of different rewards"
             if RECIPES[cfg.algorithm.recipe].loop == "dpo"
@@ -325,15 +325,15 @@ def _lesson(
         )
 
     if RECIPES[cfg.algorithm.recipe].loop == "dpo":
-        pairs = to_batch([trajectory for pair in material for trajectory in pair])
+        pairs = to_batch([trajectory for pair in dataset for trajectory in pair])
         # the reference is the policy that sampled them; also in a resumed stage, whose learner has
         # moved on
-        policy = Learner(load_checkpoint(ctx.store, start).model, cfg.optimizer, total_steps=1)
+        policy = LocalLearner(load_checkpoint(ctx.store, start).model, cfg.optimizer, total_steps=1)
         pairs = replace(pairs, logprobs=policy.score(pairs))
-        size = min(settings.pairs_per_step, len(material))
+        size = min(settings.pairs_per_step, len(dataset))
 
-        def prefer(step: int) -> dict[str, float]:
-            chosen = torch.tensor(demo_rows(cfg.seed, step - before, len(material), size))
+        def dpo_step(step: int) -> dict[str, float]:
+            chosen = torch.tensor(demo_rows(cfg.seed, step - before, len(dataset), size))
             batch = pairs.select(torch.stack([2 * chosen, 2 * chosen + 1], 1).flatten())
             return learner.dpo_step(
                 batch,
@@ -343,7 +343,7 @@ def _lesson(
                 step=step - before,
             )
 
-        return prefer
+        return dpo_step
 
     demos = demonstrations(ctx)
     # likelihood is that of the policy itself, as in the warm start, whatever temperature its
@@ -351,7 +351,7 @@ def _lesson(
     pool = to_batch(
         [
             replace(trajectory, temperature=1.0)
-            for trajectory in [*demos, *(row for rows in material for row in rows)]
+            for trajectory in [*demos, *(row for rows in dataset for row in rows)]
         ]
     )
     # as many episodes as a step of reinforcement learning

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from agentgym.algorithms.batch import groups_with_signal, learnable, overlong_penalty, to_batch
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.compute.placement import AnyEngine, open_compute, play_validation
+from agentgym.compute.placement import Engine, open_compute, play_validation
 from agentgym.config import AlgorithmConfig, ConfigError, RunConfig
 from agentgym.data.items import ItemStream, splits_from_json, train_stream
 from agentgym.learner.plan import LearnerPlan
@@ -161,9 +161,7 @@ class Rollouts:
     seconds: float
 
 
-def generate(
-    cfg: RunConfig, engine: AnyEngine, stream: ItemStream, step: int, turns: int
-) -> Rollouts:
+def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, step: int, turns: int) -> Rollouts:
     """`items_per_step` groups; with dynamic sampling those of equal rewards are replaced, as
     often as the recipe allows.
     """

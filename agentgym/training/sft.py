@@ -40,7 +40,7 @@ def initialize(ctx: StepContext) -> Manifest:
     cfg = ctx.cfg
     splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
     is_expert = cfg.warm_start.source == "expert"
-    texts, manuals = _played(ctx, splits) if cfg.warm_start.enabled else ([], {})
+    texts, instructions = _played(ctx, splits) if cfg.warm_start.enabled else ([], {})
     if cfg.model.source == "hub":
         model, tokenizer = load_hub(cfg.model)
     else:
@@ -61,7 +61,9 @@ def initialize(ctx: StepContext) -> Manifest:
             seed=cfg.seed,
         )
     checkpoint = new_checkpoint(model, tokenizer)
-    demos = [episode.tokenize(checkpoint.renderer, _settings(ctx, manuals)) for episode in texts]
+    demos = [
+        episode.tokenize(checkpoint.renderer, _settings(ctx, instructions)) for episode in texts
+    ]
     if not is_expert:
         demos = [demo for demo in demos if len(demo.input_ids) <= cfg.model.context_tokens]
     if texts:
@@ -88,7 +90,7 @@ def initialize(ctx: StepContext) -> Manifest:
 
 
 def _played(ctx: StepContext, splits: Splits) -> tuple[list[_TextEpisode], dict[str, str]]:
-    """(demonstrations, task manual by environment). Errors: as `_demonstrate`."""
+    """(demonstrations, instructions by environment). Errors: as `_demonstrate`."""
     cfg = ctx.cfg
     is_expert = cfg.warm_start.source == "expert"
     players: list[_Player]
@@ -104,10 +106,10 @@ def _played(ctx: StepContext, splits: Splits) -> tuple[list[_TextEpisode], dict[
     ctx.progress.start(title, len(players))
     with (
         ctx.environment(is_expert) as endpoints,
-        open_pool(cfg, endpoints, allow_expert=is_expert) as (pool, loop, manuals),
+        open_pool(cfg, endpoints, allow_expert=is_expert) as (pool, loop, instructions),
     ):
         limits = (cfg.rollout.concurrency, cfg.rollout.episode_timeout_s)
-        return loop.run(_demonstrate(pool, players, *limits, ctx.progress.advance)), manuals
+        return loop.run(_demonstrate(pool, players, *limits, ctx.progress.advance)), instructions
 
 
 def _require_success(cfg: RunConfig, demos: Sequence[Trajectory]) -> None:
@@ -128,7 +130,7 @@ def _require_success(cfg: RunConfig, demos: Sequence[Trajectory]) -> None:
 def expert_items(cfg: RunConfig, splits: Splits) -> list[Item]:
     """The train items an expert shows."""
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len(splits.train))
-    return interleave([splits.train[index] for index in order], cfg.weights)[
+    return interleave([splits.train[index] for index in order], cfg.env_weights)[
         : cfg.warm_start.num_demos
     ]
 
@@ -140,7 +142,7 @@ def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(
         len({each.item for each in recorded})
     )
-    return chosen(recorded, cfg.weights, order.tolist(), cfg.warm_start.num_demos)
+    return chosen(recorded, cfg.env_weights, order.tolist(), cfg.warm_start.num_demos)
 
 
 def demonstrations(ctx: StepContext) -> list[Trajectory]:
@@ -254,7 +256,7 @@ class _TextEpisode:
             success=self.success,
             timing={},
         )
-        episode.read(renderer.start(self.first_observation, settings.manual(self.item)))
+        episode.read(renderer.start(self.first_observation, settings.instructions_of(self.item)))
         for index, step in enumerate(self.steps):
             ids = tuple(
                 renderer.action_ids(step.reply or reply_naming(step.action, settings.action_format))
@@ -328,7 +330,7 @@ def replies_of(
     ]
 
 
-def _settings(ctx: StepContext, manuals: dict[str, str]) -> EpisodeSettings:
+def _settings(ctx: StepContext, instructions: dict[str, str]) -> EpisodeSettings:
     rollout = ctx.cfg.rollout
     return EpisodeSettings(
         seed=ctx.cfg.seed,
@@ -337,7 +339,7 @@ def _settings(ctx: StepContext, manuals: dict[str, str]) -> EpisodeSettings:
         temperature=1.0,
         max_new_tokens=rollout.max_new_tokens,
         context_tokens=ctx.cfg.model.context_tokens,
-        manuals=manuals,
+        instructions=instructions,
         action_format=rollout.action_format,
     )
 

@@ -18,7 +18,7 @@ DEFAULTS: dict[str, Any] = {
     "reward": "binary",
 }
 
-_LOW_MANUAL = """\
+_LOW_INSTRUCTIONS = """\
 Each turn, answer with one of these actions:
 turn left, turn right - turn a quarter on the spot
 move forward - one cell, if nothing is in the way
@@ -27,7 +27,7 @@ drop - put what you carry on the free cell in front of you
 toggle - open or close the door in front of you (a locked one needs the key of its colour in your \
 hands), or open a box"""
 
-_HIGH_MANUAL = """\
+_HIGH_INSTRUCTIONS = """\
 Each turn, answer with one of these actions. Objects of the same name are numbered from 1, the \
 nearest first.
 turn left, turn right - turn a quarter on the spot
@@ -42,13 +42,13 @@ toggle and go through <color> closed door <number> - open it and walk into the d
 say locked and carry the key of its color
 check available actions - list what is possible now"""
 
-_COMPACT_MANUAL = """\
+_COMPACT_INSTRUCTIONS = """\
 The first observation names your goal. After that you are told what you see, nearest first, as \
 steps ahead of you and to your left or right.
 'carry' is what you hold. 'invalid action' means your last answer was not understood or cannot be \
 done, and nothing happened."""
 
-_AGENTGYM_MANUAL = """\
+_AGENTGYM_INSTRUCTIONS = """\
 The first observation names your goal. After that you are told what you see, how far the wall or box
 ahead of you is, what you carry and which actions are available. If an action cannot be done, you \
 are told why and what is available."""
@@ -77,18 +77,18 @@ def spec(options: dict[str, Any]) -> EnvSpec:
 
 
 def _served(chosen: dict[str, Any], parsed: Options) -> EnvSpec:
-    manual = (
+    instructions = (
         (
             "You are in a grid of rooms and follow an instruction. You look one way and see up to"
             " six cells ahead, never through walls."
         ),
-        _COMPACT_MANUAL if parsed.view == "compact" else _AGENTGYM_MANUAL,
-        _LOW_MANUAL if parsed.actions == "low" else _HIGH_MANUAL,
+        _COMPACT_INSTRUCTIONS if parsed.view == "compact" else _AGENTGYM_INSTRUCTIONS,
+        _LOW_INSTRUCTIONS if parsed.actions == "low" else _HIGH_INSTRUCTIONS,
     )
     return EnvSpec(
         name="babyai",
         dialect=DIALECT,
-        instructions="\n".join(manual),
+        instructions="\n".join(instructions),
         make=lambda: World(parsed),
         options=chosen,
         probe_actions=("turn left", "turn right", "move forward"),

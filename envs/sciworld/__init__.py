@@ -14,7 +14,7 @@ from envs.sciworld.world import Options, Reward, World
 
 DEFAULTS: dict[str, Any] = {"tasks": "agentgym", "max_moves": 100, "reward": "normalised"}
 
-MANUAL = """\
+INSTRUCTIONS = """\
 You are in a house with a laboratory and are given a science task. Rooms are joined by doors. Each \
 turn, answer with one action:
 look around, look at OBJECT, look in OBJECT, read OBJECT, inventory, task
@@ -53,7 +53,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     served = EnvSpec(
         name="sciworld",
         dialect=DIALECT,
-        instructions=MANUAL,
+        instructions=INSTRUCTIONS,
         make=lambda: World(pool, parsed),
         options=chosen,
         probe_actions=("look around", "inventory", "no such action"),

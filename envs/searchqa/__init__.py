@@ -32,7 +32,7 @@ _MAX_TOPK = 100
 # a query may wait as long again for its turn, and the server gives a step 120 s
 _MAX_TIMEOUT_S = 50.0
 
-_MANUAL = """\
+_INSTRUCTIONS = """\
 You are asked a question and can look things up in a collection of documents before you answer.
 Think as long as you like between <think> and </think>. Then end your reply with one of these two:
 <search>what to look for</search> - you are shown the {topk} best documents between <information> \
@@ -45,7 +45,7 @@ _ONE_ANSWER = "You can answer once."
 _MANY_ANSWERS = "You are told whether your answer is right. If not, search further or answer again."
 
 # asks for what the prompt of AgentGym's server asks for, in that order; the sentences are ours
-_AGENTGYM_MANUAL = """\
+_AGENTGYM_INSTRUCTIONS = """\
 Begin every reply with your reasoning, inside <think>...</think>. If you lack knowledge for the \
 answer, write one \
 <search>...</search> and end the reply there: write neither <information> nor <answer> after it, \
@@ -91,7 +91,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         return EnvSpec(
             name="searchqa",
             dialect=DIALECT,
-            instructions=_manual(options),
+            instructions=_instructions(options),
             make=partial(Episode, asked, retriever, options),
             options=chosen,
             probe_actions=("<search>town</search>", "<answer>none</answer>"),
@@ -103,11 +103,11 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     return replace(served(parsed), agentgym=served(replace(parsed, mode="agentgym")))
 
 
-def _manual(options: Options) -> str:
+def _instructions(options: Options) -> str:
     if options.protocol == "agentgym":
-        return _AGENTGYM_MANUAL
+        return _AGENTGYM_INSTRUCTIONS
     ending = _ONE_ANSWER if options.mode == "strict" else _MANY_ANSWERS
-    return f"{_MANUAL.format(topk=options.topk)}\n{ending}"
+    return f"{_INSTRUCTIONS.format(topk=options.topk)}\n{ending}"
 
 
 def _questions(value: Any) -> Questions:

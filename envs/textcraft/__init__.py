@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
 }
 LEAST = {"min_depth": 1, "max_depth": 0, "distractors": 0, "max_steps": 0}
 
-MANUAL = """\
+INSTRUCTIONS = """\
 You are given a list of crafting commands and a goal: an item that you have to craft. You start \
 with nothing. Not every command is needed.
 Each turn, answer with one of these actions:
@@ -64,7 +64,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     return EnvSpec(
         name="textcraft",
         dialect=DIALECT,
-        instructions=MANUAL,
+        instructions=INSTRUCTIONS,
         make=lambda: World(book, parsed),
         options={**chosen, "digest": book.digest},
         probe_actions=("inventory", *solution(book, parsed.goals[0]))[: parsed.max_steps or None],

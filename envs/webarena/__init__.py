@@ -46,7 +46,7 @@ NAMES = {  # what WebArena's policies see instead of the addresses of its sites
     "homepage": "http://homepage.com",
 }
 
-_MANUAL = """\
+_INSTRUCTIONS = """\
 You act in a web browser to reach an objective. You are shown the page as an accessibility tree: \
 each line has the id of an element, its \
 role and its name. You also see the open tabs, the address of the page, the objective and your \
@@ -121,7 +121,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     return EnvSpec(
         name="webarena",
         dialect=DIALECT,
-        instructions=_MANUAL,
+        instructions=_INSTRUCTIONS,
         make=lambda: Episode(setting),
         options=chosen,
         probe_actions=("scroll [down]",),

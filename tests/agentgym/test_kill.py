@@ -42,11 +42,11 @@ import agentgym.pipeline.run as steps
 from agentgym.config import load_config
 from agentgym.steps.context import StepContext
 from agentgym.rollouts.pools import EnvSession
-from agentgym.rollouts.engine import Engine
+from agentgym.rollouts.engine import LocalEngine
 
 params, moment = sys.argv[1:]
-collect, act, create, deliver, commit = Engine.collect, EnvSession.step, posix.create_exclusively, \
-steps.deliver, StepContext.commit
+collect, act, create = LocalEngine.collect, EnvSession.step, posix.create_exclusively
+deliver, commit = steps.deliver, StepContext.commit
 now = {"step": None, "name": "", "acts": 0, "collections": 0}  # acts of the present collection, \
 collections of the present step
 
@@ -88,7 +88,8 @@ def told_commit(self, **content):
     return manifest
 
 
-Engine.collect, EnvSession.step, posix.create_exclusively = counted_collect, fatal_act, fatal_create
+LocalEngine.collect, EnvSession.step = counted_collect, fatal_act
+posix.create_exclusively = fatal_create
 steps.deliver, StepContext.commit = fatal_deliver, told_commit
 cfg = load_config(params)
 for name in steps.steps_of(cfg):

@@ -216,8 +216,8 @@ def test_searchqa_speaks_agentgyms_protocol_there_where_it_is_asked_to():
         async with serving("searchqa", {"protocol": "agentgym"}) as (client, _):
             number = await post(client, "/create", id=0)
             prompt = await post(client, "/reset", env_idx=number, id=3)
-            manual, question = prompt.split("\n\n")
-            assert manual.startswith(
+            instructions, question = prompt.split("\n\n")
+            assert instructions.startswith(
                 "Begin every reply with your reasoning, inside <think>...</think>."
             )
             assert question.startswith("Question: ")

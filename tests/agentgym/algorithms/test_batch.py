@@ -181,7 +181,7 @@ def test_a_penalty_is_part_of_the_outcome_and_lies_where_it_lies():
 def test_cut_episodes_are_marked():
     ends = (Status.TERMINATED, Status.MAX_TURNS, Status.MAX_TOKENS, Status.ENV_LIMIT)
     rows = [trajectory([1, 2], [0, 1], status=status) for status in ends]
-    assert to_batch(rows).cut.tolist() == [False, True, True, True]
+    assert to_batch(rows).truncated.tolist() == [False, True, True, True]
 
 
 def test_shuffled_outcomes_are_the_same_ones_on_other_rows_last_actions():

@@ -25,7 +25,7 @@ from agentgym.data.trajectories import (
 from agentgym.types import Item
 
 ROOT = Path(__file__).parents[3]
-MANUAL = [
+INSTRUCTIONS = [
     {"from": "human", "loss": None, "value": "You are in a maze. Answer with Thought and Action."},
     {
         "from": "gpt",
@@ -43,8 +43,8 @@ def gpt(value, loss=True):
     return {"from": "gpt", "loss": loss, "value": value}
 
 
-def row(item_id, *replies, opening=MANUAL):
-    """A published row: manual and promise, then what was seen and said by turns."""
+def row(item_id, *replies, opening=INSTRUCTIONS):
+    """A published row: instructions and promise, then what was seen and said by turns."""
     said = [message for reply in replies for message in (human("you see"), gpt(reply))]
     return {"item_id": item_id, "conversations": [*opening, *said, human("done")]}
 
@@ -81,7 +81,7 @@ def test_what_the_agent_said_is_read_without_the_manual_the_promise_and_a_system
         row(
             "babyai_4",
             "left",
-            opening=[{"from": "system", "loss": None, "value": "be good"}, *MANUAL],
+            opening=[{"from": "system", "loss": None, "value": "be good"}, *INSTRUCTIONS],
         ),
         # nobody answered
         {"item_id": "babyai_5", "conversations": [human("you see"), gpt("left", None)]},
@@ -101,7 +101,7 @@ REFUSED = [
     ({"item_id": "babyai_1", "conversations": None}, "conversations is null, not a list"),
     (row("babyai", "left"), 'item_id "babyai" is not `<env>_<index>`'),
     (row("../babyai_1", "left"), 'item_id "../babyai_1" is not `<env>_<index>`'),
-    ({"conversations": MANUAL}, "item_id null is not `<env>_<index>`"),
+    ({"conversations": INSTRUCTIONS}, "item_id null is not `<env>_<index>`"),
     (row("babyai_1"), "holds no reply of the agent"),
     (
         {"item_id": "babyai_1", "conversations": [human("a"), human("b")]},
@@ -119,7 +119,7 @@ REFUSED = [
     ({"item_id": "babyai_1", "conversations": [human("a"), gpt("\ud83d")]}, "which is no text"),
     (row("babyai_1", "x" * 16_385), "message 3 has 16385 characters; an environment reads 16384"),
     (
-        {"item_id": "babyai_1", "conversations": [*MANUAL, human("a"), gpt("left", False)]},
+        {"item_id": "babyai_1", "conversations": [*INSTRUCTIONS, human("a"), gpt("left", False)]},
         "message 3 is an action with loss false",
     ),
     (

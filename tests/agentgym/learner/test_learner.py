@@ -12,7 +12,7 @@ from agentgym.algorithms.losses import clip_fractions
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlgorithmConfig, OptimizerConfig
 from agentgym.learner import learner as learner_module
-from agentgym.learner.learner import Learner
+from agentgym.learner.learner import LocalLearner
 from agentgym.learner.optimizer import learning_rate
 from agentgym.models import checkpoint, networks
 from agentgym.models.model import load_weights, weights_of
@@ -58,7 +58,7 @@ def on_policy(learner, batch):
 
 @pytest.fixture
 def make_learner(make_model):
-    return lambda config=OPTIMIZER, seed=0: Learner(make_model(seed), config, total_steps=10)
+    return lambda config=OPTIMIZER, seed=0: LocalLearner(make_model(seed), config, total_steps=10)
 
 
 def gradients(learner):
@@ -127,7 +127,7 @@ def make_whole(make_model):
         critic = networks.ValueNet(make_model(7))
         with torch.no_grad():
             critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
-        return Learner(
+        return LocalLearner(
             make_model(0), OPTIMIZER, total_steps=10, critic=critic, reference=make_model(3)
         )
 
@@ -216,7 +216,7 @@ def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_criti
     which should be 1.
     """
     critic = networks.ValueNet(make_model(0))
-    learner = Learner(make_model(0), OPTIMIZER, total_steps=99, critic=critic, critic_lr=3e-3)
+    learner = LocalLearner(make_model(0), OPTIMIZER, total_steps=99, critic=critic, critic_lr=3e-3)
     config = AlgorithmConfig(
         recipe="ppo", minibatches=1, critic_warmup_steps=99, truncated="bootstrap"
     )
@@ -224,9 +224,8 @@ def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_criti
     ended = on_policy(learner, batch_of(rewards=outcomes))
     for step in range(1, 61):
         learner.update(ended, config, step=step, seed=0)
-    cut = replace(
-        ended, rewards=batch_of(rewards=[*outcomes[:4], 0.0, 0.0]).rewards, cut=torch.arange(6) == 4
-    )
+    rewards = batch_of(rewards=[*outcomes[:4], 0.0, 0.0]).rewards
+    cut = replace(ended, rewards=rewards, truncated=torch.arange(6) == 4)
     with torch.no_grad():
         everywhere = critic.head(networks._states(critic.body, cut)[0])[:, 0]
     given = []
@@ -249,7 +248,7 @@ def test_only_cut_rows_are_bootstrapped_and_only_where_asked(make_whole):
     values = {}
     for truncated in ("zero", "bootstrap"):
         learner = make_whole()
-        batch = replace(on_policy(learner, batch_of()), cut=cut)
+        batch = replace(on_policy(learner, batch_of()), truncated=cut)
         values[truncated] = learner.update(
             batch, AlgorithmConfig(truncated=truncated, **config), step=1, seed=0
         )["critic/loss"]
@@ -263,7 +262,7 @@ def test_only_cut_rows_are_bootstrapped_and_only_where_asked(make_whole):
 
 
 def test_the_critic_learns_the_outcome(make_model):
-    learner = Learner(
+    learner = LocalLearner(
         make_model(0),
         OPTIMIZER,
         total_steps=99,
@@ -444,10 +443,10 @@ def distance(first, second):
 
 def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_model):
     config = OptimizerConfig(lr=1e-6, warmup_steps=0)
-    twin = Learner(rounded(make_model()), config, total_steps=60)
-    narrow = Learner(rounded(make_model()).bfloat16(), config, total_steps=60)
+    twin = LocalLearner(rounded(make_model()), config, total_steps=60)
+    narrow = LocalLearner(rounded(make_model()).bfloat16(), config, total_steps=60)
     # negative control: AdamW on the weights themselves
-    plain = Learner(rounded(make_model()).bfloat16(), config, total_steps=60)
+    plain = LocalLearner(rounded(make_model()).bfloat16(), config, total_steps=60)
     plain._policy._masters = dict(plain.model.named_parameters())
     before = weights(twin)
     for step in range(1, 61):
@@ -468,7 +467,7 @@ def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_mo
         for given in (before, moved):
             model = make_model()
             load_weights(model, given)
-            scores.append(float(Learner(model, config, total_steps=1).score(batch_of()).sum()))
+            scores.append(float(LocalLearner(model, config, total_steps=1).score(batch_of()).sum()))
         return scores[1] - scores[0]
 
     assert gain(masters(narrow)) == pytest.approx(gain(weights(twin)), rel=0.05)
@@ -477,7 +476,7 @@ def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_mo
 
 def test_gradients_of_bfloat16_weights_add_up_in_float32(make_model, monkeypatch):
     monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 1)
-    learner = Learner(make_model().bfloat16(), OPTIMIZER, total_steps=10)
+    learner = LocalLearner(make_model().bfloat16(), OPTIMIZER, total_steps=10)
     learner.sft_step(batch_of(), step=1)
     assert all(parameter.grad is None for parameter in learner.model.parameters())
     assert {master.grad.dtype for master in learner._policy._masters.values()} == {torch.float32}
@@ -489,7 +488,7 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32(make_model, monkeypatch
 def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, recipe):
     def make():
         critic = networks.ValueNet(make_model(7).bfloat16())
-        return Learner(
+        return LocalLearner(
             make_model().bfloat16(),
             OptimizerConfig(lr=1e-5, warmup_steps=0),
             total_steps=10,
@@ -532,7 +531,7 @@ def test_float32_weights_have_no_second_copy(make_learner):
         name.rpartition(":")[2] for name in load_safetensors(learner.blobs()[checkpoint.OPTIMIZER])
     }
     assert keys == {"step", "exp_avg", "exp_avg_sq"}
-    narrow = Learner(learner.model.bfloat16(), OPTIMIZER, total_steps=10)
+    narrow = LocalLearner(learner.model.bfloat16(), OPTIMIZER, total_steps=10)
     with pytest.raises(
         ValueError, match=r"has no master weight of .*; it is of a model in float32"
     ):

@@ -185,4 +185,4 @@ def test_what_cannot_be_extended_is_refused_by_name(tokenizer):
         " %}<|assistant|>{% endif %}"
     )
     with pytest.raises(ValueError, match="does not show the message 'probe system'"):
-        ChatRenderer(with_template(tokenizer, deaf)).start("x", system="manual")
+        ChatRenderer(with_template(tokenizer, deaf)).start("x", system="instructions")

@@ -46,7 +46,7 @@ def test_a_template_from_elsewhere_is_run_once_and_never_in_this_process(tokeniz
     ours, theirs = ChatRenderer(tokenizer), ChatRenderer(other)
     ChatRenderer(other)
     assert template._in_a_process.cache_info().misses - began <= 1
-    assert theirs.start("a", "manual") == ours.start("a", "manual")
+    assert theirs.start("a", "instructions") == ours.start("a", "instructions")
     assert theirs.bridge("b", stopped=False) == ours.bridge("b", stopped=False)
 
 

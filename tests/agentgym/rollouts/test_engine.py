@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from agentgym.config import OptimizerConfig, RunConfig
-from agentgym.learner.learner import Learner
+from agentgym.learner.learner import LocalLearner
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.rollouts.canary import CANARY_TOLERANCE, canary_rows
-from agentgym.rollouts.engine import Engine
+from agentgym.rollouts.engine import LocalEngine
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import EngineMismatch
@@ -20,12 +20,12 @@ LR = 1e-5  # a typical rate of a large model: what one step changes is small
 def pair(make_model, tokenizer):
     """(engine without environments, learner) that start from the same weights."""
     checkpoint = new_checkpoint(make_model(), tokenizer)
-    learner = Learner(checkpoint.model, OptimizerConfig(lr=LR, warmup_steps=0), total_steps=10)
+    learner = LocalLearner(checkpoint.model, OptimizerConfig(lr=LR, warmup_steps=0), total_steps=10)
     policy = TorchPolicy(
         make_model(), stop_id=checkpoint.renderer.stop_id, num_slots=2, context_tokens=64
     )
     loop = LoopThread()
-    yield Engine(RunConfig(), checkpoint, policy, None, loop, ""), learner
+    yield LocalEngine(RunConfig(), checkpoint, policy, None, loop, ""), learner
     loop.close()
 
 

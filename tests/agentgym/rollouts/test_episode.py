@@ -270,7 +270,7 @@ def test_the_manual_comes_first_where_there_is_one(renderer):
         renderer,
         [says(renderer, "a")],
         [Reply(terminated=True)],
-        replace(SETTINGS, manuals={"babyai": "rules"}),
+        replace(SETTINGS, instructions={"babyai": "rules"}),
     )
     assert list(trajectory.input_ids[: trajectory.turns[0].start]) == renderer.start(
         "task: go", "rules"

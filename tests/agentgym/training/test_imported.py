@@ -20,7 +20,7 @@ from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS, decode_trajectories, encode_trajectories
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.tracking.points import decode_points
-from agentgym.training.offline import material_of
+from agentgym.training.offline import dataset_of
 from agentgym.training.sft import DEMOS, demonstrations
 from agentgym.types import Status
 from envs.env import ExpertFailed
@@ -40,7 +40,7 @@ OPTIONS = {
 BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
 LOSING = {"babyai": ["turn left", "turn left"], "textcraft": ["inventory", "inventory"]}
 ITEMS = {"babyai": range(60), "textcraft": range(40)}
-MANUAL = [
+INSTRUCTIONS = [
     ("human", None, "What you can do here: ..."),
     ("gpt", False, "OK. I'll follow your instructions and try my best to solve the task."),
 ]
@@ -52,7 +52,7 @@ def play(env, task, actions=None):
     """
     spec = load_spec(env, OPTIONS[env])
     simulator = spec.make()
-    messages = [*MANUAL, ("human", None, simulator.reset(task))]
+    messages = [*INSTRUCTIONS, ("human", None, simulator.reset(task))]
     expert = simulator.expert() if actions is None else None
     try:
         for action in actions if expert is None else iter(expert.next_action, None):
@@ -212,7 +212,7 @@ def test_a_run_trains_from_them_and_passes_its_audit(begun, recipe, tmp_path):
     store = open_store(cfg)
     if recipe == "dpo":
         demos = decode_trajectories(store.read(finished(cfg, store)["initialize"], DEMOS))
-        pairs = material_of(cfg, stages(cfg.horizon)[0], [], demos)
+        pairs = dataset_of(cfg, stages(cfg.horizon)[0], [], demos)
         assert {pair[0].item.env for pair in pairs} == set(OPTIONS)
         assert all(
             pair[0].success and not pair[1].success and pair[0].item == pair[1].item

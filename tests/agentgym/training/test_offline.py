@@ -17,7 +17,7 @@ from agentgym.audit import audit
 from agentgym.config import ConfigError, OptimizerConfig, load_config
 from agentgym.data.check import load_data
 from agentgym.learner import learner as learner_module
-from agentgym.learner.learner import Learner
+from agentgym.learner.learner import LocalLearner
 from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, load_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.pipeline.run import run_step
@@ -27,7 +27,7 @@ from agentgym.steps.context import TRAJECTORIES, decode_trajectories, encode_tra
 from agentgym.store.keys import package_folders, source_files
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.training import offline
-from agentgym.training.offline import material_of, preference_pairs, successes
+from agentgym.training.offline import dataset_of, preference_pairs, successes
 from agentgym.types import Item, Status, Trajectory
 
 BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
@@ -136,11 +136,11 @@ def test_failed_environments_and_masked_cuts_make_no_pair(tmp_path, tiny_params)
     ]
     cfg = load_config(tiny_params(tmp_path), ["algorithm.recipe=dpo"])
     stage = stages(cfg.horizon)[0]
-    assert names(material_of(cfg, stage, group)) == [((1, 0), (1, 2))]
+    assert names(dataset_of(cfg, stage, group)) == [((1, 0), (1, 2))]
     masked = load_config(
         tiny_params(tmp_path), ["algorithm.recipe=dpo", "algorithm.truncated=mask"]
     )
-    assert material_of(masked, stage, group) == []
+    assert dataset_of(masked, stage, group) == []
 
 
 # rows of two turns: actions, an observation between them, actions
@@ -165,12 +165,13 @@ def learner_and_pairs(make_model):
     """A learner, pairs, and what another policy thinks of their actions."""
 
     def make():
-        learner = Learner(
+        learner = LocalLearner(
             make_model(0), OptimizerConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9), total_steps=10
         )
         batch = to_batch([each for pair in PAIRS for each in pair])
         return learner, replace(
-            batch, logprobs=Learner(make_model(1), OptimizerConfig(), total_steps=1).score(batch)
+            batch,
+            logprobs=LocalLearner(make_model(1), OptimizerConfig(), total_steps=1).score(batch),
         )
 
     return make
@@ -428,4 +429,4 @@ def test_a_stage_without_anything_to_learn_from_says_what_it_found(
             r" raise"
         ),
     ):
-        offline._lesson(Empty, stages(Empty.cfg.horizon)[0], None, None, [], episodes)
+        offline._update_fn(Empty, stages(Empty.cfg.horizon)[0], None, None, [], episodes)

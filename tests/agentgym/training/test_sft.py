@@ -22,7 +22,7 @@ def test_a_demonstration_is_rendered_as_a_rollout_reads_it(tokenizer, action_for
     episode.steps = [Step("turn left", "you see", 0.0), Step("move forward", "done", 1.0)]
     episode.success = True
     demo = episode.tokenize(
-        renderer, replace(SETTINGS, action_format=action_format, manuals={"babyai": "rules"})
+        renderer, replace(SETTINGS, action_format=action_format, instructions={"babyai": "rules"})
     )
     spans = [demo.input_ids[turn.start : turn.end] for turn in demo.turns]
     assert [extract_action(renderer.text(span), action_format) for span in spans] == [

@@ -436,7 +436,7 @@ def test_wrong_options_name_the_nearest_known(options, message):
 
 @pytest.mark.parametrize("actions", ["low", "high"])
 def test_the_manual_agrees_with_the_grammar(actions):
-    manual = spec({"actions": actions}).instructions
+    instructions = spec({"actions": actions}).instructions
     for action in ("turn left", "turn right", "move forward", "pickup", "drop", "toggle"):
-        assert action in manual
-    assert ("go to red ball 1" in manual) == (actions == "high")
+        assert action in instructions
+    assert ("go to red ball 1" in instructions) == (actions == "high")

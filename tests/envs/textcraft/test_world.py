@@ -430,7 +430,7 @@ def test_a_digest_pins_the_recipes():
 
 
 def test_the_manual_agrees_with_the_grammar():
-    manual = spec({}).instructions
+    instructions = spec({}).instructions
     world = world_of(goals=["chest"])
     world.reset(0)
     for example, observation in (
@@ -438,9 +438,9 @@ def test_the_manual_agrees_with_the_grammar():
         ("craft 4 oak planks using 1 oak log", "Crafted 4 minecraft:oak_planks"),
         ("craft 4 stick using 2 oak planks", "Crafted 4 minecraft:stick"),
     ):
-        assert example in manual
+        assert example in instructions
         assert world.step(example).observation == observation
-    assert "\ninventory - " in manual
+    assert "\ninventory - " in instructions
 
 
 def test_spelling_is_forgiven():
