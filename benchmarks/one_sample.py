@@ -1,0 +1,194 @@
+"""What one sample passes through: `python benchmarks/one_sample.py [BEFORE]`.
+
+Counts the files and the statements that run while a stage of one optimizer step trains on one item
+of BabyAI: session, episode, update, commit and delivery, the environment server in this process.
+A first run loads every module and fills every cache; a second one, of another seed, is counted.
+BEFORE: a commit, counted in a checkout of its own. Writes docs/results/one_sample.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+SETTINGS = (
+    "warm_start.num_demos=16",
+    "warm_start.steps=2",
+    "horizon.kind=fixed",
+    "horizon.max_turns=[6]",
+    "horizon.stage_steps=[1]",
+    "rollout.items_per_step=1",
+    "rollout.group_size=2",
+    "validation.every=0",
+    "deterministic=true",
+)
+DATA = Path(__file__).resolve().parents[1] / "data/AgentGym-RL-Data-ID"
+PACKAGES = ("agentgym", "envs")
+COUNT_S = 600
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", nargs="?", help="a commit")
+    parser.add_argument("--count", metavar="FOLDER", help="count in this folder, and print it")
+    chosen = parser.parse_args()
+    if chosen.count:
+        sys.stdout.write(json.dumps(count(Path(chosen.count))) + "\n")
+        return
+    from pipeline import ROOT, machine
+    from unchanged import checkout, commit_of
+
+    result: dict[str, Any] = {"machine": machine(), "settings": SETTINGS}
+    with contextlib.ExitStack() as stack:
+        trees = {"after": ROOT}
+        if chosen.before:
+            state = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            trees["before"] = stack.enter_context(checkout(commit_of(chosen.before), state))
+            result["before_commit"] = commit_of(chosen.before)
+        for name, tree in trees.items():
+            told = subprocess.run(
+                [sys.executable, __file__, "--count", str(tree)],
+                cwd=tree,
+                env={**os.environ, "PYTHONPATH": str(tree)},
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=COUNT_S,
+            )
+            found = json.loads(told.stdout.splitlines()[-1])
+            result[name] = {
+                "files": len(found),
+                "statements": sum(found.values()),
+                "statements_by_file": found,
+            }
+            shown = result[name]
+            sys.stdout.write(
+                f"{name}: {shown['statements']} statements in {shown['files']} files\n"
+            )
+    (ROOT / "docs/results/one_sample.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def count(tree: Path) -> dict[str, int]:
+    """file -> statements of it that ran."""
+    from agentgym.config import load_config
+
+    try:
+        from agentgym.pipeline.run import run_step
+    except ImportError:  # of the commits before the room
+        from agentgym.steps import run_step  # type: ignore
+
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in (1, 0):
+            cfg = load_config(
+                tree / "params.yaml",
+                [
+                    *SETTINGS,
+                    f"seed={seed}",
+                    f"store.path={folder}/{seed}/store",
+                    f"data.path={DATA}",
+                ],
+            )
+            names = [*_names(cfg)]
+            for name in names[: names.index("stage-1")]:
+                if not name.startswith("evaluate"):
+                    run_step(name, cfg)
+            with traced(tree) as (lines, active), served(cfg.env) as url:
+                active.set()
+                run_step(
+                    "stage-1", cfg, environment=lambda _: contextlib.nullcontext({"babyai": [url]})
+                )
+    return {
+        str(path.relative_to(tree)): len({starts(path)[line] for line in found} - {0})
+        for path, found in sorted(lines.items())
+    }
+
+
+def _names(cfg: Any) -> list[str]:
+    try:
+        from agentgym.pipeline.table import steps_of
+    except ImportError:
+        from agentgym.steps import steps_of  # type: ignore
+    return list(steps_of(cfg))
+
+
+@contextlib.contextmanager
+def served(env: Any) -> Iterator[str]:
+    """An environment server in a thread of this process."""
+    from envs.registry import load_spec
+    from envs.server import ServerSettings, make_app
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(load_spec(env.name, env.options), ServerSettings()), port=0, log_level="error"
+        )
+    )
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    try:
+        while not server.started:
+            thread.join(0.05)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+@contextlib.contextmanager
+def traced(tree: Path) -> Iterator[tuple[dict[Path, set[int]], threading.Event]]:
+    """(lines of our own files that run, set: from now on), of all threads that start here."""
+    active = threading.Event()
+    found: defaultdict[Path, set[int]] = defaultdict(set)
+    roots = tuple(str(tree / package) + os.sep for package in PACKAGES)
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not (active.is_set() and name.startswith(roots)):
+            return None
+        if event == "line":
+            found[Path(name)].add(frame.f_lineno)
+        return trace
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        yield found, active
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)
+
+
+_STARTS: dict[Path, dict[int, int]] = {}
+
+
+def starts(path: Path) -> dict[int, int]:
+    """line -> first line of the innermost statement it belongs to; 0 where that is a definition."""
+    if path not in _STARTS:
+        found: defaultdict[int, int] = defaultdict(int)
+        for node in sorted(
+            (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt)),
+            key=lambda node: (node.lineno, -(node.end_lineno or 0)),
+        ):
+            defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                found[line] = 0 if defines else node.lineno
+        _STARTS[path] = found
+    return _STARTS[path]
+
+
+if __name__ == "__main__":
+    main()
