@@ -1,5 +1,6 @@
 """Advantage functions: pure, tensors in, tensors out.
 
+Each gives ([n] advantages of the action tokens, [n] targets of the critic or None).
 "Next", "discount" and "sum" run over action tokens, whatever observations lie between them.
 """
 
@@ -49,7 +50,7 @@ AdvantageFunction = Callable[[Experience], tuple[Tensor, Tensor | None]]
 
 
 def grpo(experience: Experience) -> tuple[Tensor, None]:
-    """Each return standardized within its group, the same for every action token of the row.
+    """Each return standardized within its group, the same for every action token of the row: [n].
 
     The deviation is the sample one (n - 1).
     A group whose returns are all equal gets zeros, and so does a group left with one member: there
@@ -63,12 +64,12 @@ def grpo(experience: Experience) -> tuple[Tensor, None]:
 
 
 def dr_grpo(experience: Experience) -> tuple[Tensor, None]:
-    """Each return minus its group's mean. Source: arXiv:2503.20783."""
+    """Each return minus its group's mean: [n]. Source: arXiv:2503.20783."""
     return _centred(experience)[0][experience.row], None
 
 
 def rloo(experience: Experience) -> tuple[Tensor, None]:
-    """Each return minus the mean of the others in its group; a group of one gets zero.
+    """Each return minus the mean of the others in its group: [n]; a group of one gets zero.
     Source: arXiv:2402.14740.
     """
     centred, sizes = _centred(experience)
@@ -77,22 +78,22 @@ def rloo(experience: Experience) -> tuple[Tensor, None]:
 
 
 def reinforce_plus_plus(experience: Experience) -> tuple[Tensor, None]:
-    """The discounted sum of what follows each token, whitened over the global batch.
+    """The discounted sum of what follows each token, whitened over the global batch: [n].
     Source: arXiv:2501.03262.
     """
     return _whitened(experience, _backwards(experience, experience.rewards, experience.gamma)), None
 
 
 def reinforce_plus_plus_baseline(experience: Experience) -> tuple[Tensor, None]:
-    """Each return minus its group's mean, whitened over the global batch's tokens.
+    """Each return minus its group's mean, whitened over the global batch's tokens: [n].
     Source: arXiv:2501.03262.
     """
     return _whitened(experience, _centred(experience)[0][experience.row]), None
 
 
 def gae(experience: Experience) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over action tokens, whitened; the critic's targets are
-    advantage + value, not whitened.
+    """Generalized advantage estimation over action tokens, whitened: [n]; the critic's targets
+    are advantage + value, not whitened: [n].
 
     Source: arXiv:1506.02438. Errors: ValueError where there are no values.
     """

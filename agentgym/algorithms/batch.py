@@ -172,4 +172,5 @@ def to_batch(
 
 
 def _starts(lengths: Sequence[int]) -> Tensor:
+    """[B + 1] int64."""
     return torch.cumsum(torch.tensor([0, *lengths], dtype=torch.int64), 0)

@@ -22,8 +22,9 @@ def ppo_clip_loss(
 ) -> Tensor:
     """The clipped surrogate of each action token, to be minimized: -min(rho A, clip(rho) A).
 
-    old_logprobs: the learner's own before the update. dual_clip: c > 1; where A < 0 the loss is at
-    most -c A, so that a token the policy has left far behind cannot dominate.
+    All [n], the result too. old_logprobs: the learner's own before the update.
+    dual_clip: c > 1; where A < 0 the loss is at most -c A, so that a token the policy has left far
+    behind cannot dominate.
     Source: PPO, arXiv:1707.06347; separate bounds: DAPO, arXiv:2503.14476; dual clip:
     arXiv:1912.09729.
     """
@@ -62,7 +63,7 @@ def clip_fractions(
 
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
     """Half the squared error of the critic, the worse of the plain and of the one that moved at
-    most `clip`.
+    most `clip`. All [n], the result too.
     Source: as PPO.
     """
     near = old_values + (values - old_values).clamp(-clip, clip)
@@ -72,6 +73,7 @@ def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: flo
 def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
     """An estimate per token, from samples of the policy, of KL(policy || reference), nats.
 
+    All [n], the result too.
     With d = log pi - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 are unbiased
     as values.
     As losses on samples of the same policy k2 has the gradient of the reverse KL, k3 that of the
@@ -121,7 +123,7 @@ def aggregation_weights(
 
 def importance_weights(learner_logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
     """min(w, cap) with w = pi_learner / pi_engine of each action token: truncated importance
-    sampling.
+    sampling. All [n], the result too.
     """
     return (learner_logprobs - engine_logprobs).exp().clamp(max=cap)
 

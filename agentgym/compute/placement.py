@@ -21,7 +21,10 @@ from agentgym.types import Endpoints, Item, Trajectory
 class Learner(Protocol):
     """What updates weights, wherever they are."""
 
-    def score(self, batch: Batch) -> Tensor: ...
+    def score(self, batch: Batch) -> Tensor:
+        """[N] log-probabilities under the present weights; 0 where action_mask is false."""
+        ...
+
     def update(
         self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int
     ) -> dict[str, float]: ...

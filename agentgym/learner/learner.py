@@ -350,6 +350,7 @@ class LocalLearner:
 
     @torch.no_grad()
     def _scores(self, network: PolicyNet, batch: Batch) -> Tensor:
+        """[N] log-probabilities, nats; 0 where no action token stands."""
         result = torch.zeros(len(batch.input_ids))
         for own, counts in self._shares(batch, torch.arange(batch.num_rows)):
             scores = network(batch.select(own))[0]
@@ -370,8 +371,8 @@ class LocalLearner:
         return self.ranks.all_sum(values)[batch.action_mask], self.ranks.all_sum(ends)
 
     def _shares(self, batch: Batch, rows: Tensor, unit: int = 1) -> Iterator[Share]:
-        """This rank's micro-batches; as many on every rank, because a forward of sharded
-        weights needs all of them.
+        """This rank's micro-batches, [R] rows each; as many on every rank, because a forward of
+        sharded weights needs all of them.
         """
         per_rank = [
             list(_micro_batches(batch, _deal(rows, rank, self.ranks.size, unit), unit))
@@ -393,12 +394,13 @@ def _collect(
 
 
 def _deal(rows: Tensor, rank: int, size: int, unit: int) -> Tensor:
+    """[R] rows, a multiple of `unit` -> [about R / size], those of this rank."""
     return rows.view(-1, unit)[rank::size].reshape(-1)
 
 
 def _micro_batches(batch: Batch, rows: Tensor | None = None, unit: int = 1) -> Iterator[Tensor]:
-    """Consecutive rows whose padded size stays under the token budget; at least `unit` rows
-    each, and a multiple of it.
+    """[R] int64 each: consecutive rows whose padded size stays under the token budget; at least
+    `unit` of them, and a multiple of it.
     """
     lengths = (batch.starts[1:] - batch.starts[:-1]).tolist()
     chosen: list[int] = []

@@ -26,15 +26,15 @@ class ProcessGroup(Protocol):
         ...
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks of tensors of one shape."""
+        """The sum over ranks of tensors of one shape: that shape, [...]."""
         ...
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The full tensor of which `tensor` may be this rank's part."""
+        """The full tensor [F, ...] of which `tensor` [F / size, ...] may be this rank's part."""
         ...
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `whole`: this rank's part, laid out like `like`."""
+        """The inverse of `whole` [F, ...]: this rank's part, laid out like `like`."""
         ...
 
 

@@ -61,7 +61,9 @@ def _ragged_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Errors: ValueError where the model asks for what is not computed here."""
+    """query [1, H, N, D]; key, value [1, KV, N, D], packed by `layout`. Result: [1, N, H, D].
+    Errors: ValueError where the model asks for what is not computed here.
+    """
     unknown = [name for name, given in others.items() if given is not None and given is not False]
     unknown = [name for name in unknown if name not in _HARMLESS]
     if attention_mask is not None:
@@ -152,7 +154,9 @@ class PackedRows:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        """Pads for the attention alone; right padding never reaches a real query."""
+        """query [N, H, D]; key, value [N, KV, D]. Result: [N, H, D].
+        Pads for the attention alone; right padding never reaches a real query.
+        """
         attended = []
         for group in self._groups:
             padded = [
@@ -190,6 +194,7 @@ class KeyValueCache:
         head_dim: int,
         like: Tensor,
     ) -> None:
+        """like: any tensor [...] of the dtype and on the device wanted."""
         shape = (num_layers, num_slots, context_tokens, num_kv_heads, head_dim)
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
 
@@ -248,6 +253,7 @@ class CachedRows:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
+        """query [N, H, D]; key, value [N, KV, D], kept. Result: [N, H, D]."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys.flatten(0, 1).index_copy_(0, self._place, key)
         values.flatten(0, 1).index_copy_(0, self._place, value)
@@ -300,6 +306,7 @@ class _SlotGroup:
         return attended.transpose(1, 2).flatten(0, 1)
 
     def _mask(self, window: int | None) -> Tensor:
+        """[R, 1, T, L] bool."""
         if window not in self._masks:
             self._masks[window] = _within(self._masks[None], self._query_position, window)
         return self._masks[window]

@@ -71,6 +71,7 @@ def differences(model: PreTrainedModel) -> dict[str, float]:
 
 
 def _rows(model: PreTrainedModel) -> list[Tensor]:
+    """Token ids of LENGTHS, [T] int64 each."""
     like = next(model.parameters())
     draw = torch.Generator().manual_seed(0)
     size = model.get_input_embeddings().num_embeddings
@@ -87,6 +88,7 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _learner(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
+    """[N, V] log-probabilities, the rows end to end."""
     starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], device=rows[0].device)
     layout = PackedRows(starts)
     hidden = model.get_decoder()(
@@ -99,6 +101,7 @@ def _learner(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
 
 
 def _engine(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
+    """[N, V] log-probabilities, the rows end to end."""
     cache = KeyValueCache.of(model, num_slots=len(rows), context_tokens=max(LENGTHS))
     slots = list(range(len(rows)))
     parts: list[list[Tensor]] = [[] for _ in rows]
@@ -116,4 +119,5 @@ def _engine(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
 
 
 def _largest(found: Tensor, expected: Tensor) -> float:
+    """Both [N, V]."""
     return float((found - expected).abs().max())

@@ -36,6 +36,7 @@ class PolicyNet(nn.Module):
         hidden, positions = _states(self.model.get_decoder(), batch)
 
         def head_logprobs(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            """[c, H] and [c] -> [c] log-probabilities, [c] entropies."""
             logp = torch.log_softmax(
                 head_logits(self.model, states).float() / batch.temperature, -1
             )

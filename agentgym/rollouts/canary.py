@@ -40,7 +40,7 @@ class Canary:
     def compare(
         ours: torch.Tensor, theirs: list[torch.Tensor], version: int, engine: str = "the engine"
     ) -> float:
-        """The largest difference, nats. Errors: EngineMismatch."""
+        """The largest difference of [N] and as many in pieces, nats. Errors: EngineMismatch."""
         gap = float((ours - torch.cat(theirs)).abs().max())
         if not gap <= CANARY_TOLERANCE:
             raise EngineMismatch(

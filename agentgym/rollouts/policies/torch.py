@@ -138,7 +138,7 @@ class TorchPolicy:
     @torch.inference_mode()
     def score(self, rows: list[list[int]]) -> list[Tensor]:
         """Natural-log probability of each token after the first of each row, at temperature 1:
-        what the canary compares.
+        what the canary compares. [T - 1] float32 for a row of T.
         """
         device = self._cache.keys.device
         starts = torch.tensor([0, *np.cumsum([len(row) for row in rows])])
