@@ -28,7 +28,6 @@ LONG = {
     "agentgym/evaluation/report.py learning_curve_png": 63,
     "agentgym/learner/learner.py update": 159,
     "agentgym/pipeline/run.py run_step": 63,
-    "agentgym/pipeline/table.py steps_of": 154,
     "agentgym/rollouts/collect.py collect": 104,
     "agentgym/training/offline.py _update_fn": 66,
     "agentgym/training/offline.py train_stage": 65,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import ConfigError, RunConfig, config_digest
 from agentgym.data.check import compare_tasks, load_data, load_recorded
 from agentgym.data.trajectories import RECORDED, encode, input_digest
-from agentgym.rollouts.horizon import stages
+from agentgym.rollouts.horizon import Stage, stages
 from agentgym.steps.context import StepContext
 from agentgym.steps.step import Step
 from agentgym.store.keys import source_digest, step_key
@@ -22,160 +23,131 @@ from agentgym.store.runstore import RunStore
 logger = logging.getLogger(__name__)
 
 
+SFT, PUBLISH = "agentgym.training.sft", ("agentgym.evaluation.publish",)
+# settings in a step's key, by dotted path
+MODEL = ("seed", "deterministic", "env", "mix", "model")
+CONVERSATION = ("rollout.system_prompt", "rollout.action_format")
+DATA = ("seed", "data", "env", "mix", "warm_start.source")
+DEMONSTRATIONS = (*MODEL, "warm_start", *CONVERSATION, "rollout.episode_timeout_s")
+TRAINING = (*MODEL, "rollout", "algorithm", "optimizer", "horizon", "validation")
+EVALUATION = (
+    "deterministic",
+    "env",
+    "mix",
+    "model.context_tokens",
+    "rollout.max_new_tokens",
+    *CONVERSATION,
+    "rollout.episode_timeout_s",
+    "rollout.max_attempts",
+    "rollout.max_env_error_frac",
+    "evaluation",
+)
+
+
 def steps_of(cfg: RunConfig) -> dict[str, Step]:
     """Every step of a run in an order that respects parents."""
-    model = ("seed", "deterministic", "env", "mix", "model")
-    failing = tuple(
-        f"rollout.{name}" for name in ("episode_timeout_s", "max_attempts", "max_env_error_frac")
-    )
-    episodes = (
-        "rollout.max_new_tokens",
-        "rollout.system_prompt",
-        "rollout.action_format",
-        *failing,
-    )
-    demonstrations = (
-        *model,
-        "warm_start",
-        "rollout.system_prompt",
-        "rollout.action_format",
-        "rollout.episode_timeout_s",
-    )
-    offline = () if RECIPES[cfg.algorithm.recipe].loop == "rl" else ("offline",)
-    training = (*model, "rollout", "algorithm", "optimizer", "horizon", "validation", *offline)
-    evaluation = ("deterministic", "env", "mix", "model.context_tokens", *episodes, "evaluation")
-    env_modules = (
+    servers = (
         "envs.server",
         *(source for env in cfg.envs if _is_module(source := f"envs.{env.name}")),
     )
-    table: dict[str, Step] = {}
-
-    def add(
-        name: str,
-        title: str,
-        parents: tuple[str, ...],
-        sections: tuple[str, ...],
-        modules: tuple[str, ...],
-        run: Any,
-        headline: bool = False,
-    ) -> str:
-        table[name] = Step(name, title, parents, sections, modules, run, headline)
-        return name
-
-    def add_evaluation(
-        checkpoint: str, title: str, baseline: str | None, headline: bool = True
-    ) -> str:
-        def run(ctx: StepContext) -> Manifest:
-            from agentgym.evaluation.evaluate import evaluate
-
-            return evaluate(ctx, checkpoint, baseline)
-
-        parents = ("prepare", checkpoint, *((baseline,) if baseline else ()))
-        name = f"evaluate-{checkpoint}"
-        return add(
-            name,
-            title,
-            parents,
-            evaluation,
-            ("agentgym.evaluation.evaluate", *env_modules),
-            run,
-            headline,
-        )
-
-    data = ("seed", "data", "env", "mix", "warm_start.source")
-    add(
-        "prepare",
-        "prepare data",
-        (),
-        data,
-        ("agentgym.data.items", "agentgym.data.trajectories", *env_modules),
-        _prepare,
-    )
-    current = add(
-        "initialize",
-        "demonstrations and initial model",
-        ("prepare",),
-        demonstrations,
-        ("agentgym.training.sft", *env_modules),
-        _initialize,
-    )
+    data = ("agentgym.data.items", "agentgym.data.trajectories", *servers)
+    steps = [
+        Step("prepare", "prepare data", (), DATA, data, _prepare),
+        Step(
+            "initialize",
+            "demonstrations and initial model",
+            ("prepare",),
+            DEMONSTRATIONS,
+            (SFT, *servers),
+            _initialize,
+        ),
+    ]
+    start, title = "initialize", "evaluate the initial model"
     if cfg.warm_start.enabled:
-        add_evaluation(current, "evaluate the untrained model", None, headline=False)
-        current = add(
-            "warm-start",
-            "warm start (SFT)",
-            ("initialize",),
-            demonstrations,
-            ("agentgym.training.sft",),
-            _warm_start,
-        )
-    baseline = add_evaluation(
-        current,
-        "evaluate the warm start" if cfg.warm_start.enabled else "evaluate the initial model",
-        None,
-    )
-    base, spans, loop = current, stages(cfg.horizon), RECIPES[cfg.algorithm.recipe].loop
-    trainer = "agentgym.training.rl" if loop == "rl" else "agentgym.training.offline"
+        untrained = _evaluation(start, "evaluate the untrained model", None, servers)
+        before, start, title = (start,), "warm-start", "evaluate the warm start"
+        steps += [
+            replace(untrained, headline=False),
+            Step(start, "warm start (SFT)", before, DEMONSTRATIONS, (SFT,), _warm_start),
+        ]
+    steps.append(_evaluation(start, title, None, servers))
+    baseline, current, spans = steps[-1].name, start, stages(cfg.horizon)
     for stage in spans:
-
-        def train(ctx: StepContext, stage: Any = stage) -> Manifest:
-            manifest: Manifest = importlib.import_module(trainer).train_stage(ctx, stage)
-            return manifest
-
-        turns = (
-            " > ".join(map(str, cfg.horizon.max_turns))
-            if cfg.horizon.kind == "adaptive"
-            else stage.max_turns
-        )
-        title = f"stage {stage.index}/{len(spans)} · max_turns {turns}"
-        reference = (
-            (base,) if (cfg.algorithm.kl_coef or loop == "evolve") and base != current else ()
-        )
-        prefers_demos = loop == "dpo" and cfg.warm_start.source == "trajectories"
-        demos = ("initialize",) if loop in ("sft", "evolve") or prefers_demos else ()
-        current = add(
-            stage.name,
-            title,
-            ("prepare", current, *reference, *demos),
-            training,
-            (trainer, *env_modules),
-            train,
-            True,
-        )
-        add_evaluation(current, f"evaluate stage {stage.index}/{len(spans)}", baseline)
-    evaluations = tuple(name for name in table if name.startswith("evaluate-"))
+        steps.append(_training(cfg, stage, len(spans), current, start, servers))
+        current, title = stage.name, f"evaluate stage {stage.index}/{len(spans)}"
+        steps.append(_evaluation(current, title, baseline, servers))
 
     def register(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import register_policy
 
         return register_policy(ctx, current, run_key(cfg))
 
-    add(
-        "register",
-        "register the model",
-        (current, f"evaluate-{current}"),
-        ("registry",),
-        ("agentgym.evaluation.publish",),
-        register,
-    )
-
     def report(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import write_report
 
-        return write_report(ctx, run_key(cfg), tuple(table.values()))
+        return write_report(ctx, run_key(cfg), tuple(steps))
 
-    checkpoints = tuple(
-        name for name in table if name in ("initialize", "warm-start") or name.startswith("stage-")
+    # checkpoints first, then evaluations
+    judged = sorted((step.name for step in steps), key=lambda name: name.startswith("evaluate-"))
+    parents = (current, f"evaluate-{current}")
+    steps += [
+        Step("register", "register the model", parents, ("registry",), PUBLISH, register),
+        Step("report", "report", (*judged, "register"), ("registry", "horizon"), PUBLISH, report),
+    ]
+    return {step.name: step for step in steps}
+
+
+def _evaluation(
+    checkpoint: str, title: str, baseline: str | None, servers: tuple[str, ...]
+) -> Step:
+    """baseline: the evaluation that this one is paired with."""
+
+    def run(ctx: StepContext) -> Manifest:
+        from agentgym.evaluation.evaluate import evaluate
+
+        return evaluate(ctx, checkpoint, baseline)
+
+    return Step(
+        f"evaluate-{checkpoint}",
+        title,
+        ("prepare", checkpoint, *((baseline,) if baseline else ())),
+        EVALUATION,
+        ("agentgym.evaluation.evaluate", *servers),
+        run,
+        headline=True,
     )
-    add(
-        "report",
-        "report",
-        ("prepare", *checkpoints, *evaluations, "register"),
-        ("registry", "horizon"),
-        ("agentgym.evaluation.publish",),
-        report,
+
+
+def _training(
+    cfg: RunConfig, stage: Stage, num_stages: int, before: str, start: str, servers: tuple[str, ...]
+) -> Step:
+    """before: the step whose weights it goes on with; start: the one whose weights a penalty or
+    self-training goes back to.
+    """
+    loop = RECIPES[cfg.algorithm.recipe].loop
+    trainer = "agentgym.training.rl" if loop == "rl" else "agentgym.training.offline"
+
+    def run(ctx: StepContext) -> Manifest:
+        return cast(Manifest, importlib.import_module(trainer).train_stage(ctx, stage))
+
+    turns = (
+        " > ".join(map(str, cfg.horizon.max_turns))
+        if cfg.horizon.kind == "adaptive"
+        else stage.max_turns
     )
-    return table
+    needs_start = (cfg.algorithm.kl_coef or loop == "evolve") and start != before
+    needs_demos = loop in ("sft", "evolve") or (
+        loop == "dpo" and cfg.warm_start.source == "trajectories"
+    )
+    parents = (
+        "prepare",
+        before,
+        *((start,) if needs_start else ()),
+        *(("initialize",) if needs_demos else ()),
+    )
+    title = f"stage {stage.index}/{num_stages} · max_turns {turns}"
+    sections = TRAINING if loop == "rl" else (*TRAINING, "offline")
+    return Step(stage.name, title, parents, sections, (trainer, *servers), run, headline=True)
 
 
 def run_key(cfg: RunConfig) -> str:

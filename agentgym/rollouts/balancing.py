@@ -10,7 +10,7 @@ import random
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from agentgym.rollouts.client import EnvClient, EnvError, Retryable
@@ -33,26 +33,14 @@ class Balancer:
         self.endpoints = self._configured  # as last looked up
         self._client = client
         self._resolved_at = -RESOLVE_S
-        self._checked: dict[str, InfoReply] = {}  # what endpoints were when they were checked
         self._random = random.SystemRandom()  # which server answers changes no result
-        # open sessions; inf where the server takes none
-        self._load: defaultdict[str, float] = defaultdict(float)
+        # open sessions, ours counted by whoever opens them; inf where the server takes none
+        self.load: defaultdict[str, float] = defaultdict(float)
         self._load_seen_at: defaultdict[str, float] = defaultdict(float)
-
-    def hold_to(self, found: Mapping[str, InfoReply]) -> None:
-        """Servers that come later must be like these. found: endpoint -> what it is."""
-        self._checked = dict(found)
-        self._client.take_batches = {
-            endpoint for endpoint, info in found.items() if info.takes_batches
-        }
-
-    def count(self, endpoint: str, sessions: int) -> None:
-        """Sessions of ours were opened there, or (below 0) closed."""
-        self._load[endpoint] += sessions
 
     def avoid(self, endpoint: str) -> None:
         """It opens no session at the moment."""
-        self._load[endpoint], self._load_seen_at[endpoint] = float("inf"), time.monotonic()
+        self.load[endpoint], self._load_seen_at[endpoint] = float("inf"), time.monotonic()
 
     async def choose(self) -> str:
         """The less loaded of two servers drawn at random.
@@ -62,8 +50,8 @@ class Balancer:
         pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
         if len(pair) > 1:
             await asyncio.gather(*(self._refresh_load(endpoint) for endpoint in pair))
-        chosen = min(pair, key=self._load.__getitem__)
-        if self._checked and chosen not in self._checked:
+        chosen = min(pair, key=self.load.__getitem__)
+        if self._client.known and chosen not in self._client.known:
             await self._check_newcomer(chosen)
         return chosen
 
@@ -115,7 +103,7 @@ class Balancer:
 
     async def _check_newcomer(self, endpoint: str) -> None:
         expected, info = (
-            next(iter(self._checked.values())),
+            next(iter(self._client.known.values())),
             await self._client.ask(endpoint, "/info", InfoReply),
         )
         for name in ("env", "options", "protocol_version", "offers_expert", "instructions"):
@@ -125,9 +113,7 @@ class Balancer:
                     f" {getattr(expected, name)!r:.200}"
                 )
                 raise EnvError(endpoint, "/info", "", "mismatch", f"{message}; make them equal")
-        self._checked[endpoint] = info
-        if info.takes_batches:
-            self._client.take_batches.add(endpoint)
+        self._client.known[endpoint] = info
 
     async def _refresh_load(self, endpoint: str) -> None:
         """Ask at most once in LOAD_AGE_S; in between our own sessions are counted on top."""
@@ -137,11 +123,11 @@ class Balancer:
         self._load_seen_at[endpoint] = now
         try:
             ready = await self._client.send(endpoint, "/readyz", ReadyReply)
-            self._load[endpoint] = float(ready.active_sessions)
+            self.load[endpoint] = float(ready.active_sessions)
         except (Retryable, EnvError) as error:
-            if self._load[endpoint] != float("inf"):
+            if self.load[endpoint] != float("inf"):
                 logger.warning("%s takes no sessions: %s", endpoint, error)
-            self._load[endpoint] = float("inf")
+            self.load[endpoint] = float("inf")
 
 
 def _is_address(host: str) -> bool:

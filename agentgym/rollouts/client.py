@@ -21,6 +21,7 @@ from envs.wire import (
     BatchReply,
     ErrorKind,
     ErrorReply,
+    InfoReply,
     Message,
 )
 
@@ -75,7 +76,7 @@ class EnvClient:
     ) -> None:
         self.max_retries = max_retries
         self.hosts: dict[str, str] = {}  # endpoint by address -> the name it was found under
-        self.take_batches: set[str] = set()  # endpoints that do
+        self.known: dict[str, InfoReply] = {}  # what endpoints were when they were checked
         self._tokens = {urlsplit(endpoint).netloc: token_of(endpoint) for endpoint in endpoints}
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._http: aiohttp.ClientSession | None = None
@@ -137,7 +138,7 @@ class EnvClient:
     ) -> M:
         """One request, sent once. Errors: Retryable, EnvError."""
         data = None if body is None else body.model_dump_json().encode()
-        if data is not None and endpoint in self.take_batches and route in BATCHED:
+        if data is not None and route in BATCHED and self._takes_batches(endpoint):
             answer = await self._bundle(endpoint, data)
         else:
             answer = await self._post(endpoint, route, reply, data, session_id)
@@ -150,6 +151,9 @@ class EnvClient:
         if answer.kind in REFUSED_FOR_NOW:
             raise Retryable(answer.kind, answer.message, answer.retry_after_s or 0.0)
         raise EnvError(endpoint, route, session_id, answer.kind, answer.message)
+
+    def _takes_batches(self, endpoint: str) -> bool:
+        return endpoint in self.known and self.known[endpoint].takes_batches
 
     async def _bundle(self, endpoint: str, data: bytes) -> Message:
         """The answer to one request that goes with all others of this pass of the event loop:

@@ -160,7 +160,7 @@ class EnvPool:
         found = await check_endpoints(
             self, expect_env=env.name, allow_expert=allow_expert, expect_options=env.options
         )
-        self._balancer.hold_to(dict(zip(self.endpoints, found, strict=True)))
+        self.client.known = dict(zip(self.endpoints, found, strict=True))
         return found[0].instructions
 
     async def info(self) -> list[InfoReply]:
@@ -181,12 +181,12 @@ class EnvPool:
         endpoint, reply = await self._create(
             CreateRequest(request_key=request_key, task_id=item.task_id)
         )
-        self._balancer.count(endpoint, 1)
+        self._balancer.load[endpoint] += 1
         session = EnvSession(self.client, endpoint, reply)
         try:
             yield session
         finally:
-            self._balancer.count(endpoint, -1)
+            self._balancer.load[endpoint] -= 1
             await session.close()
 
     async def _create(self, request: CreateRequest) -> tuple[str, CreateReply]:
