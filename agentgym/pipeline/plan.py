@@ -45,7 +45,7 @@ def _plan_step(
     known = store.keys(step.name)
     if waiting:
         # parents that are not done have no digest yet, so neither has this step a key
-        changed = _changed(semantic_of(step, cfg), known[-1].config) if known else []
+        changed = _differences(step, cfg, known[-1]) if known else []
         own = f"; changed: {_few(changed)}" if changed else ""
         return PlannedStep(step.name, step.title, "run", f"after {_few(waiting)}{own}")
     head = store.head(step.name, key_of(step, cfg, done))
@@ -64,13 +64,19 @@ def _why_new(step: Step, cfg: RunConfig, known: list[Manifest], done: dict[str, 
     if not known:
         return "never ran"
     latest = known[-1]
-    changed = _changed(semantic_of(step, cfg), latest.config)
+    changed = _differences(step, cfg, latest)
     if changed:
         return f"changed: {_few(changed)}"
     parents = [name for name in step.parents if latest.parents.get(name) != done[name].digest]
     if parents:
         return f"other input: {_few(parents)}"
     return "its source code changed" if step.parents else "the dataset or the source code changed"
+
+
+def _differences(step: Step, cfg: RunConfig, before: Manifest) -> list[str]:
+    """As `_changed`; first what tells of another version."""
+    lines = _changed(semantic_of(step, cfg), before.config)
+    return sorted(lines, key=lambda line: not line.endswith((" is gone", " is new")))
 
 
 def _changed(now: Any, before: Any, path: str = "") -> list[str]:
