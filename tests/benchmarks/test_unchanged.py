@@ -1,0 +1,54 @@
+"""Two commits are compared by what they committed, and what was published says so."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs/results"
+
+
+@pytest.fixture(scope="module")
+def unchanged():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield importlib.import_module("unchanged")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_the_last_manifest_of_a_step_counts_under_its_present_name(unchanged, tmp_path):
+    folder = tmp_path / "steps/initialise-0123/manifests"
+    folder.mkdir(parents=True)
+    for seq, digest in enumerate(("old", "new")):
+        blobs = {
+            "model.safetensors": {"digest": digest},
+            "optimiser.safetensors": {"digest": "moments"},
+            "config.json": {"digest": "settings"},
+        }
+        manifest = {"step": "initialise", "blobs": blobs}
+        (folder / f"{seq:06d}.json").write_text(json.dumps(manifest))
+    assert unchanged.committed(tmp_path) == {
+        "initialize/model.safetensors": "new",
+        "initialize/optimizer.safetensors": "moments",
+    }
+
+
+def test_what_differs_or_is_missing_is_named(unchanged):
+    found = unchanged.compared(("grpo", 0), {"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"})
+    assert (found["num_equal"], found["differ"]) == (1, ["b", "c"])
+
+
+def test_the_published_comparison_holds_every_recipe_and_seed(unchanged):
+    found = json.loads((RESULTS / "unchanged.json").read_text())
+    cases = [(run["recipe"], run["seed"]) for run in found["runs"]]
+    assert cases == [(r, s) for r in unchanged.RECIPES for s in unchanged.SEEDS]
+    assert all(run["num_equal"] >= 14 and run["differ"] == [] for run in found["runs"])
+
+
+def test_one_sample_runs_fewer_statements_than_before_the_rooms():
+    found = json.loads((RESULTS / "one_sample.json").read_text())
+    assert found["after"]["statements"] < found["before"]["statements"]
