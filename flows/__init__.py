@@ -1,11 +1,3 @@
 """Prefect flows: the order of tasks."""
 
-from agentgym.defaults import set_process_defaults
-
-# before the first import of prefect, which reads its settings once and makes its folder, but not
-# the one above
-set_process_defaults()
-
-from agentgym.private import claim_state  # noqa: E402
-
-claim_state()
+import services  # noqa: F401 - first of all: what Prefect reads when it is imported is set there

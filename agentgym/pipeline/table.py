@@ -22,7 +22,6 @@ from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)
 
-
 SFT, PUBLISH = "agentgym.training.sft", ("agentgym.evaluation.publish",)
 # settings in a step's key, by dotted path
 MODEL = ("seed", "deterministic", "env", "mix", "model")
