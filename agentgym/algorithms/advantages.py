@@ -19,12 +19,12 @@ EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What an advantage function may look at: the n action tokens of a global batch of B rows,
-    in row order.
+    """What an advantage function may look at: the n action tokens of a global batch of B sequences,
+    in sequence order.
     """
 
-    row: Tensor  # [n] int64, ascending
-    # [n] float32: the outcome on each row's last action token, plus what is paid per token
+    sequence: Tensor  # [n] int64, ascending
+    # [n] float32: the outcome on each sequence's last action token, plus what is paid per token
     rewards: Tensor
     group_ids: Tensor  # [B] int64, 0 .. G - 1, equal for samples of one item
     gamma: float = 1.0
@@ -32,17 +32,17 @@ class Experience:
     values: Tensor | None = None  # [n] of the state each token is chosen in
     # [B] of the state after the last action: 0 where the episode was over
     end_values: Tensor | None = None
-    # [B] int64, equal for rows of one environment; None: all are of one
+    # [B] int64, equal for sequences of one environment; None: all are of one
     env_ids: Tensor | None = None
 
     @property
-    def num_rows(self) -> int:
+    def num_sequences(self) -> int:
         return len(self.group_ids)
 
     @property
     def returns(self) -> Tensor:
-        """[B] undiscounted sum of each row's rewards."""
-        return torch.zeros(self.num_rows).index_add_(0, self.row, self.rewards)
+        """[B] undiscounted sum of each sequence's rewards."""
+        return torch.zeros(self.num_sequences).index_add_(0, self.sequence, self.rewards)
 
 
 # Result: ([n] advantages, [n] targets of the critic or None)
@@ -50,7 +50,7 @@ AdvantageFunction = Callable[[Experience], tuple[Tensor, Tensor | None]]
 
 
 def grpo(experience: Experience) -> tuple[Tensor, None]:
-    """Each return standardized within its group, the same for every action token of the row: [n].
+    """[n]: each return standardized within its group, equal for all action tokens of a sequence.
 
     The deviation is the sample one (n - 1).
     A group whose returns are all equal gets zeros, and so does a group left with one member: there
@@ -60,12 +60,12 @@ def grpo(experience: Experience) -> tuple[Tensor, None]:
     centred, sizes = _centred(experience)
     groups = experience.group_ids
     variances = torch.zeros(len(sizes)).index_add_(0, groups, centred**2) / (sizes - 1).clamp(min=1)
-    return (centred / (variances.sqrt()[groups] + EPS))[experience.row], None
+    return (centred / (variances.sqrt()[groups] + EPS))[experience.sequence], None
 
 
 def dr_grpo(experience: Experience) -> tuple[Tensor, None]:
     """Each return minus its group's mean: [n]. Source: arXiv:2503.20783."""
-    return _centred(experience)[0][experience.row], None
+    return _centred(experience)[0][experience.sequence], None
 
 
 def rloo(experience: Experience) -> tuple[Tensor, None]:
@@ -74,7 +74,7 @@ def rloo(experience: Experience) -> tuple[Tensor, None]:
     """
     centred, sizes = _centred(experience)
     own = sizes[experience.group_ids]
-    return (centred * own / (own - 1).clamp(min=1))[experience.row], None
+    return (centred * own / (own - 1).clamp(min=1))[experience.sequence], None
 
 
 def reinforce_plus_plus(experience: Experience) -> tuple[Tensor, None]:
@@ -88,7 +88,7 @@ def reinforce_plus_plus_baseline(experience: Experience) -> tuple[Tensor, None]:
     """Each return minus its group's mean, whitened over the global batch's tokens: [n].
     Source: arXiv:2501.03262.
     """
-    return _whitened(experience, _centred(experience)[0][experience.row]), None
+    return _whitened(experience, _centred(experience)[0][experience.sequence]), None
 
 
 def gae(experience: Experience) -> tuple[Tensor, Tensor]:
@@ -100,8 +100,8 @@ def gae(experience: Experience) -> tuple[Tensor, Tensor]:
     values, ends = experience.values, experience.end_values
     if values is None or ends is None:
         raise ValueError("GAE needs a critic's values; use a recipe that has a critic")
-    is_last = _is_last(experience.row)
-    following = torch.where(is_last, ends[experience.row], values.roll(-1))
+    is_last = _is_last(experience.sequence)
+    following = torch.where(is_last, ends[experience.sequence], values.roll(-1))
     deltas = experience.rewards + experience.gamma * following - values
     advantages = _backwards(experience, deltas, experience.gamma * experience.gae_lambda)
     return _whitened(experience, advantages), advantages + values
@@ -122,7 +122,7 @@ def _whitened(experience: Experience, values: Tensor) -> Tensor:
     """
     if experience.env_ids is None:
         return whiten(values)
-    result, env = torch.zeros_like(values), experience.env_ids[experience.row]
+    result, env = torch.zeros_like(values), experience.env_ids[experience.sequence]
     for each in torch.unique(env):
         result[env == each] = whiten(values[env == each])
     return result
@@ -141,20 +141,20 @@ def _centred(experience: Experience) -> tuple[Tensor, Tensor]:
     return torch.where(differ(low, high)[groups], returns - means[groups], 0.0), sizes
 
 
-def _is_last(row: Tensor) -> Tensor:
-    """[n] true on the last token of each row."""
-    return torch.cat([row[1:] != row[:-1], torch.ones(1, dtype=torch.bool)])
+def _is_last(sequence: Tensor) -> Tensor:
+    """[n] true on the last token of each sequence."""
+    return torch.cat([sequence[1:] != sequence[:-1], torch.ones(1, dtype=torch.bool)])
 
 
 def _backwards(experience: Experience, values: Tensor, discount: float) -> Tensor:
-    """[n] of sums v_t + discount * v_t+1 + discount^2 * v_t+2 ... to the end of each row."""
-    counts = torch.bincount(experience.row, minlength=experience.num_rows)
-    column = torch.arange(len(values)) - (torch.cumsum(counts, 0) - counts)[experience.row]
-    padded = torch.zeros(experience.num_rows, int(counts.max()) + 1)
-    padded[experience.row, column] = values
+    """[n] of sums v_t + discount * v_t+1 + discount^2 * v_t+2 ... to the end of each sequence."""
+    counts = torch.bincount(experience.sequence, minlength=experience.num_sequences)
+    column = torch.arange(len(values)) - (torch.cumsum(counts, 0) - counts)[experience.sequence]
+    padded = torch.zeros(experience.num_sequences, int(counts.max()) + 1)
+    padded[experience.sequence, column] = values
     for step in range(padded.shape[1] - 2, -1, -1):
         padded[:, step] += discount * padded[:, step + 1]
-    return padded[experience.row, column]
+    return padded[experience.sequence, column]
 
 
 ADVANTAGES: dict[str, AdvantageFunction] = {

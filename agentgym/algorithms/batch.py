@@ -30,29 +30,32 @@ class Batch:
     # simulator's own
     truncated: Tensor
     temperature: float  # the actions were sampled at
-    # [B] int64, equal for rows of one environment; None: all are of one
+    # [B] int64, equal for sequences of one environment; None: all are of one
     env_ids: Tensor | None = None
 
     @property
-    def num_rows(self) -> int:
+    def num_sequences(self) -> int:
         return len(self.starts) - 1
 
     @property
-    def row(self) -> Tensor:
-        """[N] int64: the row each token belongs to."""
+    def sequence(self) -> Tensor:
+        """[N] int64: the sequence each token belongs to."""
         return torch.repeat_interleave(
-            torch.arange(self.num_rows), self.starts[1:] - self.starts[:-1]
+            torch.arange(self.num_sequences), self.starts[1:] - self.starts[:-1]
         )
 
     @property
     def returns(self) -> Tensor:
-        """[B] float32: undiscounted outcome of each row, read back from its tokens."""
-        return torch.zeros(self.num_rows).index_add_(0, self.row, self.rewards * self.action_mask)
+        """[B] float32: undiscounted outcome of each sequence, read back from its tokens."""
+        return torch.zeros(self.num_sequences).index_add_(
+            0, self.sequence, self.rewards * self.action_mask
+        )
 
-    def select(self, rows: Tensor) -> Batch:
-        """The named rows, in the order given. rows: [R] int64."""
+    def select(self, sequences: Tensor) -> Batch:
+        """The named sequences, in the order given. sequences: [R] int64."""
         spans = [
-            torch.arange(int(self.starts[row]), int(self.starts[row + 1])) for row in rows.tolist()
+            torch.arange(int(self.starts[sequence]), int(self.starts[sequence + 1]))
+            for sequence in sequences.tolist()
         ]
         tokens = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
         return Batch(
@@ -61,22 +64,22 @@ class Batch:
             self.action_mask[tokens],
             self.rewards[tokens],
             self.logprobs[tokens],
-            self.group_ids[rows],
-            self.truncated[rows],
+            self.group_ids[sequences],
+            self.truncated[sequences],
             self.temperature,
-            None if self.env_ids is None else self.env_ids[rows],
+            None if self.env_ids is None else self.env_ids[sequences],
         )
 
     def with_shuffled_outcomes(self, *, seed: int, step: int) -> Batch:
-        """The same rows with each other's outcomes: a control under which nothing can be
+        """The same sequences with each other's outcomes: a control under which nothing can be
         learned.
         """
-        # of each row's last action token
-        places = self.rewards.new_zeros(self.num_rows, dtype=torch.int64).scatter_reduce(
-            0, self.row[self.action_mask], self.action_mask.nonzero()[:, 0], "amax"
+        # of each sequence's last action token
+        places = self.rewards.new_zeros(self.num_sequences, dtype=torch.int64).scatter_reduce(
+            0, self.sequence[self.action_mask], self.action_mask.nonzero()[:, 0], "amax"
         )
         order = np.random.Generator(np.random.Philox(key=[seed, step + 3_000_000])).permutation(
-            self.num_rows
+            self.num_sequences
         )
         rewards = torch.zeros_like(self.rewards)
         rewards[places] = self.rewards[places[torch.from_numpy(order)]]
@@ -86,8 +89,8 @@ class Batch:
 def learnable(trajectories: Sequence[Trajectory], *, truncated: Truncated) -> list[Trajectory]:
     """Those that may be learned from, in order.
 
-    Failed environments never are, nor rows without a single action; with truncated "mask" neither
-    are episodes cut by the horizon, the context or the simulator's own limit.
+    Failed environments never are, nor sequences without a single action; with truncated "mask"
+    neither are episodes cut by the horizon, the context or the simulator's own limit.
     """
     return [
         t
@@ -162,9 +165,9 @@ def to_batch(
         env_ids=torch.tensor([envs.setdefault(t.item.env, len(envs)) for t in kept]),
     )
     outcomes = torch.tensor([(t.reward or 0.0) + penalty(t) for t in kept], dtype=torch.float32)
-    for row, trajectory in enumerate(kept):
+    for sequence, trajectory in enumerate(kept):
         last_action = max(index for index, action in enumerate(trajectory.action_mask) if action)
-        batch.rewards[int(batch.starts[row]) + last_action] = outcomes[row]
+        batch.rewards[int(batch.starts[sequence]) + last_action] = outcomes[sequence]
     assert torch.equal(batch.returns, outcomes), (
         "an outcome was put on a token the policy did not sample"
     )

@@ -99,26 +99,27 @@ def preference_loss(
 
 
 def aggregation_weights(
-    rows: Tensor, num_rows: int, aggregation: Aggregation, constant: float | None = None
+    sequences: Tensor, num_sequences: int, aggregation: Aggregation, constant: float | None = None
 ) -> Tensor:
     """What each token's loss is multiplied by before summing, so that no split over micro-batches
     or ranks changes the sum.
 
-    rows: [n] int64, the row of each action token of the global batch. token: every token of the
-    batch counts the same (DAPO). sequence: the mean over each row's tokens, then over rows (GRPO as
-    published). constant: the sum over each row's tokens by `constant`, then the mean over rows
+    sequences: [n] int64, the sequence of each action token of the global batch.
+    token: every token of the batch counts the same (DAPO).
+    sequence: the mean over each sequence's tokens, then over sequences (GRPO as published).
+    constant: the sum over each sequence's tokens by `constant`, then the mean over sequences
     (Dr.GRPO).
     Result: [n]; sums to 1 but for `constant`.
     """
     if aggregation == "token":
-        return torch.full((len(rows),), 1.0 / max(len(rows), 1))
-    counts = torch.bincount(rows, minlength=num_rows)
+        return torch.full((len(sequences),), 1.0 / max(len(sequences), 1))
+    counts = torch.bincount(sequences, minlength=num_sequences)
     acting = (counts > 0).sum()
     if aggregation == "sequence":
-        return 1.0 / (counts[rows] * acting)
+        return 1.0 / (counts[sequences] * acting)
     if constant is None:
         raise ValueError("aggregation 'constant' needs the constant it divides by")
-    return torch.ones(len(rows)) / (constant * acting)
+    return torch.ones(len(sequences)) / (constant * acting)
 
 
 def importance_weights(learner_logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
-from agentgym.models.attention import PackedRows
+from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import WEIGHTS, Checkpoint
 from agentgym.models.networks import head_logits
 from agentgym.rollouts.engine import ENGINE
@@ -164,32 +164,32 @@ class _Judge:
     ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
         starts = np.cumsum([0, *(len(episode.input_ids) for _, episode in chunk)])
         ids = torch.tensor([token for _, episode in chunk for token in episode.input_ids])
-        layout = PackedRows(torch.tensor(starts))
+        layout = PackedSequences(torch.tensor(starts))
         hidden = self._model.get_decoder()(
             input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout
         ).last_hidden_state[0]
         spans, places, numbers, temperatures = [], [], [], []
-        for row, (_, episode) in enumerate(chunk):
+        for sequence, (_, episode) in enumerate(chunk):
             for index, turn in enumerate(episode.turns):
                 if turn.version == version:
                     key = SampleKey(
                         self._seed, episode.step, episode.item.item_id, episode.sample, index
                     )
                     length = turn.end - turn.start
-                    spans.append((row, index, turn.start, length))
-                    places.append(starts[row] + np.arange(turn.start, turn.end))
+                    spans.append((sequence, index, turn.start, length))
+                    places.append(starts[sequence] + np.arange(turn.start, turn.end))
                     numbers.append(uniforms(key, length))
                     temperatures += [episode.temperature] * length
         judged = self._head(
             hidden, ids, torch.tensor(np.concatenate(places)), np.concatenate(numbers), temperatures
         )
-        by_row: dict[int, list[_Turn]] = {}
-        for (row, index, start, _), *parts in zip(
+        by_sequence: dict[int, list[_Turn]] = {}
+        for (sequence, index, start, _), *parts in zip(
             spans, *(torch.split(part, [span[3] for span in spans]) for part in judged), strict=True
         ):
-            by_row.setdefault(row, []).append(_Turn(index + 1, start, *parts))
-        for row, (where, episode) in enumerate(chunk):
-            yield where, episode, by_row[row]
+            by_sequence.setdefault(sequence, []).append(_Turn(index + 1, start, *parts))
+        for sequence, (where, episode) in enumerate(chunk):
+            yield where, episode, by_sequence[sequence]
 
     def _head(
         self,

@@ -121,8 +121,8 @@ class RolloutWorker:
         """
         await self._policy.publish(load_safetensors(_received(weights, digest, version)), version)
 
-    async def score(self, rows: list[list[int]]) -> list[Tensor]:
-        return self._policy.score(rows)
+    async def score(self, sequences: list[list[int]]) -> list[Tensor]:
+        return self._policy.score(sequences)
 
 
 def _received(weights: np.ndarray[Any, Any], digest: str, version: int) -> bytes:
@@ -407,7 +407,7 @@ class RayEngine:
                 worker.version = weights.version
             if weights.ours is not None:
                 scores = await _within(
-                    worker.actor.score.remote(self._canary.rows), self._patience_s
+                    worker.actor.score.remote(self._canary.sequences), self._patience_s
                 )
                 worker.gap = Canary.compare(
                     weights.ours,

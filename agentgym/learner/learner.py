@@ -1,7 +1,7 @@
 """What updates the weights, for reinforcement learning, supervised learning and preferences alike.
 
-Every rank runs the same code on the same batch: it computes its share of the rows, and sums over
-ranks make the rest global.
+Every rank runs the same code on the same batch: it computes its share of the sequences, and sums
+over ranks make the rest global.
 Denominators, statistics and the order of updates never depend on how many ranks or micro-batches
 there are.
 """
@@ -37,7 +37,7 @@ from agentgym.types import EngineMismatch
 
 MICRO_BATCH_TOKENS = 16_384  # tokens of one forward and backward
 
-# rows of one micro-batch, and whether they count; ranks without work still join the forward
+# sequences of one micro-batch, and whether they count; ranks without work still join the forward
 Share = tuple[Tensor, bool]
 
 
@@ -121,7 +121,7 @@ class LocalLearner:
             raise ValueError(
                 "a batch without a single action token; there is nothing to learn from"
             )
-        row = batch.row[acted]
+        sequence = batch.sequence[acted]
         old = self.score(batch)
         gap = mismatch(old[acted], batch.logprobs[acted], cap=config.importance_cap)
         if not gap["kl"] <= config.max_mismatch_kl:
@@ -166,7 +166,7 @@ class LocalLearner:
                 else torch.zeros_like(ends)
             )
         experience = Experience(
-            row,
+            sequence,
             rewards,
             batch.group_ids,
             config.gamma,
@@ -179,18 +179,24 @@ class LocalLearner:
         advantages = torch.zeros(len(batch.input_ids))
         advantages[acted] = given
 
-        every_row = (
+        every_sequence = (
             recipe.needs_critic or bool(config.entropy_coef) or (reference is not None and in_loss)
         )
-        signal = torch.arange(batch.num_rows) if every_row else torch.unique(row[given != 0])
-        metrics["actor/rows_with_signal_frac"] = len(torch.unique(row[given != 0])) / batch.num_rows
+        signal = (
+            torch.arange(batch.num_sequences)
+            if every_sequence
+            else torch.unique(sequence[given != 0])
+        )
+        metrics["actor/sequences_with_signal_frac"] = (
+            len(torch.unique(sequence[given != 0])) / batch.num_sequences
+        )
         num_minibatches = min(config.minibatches, max(len(signal), 1))
         # over the whole batch: where few groups carry signal, few tokens must not count for all of
         # it
         weight = torch.zeros(len(batch.input_ids))
         aggregation = config.aggregation or recipe.aggregation
         weight[acted] = num_minibatches * aggregation_weights(
-            row, batch.num_rows, aggregation, config.constant_length
+            sequence, batch.num_sequences, aggregation, config.constant_length
         )
 
         bounds: dict[str, Any] = {
@@ -219,7 +225,7 @@ class LocalLearner:
             return (losses * share).sum(), {name: value * share for name, value in logged.items()}
 
         token_weight = torch.zeros(len(batch.input_ids))
-        token_weight[acted] = num_minibatches / len(row)
+        token_weight[acted] = num_minibatches / len(sequence)
 
         def critic_loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             assert self._critic is not None
@@ -239,20 +245,20 @@ class LocalLearner:
             for chosen in shuffled.tensor_split(num_minibatches):
                 if not len(chosen):
                     continue
-                rows = chosen.sort().values
+                sequences = chosen.sort().values
                 if not warming:
-                    share = float(weight[torch.isin(batch.row, rows)].sum())
+                    share = float(weight[torch.isin(batch.sequence, sequences)].sum())
                     _collect(
                         logs,
                         "actor",
-                        self._step(self._net, self._policy, batch, rows, step, policy_loss),
+                        self._step(self._net, self._policy, batch, sequences, step, policy_loss),
                         share,
                     )
                 if targets is not None and self._values is not None and self._critic is not None:
                     _collect(
                         logs,
                         "critic",
-                        self._step(self._critic, self._values, batch, rows, step, critic_loss),
+                        self._step(self._critic, self._values, batch, sequences, step, critic_loss),
                         1.0,
                     )
         metrics |= {name: float(np.mean(each)) for name, each in logs.items()}
@@ -278,7 +284,9 @@ class LocalLearner:
         def loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return -self._net(part)[0].sum() / num_tokens, {}
 
-        done = self._step(self._net, self._policy, batch, torch.arange(batch.num_rows), step, loss)
+        done = self._step(
+            self._net, self._policy, batch, torch.arange(batch.num_sequences), step, loss
+        )
         return {
             "sft/loss": done["loss"],
             "sft/lr": self._policy.rate(step),
@@ -288,22 +296,27 @@ class LocalLearner:
     def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]:
-        """One optimizer step of direct preference optimization: row 2i of the batch is preferred
-        to row 2i + 1.
+        """One optimizer step of direct preference optimization: sequence 2i of the batch is
+        preferred to sequence 2i + 1.
 
         reference: [N] log-probabilities under the reference policy (`score` of it); step: from 1.
-        Errors: ValueError for an odd number of rows or a row without actions.
+        Errors: ValueError for an odd number of sequences or a sequence without actions.
         """
-        if batch.num_rows % 2 or len(torch.unique(batch.row[batch.action_mask])) != batch.num_rows:
+        if (
+            batch.num_sequences % 2
+            or len(torch.unique(batch.sequence[batch.action_mask])) != batch.num_sequences
+        ):
             raise ValueError(
-                f"preferences come as pairs of rows that act, got {batch.num_rows} rows; check the"
-                " pairs"
+                f"preferences come as pairs of sequences that act, got {batch.num_sequences}; check"
+                " the pairs"
             )
-        num_pairs = batch.num_rows // 2
+        num_pairs = batch.num_sequences // 2
 
         def loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             gain = self._net(part)[0] - reference[tokens]
-            sums = torch.zeros(part.num_rows).index_add(0, part.row[part.action_mask], gain)
+            sums = torch.zeros(part.num_sequences).index_add(
+                0, part.sequence[part.action_mask], gain
+            )
             losses = (
                 preference_loss(sums[0::2], sums[1::2], beta=beta, label_smoothing=label_smoothing)
                 / num_pairs
@@ -315,7 +328,7 @@ class LocalLearner:
             }
 
         done = self._step(
-            self._net, self._policy, batch, torch.arange(batch.num_rows), step, loss, unit=2
+            self._net, self._policy, batch, torch.arange(batch.num_sequences), step, loss, unit=2
         )
         return {f"dpo/{name}": value for name, value in done.items()} | {
             "dpo/lr": self._policy.rate(step)
@@ -326,20 +339,20 @@ class LocalLearner:
         network: nn.Module,
         optimized: OptimizedNetwork,
         batch: Batch,
-        rows: Tensor,
+        sequences: Tensor,
         step: int,
         loss_of: Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]],
         unit: int = 1,
     ) -> dict[str, float]:
-        """One update of one network. loss_of: (rows of one micro-batch, their action tokens in the
+        """One update of one network. loss_of: (one micro-batch, its action tokens in the
         batch [N] bool) -> its share of the loss, and of what is logged. unit: so many neighbouring
-        rows stay together.
+        sequences stay together.
         """
         optimized.zero_grad()
         sums: dict[str, Tensor] = {}
-        for own, counts in self._shares(batch, rows, unit):
+        for own, counts in self._shares(batch, sequences, unit):
             loss, logged = loss_of(
-                batch.select(own), torch.isin(batch.row, own) & batch.action_mask
+                batch.select(own), torch.isin(batch.sequence, own) & batch.action_mask
             )
             (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
             for name, value in {"loss": loss.detach(), **logged}.items():
@@ -352,33 +365,33 @@ class LocalLearner:
     def _scores(self, network: PolicyNet, batch: Batch) -> Tensor:
         """[N] log-probabilities, nats; 0 where no action token stands."""
         result = torch.zeros(len(batch.input_ids))
-        for own, counts in self._shares(batch, torch.arange(batch.num_rows)):
+        for own, counts in self._shares(batch, torch.arange(batch.num_sequences)):
             scores = network(batch.select(own))[0]
             if counts:
-                result[torch.isin(batch.row, own) & batch.action_mask] = scores
+                result[torch.isin(batch.sequence, own) & batch.action_mask] = scores
         return self.ranks.all_sum(result)
 
     @torch.no_grad()
     def _estimate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """([n] values of the action tokens' states, [B] of the rows' ends)."""
+        """([n] values of the action tokens' states, [B] of the sequences' ends)."""
         assert self._critic is not None
-        values, ends = torch.zeros(len(batch.input_ids)), torch.zeros(batch.num_rows)
-        for own, counts in self._shares(batch, torch.arange(batch.num_rows)):
+        values, ends = torch.zeros(len(batch.input_ids)), torch.zeros(batch.num_sequences)
+        for own, counts in self._shares(batch, torch.arange(batch.num_sequences)):
             at_tokens, at_ends = self._critic(batch.select(own))
             if counts:
-                values[torch.isin(batch.row, own) & batch.action_mask] = at_tokens
+                values[torch.isin(batch.sequence, own) & batch.action_mask] = at_tokens
                 ends[own] = at_ends
         return self.ranks.all_sum(values)[batch.action_mask], self.ranks.all_sum(ends)
 
-    def _shares(self, batch: Batch, rows: Tensor, unit: int = 1) -> Iterator[Share]:
-        """This rank's micro-batches, [R] rows each; as many on every rank, because a forward of
-        sharded weights needs all of them.
+    def _shares(self, batch: Batch, sequences: Tensor, unit: int = 1) -> Iterator[Share]:
+        """This rank's micro-batches, [R] sequences each; as many on every rank, because a forward
+        of sharded weights needs all of them.
         """
         per_rank = [
-            list(_micro_batches(batch, _deal(rows, rank, self.ranks.size, unit), unit))
+            list(_micro_batches(batch, _deal(sequences, rank, self.ranks.size, unit), unit))
             for rank in range(self.ranks.size)
         ]
-        mine, idle = per_rank[self.ranks.rank], rows[:unit]
+        mine, idle = per_rank[self.ranks.rank], sequences[:unit]
         for index in range(max(map(len, per_rank))):
             yield (mine[index], True) if index < len(mine) else (idle, False)
 
@@ -386,29 +399,31 @@ class LocalLearner:
 def _collect(
     logs: dict[str, list[float]], prefix: str, done: dict[str, float], share: float
 ) -> None:
-    """Loss and norm as they are, weighted sums as means over the rows that took part."""
+    """Loss and norm as they are, weighted sums as means over the sequences that took part."""
     for name, value in done.items():
         logs.setdefault(f"{prefix}/{name}", []).append(
             value if name in ("loss", "grad_norm") else value / share
         )
 
 
-def _deal(rows: Tensor, rank: int, size: int, unit: int) -> Tensor:
-    """[R] rows, a multiple of `unit` -> [about R / size], those of this rank."""
-    return rows.view(-1, unit)[rank::size].reshape(-1)
+def _deal(sequences: Tensor, rank: int, size: int, unit: int) -> Tensor:
+    """[R] sequences, a multiple of `unit` -> [about R / size], those of this rank."""
+    return sequences.view(-1, unit)[rank::size].reshape(-1)
 
 
-def _micro_batches(batch: Batch, rows: Tensor | None = None, unit: int = 1) -> Iterator[Tensor]:
-    """[R] int64 each: consecutive rows whose padded size stays under the token budget; at least
-    `unit` of them, and a multiple of it.
+def _micro_batches(
+    batch: Batch, sequences: Tensor | None = None, unit: int = 1
+) -> Iterator[Tensor]:
+    """[R] int64 each: consecutive sequences whose padded size stays under the token budget; at
+    least `unit` of them, and a multiple of it.
     """
     lengths = (batch.starts[1:] - batch.starts[:-1]).tolist()
     chosen: list[int] = []
     longest = 0
-    wanted = list(range(batch.num_rows)) if rows is None else rows.tolist()
+    wanted = list(range(batch.num_sequences)) if sequences is None else sequences.tolist()
     for first in range(0, len(wanted), unit):
         block = wanted[first : first + unit]
-        new = max(lengths[row] for row in block)
+        new = max(lengths[sequence] for sequence in block)
         if chosen and max(longest, new) * (len(chosen) + unit) > MICRO_BATCH_TOKENS:
             yield torch.tensor(chosen)
             chosen, longest = [], 0

@@ -1,5 +1,5 @@
 """How many processes hold the weights.
-Every rank is given the whole batch and takes its share of the rows.
+Every rank is given the whole batch and takes its share of the sequences.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _without_code(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def unsupported(config: PretrainedConfig) -> Iterator[str]:
-    """What would not show on rows as short as those that are compared."""
+    """What would not show on sequences as short as those that are compared."""
     text = config.get_text_config(decoder=True)
     for kind in sorted(set(getattr(text, "layer_types", None) or ()) - set(LAYERS)):
         yield f"layers of type {kind!r} are not supported"
@@ -114,6 +114,6 @@ def unsupported(config: PretrainedConfig) -> Iterator[str]:
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if each.get("rope_type") in ("dynamic", "longrope"):
             yield (
-                f"rope_type {each['rope_type']!r} depends on the longest row of a batch, which"
+                f"rope_type {each['rope_type']!r} depends on the longest sequence of a batch, which"
                 " learner and engine do not share"
             )

@@ -1,5 +1,4 @@
-"""Attention over ragged rows, for the learner's packed batches and the engine's key-value cache
-alike.
+"""Attention over ragged sequences: the learner's packed batches and the engine's key-value cache.
 
 A Hugging Face model built with `attn_implementation=RAGGED` runs its linear layers on tokens packed
 end to end and hands queries, keys and values to the `layout` its caller passed to `forward`.
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 RAGGED = "agentgym_ragged"
-GROUP_ROWS = 16  # attended to at once; fewer are padded less, more cost fewer calls
+GROUP_SEQUENCES = 16  # attended to at once; fewer are padded less, more cost fewer calls
 
 
 class Layout(Protocol):
@@ -129,26 +128,26 @@ def _within(mask: Tensor, query_position: Tensor, window: int | None) -> Tensor:
     return mask & (keys > query_position[..., None] - window)
 
 
-class PackedRows:
+class PackedSequences:
     """Rows packed end to end, each attending causally to itself alone."""
 
     def __init__(self, starts: Tensor) -> None:
-        """starts: [B + 1] int; row b is tokens starts[b]:starts[b + 1]."""
+        """starts: [B + 1] int; sequence b is tokens starts[b]:starts[b + 1]."""
         device, lengths = starts.device, starts[1:] - starts[:-1]
-        row = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
-        self.position = torch.arange(int(starts[-1]), device=device) - starts[row]
-        # rows of about one length together, padded with their own last token: for each group the
-        # packed index of every padded token
+        sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+        self.position = torch.arange(int(starts[-1]), device=device) - starts[sequence]
+        # sequences of about one length together, padded with their own last token: for each group
+        # the packed index of every padded token
         order = torch.argsort(lengths, stable=True)
         self._groups: list[Tensor] = []  # [R, T]
-        begin, first = torch.empty_like(lengths), 0  # of each row among all padded tokens
-        for rows in torch.split(order, GROUP_ROWS):
-            longest = int(lengths[rows[-1]])
-            column = torch.arange(longest, device=device).minimum((lengths[rows] - 1)[:, None])
-            self._groups.append(starts[rows][:, None] + column)
-            begin[rows] = first + longest * torch.arange(len(rows), device=device)
+        begin, first = torch.empty_like(lengths), 0  # of each sequence among all padded tokens
+        for sequences in torch.split(order, GROUP_SEQUENCES):
+            longest = int(lengths[sequences[-1]])
+            column = torch.arange(longest, device=device).minimum((lengths[sequences] - 1)[:, None])
+            self._groups.append(starts[sequences][:, None] + column)
+            begin[sequences] = first + longest * torch.arange(len(sequences), device=device)
             first += column.numel()
-        self._packed = begin[row] + self.position
+        self._packed = begin[sequence] + self.position
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # shared by the layers of a forward
 
     def attend(
@@ -182,7 +181,7 @@ class PackedRows:
 
 
 class KeyValueCache:
-    """Keys and values of `num_slots` growing rows."""
+    """Keys and values of `num_slots` growing sequences."""
 
     def __init__(
         self,
@@ -219,34 +218,38 @@ class CachedRows:
     def __init__(
         self, cache: KeyValueCache, slots: list[int], cached: list[int], new: list[int]
     ) -> None:
-        """For each row: its slot, how many tokens the slot holds already, how many come now."""
+        """For each sequence: its slot, how many tokens the slot holds already, how many come
+        now.
+        """
         device = cache.keys.device
         self.cache = cache
         lengths = torch.tensor(new, device=device)
         ends = torch.cumsum(lengths, 0)
         starts, held = ends - lengths, torch.tensor(cached, device=device)
-        row = torch.repeat_interleave(torch.arange(len(slots), device=device), lengths)
-        self.position = (held - starts)[row] + torch.arange(len(row), device=device)
+        sequence = torch.repeat_interleave(torch.arange(len(slots), device=device), lengths)
+        self.position = (held - starts)[sequence] + torch.arange(len(sequence), device=device)
         slot = torch.tensor(slots, device=device)
-        self._place = slot[row] * cache.keys.shape[2] + self.position  # in a layer of the cache
-        self.last = ends - 1  # [R] packed index of each row's last token
-        # rows of about as many tokens together: each is padded to the longest beside it
+        # in a layer of the cache
+        self._place = slot[sequence] * cache.keys.shape[2] + self.position
+        self.last = ends - 1  # [R] packed index of each sequence's last token
+        # sequences of about as many tokens together: each is padded to the longest beside it
         order = sorted(range(len(slots)), key=lambda r: (new[r] > 1, cached[r] + new[r], r))
         self._groups = [
             _SlotGroup(
-                slot[rows],
-                starts[rows],
-                held[rows],
-                lengths[rows],
-                num_new=max(new[r] for r in rows),
-                length=max(cached[r] + new[r] for r in rows),
+                slot[sequences],
+                starts[sequences],
+                held[sequences],
+                lengths[sequences],
+                num_new=max(new[r] for r in sequences),
+                length=max(cached[r] + new[r] for r in sequences),
             )
             for alike in (
                 [r for r in order if new[r] == 1],
                 [r for r in order if new[r] > 1],
             )
-            for rows in (
-                alike[first : first + GROUP_ROWS] for first in range(0, len(alike), GROUP_ROWS)
+            for sequences in (
+                alike[first : first + GROUP_SEQUENCES]
+                for first in range(0, len(alike), GROUP_SEQUENCES)
             )
         ]
 
@@ -265,7 +268,7 @@ class CachedRows:
 
 class _SlotGroup:
     """Rows padded to the longest and attended to at once.
-    A row shorter than that repeats its last token, which then is the same again.
+    A sequence shorter than that repeats its last token, which then is the same again.
     """
 
     def __init__(
@@ -278,7 +281,7 @@ class _SlotGroup:
         num_new: int,
         length: int,
     ) -> None:
-        """slots, starts (in the packed tokens), cached, new: [R] of each row; num_new, length:
+        """slots, starts (in the packed tokens), cached, new: [R] of each sequence; num_new, length:
         the most new tokens and the most tokens of any.
         """
         self._slots, self._length = slots, length

@@ -1,8 +1,8 @@
 """Does a model compute here what its own code computes: asked of every model before it is used.
 
-Learner and engine run a model's layers on packed rows with our attention and its head on chosen
-tokens. An architecture that does something else in between would be trained wrongly without a word:
-both sides would agree with each other and not with the model.
+Learner and engine run a model's layers on packed sequences with our attention and its head on
+chosen tokens. An architecture that does something else in between would be trained wrongly without
+a word: both sides would agree with each other and not with the model.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from agentgym.models.architecture import unsupported
-from agentgym.models.attention import RAGGED, CachedRows, KeyValueCache, PackedRows
+from agentgym.models.attention import RAGGED, CachedRows, KeyValueCache, PackedSequences
 from agentgym.models.networks import head_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-LENGTHS = (3, 13, 32)  # tokens of the compared rows
+LENGTHS = (3, 13, 32)  # tokens of the compared sequences
 DECODED = 2  # last tokens of each that the engine gets one forward later
 # nats; what attention in another order of summation may differ by
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -39,7 +39,7 @@ def require_faithful(model: PreTrainedModel) -> None:
         found = differences(model)
     except Exception as error:
         raise ValueError(
-            f"model {name} cannot run on packed rows: {type(error).__name__}: {error}"
+            f"model {name} cannot run on packed sequences: {type(error).__name__}: {error}"
         ) from error
     limit = TOLERANCE.get(next(model.parameters()).dtype, 1e-3)
     for side, difference in found.items():
@@ -52,25 +52,28 @@ def require_faithful(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def differences(model: PreTrainedModel) -> dict[str, float]:
-    """Largest difference to the model's own forward under its own attention, row by row, in nats.
+    """Largest difference to the model's own forward, sequence by sequence, in nats.
 
     Result: of the learner's forward and of the engine's.
     """
     was_training = model.training
     model.eval()
-    rows = _rows(model)
+    sequences = _sequences(model)
     with _own_attention(model):
-        own = [torch.log_softmax(model(input_ids=row[None]).logits[0].float(), -1) for row in rows]
+        own = [
+            torch.log_softmax(model(input_ids=sequence[None]).logits[0].float(), -1)
+            for sequence in sequences
+        ]
     expected = torch.cat(own)
     result = {
-        "learner": _largest(_learner(model, rows), expected),
-        "engine": _largest(_engine(model, rows), expected),
+        "learner": _largest(_learner(model, sequences), expected),
+        "engine": _largest(_engine(model, sequences), expected),
     }
     model.train(was_training)
     return result
 
 
-def _rows(model: PreTrainedModel) -> list[Tensor]:
+def _sequences(model: PreTrainedModel) -> list[Tensor]:
     """Token ids of LENGTHS, [T] int64 each."""
     like = next(model.parameters())
     draw = torch.Generator().manual_seed(0)
@@ -87,12 +90,14 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(RAGGED)
 
 
-def _learner(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
-    """[N, V] log-probabilities, the rows end to end."""
-    starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], device=rows[0].device)
-    layout = PackedRows(starts)
+def _learner(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
+    """[N, V] log-probabilities, the sequences end to end."""
+    starts = torch.tensor(
+        [0, *torch.tensor(LENGTHS).cumsum(0).tolist()], device=sequences[0].device
+    )
+    layout = PackedSequences(starts)
     hidden = model.get_decoder()(
-        input_ids=torch.cat(rows)[None],
+        input_ids=torch.cat(sequences)[None],
         position_ids=layout.position[None],
         use_cache=False,
         layout=layout,
@@ -100,16 +105,18 @@ def _learner(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
     return torch.log_softmax(head_logits(model, hidden).float(), -1)
 
 
-def _engine(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
-    """[N, V] log-probabilities, the rows end to end."""
-    cache = KeyValueCache.of(model, num_slots=len(rows), context_tokens=max(LENGTHS))
-    slots = list(range(len(rows)))
-    parts: list[list[Tensor]] = [[] for _ in rows]
+def _engine(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
+    """[N, V] log-probabilities, the sequences end to end."""
+    cache = KeyValueCache.of(model, num_slots=len(sequences), context_tokens=max(LENGTHS))
+    slots = list(range(len(sequences)))
+    parts: list[list[Tensor]] = [[] for _ in sequences]
     cuts = [[0, n - DECODED, *range(n - DECODED + 1, n + 1)] for n in LENGTHS]
     for wave in zip(*(pairwise(cut) for cut in cuts), strict=True):
         new = [end - start for start, end in wave]
         layout = CachedRows(cache, slots, [start for start, _ in wave], new)
-        ids = torch.cat([row[start:end] for row, (start, end) in zip(rows, wave, strict=True)])
+        ids = torch.cat(
+            [sequence[start:end] for sequence, (start, end) in zip(sequences, wave, strict=True)]
+        )
         logits = model(
             input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout
         ).logits[0]

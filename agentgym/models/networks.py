@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from agentgym.algorithms.batch import Batch
-from agentgym.models.attention import PackedRows, require_ragged
+from agentgym.models.attention import PackedSequences, require_ragged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,11 +91,11 @@ class ValueNet(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """([n] value of the state each action token is chosen in, [B] value of the state at each
-        row's end).
+        sequence's end).
 
         Values are trained at tokens that an action follows: the end of an observation, or an
         action's token but its last.
-        A row that ends in an observation is read there.
+        A sequence that ends in an observation is read there.
         One that ends in an action, because its observation did not fit, is read where that action's
         last token was chosen: by Bellman's equation the expected value of what came after.
         """
@@ -108,10 +108,10 @@ class ValueNet(nn.Module):
 def _states(decoder: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """([N, H] hidden states of the packed tokens, [n] places of the action tokens)."""
     assert not batch.action_mask[batch.starts[:-1]].any(), (
-        "a row's first token has nothing before it that could have sampled it"
+        "a sequence's first token has nothing before it that could have sampled it"
     )
     device = next(decoder.parameters()).device
-    layout = PackedRows(batch.starts.to(device))
+    layout = PackedSequences(batch.starts.to(device))
     hidden = decoder(
         input_ids=batch.input_ids.to(device)[None],
         position_ids=layout.position[None],

@@ -22,15 +22,18 @@ class Canary:
     """What learner and engine must agree on after a publish."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.rows = canary_rows(tokenizer)
+        self.sequences = canary_sequences(tokenizer)
 
     def score(self, learner: Any) -> torch.Tensor:
-        """[n] the learner's log-probabilities of every token but each row's first."""
-        tokens = torch.tensor([token for row in self.rows for token in row])
-        starts = torch.cumsum(torch.tensor([0, *map(len, self.rows)]), 0)
+        """[n] the learner's log-probabilities of every token but each sequence's first."""
+        tokens = torch.tensor([token for sequence in self.sequences for token in sequence])
+        starts = torch.cumsum(torch.tensor([0, *map(len, self.sequences)]), 0)
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[starts[:-1]] = False
-        zeros, groups = torch.zeros(len(tokens)), torch.zeros(len(self.rows), dtype=torch.int64)
+        zeros, groups = (
+            torch.zeros(len(tokens)),
+            torch.zeros(len(self.sequences), dtype=torch.int64),
+        )
         scores: torch.Tensor = learner.score(
             Batch(tokens, starts, mask, zeros, zeros, groups, groups.bool(), 1.0)
         )
@@ -50,7 +53,9 @@ class Canary:
         return gap
 
 
-def canary_rows(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """A few fixed token rows that exercise every layer."""
+def canary_sequences(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """A few fixed token sequences that exercise every layer."""
     size = len(tokenizer)
-    return [[(7 * row + 13 * column) % size for column in range(1, 17)] for row in range(4)]
+    return [
+        [(7 * sequence + 13 * column) % size for column in range(1, 17)] for sequence in range(4)
+    ]

@@ -96,11 +96,11 @@ class LocalEngine:
         self.loop.run(self.policy.publish(learner.weights(), version))
         canary = Canary(self.checkpoint.tokenizer)
         return canary.compare(
-            canary.score(learner), self.loop.run(self._canary(canary.rows)), version
+            canary.score(learner), self.loop.run(self._canary(canary.sequences)), version
         )
 
-    async def _canary(self, rows: list[list[int]]) -> list[Tensor]:
-        return self.policy.score(rows)
+    async def _canary(self, sequences: list[list[int]]) -> list[Tensor]:
+        return self.policy.score(sequences)
 
 
 def episode_settings(

@@ -36,7 +36,7 @@ from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.steps.context import TRAJECTORIES, StepContext, decode_trajectories, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
-from agentgym.training.sft import DEMOS, demo_rows, demonstrations
+from agentgym.training.sft import DEMOS, demo_indices, demonstrations
 from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -333,7 +333,7 @@ def _update_fn(
         size = min(settings.pairs_per_step, len(dataset))
 
         def dpo_step(step: int) -> dict[str, float]:
-            chosen = torch.tensor(demo_rows(cfg.seed, step - before, len(dataset), size))
+            chosen = torch.tensor(demo_indices(cfg.seed, step - before, len(dataset), size))
             batch = pairs.select(torch.stack([2 * chosen, 2 * chosen + 1], 1).flatten())
             return learner.dpo_step(
                 batch,
@@ -351,15 +351,15 @@ def _update_fn(
     pool = to_batch(
         [
             replace(trajectory, temperature=1.0)
-            for trajectory in [*demos, *(row for rows in dataset for row in rows)]
+            for trajectory in [*demos, *(played for group in dataset for played in group)]
         ]
     )
     # as many episodes as a step of reinforcement learning
     size = cfg.rollout.items_per_step * cfg.rollout.group_size
 
     def imitate(step: int) -> dict[str, float]:
-        rows = torch.tensor(demo_rows(cfg.seed, step - before, pool.num_rows, size))
-        return learner.sft_step(pool.select(rows), step=step - before)
+        chosen = torch.tensor(demo_indices(cfg.seed, step - before, pool.num_sequences, size))
+        return learner.sft_step(pool.select(chosen), step=step - before)
 
     return imitate
 

@@ -183,7 +183,9 @@ def warm_start(ctx: StepContext) -> Manifest:
                 to_batch(
                     [
                         demos[index]
-                        for index in demo_rows(ctx.cfg.seed, step, len(demos), settings.batch_size)
+                        for index in demo_indices(
+                            ctx.cfg.seed, step, len(demos), settings.batch_size
+                        )
                     ]
                 ),
                 step=step,
@@ -202,19 +204,19 @@ def warm_start(ctx: StepContext) -> Manifest:
     return manifest
 
 
-def demo_rows(seed: int, step: int, num_demos: int, batch_size: int) -> list[int]:
+def demo_indices(seed: int, step: int, num_demos: int, batch_size: int) -> list[int]:
     """Which demonstrations optimizer step 1, 2, ... learns from: epochs of seeded shuffles, a
     pure function of the step.
     """
     first = (step - 1) * batch_size
-    rows: list[int] = []
-    while len(rows) < batch_size:
-        epoch, offset = divmod(first + len(rows), num_demos)
+    indices: list[int] = []
+    while len(indices) < batch_size:
+        epoch, offset = divmod(first + len(indices), num_demos)
         order = np.random.Generator(np.random.Philox(key=[seed, epoch + 1_000_000])).permutation(
             num_demos
         )
-        rows += order[offset : offset + batch_size - len(rows)].tolist()
-    return rows
+        indices += order[offset : offset + batch_size - len(indices)].tolist()
+    return indices
 
 
 class Step(NamedTuple):

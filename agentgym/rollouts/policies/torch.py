@@ -2,7 +2,7 @@
 
 Every forward takes whatever waits: a fresh prompt, the tail of a grown one, the last token of a
 running one.
-A row's keys and values stay in its slot between turns, so a turn costs its new tokens alone.
+A sequence's keys and values stay in its slot between turns, so a turn costs its new tokens alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgym.models.attention import CachedRows, KeyValueCache, PackedRows, require_ragged
+from agentgym.models.attention import CachedRows, KeyValueCache, PackedSequences, require_ragged
 from agentgym.models.model import load_weights
 from agentgym.types import Completion, SampleKey, Sampling
 
@@ -69,7 +69,7 @@ class TorchPolicy:
     repeats_draws: ClassVar[bool] = True
 
     def __init__(self, model: Any, *, stop_id: int, num_slots: int, context_tokens: int) -> None:
-        """model: built with RAGGED attention. num_slots: rows decoded together; more requests
+        """model: built with RAGGED attention. num_slots: sequences decoded together; more requests
         wait their turn.
         """
         require_ragged(model)
@@ -136,14 +136,14 @@ class TorchPolicy:
             self._num_publishing -= 1
 
     @torch.inference_mode()
-    def score(self, rows: list[list[int]]) -> list[Tensor]:
-        """Natural-log probability of each token after the first of each row, at temperature 1:
-        what the canary compares. [T - 1] float32 for a row of T.
+    def score(self, sequences: list[list[int]]) -> list[Tensor]:
+        """Natural-log probability of each token after the first of each sequence, at temperature 1:
+        what the canary compares. [T - 1] float32 for a sequence of T.
         """
         device = self._cache.keys.device
-        starts = torch.tensor([0, *np.cumsum([len(row) for row in rows])])
-        layout = PackedRows(starts.to(device))
-        ids = torch.tensor([token for row in rows for token in row], device=device)
+        starts = torch.tensor([0, *np.cumsum([len(sequence) for sequence in sequences])])
+        layout = PackedSequences(starts.to(device))
+        ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
         logits = (
             self._model(
                 input_ids=ids[None],
@@ -187,8 +187,8 @@ class TorchPolicy:
         """Give waiting requests a slot: the episode's own where it still has one, else the
         longest unused.
 
-        Those that wait join as many as they are, or an engine that is free: a forward of few rows
-        costs little less than one of many.
+        Those that wait join as many as they are, or an engine that is free: a forward of few
+        sequences costs little less than one of many.
         """
         if len(self._waiting) < len(self._active):
             return
@@ -212,7 +212,7 @@ class TorchPolicy:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """One forward over every active row, one token sampled for each."""
+        """One forward over every active sequence, one token sampled for each."""
         if not self._active:
             return
         self._clock += 1
@@ -270,8 +270,8 @@ class TorchPolicy:
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverting its distribution at `uniform`; temperature 0 takes the
-    largest logit.
+    """Draw one token per sequence by inverting its distribution at `uniform`; temperature 0 takes
+    the largest logit.
 
     logits: [R, V] float32; temperature, uniform: [R].
     Result: tokens [R] int64 and their natural-log probabilities [R], of the distribution at that
@@ -283,7 +283,9 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor
 
 
 class Distribution:
-    """What R rows of logits say of their next token. Shapes as in `sample`; tokens: [R] int64."""
+    """What R sequences of logits say of their next token. Shapes as in `sample`; tokens: [R]
+    int64.
+    """
 
     def __init__(self, logits: Tensor, temperature: Tensor) -> None:
         """temperature: [R], 0 where greedy."""

@@ -8,23 +8,23 @@ import torch
 from agentgym.algorithms.advantages import ADVANTAGES, Experience, whiten
 
 
-def experience(rows, groups, **more):
-    """rows: the rewards of each row's action tokens."""
-    row = torch.tensor([index for index, rewards in enumerate(rows) for _ in rewards])
+def experience(sequences, groups, **more):
+    """sequences: the rewards of each sequence's action tokens."""
+    sequence = torch.tensor([index for index, rewards in enumerate(sequences) for _ in rewards])
     return Experience(
-        row,
-        torch.tensor([float(reward) for rewards in rows for reward in rewards]),
+        sequence,
+        torch.tensor([float(reward) for rewards in sequences for reward in rewards]),
         torch.tensor(groups),
         **more,
     )
 
 
-def advantages(name, rows, groups, **more):
-    return ADVANTAGES[name](experience(rows, groups, **more))[0].tolist()
+def advantages(name, sequences, groups, **more):
+    return ADVANTAGES[name](experience(sequences, groups, **more))[0].tolist()
 
 
 def outcomes(name, returns, groups):
-    """Of rows with one action token each."""
+    """Of sequences with one action token each."""
     return advantages(name, [[value] for value in returns], groups)
 
 
@@ -54,9 +54,9 @@ def test_rloo_compares_with_the_mean_of_the_others():
 
 
 def test_reinforce_plus_plus_discounts_over_action_tokens_and_whitens_over_the_batch():
-    # gamma 1/2; row 0: rewards 0, 0, 1 -> G = 1/4, 1/2, 1; row 1: 0.5 -> 0.5; row 2: 0, -1 -> -1/2,
-    # -1 G: mean 0.75 / 6 = 0.125; squares of the differences: .015625 .140625 .765625 .140625
-    # .390625 1.265625 = 2.71875, / 5 = .54375
+    # gamma 1/2; sequence 0: rewards 0, 0, 1 -> G = 1/4, 1/2, 1; sequence 1: 0.5 -> 0.5; sequence 2:
+    # 0, -1 -> -1/2, -1 G: mean 0.75 / 6 = 0.125; squares of the differences: .015625 .140625
+    # .765625 .140625 .390625 1.265625 = 2.71875, / 5 = .54375
     got = advantages("reinforce++", [[0, 0, 1], [0.5], [0, -1]], [0, 1, 2], gamma=0.5)
     std = math.sqrt(0.54375)
     assert got == pytest.approx(
@@ -66,7 +66,7 @@ def test_reinforce_plus_plus_discounts_over_action_tokens_and_whitens_over_the_b
 
 def test_reinforce_plus_plus_sees_what_is_paid_per_token():
     # gamma 1: a penalty of 0.1 on the first of two tokens belongs to the first alone: G = 0.9, 1.0;
-    # other row 0
+    # other sequence 0
     got = advantages("reinforce++", [[-0.1, 1.0], [0.0]], [0, 1])
     mean, std = 1.9 / 3, math.sqrt(((0.9 - 1.9 / 3) ** 2 + (1 - 1.9 / 3) ** 2 + (1.9 / 3) ** 2) / 2)
     assert got == pytest.approx([(0.9 - mean) / std, (1 - mean) / std, -mean / std], abs=1e-5)
@@ -83,9 +83,9 @@ def test_the_baseline_variant_takes_the_groups_mean_and_then_whitens_over_tokens
 
 
 def test_gae_by_hand():
-    # gamma 0.9, lambda 0.5; row 0: rewards 0, 1, values 0.5, 0.4, over: delta_1 = 1 - 0.4 = 0.6,
-    # delta_0 = 0.36 - 0.5 = -0.14 A_1 = 0.6, A_0 = -0.14 + 0.45 * 0.6 = 0.13; row 1: reward 0,
-    # value 0.2, cut, V(end) = 0.3: delta = 0.27 - 0.2 = 0.07
+    # gamma 0.9, lambda 0.5; sequence 0: rewards 0, 1, values 0.5, 0.4, over: delta_1 = 1 - 0.4 =
+    # 0.6, delta_0 = 0.36 - 0.5 = -0.14 A_1 = 0.6, A_0 = -0.14 + 0.45 * 0.6 = 0.13; sequence 1:
+    # reward 0, value 0.2, cut, V(end) = 0.3: delta = 0.27 - 0.2 = 0.07
     given = experience(
         [[0, 1], [0]],
         [0, 1],
@@ -165,10 +165,10 @@ def test_each_environment_is_whitened_among_its_own(name):
     # of each: 1 and 0, or 100 and 0, one token each; mean 1/2 (50), sample deviation 0.70711
     # (70.711)
     critic = {"values": torch.zeros(4), "end_values": torch.zeros(4)} if name == "gae" else {}
-    rows, groups, envs = [[1], [0], [100], [0]], [0, 0, 1, 1], torch.tensor([0, 0, 1, 1])
+    sequences, groups, envs = [[1], [0], [100], [0]], [0, 0, 1, 1], torch.tensor([0, 0, 1, 1])
     expected = [0.707107, -0.707107, 0.707107, -0.707107]
-    assert advantages(name, rows, groups, env_ids=envs, **critic) == pytest.approx(
+    assert advantages(name, sequences, groups, env_ids=envs, **critic) == pytest.approx(
         expected, abs=1e-4
     )
     # negative control: together, the environment with the larger rewards decides
-    assert advantages(name, rows, groups, **critic)[0] != pytest.approx(0.707107, abs=0.1)
+    assert advantages(name, sequences, groups, **critic)[0] != pytest.approx(0.707107, abs=0.1)

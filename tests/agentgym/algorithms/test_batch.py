@@ -52,14 +52,14 @@ def test_rows_are_packed_end_to_end_in_the_order_given():
     )
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
     assert batch.starts.tolist() == [0, 3, 5]
-    assert batch.row.tolist() == [0, 0, 0, 1, 1]
+    assert batch.sequence.tolist() == [0, 0, 0, 1, 1]
     assert batch.action_mask.tolist() == [False, True, False, False, True]
     assert batch.logprobs.tolist() == [0, -0.5, 0, 0, -0.5]
     assert batch.returns.tolist() == [1, 0]
 
 
 def test_failed_environments_and_rows_without_actions_never_enter():
-    rows = [
+    sequences = [
         trajectory([1, 2], [0, 1], status=Status.ENV_ERROR),
         trajectory([1, 3], [0, 1], status=Status.TIMEOUT),
         trajectory([1, 4], [0, 0], status=Status.MAX_TOKENS),
@@ -68,8 +68,8 @@ def test_failed_environments_and_rows_without_actions_never_enter():
         trajectory([1, 8], [0, 1], status=Status.ENV_LIMIT, reward=0.0),
         trajectory([1, 7], [0, 1]),
     ]
-    assert to_batch(rows, truncated="zero").input_ids.tolist() == [1, 5, 1, 6, 1, 8, 1, 7]
-    assert to_batch(rows, truncated="mask").input_ids.tolist() == [1, 7]
+    assert to_batch(sequences, truncated="zero").input_ids.tolist() == [1, 5, 1, 6, 1, 8, 1, 7]
+    assert to_batch(sequences, truncated="mask").input_ids.tolist() == [1, 7]
 
 
 def test_nothing_left_to_learn_from_is_an_error_that_says_why():
@@ -89,19 +89,19 @@ def test_nothing_left_to_learn_from_is_an_error_that_says_why():
 
 
 def test_samples_of_one_item_share_a_group_and_equal_ids_of_two_environments_do_not():
-    rows = [
+    sequences = [
         trajectory([1, 2], [0, 1], task_id=task, env=env)
         for task, env in ((9, "a"), (3, "a"), (9, "a"), (9, "b"))
     ]
-    assert to_batch(rows, truncated="zero").group_ids.tolist() == [0, 1, 0, 2]
+    assert to_batch(sequences, truncated="zero").group_ids.tolist() == [0, 1, 0, 2]
 
 
 def test_groups_are_numbered_without_the_excluded():
-    rows = [
+    sequences = [
         trajectory([1, 2], [0, 1], status=Status.ENV_ERROR, task_id=1),
         trajectory([1, 2], [0, 1], task_id=2),
     ]
-    assert to_batch(rows, truncated="zero").group_ids.tolist() == [0]
+    assert to_batch(sequences, truncated="zero").group_ids.tolist() == [0]
 
 
 def test_samples_of_two_temperatures_are_refused():
@@ -113,12 +113,12 @@ def test_samples_of_two_temperatures_are_refused():
 
 
 def test_select_keeps_every_field_of_the_chosen_rows_in_the_order_asked_for():
-    rows = [
+    sequences = [
         trajectory([1, 2, 3], [0, 1, 1], 0.25, task_id=4, temperature=0.5),
         trajectory([4, 5], [0, 1], 0.5, task_id=5, temperature=0.5),
         trajectory([6, 7, 8, 9], [0, 1, 0, 1], 0.75, task_id=4, temperature=0.5),
     ]
-    part = to_batch(rows, truncated="zero").select(torch.tensor([2, 0]))
+    part = to_batch(sequences, truncated="zero").select(torch.tensor([2, 0]))
     assert part.input_ids.tolist() == [6, 7, 8, 9, 1, 2, 3]
     assert part.starts.tolist() == [0, 4, 7]
     assert part.action_mask.tolist() == [False, True, False, True, False, True, True]
@@ -135,8 +135,14 @@ def group(task_id, *rewards):
 
 def test_only_groups_whose_rewards_differ_carry_signal():
     lost = trajectory([1, 2], [0, 1], task_id=3, status=Status.ENV_ERROR)
-    rows = [*group(1, 1.0, 1.0), *group(2, 0.0, 1.0), *group(3, 1.0), lost, *group(4, 0.0, 0.0)]
-    assert [row.item.task_id for row in groups_with_signal(rows)] == [2, 2]
+    sequences = [
+        *group(1, 1.0, 1.0),
+        *group(2, 0.0, 1.0),
+        *group(3, 1.0),
+        lost,
+        *group(4, 0.0, 0.0),
+    ]
+    assert [sequence.item.task_id for sequence in groups_with_signal(sequences)] == [2, 2]
 
 
 # the outcome of SciWorld added up on two ways through one task
@@ -145,13 +151,13 @@ ROUNDED = [0.08 + 0.08 + 0.5, 0.16 + 0.42 + 0.08, 0.66, 0.6600000000000001]
 
 def test_rewards_that_differ_by_rounding_carry_no_signal():
     assert len(set(ROUNDED)) > 1
-    rows = [
+    sequences = [
         *group(1, *ROUNDED),
         *group(2, 66.0, 66.00000000000001),
         *group(3, 0.66, 0.67),
         *group(4, 0.0, 1e-5),
     ]
-    assert [row.item.task_id for row in groups_with_signal(rows)] == [3, 3, 4, 4]
+    assert [sequence.item.task_id for sequence in groups_with_signal(sequences)] == [3, 3, 4, 4]
     # of hundreds float32 keeps five decimals
     assert not groups_with_signal(group(1, 99.99999, 100.0))
 
@@ -180,13 +186,13 @@ def test_a_penalty_is_part_of_the_outcome_and_lies_where_it_lies():
 
 def test_cut_episodes_are_marked():
     ends = (Status.TERMINATED, Status.MAX_TURNS, Status.MAX_TOKENS, Status.ENV_LIMIT)
-    rows = [trajectory([1, 2], [0, 1], status=status) for status in ends]
-    assert to_batch(rows).truncated.tolist() == [False, True, True, True]
+    sequences = [trajectory([1, 2], [0, 1], status=status) for status in ends]
+    assert to_batch(sequences).truncated.tolist() == [False, True, True, True]
 
 
 def test_shuffled_outcomes_are_the_same_ones_on_other_rows_last_actions():
-    rows = [trajectory([1] * (3 + n), [0, 1, *[0] * n, 1], reward=float(n)) for n in range(20)]
-    batch = to_batch(rows)
+    sequences = [trajectory([1] * (3 + n), [0, 1, *[0] * n, 1], reward=float(n)) for n in range(20)]
+    batch = to_batch(sequences)
     shuffled = batch.with_shuffled_outcomes(seed=0, step=1)
     assert shuffled.returns.tolist() != batch.returns.tolist()
     assert sorted(shuffled.returns.tolist()) == sorted(batch.returns.tolist())
@@ -198,10 +204,10 @@ def test_shuffled_outcomes_are_the_same_ones_on_other_rows_last_actions():
 
 
 def test_rows_know_their_environment_and_so_does_every_selection():
-    rows = [
+    sequences = [
         trajectory([1, 2], [0, 1], env=env, task_id=index)
         for index, env in enumerate(["babyai", "textcraft", "babyai"])
     ]
-    batch = to_batch(rows)
+    batch = to_batch(sequences)
     assert batch.env_ids.tolist() == [0, 1, 0]
     assert batch.select(torch.tensor([2, 1])).env_ids.tolist() == [0, 1]

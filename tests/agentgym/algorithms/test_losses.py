@@ -151,7 +151,7 @@ def test_preference_loss_by_hand():
 
 
 def test_constant_aggregation_divides_by_the_same_length_for_every_row():
-    # two rows act: each token counts 1 / (10 * 2), long rows more than short ones
+    # two sequences act: each token counts 1 / (10 * 2), long sequences more than short ones
     assert aggregation_weights(
         torch.tensor([0, 0, 0, 2]), 3, "constant", 10
     ).tolist() == pytest.approx([0.05] * 4)
@@ -164,7 +164,7 @@ def test_token_aggregation_counts_every_token_the_same():
 
 
 def test_sequence_aggregation_counts_every_row_with_actions_the_same():
-    # two rows have action tokens: 3 tokens share 1/2, one token has 1/2; row 1 has none
+    # two sequences have action tokens: 3 tokens share 1/2, one token has 1/2; sequence 1 has none
     assert aggregation_weights(torch.tensor([0, 0, 0, 2]), 3, "sequence").tolist() == pytest.approx(
         [1 / 6, 1 / 6, 1 / 6, 1 / 2]
     )
@@ -172,13 +172,16 @@ def test_sequence_aggregation_counts_every_row_with_actions_the_same():
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_a_weighted_sum_does_not_depend_on_the_split_into_micro_batches(aggregation):
-    rows, losses = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([1.0, 5.0, 3.0, 8.0, 2.0, 4.0])
-    weights = aggregation_weights(rows, 3, aggregation, 4)
+    sequences, losses = (
+        torch.tensor([0, 0, 0, 1, 2, 2]),
+        torch.tensor([1.0, 5.0, 3.0, 8.0, 2.0, 4.0]),
+    )
+    weights = aggregation_weights(sequences, 3, aggregation, 4)
     whole = {"token": 23 / 6, "sequence": (3 + 8 + 3) / 3, "constant": 23 / 12}[aggregation]
     assert float((losses * weights).sum()) == pytest.approx(whole)
-    assert sum(float((losses * weights)[rows == row].sum()) for row in range(3)) == pytest.approx(
-        whole
-    )
+    assert sum(
+        float((losses * weights)[sequences == sequence].sum()) for sequence in range(3)
+    ) == pytest.approx(whole)
     # negative control: the mean of micro-batch means is another number
     assert sum(float(losses[part].mean()) for part in ([0, 1, 2, 3], [4, 5])) / 2 != pytest.approx(
         whole

@@ -106,7 +106,7 @@ def test_entropies_are_those_of_the_distributions(make_learner, plain):
 
 
 def test_an_action_without_anything_before_it_is_a_bug(make_learner):
-    with pytest.raises(AssertionError, match="a row's first token"):
+    with pytest.raises(AssertionError, match="a sequence's first token"):
         make_learner().score(batch_of([([5, 6], [1, 1])], [1.0], (0,)))
 
 
@@ -236,7 +236,7 @@ def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_criti
         lambda experience: given.append(gae(experience)) or given[0],
     )
     learner.update(cut, config, step=61, seed=0)
-    targets = given[0][1][cut.row[cut.action_mask] == 4]
+    targets = given[0][1][cut.sequence[cut.action_mask] == 4]
     assert targets.tolist() == pytest.approx([1.0, 1.0], abs=0.05)
     # negative control: at the last token, where no action was ever chosen, the critic says 0.18
     assert float(everywhere[cut.starts[5] - 1]) < 0.5
@@ -619,11 +619,11 @@ def test_an_update_raises_the_probability_of_what_won(make_learner):
     learner = make_learner(OptimizerConfig(lr=1e-3, warmup_steps=0))
     batch = on_policy(learner, batch_of())
     metrics = learner.update(batch, AlgorithmConfig(minibatches=2, epochs=2), step=1, seed=0)
-    gain = torch.zeros(6).index_add_(0, batch.row, learner.score(batch) - batch.logprobs)
+    gain = torch.zeros(6).index_add_(0, batch.sequence, learner.score(batch) - batch.logprobs)
     won = torch.tensor(REWARDS) == 1
     assert gain[won].mean() > 0 > gain[~won].mean()
     assert metrics["mismatch/kl"] == pytest.approx(0, abs=1e-8)
-    assert metrics["actor/rows_with_signal_frac"] == 1
+    assert metrics["actor/sequences_with_signal_frac"] == 1
 
 
 def test_clip_fractions_of_an_update_count_only_where_clipping_binds(make_learner, monkeypatch):
@@ -677,7 +677,7 @@ def test_a_batch_of_equal_groups_changes_nothing_and_says_so(make_learner):
     metrics = learner.update(
         on_policy(learner, batch_of(rewards=[1.0] * 3 + [0.0] * 3)), ONE_UPDATE, step=1, seed=0
     )
-    assert metrics["actor/rows_with_signal_frac"] == 0
+    assert metrics["actor/sequences_with_signal_frac"] == 0
     assert "actor/loss" not in metrics
     assert_same(before, weights(learner))
 

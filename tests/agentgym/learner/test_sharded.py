@@ -66,7 +66,7 @@ def all_of(plans, batches, config, build):
     told["second"] = learner.update(batches["whole"], config, step=2, seed=0)
     told["resumed"] = build(plans["resumed"]).update(batches["whole"], config, step=2, seed=0)
     lonely = build(plans["new"])
-    told["one row"] = lonely.sft_step(batches["one row"], step=1)
+    told["one sequence"] = lonely.sft_step(batches["one sequence"], step=1)
     told["pairs"] = lonely.dpo_step(batches["pairs"], told["score"][: \
 len(batches["pairs"].input_ids)], beta=0.1, label_smoothing=0.0, step=2)
     told["after"] = lonely.weights_blob()
@@ -90,8 +90,10 @@ def batch_of(lengths, vocabulary):
     rewards = torch.zeros(len(mask))
     rewards[starts[1:] - 1] = torch.randn(len(lengths), generator=generator)
     ids = torch.randint(vocabulary, (len(mask),), generator=generator)
-    rows = torch.arange(len(lengths))
-    return Batch(ids, starts, mask, rewards, torch.zeros(len(mask)), rows // 2, rows % 2 == 1, 1.0)
+    sequences = torch.arange(len(lengths))
+    return Batch(
+        ids, starts, mask, rewards, torch.zeros(len(mask)), sequences // 2, sequences % 2 == 1, 1.0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +112,7 @@ def alone_and_together(make_model, tmp_path_factory):
     )
     batches = {
         "whole": batch_of([7, 12, 5, 9, 3], 60),
-        "one row": batch_of([8], 60),
+        "one sequence": batch_of([8], 60),
         "pairs": batch_of([7, 12, 5, 9], 60),
     }
     scored = new.build().score(batches["whole"])
@@ -136,7 +138,7 @@ def alone_and_together(make_model, tmp_path_factory):
     return new, batches, alone, pickle.loads((folder / "told").read_bytes())
 
 
-@pytest.mark.parametrize("part", ["first", "second", "resumed", "one row", "pairs"])
+@pytest.mark.parametrize("part", ["first", "second", "resumed", "one sequence", "pairs"])
 def test_losses_gradients_and_metrics_do_not_depend_on_the_number_of_ranks(
     alone_and_together, part
 ):

@@ -1,9 +1,9 @@
-"""Ragged attention against Hugging Face's own, one row at a time."""
+"""Ragged attention against Hugging Face's own, one sequence at a time."""
 
 import pytest
 import torch
 
-from agentgym.models.attention import CachedRows, KeyValueCache, PackedRows, require_ragged
+from agentgym.models.attention import CachedRows, KeyValueCache, PackedSequences, require_ragged
 
 ROWS = [[5, 9, 33, 12], [7], [4, 8, 15, 16, 23, 42, 4, 8], [11, 12]]
 
@@ -39,18 +39,20 @@ def model(make_model):
 def expected(model, plain):
     with torch.no_grad():
         twin = plain(model)
-        return [twin(torch.tensor([row])).logits[0] for row in ROWS]
+        return [twin(torch.tensor([sequence])).logits[0] for sequence in ROWS]
 
 
 @torch.no_grad()
 def test_packed_rows_equal_each_row_alone(model, expected):
-    layout = PackedRows(torch.tensor([0, 4, 5, 13, 15]))
-    packed = logits_of(model, layout, [token for row in ROWS for token in row])
+    layout = PackedSequences(torch.tensor([0, 4, 5, 13, 15]))
+    packed = logits_of(model, layout, [token for sequence in ROWS for token in sequence])
     for part, alone in zip(packed.split([4, 1, 8, 2]), expected, strict=True):
         torch.testing.assert_close(part, alone, atol=1e-4, rtol=1e-4)
-    # negative control: the rows as one row are something else
+    # negative control: the sequences as one sequence are something else
     joined = logits_of(
-        model, PackedRows(torch.tensor([0, 15])), [token for row in ROWS for token in row]
+        model,
+        PackedSequences(torch.tensor([0, 15])),
+        [token for sequence in ROWS for token in sequence],
     )
     assert (joined[5:] - packed[5:]).abs().max() > 0.1
 
@@ -59,22 +61,26 @@ def test_packed_rows_equal_each_row_alone(model, expected):
 def test_rows_grown_piece_by_piece_in_scattered_slots_equal_each_row_alone(model, expected):
     cache = cache_of(model)
     slots, held, got = [6, 1, 3, 0], [0, 0, 0, 0], [[], [], [], []]
-    # (row, number of new tokens) of three forwards: mixed lengths, rows in changing order, some
-    # left out
+    # (sequence, number of new tokens) of three forwards: mixed lengths, sequences in changing
+    # order, some left out
     for wave in ([(2, 3), (0, 4)], [(1, 1), (2, 4), (3, 1)], [(3, 1), (2, 1)]):
         layout = CachedRows(
             cache,
-            [slots[row] for row, _ in wave],
-            [held[row] for row, _ in wave],
+            [slots[sequence] for sequence, _ in wave],
+            [held[sequence] for sequence, _ in wave],
             [new for _, new in wave],
         )
-        ids = [token for row, new in wave for token in ROWS[row][held[row] : held[row] + new]]
-        for (row, new), part in zip(
+        ids = [
+            token
+            for sequence, new in wave
+            for token in ROWS[sequence][held[sequence] : held[sequence] + new]
+        ]
+        for (sequence, new), part in zip(
             wave, logits_of(model, layout, ids).split([new for _, new in wave]), strict=True
         ):
-            got[row].append(part)
-            held[row] += new
-    assert held == [len(row) for row in ROWS]
+            got[sequence].append(part)
+            held[sequence] += new
+    assert held == [len(sequence) for sequence in ROWS]
     for parts, alone in zip(got, expected, strict=True):
         torch.testing.assert_close(torch.cat(parts), alone, atol=1e-4, rtol=1e-4)
 

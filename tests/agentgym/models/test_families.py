@@ -8,7 +8,7 @@ import transformers
 from agentgym.config import ConfigError, ModelConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.architecture import check_model
-from agentgym.models.attention import RAGGED, PackedRows
+from agentgym.models.attention import RAGGED, PackedSequences
 from agentgym.models.fidelity import differences, require_faithful
 from agentgym.models.model import load_hub, weights_blob
 
@@ -130,13 +130,16 @@ def test_two_scores_of_one_batch_are_equal_in_a_model_with_dropout():
     learner = LearnerPlan(
         model.config.to_json_string(), weights_blob(model), OptimizerConfig(), 1
     ).build()
-    rows = torch.arange(3, 40)
-    layout = PackedRows(torch.tensor([0, 20, 37]))
+    sequences = torch.arange(3, 40)
+    layout = PackedSequences(torch.tensor([0, 20, 37]))
 
     def states():
         decoder = learner.model.get_decoder()
         return decoder(
-            input_ids=rows[None], position_ids=layout.position[None], use_cache=False, layout=layout
+            input_ids=sequences[None],
+            position_ids=layout.position[None],
+            use_cache=False,
+            layout=layout,
         ).last_hidden_state
 
     assert torch.equal(states(), states())

@@ -7,7 +7,7 @@ import torch
 
 from agentgym.config import ModelConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
-from agentgym.models.attention import RAGGED, PackedRows
+from agentgym.models.attention import RAGGED, PackedSequences
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import (
     load_hub,
@@ -32,7 +32,7 @@ def small(seed):
 
 
 def logits_of(model, ids):
-    layout = PackedRows(torch.tensor([0, len(ids)]))
+    layout = PackedSequences(torch.tensor([0, len(ids)]))
     with torch.no_grad():
         return model.eval()(
             input_ids=torch.tensor([ids]),

@@ -7,7 +7,7 @@ from agentgym.config import OptimizerConfig, RunConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
-from agentgym.rollouts.canary import CANARY_TOLERANCE, canary_rows
+from agentgym.rollouts.canary import CANARY_TOLERANCE, canary_sequences
 from agentgym.rollouts.engine import LocalEngine
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies.torch import TorchPolicy
@@ -86,8 +86,8 @@ def test_one_damaged_tensor_is_seen(pair, monkeypatch, name):
         engine.publish(learner, 1)
 
 
-def test_canary_rows_are_fixed_and_inside_the_vocabulary(tokenizer):
-    rows = canary_rows(tokenizer)
-    assert rows == canary_rows(tokenizer)
+def test_canary_sequences_are_fixed_and_inside_the_vocabulary(tokenizer):
+    rows = canary_sequences(tokenizer)
+    assert rows == canary_sequences(tokenizer)
     assert all(0 <= token < len(tokenizer) for row in rows for token in row)
     assert len({tuple(row) for row in rows}) == 4

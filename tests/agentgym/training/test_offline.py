@@ -183,7 +183,7 @@ def gradients(model):
 
 def test_the_mask_keeps_the_actions_of_all_turns_of_both_sides():
     batch = to_batch([each for pair in PAIRS for each in pair])
-    counts = torch.zeros(6).index_add_(0, batch.row, batch.action_mask.float())
+    counts = torch.zeros(6).index_add_(0, batch.sequence, batch.action_mask.float())
     assert counts.tolist() == [3, 2, 2, 2, 1, 3]
     assert batch.select(torch.tensor([4, 5])).action_mask.tolist() == [
         bool(m) for m in (0, 1, 0, 0, 1, 0, 0, 1, 1)

@@ -7,7 +7,7 @@ import pytest
 from agentgym.data.trajectories import Recorded
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.episode import EpisodeSettings, extract_action
-from agentgym.training.sft import Step, _TextEpisode, demo_rows, replies_of
+from agentgym.training.sft import Step, _TextEpisode, demo_indices, replies_of
 from agentgym.types import Item
 
 SETTINGS = EpisodeSettings(
@@ -73,13 +73,13 @@ def test_a_recorded_thought_is_learned_with_its_action_where_replies_have_though
 
 
 def test_every_epoch_shows_every_demonstration_once_in_another_order():
-    rows = [row for step in range(1, 8) for row in demo_rows(0, step, 10, 4)]  # 28 of 3 epochs
+    rows = [row for step in range(1, 8) for row in demo_indices(0, step, 10, 4)]  # 28 of 3 epochs
     assert sorted(rows[:10]) == sorted(rows[10:20]) == list(range(10))
     assert rows[:10] != rows[10:20]
     assert len(set(rows[20:])) == 8
 
 
 def test_the_rows_of_a_step_depend_on_seed_and_step_alone():
-    assert demo_rows(0, 5, 10, 4) == demo_rows(0, 5, 10, 4)
-    assert demo_rows(0, 5, 10, 4) != demo_rows(1, 5, 10, 4)
-    assert len(demo_rows(0, 1, 3, 8)) == 8  # fewer demonstrations than a batch holds
+    assert demo_indices(0, 5, 10, 4) == demo_indices(0, 5, 10, 4)
+    assert demo_indices(0, 5, 10, 4) != demo_indices(1, 5, 10, 4)
+    assert len(demo_indices(0, 1, 3, 8)) == 8  # fewer demonstrations than a batch holds

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from agentgym.models.attention import PackedRows
+from agentgym.models.attention import PackedSequences
 from agentgym.models.model import weights_of
 from agentgym.rollouts.policies.torch import TOLERANCES, Distribution, TorchPolicy, sample, uniforms
 from agentgym.types import SampleKey, Sampling
@@ -479,7 +479,7 @@ def test_what_the_engine_drew_in_a_crowd_is_its_draw_in_any_other_forward(
     for index, (prompt, completion) in enumerate(zip(asked, asyncio.run(crowd()), strict=True)):
         ids, num = torch.tensor([*prompt, *completion.ids]), len(completion.ids)
         with torch.inference_mode():
-            layout = PackedRows(torch.tensor([0, len(ids)]))
+            layout = PackedSequences(torch.tensor([0, len(ids)]))
             logits = (
                 model(
                     input_ids=ids[None],
