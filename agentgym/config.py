@@ -205,7 +205,7 @@ class RolloutConfig(Section):
     observation_tokens: PositiveInt = _setting(
         32, "tokens of one observation; to check that the horizon fits the context"
     )
-    system_prompt: bool = _setting(False, "episodes begin with the environment's instructions")
+    instructions: bool = _setting(False, "episodes begin with the environment's instructions")
     action_format: Literal["plain", "react"] = _setting(
         "plain", 'plain: the reply is the action; react: the text after "Action:"'
     )
@@ -557,9 +557,9 @@ class RunConfig(Section):
                     f"env.dialect {env.dialect} of {env.name} needs env.endpoints: such servers are"
                     " not started here"
                 )
-            if env.dialect != "native" and self.rollout.system_prompt:
+            if env.dialect != "native" and self.rollout.instructions:
                 raise ValueError(
-                    "rollout.system_prompt begins with a server's instructions, and one of dialect"
+                    "rollout.instructions begins with a server's instructions, and one of dialect"
                     f" {env.dialect} ({env.name}) has none"
                 )
         names = [env.name for env in self.envs]
@@ -829,6 +829,10 @@ def _assign(tree: dict[str, Any], keys: list[str], value: Any, override: str) ->
     tree[keys[-1]] = value
 
 
+# setting of an earlier version -> its name today; a name that is nearly the same is found without
+RENAMED = {"system_prompt": "instructions"}
+
+
 def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str:
     """The first problem as one line, an unknown key with the nearest known one. root: what was
     validated.
@@ -838,7 +842,8 @@ def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str
     path = ".".join(where)
     if problem["type"] == "extra_forbidden":
         known = _known_keys(where[:-1], root)
-        near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.6)
+        sought = RENAMED.get(where[-1], where[-1])
+        near = difflib.get_close_matches(sought, known, n=1, cutoff=0.6)
         hint = (
             f"did you mean {'.'.join([*where[:-1], near[0]])}?"
             if near

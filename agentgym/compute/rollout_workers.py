@@ -92,7 +92,7 @@ class RolloutWorker:
         await self._pool.__aenter__()
         instructions = await self._pool.check(cfg.envs, allow_expert=False)
         return f"process {os.getpid()} on {socket.gethostname()}", (
-            instructions if cfg.rollout.system_prompt else {}
+            instructions if cfg.rollout.instructions else {}
         )
 
     async def play(self, item: Item, sample: int, settings: EpisodeSettings) -> Trajectory:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentgym.config import EvaluationConfig, RunConfig
+from agentgym.config import RENAMED, EvaluationConfig, RunConfig
 from agentgym.evaluation.passk import FloatArray, Interval, as_failures, paired_differences
 from agentgym.store.manifest import sha256
 from agentgym.tracking.registry import alias_version, version_tags
@@ -47,7 +47,7 @@ def evaluation_tags(cfg: RunConfig, digest: str, outcomes: Mapping[str, Any]) ->
         ],
         "items": sha256(json.dumps(outcomes["items"]).encode()),
         "action_format": cfg.rollout.action_format,
-        "system_prompt": cfg.rollout.system_prompt,
+        "instructions": cfg.rollout.instructions,
         **{
             name: getattr(settings, name)
             for name in ("split", "num_items", "num_samples", "max_turns", "temperature")
@@ -130,7 +130,10 @@ def incomparable(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
         if not {PROTOCOL, OUTCOMES} <= tags.keys():
             return f"{whose} evaluation is not on record item by item"
     try:
-        one, other = (json.loads(tags[PROTOCOL]) for tags in (ours, theirs))
+        one, other = (
+            {RENAMED.get(key, key): value for key, value in json.loads(tags[PROTOCOL]).items()}
+            for tags in (ours, theirs)
+        )
         differ = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
         if differ:
             return f"their evaluations differ in {', '.join(differ)}"

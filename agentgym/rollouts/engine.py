@@ -149,7 +149,7 @@ def open_pool(
         loop.run(pool.__aenter__())
         try:
             instructions = loop.run(pool.check(cfg.envs, allow_expert=allow_expert))
-            yield pool, loop, instructions if cfg.rollout.system_prompt else {}
+            yield pool, loop, instructions if cfg.rollout.instructions else {}
         finally:
             loop.cancel()  # rollouts nobody waits for must not see the pool close under them
             loop.run(pool.__aexit__(None, None, None))

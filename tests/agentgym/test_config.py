@@ -43,6 +43,10 @@ def refusal(path, *overrides):
     [
         ("optimiser: {lr: 0.1}", "unknown key optimiser; did you mean optimizer?"),
         (
+            "rollout: {system_prompt: true}",
+            "unknown key rollout.system_prompt; did you mean rollout.instructions?",
+        ),
+        (
             "rollout: {group_sizes: 4}",
             "unknown key rollout.group_sizes; did you mean rollout.group_size?",
         ),

@@ -122,6 +122,16 @@ def test_a_damaged_registry_keeps_the_champion(tracker, registry, damage):
     assert not register(outcomes(99))[1]["moved"]
 
 
+def test_a_champion_whose_settings_had_other_names_is_compared(tracker, registry):
+    name, register = registry
+    register(outcomes(10))
+    tags = version_tags(tracker, name, "1")
+    renamed = tags[PROTOCOL].replace('"instructions"', '"system_prompt"')
+    assert renamed != tags[PROTOCOL]
+    tracker.client.set_model_version_tag(name, "1", PROTOCOL, renamed)
+    assert register(outcomes(99))[1]["moved"]
+
+
 def test_a_champion_of_before_this_rule_is_kept(tracker, registry):
     name, register = registry
     tracker.client.create_model_version(name, "file:///nowhere")

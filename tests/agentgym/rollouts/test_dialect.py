@@ -264,6 +264,6 @@ def test_what_the_dialect_cannot_do_is_said_before_anything_starts():
         RunConfig.model_validate(
             {
                 "env": {"dialect": "agentgym", "endpoints": ["http://a:1"]},
-                "rollout": {"system_prompt": True},
+                "rollout": {"instructions": True},
             }
         )
