@@ -158,11 +158,8 @@ def curves_png(table: Table) -> bytes | None:
     )
     if not lines:
         return None
-    shown = [
-        axis
-        for axis in AXES
-        if any(curve[axis][-1] for rows in lines.values() for row in rows for curve in _curves(row))
-    ]
+    every_curve = [curve for rows in lines.values() for row in rows for curve in _curves(row)]
+    shown = [axis for axis in AXES if any(curve[axis][-1] for curve in every_curve)]
     colours = _colour_table(lines)
     figure = Figure(figsize=(10.0, 0.5 + 1.9 * len(lines)), facecolor="white")
     grid = figure.subplots(len(lines), len(shown), squeeze=False, sharey=True)
@@ -332,14 +329,13 @@ def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int
         "-" * width if column < right else "-" * (width - 1) + ":"
         for column, width in enumerate(widths)
     ]
-    padded = [
-        [
-            cell.ljust(width) if column < right else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (padded[0], rule, *padded[1:]))
+
+    def padded(row: Sequence[str]) -> list[str]:
+        left = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)][:right]
+        return left + [cell.rjust(width) for cell, width in zip(row, widths, strict=True)][right:]
+
+    lines = [padded(rows[0]), rule, *map(padded, rows[1:])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -399,11 +395,8 @@ def _colour_table(lines: Mapping[str, Sequence[RowJson]]) -> dict[str, tuple[str
     table: dict[str, tuple[str, str]] = {}
     for rows in lines.values():
         names = [_series(row, rows) for row in rows]
-        free = [
-            n
-            for n in range(len(_COLOURS))
-            if (_COLOURS[n], _MARKERS[n]) not in [table[name] for name in names if name in table]
-        ]
+        taken = [table[name] for name in names if name in table]
+        free = [n for n in range(len(_COLOURS)) if (_COLOURS[n], _MARKERS[n]) not in taken]
         for name in names:
             if name not in table:
                 number = free.pop(0) if free else len(table) % len(_COLOURS)

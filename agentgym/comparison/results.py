@@ -216,18 +216,20 @@ def table(
         "confidence": settings.confidence if settings else None,
         "rows": [_row_json(row) for row in rows],
         "contrasts": [
-            {
-                "a": a,
-                "b": b,
-                "difference": {
-                    key: by_name[a].minus(by_name[b], key).to_json() for key in by_name[a].keys
-                },
-                "limit": {key: by_name[a].limit(by_name[b], key) for key in by_name[a].keys},
-            }
+            _contrast_json(by_name[a], by_name[b])
             for a, b in contrasts
             if set(by_name[a].seeds) & set(by_name[b].seeds)
         ],
         "missing": [cell.title for cell in missing],
+    }
+
+
+def _contrast_json(a: Row, b: Row) -> dict[str, Any]:
+    return {
+        "a": a.name,
+        "b": b.name,
+        "difference": {key: a.minus(b, key).to_json() for key in a.keys},
+        "limit": {key: a.limit(b, key) for key in a.keys},
     }
 
 

@@ -233,25 +233,21 @@ class CachedRows:
         self._place = slot[sequence] * cache.keys.shape[2] + self.position
         self.last = ends - 1  # [R] packed index of each sequence's last token
         # sequences of about as many tokens together: each is padded to the longest beside it
-        order = sorted(range(len(slots)), key=lambda r: (new[r] > 1, cached[r] + new[r], r))
-        self._groups = [
-            _SlotGroup(
-                slot[sequences],
-                starts[sequences],
-                held[sequences],
-                lengths[sequences],
-                num_new=max(new[r] for r in sequences),
-                length=max(cached[r] + new[r] for r in sequences),
-            )
-            for alike in (
-                [r for r in order if new[r] == 1],
-                [r for r in order if new[r] > 1],
-            )
-            for sequences in (
-                alike[first : first + GROUP_SEQUENCES]
-                for first in range(0, len(alike), GROUP_SEQUENCES)
-            )
-        ]
+        order = sorted(range(len(slots)), key=lambda r: (cached[r] + new[r], r))
+        self._groups: list[_SlotGroup] = []
+        for alike in ([r for r in order if new[r] == 1], [r for r in order if new[r] > 1]):
+            for first in range(0, len(alike), GROUP_SEQUENCES):
+                sequences = alike[first : first + GROUP_SEQUENCES]
+                self._groups.append(
+                    _SlotGroup(
+                        slot[sequences],
+                        starts[sequences],
+                        held[sequences],
+                        lengths[sequences],
+                        num_new=max(new[r] for r in sequences),
+                        length=max(cached[r] + new[r] for r in sequences),
+                    )
+                )
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant

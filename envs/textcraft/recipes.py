@@ -322,12 +322,9 @@ def _resolve(drafts: Sequence[Draft]) -> tuple[list[Recipe], dict[str, frozenset
     One named like an item has that as a member, too, and is told as `any sand`.
     """
     used = {name for draft in drafts for name, _ in draft.ingredients if name.startswith("#")}
-    items = {
-        name
-        for draft in drafts
-        for name in (draft.output, *(part for part, _ in draft.ingredients))
-        if name not in used
-    }
+    items: set[str] = set()
+    for draft in drafts:
+        items.update({draft.output, *(part for part, _ in draft.ingredients)} - used)
     by_kind: dict[str, set[str]] = defaultdict(set)
     for draft in drafts:
         if f"#{draft.kind}" in used:

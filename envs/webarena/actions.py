@@ -30,20 +30,10 @@ _FENCED = re.compile(r"```(.*?)```", re.DOTALL)
 _NAMED_KEYS = {
     name.lower(): name
     for name in (
-        *(
-            "Backspace",
-            "Tab",
-            "Delete",
-            "Escape",
-            "End",
-            "Enter",
-            "Home",
-            "Insert",
-            "PageDown",
-            "PageUp",
-            "Space",
-        ),
-        *("ArrowDown", "ArrowLeft", "ArrowRight", "ArrowUp", "Shift", "Control", "Alt", "Meta"),
+        *("Backspace", "Delete", "Enter", "Escape", "Space", "Tab"),
+        *("End", "Home", "Insert", "PageDown", "PageUp"),
+        *("ArrowDown", "ArrowLeft", "ArrowRight", "ArrowUp"),
+        *("Alt", "Control", "Meta", "Shift"),
         *(f"F{number}" for number in range(1, 13)),
     )
 }

@@ -120,17 +120,11 @@ def read_layout(snapshot: Json, width: int, height: int) -> Layout:
                 layout.frames[ids[node]] = strings[documents[inner]["frameId"]]
                 read(inner, box, seen | {inner})
 
-    contents = {
-        (index, node): inner
-        for index, document in enumerate(documents)
-        for node, inner in zip(
-            *(
-                document["nodes"].get("contentDocumentIndex", {}).get(key, ())
-                for key in ("index", "value")
-            ),
-            strict=True,
-        )
-    }
+    contents: dict[tuple[int, int], int] = {}
+    for index, document in enumerate(documents):
+        frames = document["nodes"].get("contentDocumentIndex", {"index": (), "value": ()})
+        for node, inner in zip(frames["index"], frames["value"], strict=True):
+            contents[index, node] = inner
     if documents:
         read(0, Box(0, 0, width, height), frozenset({0}))
     return layout
