@@ -60,6 +60,11 @@ class _Request:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
+    def tokens(self, start: int) -> list[int]:
+        """Those of prompt and action from `start` on."""
+        asked = len(self.prompt)
+        return self.ids[start - asked :] if start >= asked else self.prompt[start:] + self.ids
+
 
 class TorchPolicy:
     """Samples with its own copy of the weights; `publish` is the only way they change."""
@@ -77,6 +82,7 @@ class TorchPolicy:
         self._cache = KeyValueCache.of(model, num_slots=num_slots, context_tokens=context_tokens)
         self._stop_id, self._context = stop_id, context_tokens
         self._slots = [_Slot() for _ in range(num_slots)]
+        self._slot_of: dict[SampleKey, int] = {}  # by owner
         self._waiting: list[_Request] = []
         self._active: list[_Request] = []
         self._pump: asyncio.Task[None] | None = None
@@ -180,6 +186,7 @@ class TorchPolicy:
 
     def _forget(self) -> None:
         """Every slot is free and holds nothing."""
+        self._slot_of.clear()
         for slot in self._slots:
             slot.ids, slot.owner, slot.busy = [], None, False
 
@@ -194,21 +201,27 @@ class TorchPolicy:
             return
         while self._waiting and not self._num_publishing and len(self._active) < len(self._slots):
             request = self._waiting.pop(0)
-            owner = request.sampling.key._replace(turn=0)
-            free = [index for index, slot in enumerate(self._slots) if not slot.busy]
-            mine = [index for index in free if self._slots[index].owner == owner]
-            request.slot = (
-                mine[0] if mine else min(free, key=lambda index: self._slots[index].used_at)
-            )
+            request.slot = self._slot(request.sampling.key._replace(turn=0))
             slot = self._slots[request.slot]
-            if (
-                slot.owner != owner
-                or request.prompt[: len(slot.ids)] != slot.ids
-                or len(slot.ids) >= len(request.prompt)
-            ):
-                slot.ids, slot.owner = [], owner
+            held = len(slot.ids)
+            if held >= len(request.prompt) or request.prompt[:held] != slot.ids:
+                slot.ids = []
             slot.busy = True
             self._active.append(request)
+
+    def _slot(self, owner: SampleKey) -> int:
+        """A free one, from now on the owner's."""
+        mine = self._slot_of.get(owner)
+        if mine is not None and not self._slots[mine].busy:
+            return mine
+        free = (index for index, slot in enumerate(self._slots) if not slot.busy)
+        index = min(free, key=lambda index: self._slots[index].used_at)
+        slot = self._slots[index]
+        if slot.owner is not None and self._slot_of.get(slot.owner) == index:
+            del self._slot_of[slot.owner]
+        slot.ids, slot.owner = [], owner
+        self._slot_of[owner] = index
+        return index
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -218,10 +231,7 @@ class TorchPolicy:
         self._clock += 1
         active = list(self._active)
         slots = [self._slots[request.slot] for request in active]
-        fed = [
-            (request.prompt + request.ids)[len(slot.ids) :]
-            for request, slot in zip(active, slots, strict=True)
-        ]
+        fed = [request.tokens(len(slot.ids)) for request, slot in zip(active, slots, strict=True)]
         layout = CachedRows(
             self._cache,
             [r.slot for r in active],
