@@ -12,6 +12,8 @@ from typing import Any
 import gymnasium
 import minigrid  # noqa: F401  (registers the levels)
 
+from envs.babyai.picture import Pictured
+
 # rejected layouts are reported with print(): a module attribute hides the builtin there, for all
 # threads alike
 _generator = importlib.import_module("minigrid.envs.babyai.core.roomgrid_level")
@@ -121,5 +123,6 @@ def _registered() -> dict[str, Any]:
 
 def _maker(entry_point: str, **kwargs: Any) -> Any:
     module, _, name = entry_point.partition(":")
-    world = getattr(importlib.import_module(module), name)
+    level = getattr(importlib.import_module(module), name)
+    world = type(name, (Pictured, level), {})
     return lambda: world(render_mode="rgb_array", **kwargs)
