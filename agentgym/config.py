@@ -209,6 +209,11 @@ class RolloutConfig(Section):
     action_format: Literal["plain", "react"] = _setting(
         "plain", 'plain: the reply is the action; react: the text after "Action:"'
     )
+    engine: str = _setting(
+        "torch",
+        "what samples: torch, or one that an installed package offers as an entry point of"
+        " agentgym.engines",
+    )
     concurrency: PositiveInt = _operational(256, "episodes in flight")
     episode_timeout_s: PositiveFloat = _setting(
         120.0, "seconds; a longer episode has failed, like one whose environment fails"
@@ -283,8 +288,10 @@ class AlgorithmConfig(Section):
     importance_cap: PositiveFloat = _setting(
         2.0, "largest importance weight of learner against engine"
     )
-    max_mismatch_kl: PositiveFloat = _setting(
-        0.05, "nats per token between engine and learner; above it the run stops"
+    max_mismatch_kl: PositiveFloat | None = _setting(
+        None,
+        "nats per token between engine and learner, above which the run stops; None: what the"
+        " engine states for the dtype of the weights",
     )
 
     @model_validator(mode="after")
@@ -488,6 +495,9 @@ class RunConfig(Section):
     deterministic: bool = _setting(
         False, "one thread, fixed slots: a killed and resumed run ends bit-identical"
     )
+    compute_device: Literal["cpu", "cuda"] = _setting(
+        "cpu", "where models and batches are, in every back end; deterministic needs the CPU"
+    )
     compute: Literal["inline", "ray", "ray-job"] = _operational(
         "inline", "where steps compute: this process, Ray actors, jobs on a Ray cluster"
     )
@@ -507,6 +517,23 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     store: StoreConfig = StoreConfig()
     ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _check_device(self) -> Self:
+        if self.deterministic and self.compute_device != "cpu":
+            raise ValueError(
+                f"deterministic is promised on the CPU alone, and compute_device is"
+                f" {self.compute_device}; set one of the two otherwise"
+            )
+        for name in ("worker", "rank"):
+            gpus = getattr(self.ray, f"{name}_gpus")
+            if self.compute == "ray" and (self.compute_device == "cuda") != bool(gpus):
+                raise ValueError(
+                    f"compute_device {self.compute_device} with ray.{name}_gpus {gpus:g}; with cuda"
+                    " every worker and rank needs a share of a GPU, with cpu it would hold one and"
+                    " not use it"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Status(StrEnum):
@@ -88,11 +91,43 @@ class Completion:
 
 
 class Policy(Protocol):
-    """What generates. Weights change at turn boundaries only."""
+    """What samples tokens, whichever engine does: all that rollouts, canary, evaluation and audit
+    know of it.
+    """
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion: ...
+    @property
+    def version(self) -> int:
+        """Of the weights it holds."""
+        ...
 
-    async def publish(self, weights: dict[str, Any], version: int) -> None: ...
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        """One action: until the stop token or `max_new_tokens`. Errors: ValueError where prompt
+        and action cannot fit the context; RuntimeError where the engine fails.
+        """
+        ...
+
+    async def score(self, sequences: list[list[int]]) -> list[Tensor]:
+        """Natural-log probability of each token after the first, at temperature 1: [T - 1] float32
+        on the CPU for a sequence of T.
+        """
+        ...
+
+    async def publish(self, weights: dict[str, Tensor], version: int) -> None:
+        """Replace the weights between turns: running actions end, later ones wait.
+        Errors: ValueError where a version does not grow or the weights do not fit; the policy then
+        goes on as before.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Give back what only sampling needs; running actions end, later ones wait for `wake`."""
+        ...
+
+    async def wake(self) -> None: ...
+
+    async def close(self) -> None:
+        """End it; who still waits hears of it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +137,35 @@ class Turn:
     action: str  # text sent to the environment
     observation: str  # text that came back
     reward: float
-    start: int  # action tokens are input_ids[start:end]
-    end: int
-    version: int  # of the weights that sampled the action
+    start: int = 0  # action tokens are input_ids[start:end]; both 0 without a token record
+    end: int = 0
+    version: int = 0  # of the weights that sampled the action
+    reply: str = ""  # all that was said, where that is more than the action
+    info: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the environment's, beside the observation
+    # seconds until the policy had answered, and the environment
+    generate_s: float = field(default=0.0, compare=False)
+    env_s: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What an update made of an episode: room for a viewer. The sequences are of its action
+    tokens, [n] each; empty where the episode was not among those whose tokens are kept.
+    """
+
+    logprobs: tuple[float, ...] = ()  # of the learner before the update, nats
+    advantages: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()  # new to old probability, after the update
+    excluded: str = ""  # why it did not enter the loss; empty: it did
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished episode. The three token fields have one length, T."""
+    """A finished episode: a conversation and, of policies that have tokens, their record.
+    The three token fields have one length, T; 0 without such a record.
+    """
 
     item: Item
     sample: int
@@ -126,38 +182,16 @@ class Trajectory:
     temperature: float = 1.0
     num_attempts: int = 1
     error: str | None = None
-    # seconds; the only field not reproducible
-    timing: dict[str, float] = field(default_factory=dict, compare=False)
+    id: str = ""  # unique among the episodes of a step; empty in records of schema 1
+    learned: Learned | None = None
+    # seconds: generate_s, env_s, wall_s, and began_s since 1970; with the turns' times the only
+    # ones not reproducible
+    timing: Mapping[str, float] = field(default_factory=dict, compare=False)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON types; `from_json` gives an equal object back.
-        By hand: `asdict` copies token by token, 20 times slower.
-        """
-        row: dict[str, Any] = {name: getattr(self, name) for name in _TRAJECTORY_FIELDS}
-        return {
-            **row,
-            "item": asdict(self.item),
-            "status": str(self.status),
-            "turns": [asdict(turn) for turn in self.turns],
-        }
-
-    @staticmethod
-    def from_json(row: dict[str, Any]) -> Trajectory:
-        """Errors: KeyError or TypeError where the row is not one of ours."""
-        return Trajectory(
-            **{
-                **row,
-                "item": Item(**row["item"]),
-                "status": Status(row["status"]),
-                "turns": tuple(Turn(**turn) for turn in row["turns"]),
-                "input_ids": tuple(row["input_ids"]),
-                "action_mask": tuple(row["action_mask"]),
-                "logprobs": tuple(row["logprobs"]),
-            }
-        )
-
-
-_TRAJECTORY_FIELDS = tuple(each.name for each in fields(Trajectory))
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of the weights that sampled it, ascending."""
+        return tuple(sorted({turn.version for turn in self.turns}))
 
 
 class EngineMismatch(RuntimeError):

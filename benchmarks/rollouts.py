@@ -38,6 +38,7 @@ from agentgym.defaults import set_process_defaults
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.rollouts.players import token_players
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Completion, Item, Sampling, Trajectory
 from envs.env import EnvSpec, StepResult
@@ -219,11 +220,9 @@ async def episodes(
 ) -> list[Trajectory]:
     async with EnvPool([endpoint], request_timeout_s=60) as pool:
         return await collect(
-            [Item("endless", task) for task in range(first, first + num)],
-            num_samples=1,
+            [(Item("endless", task), 0) for task in range(first, first + num)],
             pool=pool,
-            policy=engine,
-            renderer=renderer(),
+            player_of=token_players(engine, renderer()),
             settings=SETTINGS,
             concurrency=concurrency,
             episode_timeout_s=600,
@@ -369,7 +368,7 @@ class InProcess:
 
 def case_memory(quick: bool) -> dict[str, Any]:
     """Peak memory of one process that plays 10,000 episodes and holds them all."""
-    from agentgym.steps.context import encode_trajectories
+    from agentgym.records import encode_trajectories
 
     num = 1000 if quick else 10_000
     engine = FakeEngine(renderer().action_ids(ACTION), 0.0, alone=False)
@@ -384,11 +383,9 @@ def case_memory(quick: bool) -> dict[str, Any]:
     gc.collect()
     at_once = asyncio.run(
         collect(
-            [Item("endless", task) for task in range(num)],
-            num_samples=1,
+            [(Item("endless", task), 0) for task in range(num)],
             pool=InProcess(),  # type: ignore[arg-type]
-            policy=engine,
-            renderer=renderer(),
+            player_of=token_players(engine, renderer()),
             settings=SETTINGS,
             concurrency=num,
             episode_timeout_s=3600,

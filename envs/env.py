@@ -74,8 +74,8 @@ class Awaited(Protocol):
 
 
 class Hinting(Protocol):
-    """A simulator that can say which actions it would carry out now; `GET /hints` shows them,
-    observations never do.
+    """A simulator that can say which actions it would carry out now, all or the likely ones;
+    `GET /hints` shows them, observations never do.
     """
 
     def hints(self) -> list[str]: ...

@@ -17,7 +17,6 @@ LONG = {
     "agentgym/audit/episodes.py check_episodes": 71,
     "agentgym/audit/episodes.py check_tokens": 78,
     "agentgym/cli.py _parser": 157,
-    "agentgym/comparison/report.py curves_png": 63,
     "agentgym/comparison/report.py results_png": 68,
     "agentgym/config.py _check": 88,
     "agentgym/data/items.py _validate": 66,

@@ -19,7 +19,9 @@ from agentgym.config import RunConfig
 from agentgym.deploy.local import local_environment
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.collect import collect
-from agentgym.rollouts.engine import ENGINE, episode_settings, open_engine
+from agentgym.rollouts.engine import episode_settings, open_engine
+from agentgym.rollouts.players import token_players
+from agentgym.rollouts.policies.engines import engine_class
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.types import Status, Trajectory
@@ -43,9 +45,10 @@ def check_excluded(
     checks.notes.append(f"{said} of {counts.total()} episodes")
     for record in steps:
         if record.checkpoint is not None and _left_out(record):
-            if not ENGINE.repeats_draws:
+            if not engine_class(cfg.rollout.engine).repeats_draws:
                 checks.notes.append(
-                    f"{record.name}: not played again, {ENGINE.__name__} does not repeat its draws"
+                    f"{record.name}: not played again, engine {cfg.rollout.engine} does not repeat"
+                    " its draws"
                 )
             else:
                 _play_again(cfg, store, record, record.checkpoint, checks)
@@ -173,12 +176,9 @@ def _played(
                 temperature=episode.temperature,
             )
             played = collect(
-                [episode.item],
-                num_samples=1,
-                first_sample=episode.sample,
+                [(episode.item, episode.sample)],
                 pool=engine.pool,
-                policy=engine.policy,
-                renderer=checkpoint.renderer,
+                player_of=token_players(engine.policy, checkpoint.renderer),
                 settings=settings,
                 concurrency=1,
                 episode_timeout_s=cfg.rollout.episode_timeout_s,

@@ -22,8 +22,9 @@ from agentgym.evaluation.evaluate import Array, evaluation_metrics, outcomes, pa
 from agentgym.evaluation.passk import FAILED
 from agentgym.learner.optimizer import learning_rate
 from agentgym.pipeline.table import run_key, steps_of
+from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
-from agentgym.steps.context import METRICS, OUTCOMES, TRAJECTORIES, decode_trajectories
+from agentgym.steps.context import METRICS, OUTCOMES
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.training.offline import (
@@ -181,7 +182,7 @@ def _check_recorded(cfg: RunConfig, store: RunStore, record: StepRecord, checks:
     )
     for episode in episodes:
         each = recorded[episode.sample]
-        actions = [action for _, action in replies_of(each, cfg.rollout.action_format)]
+        actions = [said.action for said in replies_of(each, cfg.rollout.action_format)]
         where = f"{record.at(commit)} {episode.item.item_id} sample {episode.sample}"
         checks.expect(where, "item as imported", each.item, episode.item)
         played = [turn.action for turn in episode.turns]

@@ -21,8 +21,8 @@ from agentgym.config import RunConfig
 from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import WEIGHTS, Checkpoint
 from agentgym.models.networks import head_logits
-from agentgym.rollouts.engine import ENGINE
-from agentgym.rollouts.policies.torch import TOLERANCES, Distribution, Tolerance, uniforms
+from agentgym.rollouts.policies.draw import Distribution, uniforms
+from agentgym.rollouts.policies.engines import engine_class
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.types import SampleKey, Trajectory
@@ -47,10 +47,10 @@ def check_sampling(
     """
     if record.checkpoint is None:
         return
-    if not ENGINE.repeats_draws:
+    if not engine_class(cfg.rollout.engine).repeats_draws:
         sampling.not_checked = (
-            f"{ENGINE.__name__} does not repeat its draws; log-probabilities alone speak for its"
-            " tokens"
+            f"engine {cfg.rollout.engine} does not repeat its draws; log-probabilities alone speak"
+            " for its tokens"
         )
     sources = weights_of_versions(cfg, record, record.checkpoint)
     logged = [
@@ -72,9 +72,9 @@ def check_sampling(
             rescore.skipped += len(episodes)
             continue
         chosen = episodes if count is None else draw(episodes, count, seed, record.name, version)
-        judge = _Judge(checkpoint, random_seed, cfg.rollout.max_new_tokens, logged)
+        judge = _Judge(cfg, checkpoint, random_seed, logged)
         if judge.tolerance is None:
-            reason = f"no tolerance is stated for weights of {judge.dtype}"
+            reason = f"no tolerance is stated for weights of {checkpoint.dtype}"
             rescore.not_checked, sampling.not_checked = reason, reason
             continue
         for where, episode, turns in judge.turns_of(chosen, version, rescore):
@@ -112,21 +112,22 @@ class _Judge:
 
     def __init__(
         self,
+        cfg: RunConfig,
         checkpoint: Checkpoint,
         seed: int,
-        max_new_tokens: int,
         logged: Sequence[tuple[str, Trajectory]],
     ) -> None:
         self._model = checkpoint.model.eval()
         self._stop_id, self._seed, self._max_new_tokens = (
             checkpoint.renderer.stop_id,
             seed,
-            max_new_tokens,
+            cfg.rollout.max_new_tokens,
         )
         self._logged = logged
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
-        self.dtype = next(self._model.parameters()).dtype
-        self.tolerance: Tolerance | None = TOLERANCES.get(self.dtype)
+        engine = engine_class(cfg.rollout.engine)
+        self._repeats_draws = engine.repeats_draws
+        self.tolerance = engine.tolerances.get(checkpoint.dtype)
 
     def turns_of(
         self, episodes: Sequence[tuple[str, Trajectory]], version: int, rescore: Checks
@@ -245,7 +246,7 @@ class _Judge:
                     f" {episode.logprobs[token]:.6f}"
                 )
             # what follows a forged turn was read under other words
-            if honest and ENGINE.repeats_draws:
+            if honest and self._repeats_draws:
                 sampling.counted += len(ids)
                 honest = self._is_drawn(where, episode, turn, ids, sampling)
 

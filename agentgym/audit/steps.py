@@ -17,8 +17,9 @@ from agentgym.config import RunConfig
 from agentgym.data.items import Splits, train_stream
 from agentgym.models.checkpoint import Checkpoint, load_checkpoint
 from agentgym.pipeline.table import key_of, semantic_of, steps_of
+from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import Stage, advance, max_turns, stages
-from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
+from agentgym.steps.context import METRICS
 from agentgym.steps.step import Step
 from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore

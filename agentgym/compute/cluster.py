@@ -83,7 +83,7 @@ class Cluster:
         settings = cfg.ray
         self._ranks = [
             self._actor(rank, LearnerRank, settings.rank_cpus, settings.rank_gpus).remote(
-                rank, num_ranks, settings.rank_gpus > 0, settings.rank_timeout_s
+                rank, num_ranks, self._cfg.compute_device, settings.rank_timeout_s
             )
             for rank in range(num_ranks)
         ]

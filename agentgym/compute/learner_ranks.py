@@ -49,10 +49,10 @@ class RankLost(RuntimeError):
 class LearnerRank:
     """Actor: one process of those that hold the weights."""
 
-    def __init__(self, rank: int, size: int, on_gpu: bool, timeout_s: float) -> None:
+    def __init__(self, rank: int, size: int, device: str, timeout_s: float) -> None:
         set_threads()
         self._rank, self._size, self._timeout = rank, size, datetime.timedelta(seconds=timeout_s)
-        self._device = torch.device("cuda" if on_gpu else "cpu")
+        self._device = torch.device(device)
         self._meeting: Any = None
         self._learner: Any = None
 

@@ -14,6 +14,7 @@ import agentgym.rollouts.engine as inline
 from agentgym.algorithms.batch import Batch
 from agentgym.config import AlgorithmConfig, RunConfig
 from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.process_group import SingleProcess
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.types import Endpoints, Item, Trajectory
 
@@ -75,7 +76,7 @@ def open_compute(
         ):
             yield learner, engine
     else:
-        own = plan.build()
+        own = plan.build(SingleProcess(cfg.compute_device))
         del plan  # with a second copy of the weights
         with inline.open_engine(cfg, checkpoint, endpoints, version=version) as single:
             yield own, single
@@ -93,7 +94,7 @@ def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
         ):
             yield learner
     else:
-        yield plan.build()
+        yield plan.build(SingleProcess(cfg.compute_device))
 
 
 @contextmanager

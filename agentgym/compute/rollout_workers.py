@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import json
 import logging
 import os
 import socket
@@ -23,15 +22,20 @@ from torch import Tensor
 from agentgym.compute.actors import cause_of, end, first_line, node_id
 from agentgym.compute.learner_ranks import RayLearner
 from agentgym.config import RunConfig
-from agentgym.models.chat import ChatRenderer
-from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS, Checkpoint
-from agentgym.models.model import model_from_blobs, set_threads, tokenizer_from_files
-from agentgym.rollouts.canary import Canary
-from agentgym.rollouts.collect import collect, in_order, require_valid
-from agentgym.rollouts.engine import episode_settings
+from agentgym.models.checkpoint import (
+    ARCHITECTURE,
+    TOKENIZER,
+    WEIGHTS,
+    Checkpoint,
+    checkpoint_from_blobs,
+)
+from agentgym.models.model import set_threads
+from agentgym.rollouts.collect import collect, in_order, require_valid, samples
+from agentgym.rollouts.engine import canary_of, episode_settings
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
-from agentgym.rollouts.policies.torch import TorchPolicy
+from agentgym.rollouts.players import token_players
+from agentgym.rollouts.policies.engines import open_policy
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Endpoints, EngineMismatch, Item, Trajectory
 
@@ -75,19 +79,13 @@ class RolloutWorker:
                         f" alone, and this rollout worker is on {socket.gethostname()}; start"
                         " servers that every node can reach and name them in env.endpoints"
                     )
-        model = model_from_blobs(
-            plan.files[ARCHITECTURE].decode(), _received(weights, digest, version)
+        checkpoint = checkpoint_from_blobs(
+            plan.files[ARCHITECTURE].decode(),
+            plan.files[TOKENIZER],
+            _received(weights, digest, version),
         )
-        if cfg.ray.worker_gpus:
-            model = model.to("cuda")
-        self._renderer = ChatRenderer(tokenizer_from_files(json.loads(plan.files[TOKENIZER])))
-        self._policy = TorchPolicy(
-            model,
-            stop_id=self._renderer.stop_id,
-            num_slots=plan.num_slots,
-            context_tokens=cfg.model.context_tokens,
-        )
-        self._policy.version = version
+        self._renderer = checkpoint.renderer
+        self._policy = open_policy(cfg, checkpoint, num_slots=plan.num_slots, version=version)
         self._pool = EnvPools.of(cfg.envs, plan.endpoints)
         await self._pool.__aenter__()
         instructions = await self._pool.check(cfg.envs, allow_expert=False)
@@ -101,12 +99,9 @@ class RolloutWorker:
         """
         rollout = self._cfg.rollout
         trajectories = await collect(
-            [item],
-            num_samples=1,
-            first_sample=sample,
+            [(item, sample)],
             pool=self._pool,
-            policy=self._policy,
-            renderer=self._renderer,
+            player_of=token_players(self._policy, self._renderer),
             settings=settings,
             concurrency=1,
             episode_timeout_s=rollout.episode_timeout_s,
@@ -122,7 +117,7 @@ class RolloutWorker:
         await self._policy.publish(load_safetensors(_received(weights, digest, version)), version)
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
-        return self._policy.score(sequences)
+        return await self._policy.score(sequences)
 
 
 def _received(weights: np.ndarray[Any, Any], digest: str, version: int) -> bytes:
@@ -178,7 +173,7 @@ class RayEngine:
             num_workers,
             loop,
         )
-        self._canary = Canary(checkpoint.tokenizer)
+        self._canary = canary_of(self._cfg, checkpoint)
         self._weights = Published(None, "", -1)
         self._instructions: dict[str, str] = {}
         self._num_lost = 0
@@ -238,13 +233,8 @@ class RayEngine:
             return trajectory
 
         async def all_of_them() -> list[Trajectory]:
-            return await in_order(
-                [
-                    one(item, first_sample + sample)
-                    for item in items
-                    for sample in range(num_samples)
-                ]
-            )
+            admitted = samples(items, num_samples, first_sample)
+            return await in_order([one(item, sample) for item, sample in admitted])
 
         trajectories = self._run(all_of_them())
         require_valid(
@@ -409,7 +399,7 @@ class RayEngine:
                 scores = await _within(
                     worker.actor.score.remote(self._canary.sequences), self._patience_s
                 )
-                worker.gap = Canary.compare(
+                worker.gap = self._canary.compare(
                     weights.ours,
                     scores,
                     weights.version,

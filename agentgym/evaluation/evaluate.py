@@ -24,15 +24,10 @@ from agentgym.evaluation.passk import (
 )
 from agentgym.models.checkpoint import load_checkpoint
 from agentgym.models.model import set_threads
+from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.collect import RolloutError
 from agentgym.rollouts.metrics import rollout_metrics
-from agentgym.steps.context import (
-    OUTCOMES,
-    TRAJECTORIES,
-    StepContext,
-    decode_trajectories,
-    now_ms,
-)
+from agentgym.steps.context import OUTCOMES, StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.types import Item, Trajectory

@@ -23,14 +23,9 @@ from agentgym.evaluation.report import (
 )
 from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS
 from agentgym.models.model import save_pretrained
+from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import stages
-from agentgym.steps.context import (
-    METRICS,
-    OUTCOMES,
-    TRAJECTORIES,
-    StepContext,
-    decode_trajectories,
-)
+from agentgym.steps.context import METRICS, OUTCOMES, StepContext
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import parent_run, tracker_of

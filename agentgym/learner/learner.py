@@ -123,17 +123,8 @@ class LocalLearner:
             )
         sequence = batch.sequence[acted]
         old = self.score(batch)
-        gap = mismatch(old[acted], batch.logprobs[acted], cap=config.importance_cap)
-        if not gap["kl"] <= config.max_mismatch_kl:
-            raise EngineMismatch(
-                f"step {step}: engine and learner differ by KL {gap['kl']:.3g} nats per token"
-                f" (limit {config.max_mismatch_kl:g}, largest single difference"
-                f" {gap['max_abs']:.3g}); the engine holds other weights, another precision or"
-                " another temperature, or rollout.max_staleness lets it fall too far behind"
-            )
-        metrics = {f"mismatch/{name}": value for name, value in gap.items()} | {
-            "actor/lr": self._policy.rate(step)
-        }
+        metrics = _agreement(old[acted], batch.logprobs[acted], config, step)
+        metrics["actor/lr"] = self._policy.rate(step)
 
         rewards, reference = batch.rewards[acted], None
         in_loss = (config.kl_place or recipe.kl_place) == "loss"
@@ -394,6 +385,23 @@ class LocalLearner:
         mine, idle = per_rank[self.ranks.rank], sequences[:unit]
         for index in range(max(map(len, per_rank))):
             yield (mine[index], True) if index < len(mine) else (idle, False)
+
+
+def _agreement(
+    ours: Tensor, theirs: Tensor, config: AlgorithmConfig, step: int
+) -> dict[str, float]:
+    """How far learner and engine are apart on the batch, [n] log-probabilities each.
+    Errors: EngineMismatch.
+    """
+    gap, limit = mismatch(ours, theirs, cap=config.importance_cap), config.max_mismatch_kl
+    if limit is not None and not gap["kl"] <= limit:
+        raise EngineMismatch(
+            f"step {step}: engine and learner differ by KL {gap['kl']:.3g} nats per token (limit"
+            f" {limit:g}, largest single difference {gap['max_abs']:.3g}); the engine holds other"
+            " weights, another precision or another temperature, or rollout.max_staleness lets it"
+            " fall too far behind"
+        )
+    return {f"mismatch/{name}": value for name, value in gap.items()}
 
 
 def _collect(

@@ -194,8 +194,17 @@ class KeyValueCache:
         like: Tensor,
     ) -> None:
         """like: any tensor [...] of the dtype and on the device wanted."""
-        shape = (num_layers, num_slots, context_tokens, num_kv_heads, head_dim)
-        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+        self._shape = (num_layers, num_slots, context_tokens, num_kv_heads, head_dim)
+        self._like = like.new_empty(0)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Empty."""
+        self.keys, self.values = (self._like.new_zeros(self._shape) for _ in range(2))
+
+    def free(self) -> None:
+        """Give the memory back, until `allocate`."""
+        self.keys = self.values = self._like
 
     @staticmethod
     def of(model: PreTrainedModel, *, num_slots: int, context_tokens: int) -> KeyValueCache:

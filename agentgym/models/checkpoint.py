@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from agentgym.models.chat import ChatRenderer
 from agentgym.models.fidelity import require_faithful
 from agentgym.models.model import (
@@ -41,6 +43,12 @@ class Checkpoint:
     architecture: str  # config.json
     tokenizer_json: bytes
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        weight: torch.Tensor = next(self.model.parameters())
+        return weight.dtype
+
     def files(self) -> dict[str, bytes]:
         """What a commit holds beside the weights."""
         return {ARCHITECTURE: self.architecture.encode(), TOKENIZER: self.tokenizer_json}
@@ -60,14 +68,20 @@ def new_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     )
 
 
-def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
-    """Errors: BlobMissing, DigestMismatch; ValueError where the model is not supported here."""
-    architecture, tokenizer_json = (
-        store.read(manifest, ARCHITECTURE).decode(),
-        store.read(manifest, TOKENIZER),
-    )
+def checkpoint_from_blobs(architecture: str, tokenizer_json: bytes, weights: bytes) -> Checkpoint:
+    """Errors: ValueError where the model is not supported here."""
     files: TokenizerFiles = json.loads(tokenizer_json)
     tokenizer = tokenizer_from_files(files)
-    model = model_from_blobs(architecture, store.read(manifest, WEIGHTS))
-    require_faithful(model)
+    model = model_from_blobs(architecture, weights)
     return Checkpoint(model, tokenizer, ChatRenderer(tokenizer), architecture, tokenizer_json)
+
+
+def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
+    """Errors: BlobMissing, DigestMismatch; ValueError where the model is not supported here."""
+    checkpoint = checkpoint_from_blobs(
+        store.read(manifest, ARCHITECTURE).decode(),
+        store.read(manifest, TOKENIZER),
+        store.read(manifest, WEIGHTS),
+    )
+    require_faithful(checkpoint.model)
+    return checkpoint

@@ -18,6 +18,7 @@ from torch import Tensor
 from agentgym.models.architecture import unsupported
 from agentgym.models.attention import RAGGED, CachedRows, KeyValueCache, PackedSequences
 from agentgym.models.networks import head_logits
+from agentgym.models.tolerance import TORCH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 LENGTHS = (3, 13, 32)  # tokens of the compared sequences
 DECODED = 2  # last tokens of each that the engine gets one forward later
 # nats; what attention in another order of summation may differ by
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
 def require_faithful(model: PreTrainedModel) -> None:
@@ -41,7 +41,7 @@ def require_faithful(model: PreTrainedModel) -> None:
         raise ValueError(
             f"model {name} cannot run on packed sequences: {type(error).__name__}: {error}"
         ) from error
-    limit = TOLERANCE.get(next(model.parameters()).dtype, 1e-3)
+    limit = TORCH.get(next(model.parameters()).dtype, TORCH[torch.float32]).forward
     for side, difference in found.items():
         if not difference <= limit:
             raise ValueError(

@@ -13,6 +13,7 @@ from agentgym.config import ConfigError, RunConfig, config_digest
 from agentgym.data.check import compare_tasks, load_data, load_recorded
 from agentgym.data.trajectories import RECORDED, encode, input_digest
 from agentgym.rollouts.horizon import Stage, stages
+from agentgym.rollouts.policies.engines import engine_module
 from agentgym.steps.context import StepContext
 from agentgym.steps.step import Step
 from agentgym.store.keys import source_digest, step_key
@@ -24,16 +25,18 @@ logger = logging.getLogger(__name__)
 
 SFT, PUBLISH = "agentgym.training.sft", ("agentgym.evaluation.publish",)
 # settings in a step's key, by dotted path
-MODEL = ("seed", "deterministic", "env", "mix", "model")
+MODEL = ("seed", "deterministic", "compute_device", "env", "mix", "model")
 CONVERSATION = ("rollout.instructions", "rollout.action_format")
 DATA = ("seed", "data", "env", "mix", "warm_start.source")
 DEMONSTRATIONS = (*MODEL, "warm_start", *CONVERSATION, "rollout.episode_timeout_s")
 TRAINING = (*MODEL, "rollout", "algorithm", "optimizer", "horizon", "validation")
 EVALUATION = (
     "deterministic",
+    "compute_device",
     "env",
     "mix",
     "model.context_tokens",
+    "rollout.engine",
     "rollout.max_new_tokens",
     *CONVERSATION,
     "rollout.episode_timeout_s",
@@ -61,20 +64,21 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
             _initialize,
         ),
     ]
+    playing = (*servers, engine_module(cfg.rollout.engine))
     start, title = "initialize", "evaluate the initial model"
     if cfg.warm_start.enabled:
-        untrained = _evaluation(start, "evaluate the untrained model", None, servers)
+        untrained = _evaluation(start, "evaluate the untrained model", None, playing)
         before, start, title = (start,), "warm-start", "evaluate the warm start"
         steps += [
             replace(untrained, headline=False),
             Step(start, "warm start (SFT)", before, DEMONSTRATIONS, (SFT,), _warm_start),
         ]
-    steps.append(_evaluation(start, title, None, servers))
+    steps.append(_evaluation(start, title, None, playing))
     baseline, current, spans = steps[-1].name, start, stages(cfg.horizon)
     for stage in spans:
-        steps.append(_training(cfg, stage, len(spans), current, start, servers))
+        steps.append(_training(cfg, stage, len(spans), current, start, playing))
         current, title = stage.name, f"evaluate stage {stage.index}/{len(spans)}"
-        steps.append(_evaluation(current, title, baseline, servers))
+        steps.append(_evaluation(current, title, baseline, playing))
 
     def register(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import register_policy
@@ -97,7 +101,7 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
 
 
 def _evaluation(
-    checkpoint: str, title: str, baseline: str | None, servers: tuple[str, ...]
+    checkpoint: str, title: str, baseline: str | None, playing: tuple[str, ...]
 ) -> Step:
     """baseline: the evaluation that this one is paired with."""
 
@@ -111,14 +115,14 @@ def _evaluation(
         title,
         ("prepare", checkpoint, *((baseline,) if baseline else ())),
         EVALUATION,
-        ("agentgym.evaluation.evaluate", *servers),
+        ("agentgym.evaluation.evaluate", *playing),
         run,
         headline=True,
     )
 
 
 def _training(
-    cfg: RunConfig, stage: Stage, num_stages: int, before: str, start: str, servers: tuple[str, ...]
+    cfg: RunConfig, stage: Stage, num_stages: int, before: str, start: str, playing: tuple[str, ...]
 ) -> Step:
     """before: the step whose weights it goes on with; start: the one whose weights a penalty or
     self-training goes back to.
@@ -146,7 +150,7 @@ def _training(
     )
     title = f"stage {stage.index}/{num_stages} · max_turns {turns}"
     sections = TRAINING if loop == "rl" else (*TRAINING, "offline")
-    return Step(stage.name, title, parents, sections, (trainer, *servers), run, headline=True)
+    return Step(stage.name, title, parents, sections, (trainer, *playing), run, headline=True)
 
 
 def run_key(cfg: RunConfig) -> str:

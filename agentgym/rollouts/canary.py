@@ -13,15 +13,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# nats; fp32 engine and learner agree to 1e-5, a forgotten publish shows as about 100 x the learning
-# rate
-CANARY_TOLERANCE = 1e-4
-
-
 class Canary:
     """What learner and engine must agree on after a publish."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, limit: float) -> None:
+        """limit: nats, see `agentgym.models.tolerance`."""
+        self._limit = limit
         self.sequences = canary_sequences(tokenizer)
 
     def score(self, learner: Any) -> torch.Tensor:
@@ -39,16 +36,19 @@ class Canary:
         )
         return scores[mask]
 
-    @staticmethod
     def compare(
-        ours: torch.Tensor, theirs: list[torch.Tensor], version: int, engine: str = "the engine"
+        self,
+        ours: torch.Tensor,
+        theirs: list[torch.Tensor],
+        version: int,
+        engine: str = "the engine",
     ) -> float:
         """The largest difference of [N] and as many in pieces, nats. Errors: EngineMismatch."""
         gap = float((ours - torch.cat(theirs)).abs().max())
-        if not gap <= CANARY_TOLERANCE:
+        if not gap <= self._limit:
             raise EngineMismatch(
                 f"weights version {version} did not reach {engine}: canary prompts differ by"
-                f" {gap:.3g} nats (limit {CANARY_TOLERANCE:g})"
+                f" {gap:.3g} nats (limit {self._limit:g})"
             )
         return gap
 

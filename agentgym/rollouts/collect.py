@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.episode import Episode, EpisodeSettings, run_episode
+from agentgym.rollouts.episode import Episode, EpisodeSettings, no_pace, run_episode
+from agentgym.rollouts.players import PlayerOf
 from agentgym.rollouts.pools import EnvPool, EnvPools
-from agentgym.types import Completion, Item, Policy, SampleKey, Sampling, Status, Trajectory
+from agentgym.types import Item, SampleKey, Status, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -59,53 +58,42 @@ class Lockstep:
                 future.set_result(None)  # wakes the waiting in this order
 
 
-@dataclass(frozen=True, slots=True)
-class _InStep:
-    """A policy whose calls wait for the other episodes first.
+def in_turn(barrier: Lockstep, deadline: asyncio.Timeout) -> Callable[[SampleKey], Awaitable[None]]:
+    """Wait for the other episodes before each turn.
     Waiting does not count against the episode's own deadline: one that hangs would otherwise take
     all of them with it.
     """
 
-    policy: Policy
-    barrier: Lockstep
-    deadline: asyncio.Timeout
-
-    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        loop, ends_at = asyncio.get_running_loop(), self.deadline.when()
+    async def wait(key: SampleKey) -> None:
+        loop, ends_at = asyncio.get_running_loop(), deadline.when()
         began = loop.time()
-        self.deadline.reschedule(None)
-        await self.barrier.wait(sampling.key)
-        self.deadline.reschedule(None if ends_at is None else ends_at + loop.time() - began)
-        return await self.policy.generate(prompt_ids, sampling)
+        deadline.reschedule(None)
+        await barrier.wait(key)
+        deadline.reschedule(None if ends_at is None else ends_at + loop.time() - began)
 
-    async def publish(self, weights: dict[str, Any], version: int) -> None:
-        await self.policy.publish(weights, version)
+    return wait
 
 
 async def collect(
-    items: Sequence[Item],
+    admitted: Sequence[tuple[Item, int]],
     *,
-    num_samples: int,
     pool: EnvPool | EnvPools,
-    policy: Policy,
-    renderer: ChatRenderer,
+    player_of: PlayerOf,
     settings: EpisodeSettings,
     concurrency: int,
     episode_timeout_s: float,
     max_attempts: int,
     max_env_error_frac: float,
     deterministic: bool = False,
-    first_sample: int = 0,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """`num_samples` trajectories of each item, in admission order: never the first to finish, who
-    are the successful.
+    """A trajectory of each (item, sample), in admission order: never the first to finish, who are
+    the successful.
 
     progress: called with 1 for each finished episode.
     Errors: RolloutError where more than `max_env_error_frac` of the episodes failed after
     `max_attempts` tries each.
     """
-    admitted = [(item, first_sample + sample) for item in items for sample in range(num_samples)]
     # request keys of an earlier, killed attempt at this step must not be met again
     nonce = uuid.uuid4().hex
     slots = asyncio.Semaphore(concurrency)
@@ -139,8 +127,8 @@ async def collect(
                 pool.session(item, request_key) as session,
             ):
                 episode.first_observation = session.observation
-                using = policy if barrier is None else _InStep(policy, barrier, deadline)
-                status = await run_episode(using, session, renderer, episode)
+                pace = no_pace if barrier is None else in_turn(barrier, deadline)
+                status = await run_episode(player_of(item, sample), session, episode, pace)
         except EnvError as error:
             return episode.finish(Status.ENV_ERROR, num_attempts=attempt, error=str(error))
         except TimeoutError:
@@ -186,6 +174,11 @@ async def collect(
             failures[-1],
         )
     return trajectories
+
+
+def samples(items: Sequence[Item], num_samples: int, first: int = 0) -> list[tuple[Item, int]]:
+    """Item by item, its samples from the first on."""
+    return [(item, first + sample) for item in items for sample in range(num_samples)]
 
 
 def require_valid(

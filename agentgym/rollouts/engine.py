@@ -16,14 +16,13 @@ from agentgym.algorithms.batch import Batch
 from agentgym.config import RunConfig
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.canary import Canary
-from agentgym.rollouts.collect import collect
+from agentgym.rollouts.collect import collect, samples
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
-from agentgym.rollouts.policies.torch import TorchPolicy
+from agentgym.rollouts.players import token_players
+from agentgym.rollouts.policies.engines import open_policy, tolerance_of
 from agentgym.rollouts.pools import EnvPools
-from agentgym.types import Endpoints, Item, Trajectory
-
-ENGINE = TorchPolicy  # what samples; the audit asks it what it promises
+from agentgym.types import Endpoints, Item, Policy, Trajectory
 
 
 class HasWeights(Protocol):
@@ -41,7 +40,7 @@ class LocalEngine:
 
     cfg: RunConfig
     checkpoint: Checkpoint
-    policy: TorchPolicy
+    policy: Policy
     pool: EnvPools
     loop: LoopThread
     instructions: Mapping[str, str]  # by environment; empty where episodes do not begin with them
@@ -70,23 +69,32 @@ class LocalEngine:
             temperature=temperature,
             read_last=read_last,
         )
-        return self.loop.run(
+        if self._sleeps:
+            self.loop.run(self.policy.wake())
+        trajectories = self.loop.run(
             collect(
-                items,
-                num_samples=num_samples,
+                samples(items, num_samples, first_sample),
                 pool=self.pool,
-                policy=self.policy,
-                renderer=self.checkpoint.renderer,
+                player_of=token_players(self.policy, self.checkpoint.renderer),
                 settings=settings,
                 concurrency=rollout.concurrency,
                 episode_timeout_s=rollout.episode_timeout_s,
                 max_attempts=rollout.max_attempts,
                 max_env_error_frac=rollout.max_env_error_frac,
                 deterministic=self.cfg.deterministic,
-                first_sample=first_sample,
                 progress=progress,
             )
         )
+        if self._sleeps:
+            self.loop.run(self.policy.sleep())
+        return trajectories
+
+    @property
+    def _sleeps(self) -> bool:
+        """Whether it leaves its accelerator's memory to the learner of the same process, while
+        that updates.
+        """
+        return self.cfg.compute_device != "cpu" and not self.cfg.rollout.max_staleness
 
     def publish(self, learner: HasWeights, version: int) -> float:
         """Hand the learner's weights to the engine and prove that they arrived.
@@ -94,13 +102,14 @@ class LocalEngine:
         Result: the canary's largest difference, nats. Errors: EngineMismatch.
         """
         self.loop.run(self.policy.publish(learner.weights(), version))
-        canary = Canary(self.checkpoint.tokenizer)
-        return canary.compare(
-            canary.score(learner), self.loop.run(self._canary(canary.sequences)), version
-        )
+        canary = canary_of(self.cfg, self.checkpoint)
+        scores = self.loop.run(self.policy.score(canary.sequences))
+        return canary.compare(canary.score(learner), scores, version)
 
-    async def _canary(self, sequences: list[list[int]]) -> list[Tensor]:
-        return self.policy.score(sequences)
+
+def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:
+    limit = tolerance_of(cfg.rollout.engine, checkpoint.dtype).canary
+    return Canary(checkpoint.tokenizer, limit)
 
 
 def episode_settings(
@@ -123,17 +132,15 @@ def open_engine(
     """An engine that samples with the checkpoint's model, its own from here on.
     Errors: where a server is not what training may use.
     """
-    policy = ENGINE(
-        checkpoint.model,
-        stop_id=checkpoint.renderer.stop_id,
-        num_slots=cfg.rollout.concurrency,
-        context_tokens=cfg.model.context_tokens,
-    )
-    policy.version = version
+    policy = open_policy(cfg, checkpoint, num_slots=cfg.rollout.concurrency, version=version)
     # what lives by now lives on: collecting garbage need not look at a million imported objects
     gc.freeze()
     with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, instructions):
-        yield LocalEngine(cfg, checkpoint, policy, pool, loop, instructions)
+        try:
+            yield LocalEngine(cfg, checkpoint, policy, pool, loop, instructions)
+        finally:
+            loop.cancel()  # rollouts nobody waits for
+            loop.run(policy.close())
 
 
 @contextmanager

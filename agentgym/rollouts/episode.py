@@ -1,14 +1,14 @@
-"""One episode: tokens in, tokens out, append only."""
+"""One episode: a conversation, and under it the tokens of players that have them, append only."""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from agentgym.models.chat import ChatRenderer
-from agentgym.types import Completion, Item, Policy, SampleKey, Sampling, Status, Trajectory, Turn
+from agentgym.types import Completion, Item, SampleKey, Sampling, Status, Trajectory, Turn
 
 
 class Reply(Protocol):
@@ -24,6 +24,8 @@ class Reply(Protocol):
     def truncated(self) -> bool: ...
     @property
     def success(self) -> bool: ...
+    @property
+    def info(self) -> Mapping[str, Any]: ...
 
 
 class OpenSession(Protocol):
@@ -32,6 +34,39 @@ class OpenSession(Protocol):
     @property
     def observation(self) -> str: ...
     async def step(self, action: str) -> Reply: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a player says in its turn."""
+
+    text: str
+    action: str | None = None  # None: what the action format finds in the text
+    version: int = 0  # of the weights that sampled it
+    start: int = 0  # its tokens are input_ids[start:end]; both 0 where it has none
+    end: int = 0
+
+
+class Player(Protocol):
+    """Plays one episode: an engine's tokens, an expert, a hosted model, a script."""
+
+    def begin(self, episode: Episode) -> bool:
+        """Hear the instructions and the first observation. Result: is there room to act."""
+        ...
+
+    async def act(self, session: Any, sampling: Sampling) -> Said | None:
+        """None: it gives up. Errors: ContextFull where what it heard leaves no room to act;
+        EnvError where the environment was asked and failed.
+        """
+        ...
+
+    def hear(self, observation: str, *, last: bool) -> bool:
+        """Hear what answered the action; last: no turn follows. Result: is there room to act."""
+        ...
+
+
+class ContextFull(Exception):
+    """A player that learns only when it acts that its context is used up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +85,19 @@ class EpisodeSettings:
     # append a cut episode's last observation too, where it fits: a critic values that state
     read_last: bool = False
 
+    def sampling(self, item: Item, sample: int, turn: int) -> Sampling:
+        key = SampleKey(self.seed, self.step, item.item_id, sample, turn)
+        return Sampling(key, self.temperature, self.max_new_tokens)
+
     def instructions_of(self, item: Item) -> str:
         return self.instructions.get(item.env, "")
 
 
 @dataclass(slots=True)
 class Episode:
-    """A live episode. Its token lists only grow."""
+    """A live episode: the conversation and, where its player has tokens, their record, which only
+    grows.
+    """
 
     item: Item
     sample: int
@@ -67,7 +108,33 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     success: bool = False
-    timing: dict[str, float] = field(default_factory=lambda: {"generate_s": 0.0, "env_s": 0.0})
+    began: float = field(default_factory=time.perf_counter)
+    began_at: float = field(default_factory=time.time)  # seconds since 1970
+
+    async def step(self, session: OpenSession, said: Said, generate_s: float) -> Reply:
+        """Carry out what was said, and keep both. Errors: EnvError."""
+        settings = self.settings
+        action = said.action
+        if action is None:
+            action = extract_action(said.text, settings.action_format)
+        asked = time.perf_counter()
+        reply = await session.step(action)
+        more = said.text not in (action, reply_naming(action, settings.action_format))
+        self.turns.append(
+            Turn(
+                action,
+                reply.observation,
+                reply.reward,
+                said.start,
+                said.end,
+                said.version,
+                reply=said.text if more else "",
+                info=dict(reply.info),
+                generate_s=round(generate_s, 5),
+                env_s=round(time.perf_counter() - asked, 5),
+            )
+        )
+        return reply
 
     def read(self, ids: list[int]) -> None:
         """Append tokens the policy did not choose."""
@@ -101,41 +168,55 @@ class Episode:
             temperature=self.settings.temperature,
             num_attempts=num_attempts,
             error=error,
-            timing=self.timing,
+            id=self.id,
+            timing={
+                "generate_s": round(sum(turn.generate_s for turn in self.turns), 4),
+                "env_s": round(sum(turn.env_s for turn in self.turns), 4),
+                "wall_s": round(time.perf_counter() - self.began, 4),
+                "began_s": round(self.began_at, 3),
+            },
         )
+
+    @property
+    def id(self) -> str:
+        """16 hex digits that tell it from every other episode of its step."""
+        settings = self.settings
+        told = (
+            *(settings.seed, settings.step, settings.max_turns, settings.temperature),
+            *(self.item.split, self.item.item_id, self.sample),
+        )
+        return hashlib.blake2b("\x1f".join(map(str, told)).encode(), digest_size=8).hexdigest()
+
+
+async def no_pace(_: SampleKey) -> None:
+    """Every episode as fast as it goes."""
 
 
 async def run_episode(
-    policy: Policy, session: OpenSession, renderer: ChatRenderer, episode: Episode
+    player: Player,
+    session: OpenSession,
+    episode: Episode,
+    pace: Callable[[SampleKey], Awaitable[None]] = no_pace,
 ) -> Status:
-    """Play until the environment ends the task, the horizon or the context is used up."""
+    """Play until the environment ends the task, the horizon or the context is used up, or the
+    player gives up, which counts as the horizon.
+
+    pace: awaited before each turn.
+    """
     settings = episode.settings
-    episode.read(renderer.start(session.observation, settings.instructions_of(episode.item)))
-    if len(episode.input_ids) + settings.max_new_tokens > settings.context_tokens:
+    if not player.begin(episode):
         return Status.MAX_TOKENS
     for turn in range(settings.max_turns):
-        key = SampleKey(settings.seed, settings.step, episode.item.item_id, episode.sample, turn)
-        began = time.perf_counter()
-        completion = await policy.generate(
-            list(episode.input_ids), Sampling(key, settings.temperature, settings.max_new_tokens)
-        )
-        episode.timing["generate_s"] += time.perf_counter() - began
-        start = len(episode.input_ids)
-        episode.act(completion)
-        action = extract_action(renderer.text(completion.ids), settings.action_format)
-        began = time.perf_counter()
-        reply = await session.step(action)
-        episode.timing["env_s"] += time.perf_counter() - began
-        episode.turns.append(
-            Turn(
-                action,
-                reply.observation,
-                reply.reward,
-                start,
-                len(episode.input_ids),
-                completion.version,
-            )
-        )
+        sampling = settings.sampling(episode.item, episode.sample, turn)
+        await pace(sampling.key)
+        asked = time.perf_counter()
+        try:
+            said = await player.act(session, sampling)
+        except ContextFull:
+            return Status.MAX_TOKENS
+        if said is None:
+            return Status.MAX_TURNS
+        reply = await episode.step(session, said, time.perf_counter() - asked)
         ended = ending(reply)
         episode.success = ended is not None and reply.success
         if ended is Status.TERMINATED:
@@ -143,15 +224,9 @@ async def run_episode(
         cut = ended or (Status.MAX_TURNS if turn + 1 == settings.max_turns else None)
         if cut and not settings.read_last:
             return cut
-        following = renderer.bridge(reply.observation, stopped=completion.stop_reason == "stop")
-        room = settings.context_tokens - len(episode.input_ids) - len(following)
-        if cut is None and room < settings.max_new_tokens:
-            cut = Status.MAX_TOKENS
-        # a trajectory never exceeds the context
-        if room >= 0 and (cut is None or settings.read_last):
-            episode.read(following)
-        if cut:
-            return cut
+        has_room = player.hear(reply.observation, last=cut is not None)
+        if cut or not has_room:
+            return cut or Status.MAX_TOKENS
     return Status.MAX_TURNS
 
 

@@ -29,6 +29,7 @@ from envs.wire import (
     CreateReply,
     CreateRequest,
     ExpertReply,
+    HintsReply,
     InfoReply,
     RenderReply,
     SessionRequest,
@@ -76,6 +77,14 @@ class EnvSession:
                 self.endpoint, "/expert", ExpertReply, self._as_request, session_id=self._id
             )
         ).action
+
+    async def hints(self) -> list[str]:
+        """Actions the simulator would carry out now.
+        Errors: EnvError, also of an environment that tells none.
+        """
+        path = f"/hints?session_id={self._id}"
+        reply = await self._client.ask(self.endpoint, path, HintsReply, session_id=self._id)
+        return reply.actions
 
     async def render(self) -> tuple[str, bytes]:
         """(media type, bytes) of the present state. Errors: EnvError."""

@@ -4,8 +4,6 @@ durable.
 
 from __future__ import annotations
 
-import gzip
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentgym.config import RunConfig
+from agentgym.records import TRAJECTORIES, encode_trajectories
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import RunStore, StepWriter
 from agentgym.tracking.points import Point, encode_points
@@ -21,7 +20,6 @@ from agentgym.types import Endpoints, Trajectory
 # offer_expert -> endpoints of running servers
 Environment = Callable[[bool], AbstractContextManager[Endpoints]]
 
-TRAJECTORIES = "trajectories.jsonl.gz"
 METRICS = "metrics.jsonl"
 OUTCOMES = "outcomes.json"  # of an evaluation
 
@@ -105,17 +103,6 @@ class StepContext:
         self.on_commit(manifest)
         self.writer.prune(1 if done else self.cfg.store.keep_checkpoints)
         return manifest
-
-
-def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
-    """Gzipped JSON lines; equal trajectories give equal bytes."""
-    lines = "".join(json.dumps(trajectory.to_json()) + "\n" for trajectory in trajectories)
-    return gzip.compress(lines.encode(), compresslevel=3, mtime=0)
-
-
-def decode_trajectories(data: bytes) -> list[Trajectory]:
-    """The inverse of `encode_trajectories`."""
-    return [Trajectory.from_json(json.loads(line)) for line in gzip.decompress(data).splitlines()]
 
 
 def now_ms() -> int:

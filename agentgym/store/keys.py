@@ -8,7 +8,7 @@ import ast
 import functools
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,8 @@ def source_digest(modules: Sequence[str]) -> str:
 
 @functools.cache
 def _digest_once(modules: tuple[str, ...]) -> str:
-    return digest_files(source_files(modules, package_folders()))
+    folders = package_folders({module.split(".")[0] for module in modules})
+    return digest_files(source_files(modules, folders))
 
 
 def digest_files(files: Mapping[str, Path]) -> str:
@@ -75,13 +76,17 @@ def digest_files(files: Mapping[str, Path]) -> str:
     return sha256(canonical_json({name: sha256(path.read_bytes()) for name, path in files.items()}))
 
 
-def package_folders() -> dict[str, Path]:
-    """Where our packages are installed, found without importing them."""
+def package_folders(others: Collection[str] = ()) -> dict[str, Path]:
+    """Where our packages and these others are installed, found without importing them; of a module
+    that is one file, that file.
+    """
     folders = {}
-    for name in PACKAGES:
+    for name in {*PACKAGES, *others}:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations:
             folders[name] = Path(next(iter(spec.submodule_search_locations)))
+        elif spec is not None and spec.origin:
+            folders[name] = Path(spec.origin)
     return folders
 
 
@@ -116,6 +121,8 @@ def _find(module: str, folders: Mapping[str, Path]) -> Path | None:
     top, *rest = module.split(".")
     if top not in folders or not all(part.isidentifier() for part in rest):
         return None
+    if not rest and folders[top].is_file():
+        return folders[top]
     base = folders[top].joinpath(*rest)
     for path in (base / "__init__.py", base.with_suffix(".py")):
         if path.is_file():

@@ -31,9 +31,10 @@ from agentgym.learner.learner import LocalLearner
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, load_checkpoint
 from agentgym.models.model import set_threads
+from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import Stage
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
-from agentgym.steps.context import TRAJECTORIES, StepContext, decode_trajectories, now_ms
+from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.training.sft import DEMOS, demo_indices, demonstrations

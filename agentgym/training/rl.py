@@ -26,6 +26,7 @@ from agentgym.models.checkpoint import (
 from agentgym.models.model import set_threads
 from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
+from agentgym.rollouts.policies.engines import tolerance_of
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
@@ -41,14 +42,14 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     step; commit each step.
     """
     set_threads()
-    cfg, algorithm = ctx.cfg, resolved(ctx.cfg)
+    cfg = ctx.cfg
     start = ctx.head or next(
         manifest for name, manifest in ctx.parents.items() if name != "prepare"
     )
     splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
     checkpoint = load_checkpoint(ctx.store, start)
-    step = int(start.state["global_step"])
-    horizon = horizon_state(start)
+    algorithm = with_limit(cfg, checkpoint)
+    step, horizon = int(start.state["global_step"]), horizon_state(start)
     stream = train_stream(cfg, splits, start.state)
     skipped = 0
     ctx.progress.start(
@@ -243,6 +244,17 @@ def resolved(cfg: RunConfig) -> AlgorithmConfig:
     return algorithm.model_copy(
         update={name: value for name, value in own.items() if getattr(algorithm, name) is None}
     )
+
+
+def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> AlgorithmConfig:
+    """`resolved`, and how far engine and learner may be apart.
+    Errors: ConfigError where the engine does not say so for weights of this dtype.
+    """
+    algorithm = resolved(cfg)
+    limit = algorithm.max_mismatch_kl
+    if limit is None:
+        limit = tolerance_of(cfg.rollout.engine, checkpoint.dtype).mismatch_kl
+    return algorithm.model_copy(update={"max_mismatch_kl": limit})
 
 
 def horizon_state(manifest: Manifest) -> HorizonState:

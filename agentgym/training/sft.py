@@ -4,11 +4,10 @@ from the other.
 
 from __future__ import annotations
 
-import asyncio
-import uuid
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -21,14 +20,22 @@ from agentgym.learner.plan import LearnerPlan
 from agentgym.models.chat import ChatRenderer
 from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, load_checkpoint, new_checkpoint
 from agentgym.models.model import load_hub, new_model, set_threads, train_tokenizer
-from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.engine import open_pool
-from agentgym.rollouts.episode import Episode, EpisodeSettings, ending, extract_action, reply_naming
-from agentgym.rollouts.pools import EnvPools
-from agentgym.steps.context import StepContext, decode_trajectories, encode_trajectories, now_ms
+from agentgym.records import decode_trajectories, encode_trajectories
+from agentgym.rollouts.collect import collect
+from agentgym.rollouts.engine import episode_settings, open_pool
+from agentgym.rollouts.episode import (
+    Episode,
+    EpisodeSettings,
+    Player,
+    Said,
+    extract_action,
+    reply_naming,
+)
+from agentgym.rollouts.players import ExpertPlayer, ScriptedPlayer
+from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
-from agentgym.types import Completion, Item, Status, Trajectory, Turn
+from agentgym.types import Completion, Item, Trajectory
 
 DEMOS = "demos.jsonl.gz"
 COMMIT_EVERY = 20  # optimizer steps
@@ -40,18 +47,18 @@ def initialize(ctx: StepContext) -> Manifest:
     cfg = ctx.cfg
     splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
     is_expert = cfg.warm_start.source == "expert"
-    texts, instructions = _played(ctx, splits) if cfg.warm_start.enabled else ([], {})
+    played, settings = _played(ctx, splits) if cfg.warm_start.enabled else ([], None)
     if cfg.model.source == "hub":
         model, tokenizer = load_hub(cfg.model)
     else:
-        if not texts:
+        if not played:
             raise ValueError(
                 "model.source tiny trains its tokenizer on demonstrations; set warm_start.enabled"
                 " or use model.source hub"
             )
         # each distinct text once per occurrence keeps frequent words whole
         tokenizer = train_tokenizer(
-            (text for episode in texts for text in episode.texts()), cfg.model.vocab_size
+            (text for episode in played for text in texts_of(episode)), cfg.model.vocab_size
         )
         model = new_model(
             cfg.model,
@@ -61,12 +68,10 @@ def initialize(ctx: StepContext) -> Manifest:
             seed=cfg.seed,
         )
     checkpoint = new_checkpoint(model, tokenizer)
-    demos = [
-        episode.tokenize(checkpoint.renderer, _settings(ctx, instructions)) for episode in texts
-    ]
+    demos = [tokenized(each, checkpoint.renderer, settings) for each in played if settings]
     if not is_expert:
         demos = [demo for demo in demos if len(demo.input_ids) <= cfg.model.context_tokens]
-    if texts:
+    if played:
         _require_success(cfg, demos)
     num_solved = sum(demo.success for demo in demos)
     # dpo compares with what failed, too
@@ -83,33 +88,58 @@ def initialize(ctx: StepContext) -> Manifest:
             **(
                 {}
                 if is_expert
-                else {"num_played": len(texts), "num_too_long": len(texts) - len(demos)}
+                else {"num_played": len(played), "num_too_long": len(played) - len(demos)}
             ),
         },
     )
 
 
-def _played(ctx: StepContext, splits: Splits) -> tuple[list[_TextEpisode], dict[str, str]]:
-    """(demonstrations, instructions by environment). Errors: as `_demonstrate`."""
-    cfg = ctx.cfg
+def _played(ctx: StepContext, splits: Splits) -> tuple[list[Trajectory], EpisodeSettings]:
+    """Demonstrations, and the settings their tokens are made under. An expert that gives up has no
+    success. Errors: RolloutError.
+    """
+    cfg, rollout = ctx.cfg, ctx.cfg.rollout
     is_expert = cfg.warm_start.source == "expert"
-    players: list[_Player]
+    script: dict[tuple[Item, int], list[Said]] = {}
     if is_expert:
-        title = "expert demonstrations"
-        players = [_Expert(item) for item in expert_items(cfg, splits)]
+        title, shown = "expert demonstrations", [(item, 0) for item in expert_items(cfg, splits)]
     else:
         title = "trajectories played again"
         recorded = recorded_for(cfg, decode(ctx.read(ctx.parents["prepare"], RECORDED)))
-        players = [
-            _Replay(each, index, cfg.rollout.action_format) for index, each in enumerate(recorded)
-        ]
-    ctx.progress.start(title, len(players))
+        for sample, each in enumerate(recorded):
+            script[each.item, sample] = replies_of(each, rollout.action_format)
+        shown = list(script)
+    ctx.progress.start(title, len(shown))
+
+    def player_of(item: Item, sample: int) -> Player:
+        return ExpertPlayer() if is_expert else ScriptedPlayer(script[item, sample])
+
     with (
         ctx.environment(is_expert) as endpoints,
         open_pool(cfg, endpoints, allow_expert=is_expert) as (pool, loop, instructions),
     ):
-        limits = (cfg.rollout.concurrency, cfg.rollout.episode_timeout_s)
-        return loop.run(_demonstrate(pool, players, *limits, ctx.progress.advance)), instructions
+        settings = episode_settings(
+            cfg,
+            instructions=instructions,
+            seed=cfg.seed,
+            step=0,
+            max_turns=sys.maxsize,  # until the environment or the player ends it
+            temperature=1.0,
+        )
+        played = loop.run(
+            collect(
+                shown,
+                pool=pool,
+                player_of=player_of,
+                settings=settings,
+                concurrency=rollout.concurrency,
+                episode_timeout_s=rollout.episode_timeout_s,
+                max_attempts=rollout.max_attempts,
+                max_env_error_frac=0.0,  # a demonstration left out would change what is learned
+                progress=ctx.progress.advance,
+            )
+        )
+        return played, settings
 
 
 def _require_success(cfg: RunConfig, demos: Sequence[Trajectory]) -> None:
@@ -219,166 +249,40 @@ def demo_indices(seed: int, step: int, num_demos: int, batch_size: int) -> list[
     return indices
 
 
-class Step(NamedTuple):
-    """One turn of a demonstration."""
-
-    action: str
-    observation: str
-    reward: float
-    # all that was said to take the action; empty: no more than the action format asks for
-    reply: str = ""
-
-
-class _TextEpisode:
-    """A demonstration before there is a tokenizer."""
-
-    def __init__(self, item: Item, observation: str, sample: int = 0) -> None:
-        self.item, self.first_observation, self.sample = item, observation, sample
-        self.steps: list[Step] = []
-        self.status, self.success = Status.TERMINATED, False
-
-    def texts(self) -> list[str]:
-        return [
-            self.first_observation,
-            *(
-                text
-                for step in self.steps
-                for text in (step.reply or step.action, step.observation)
-            ),
-        ]
-
-    def tokenize(self, renderer: ChatRenderer, settings: EpisodeSettings) -> Trajectory:
-        """The ids a policy would have produced, had it played this."""
-        settings = replace(settings, max_turns=max(1, len(self.steps)))
-        episode = Episode(
-            self.item,
-            self.sample,
-            settings,
-            self.first_observation,
-            success=self.success,
-            timing={},
-        )
-        episode.read(renderer.start(self.first_observation, settings.instructions_of(self.item)))
-        for index, step in enumerate(self.steps):
-            ids = tuple(
-                renderer.action_ids(step.reply or reply_naming(step.action, settings.action_format))
-            )
-            start = len(episode.input_ids)
-            episode.act(Completion(ids, (0.0,) * len(ids), "stop", 0))
-            episode.turns.append(
-                Turn(step.action, step.observation, step.reward, start, len(episode.input_ids), 0)
-            )
-            if index + 1 < len(self.steps):
-                episode.read(renderer.bridge(step.observation, stopped=True))
-        return episode.finish(self.status)
-
-
-class _Player(Protocol):
-    """Plays one demonstration."""
-
-    item: Item
-    sample: int
-
-    async def next_reply(self, session: Any) -> tuple[str, str] | None:
-        """(reply, action); an empty reply says no more than the action, None gives up.
-        Errors: EnvError.
-        """
-        ...
-
-
-class _Expert:
-    """The environment's own."""
-
-    sample = 0
-
-    def __init__(self, item: Item) -> None:
-        self.item = item
-
-    async def next_reply(self, session: Any) -> tuple[str, str] | None:
-        try:
-            return "", await session.expert()
-        except EnvError as error:
-            if error.kind != "expert_failed":
-                raise
-            return None
-
-
-class _Replay:
-    """Somebody's recorded actions."""
-
-    def __init__(
-        self, recorded: Recorded, sample: int, action_format: Literal["plain", "react"]
-    ) -> None:
-        self.item, self.sample = recorded.item, sample
-        self._replies = iter(replies_of(recorded, action_format))
-
-    async def next_reply(self, session: Any) -> tuple[str, str] | None:
-        return next(self._replies, None)
-
-
-def replies_of(
-    recorded: Recorded, action_format: Literal["plain", "react"]
-) -> list[tuple[str, str]]:
-    """(reply, action): with react what was said as it is; else the action alone, of whatever
-    format it came in.
-    """
-    said = [
-        (reply.strip(), extract_action(reply, "react") if "Action:" in reply else reply.strip())
-        for reply in recorded.replies
-    ]
-    return [
-        (reply if action_format == "react" and "Action:" in reply else "", action)
-        for reply, action in said
-    ]
-
-
-def _settings(ctx: StepContext, instructions: dict[str, str]) -> EpisodeSettings:
-    rollout = ctx.cfg.rollout
-    return EpisodeSettings(
-        seed=ctx.cfg.seed,
-        step=0,
-        max_turns=1,
-        temperature=1.0,
-        max_new_tokens=rollout.max_new_tokens,
-        context_tokens=ctx.cfg.model.context_tokens,
-        instructions=instructions,
-        action_format=rollout.action_format,
+def tokenized(played: Trajectory, renderer: ChatRenderer, settings: EpisodeSettings) -> Trajectory:
+    """With the ids a policy would have produced, had it played this; without the times."""
+    settings = replace(settings, max_turns=max(1, len(played.turns)))
+    episode = Episode(
+        played.item, played.sample, settings, played.first_observation, success=played.success
     )
+    instructions = settings.instructions_of(played.item)
+    episode.read(renderer.start(played.first_observation, instructions))
+    for index, turn in enumerate(played.turns):
+        said = turn.reply or reply_naming(turn.action, settings.action_format)
+        ids = tuple(renderer.action_ids(said))
+        start = len(episode.input_ids)
+        episode.act(Completion(ids, (0.0,) * len(ids), "stop", 0))
+        episode.turns.append(
+            replace(turn, start=start, end=len(episode.input_ids), generate_s=0.0, env_s=0.0)
+        )
+        if index + 1 < len(played.turns):
+            episode.read(renderer.bridge(turn.observation, stopped=True))
+    return replace(episode.finish(played.status), timing={})
 
 
-async def _demonstrate(
-    pool: EnvPools,
-    players: Sequence[_Player],
-    concurrency: int,
-    timeout_s: float,
-    progress: Callable[[int], None],
-) -> list[_TextEpisode]:
-    """One episode of each player, in their order; where one gives up before the task ends, its
-    episode has no success.
+def texts_of(played: Trajectory) -> list[str]:
+    """All that was said in an episode."""
+    return [
+        played.first_observation,
+        *(text for turn in played.turns for text in (turn.reply or turn.action, turn.observation)),
+    ]
 
-    Errors: EnvError, TimeoutError.
-    """
-    nonce = uuid.uuid4().hex
-    slots = asyncio.Semaphore(concurrency)
 
-    async def one(player: _Player) -> _TextEpisode:
-        key = f"{nonce}-{player.item.item_id}-{player.sample}"
-        async with slots, asyncio.timeout(timeout_s), pool.session(player.item, key) as session:
-            episode = _TextEpisode(player.item, session.observation, player.sample)
-            while True:
-                said = await player.next_reply(session)
-                if said is None:  # a task beyond the expert: counted, not learned from
-                    episode.status = Status.MAX_TURNS
-                    break
-                answer = await session.step(said[1])
-                episode.steps.append(Step(said[1], answer.observation, answer.reward, said[0]))
-                ended = ending(answer)
-                if ended is not None:
-                    episode.status, episode.success = ended, answer.success
-                    break
-            progress(1)
-            return episode
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(player)) for player in players]
-    return [task.result() for task in tasks]
+def replies_of(recorded: Recorded, action_format: Literal["plain", "react"]) -> list[Said]:
+    """With react what was said as it is; else the action alone, of whatever format it came in."""
+    said = []
+    for reply in map(str.strip, recorded.replies):
+        action = extract_action(reply, "react") if "Action:" in reply else reply
+        whole = action_format == "react" and "Action:" in reply
+        said.append(Said(reply if whole else action, action))
+    return said

@@ -91,6 +91,7 @@ def _served(chosen: dict[str, Any], parsed: Options) -> EnvSpec:
         instructions="\n".join(instructions),
         make=lambda: World(parsed),
         options=chosen,
+        offers_hints=True,
         probe_actions=("turn left", "turn right", "move forward"),
         identity=lambda task_id: told_whole(parsed.levels, task_id),
     )

@@ -97,6 +97,10 @@ class World:
     def expert(self) -> Expert:
         return Bot(self)
 
+    def hints(self) -> list[str]:
+        """The commands of its grammar; of the high one, those that are possible now."""
+        return self._possible()
+
     def close(self) -> None:
         if self.env is not None:
             self.env.close()

@@ -94,6 +94,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             instructions=_instructions(options),
             make=partial(Episode, asked, retriever, options),
             options=chosen,
+            offers_hints=True,
             probe_actions=("<search>town</search>", "<answer>none</answer>"),
             # a search of the embedded corpus takes 0.1 ms
             blocking=not isinstance(retriever, retrievers.Bm25),

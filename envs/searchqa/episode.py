@@ -129,6 +129,12 @@ class Episode:
     def expert(self) -> Expert:
         return Researcher(self)
 
+    def hints(self) -> list[str]:
+        """Searches for the question and for what was found, and what was found as the answer."""
+        titles = dict.fromkeys(each.title for search in self.searched for each in search.documents)
+        searches = [f"<search>{text}</search>" for text in (self.question.text, *titles)]
+        return [*searches, *(f"<answer>{title}</answer>" for title in titles)]
+
     def close(self) -> None:
         self.searched = []
 

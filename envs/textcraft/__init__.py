@@ -67,6 +67,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         instructions=INSTRUCTIONS,
         make=lambda: World(book, parsed),
         options={**chosen, "digest": book.digest},
+        offers_hints=True,
         probe_actions=("inventory", *solution(book, parsed.goals[0]))[: parsed.max_steps or None],
         # other distractors make no other task
         identity=lambda task_id: parsed.goals[task_id % len(parsed.goals)],

@@ -74,7 +74,22 @@ class World:
     def expert(self) -> Expert:
         return Planner(self.book, self.goal, self.inventory)
 
+    def hints(self) -> list[str]:
+        """What can be crafted from the inventory, and what can be fetched."""
+        crafts = []
+        for recipe in self.book.recipes:
+            parts = [self._held(name, n) for name, n in recipe.ingredients]
+            if all(parts):
+                crafts.append(f"craft {recipe.count} {recipe.output} using {', '.join(parts)}")
+        return ["inventory", *crafts, *(f"get 1 {item}" for item in sorted(self.book.raw))]
+
     def close(self) -> None: ...
+
+    def _held(self, name: str, n: int) -> str:
+        """So many of the item, or of one of the kind, as a command has it; empty: not at hand."""
+        among = sorted(self.book.members.get(name, {name}))
+        item = next((item for item in among if self.inventory.get(item, 0) >= n), "")
+        return item and f"{n} {item}"
 
     def _act(self, text: str) -> tuple[str, bool]:
         """(observation, whether the goal was crafted)."""

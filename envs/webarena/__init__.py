@@ -114,9 +114,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         max_chars=_whole(chosen, "max_observation_chars", 100, 1_000_000),
         judge=_judge(chosen["judge"]),
         gold=embedded_gold(sites) if chosen["tasks"] == "embedded" and embedded else {},
-        storage=_storage(
-            chosen, any(task.storage_state for task in tasks.values()) and not embedded
-        ),
+        storage=_storage(chosen, not embedded and any(t.storage_state for t in tasks.values())),
     )
     return EnvSpec(
         name="webarena",
@@ -124,6 +122,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         instructions=_INSTRUCTIONS,
         make=lambda: Episode(setting),
         options=chosen,
+        offers_hints=True,
         probe_actions=("scroll [down]",),
         probe_task=min(tasks),
         blocking=True,

@@ -143,6 +143,11 @@ class Episode:
             self._gold = Gold(self, self._setting.gold.get(self.task.id, ()))
         return self._gold
 
+    def hints(self) -> list[str]:
+        """A click on whatever is shown, a look further down, the way back, and the end."""
+        clicks = [f"click [{element}]" for element in sorted(self.elements)]
+        return [*clicks, "scroll [down]", "scroll [up]", "go_back", "stop [N/A]"]
+
     def close(self) -> None:
         tabs, self._tabs = self._tabs, None
         sites, headers, self._headers = self._sites, self._headers, None

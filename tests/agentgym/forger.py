@@ -9,13 +9,8 @@ from agentgym.data.check import load_data
 from agentgym.evaluation.evaluate import evaluation_metrics, outcomes, paired, score
 from agentgym.evaluation.publish import headline_tags, report_files
 from agentgym.pipeline.table import key_of, open_store, run_key, steps_of
-from agentgym.steps.context import (
-    METRICS,
-    OUTCOMES,
-    TRAJECTORIES,
-    decode_trajectories,
-    encode_trajectories,
-)
+from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories
+from agentgym.steps.context import METRICS, OUTCOMES
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.tracking.points import decode_points, encode_points
 

@@ -15,8 +15,9 @@ from agentgym.audit import CHECKS, audit
 from agentgym.config import ConfigError, load_config
 from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
 from agentgym.pipeline.table import open_store, run_key, steps_of
+from agentgym.records import TRAJECTORIES
 from agentgym.rollouts.metrics import rollout_metrics
-from agentgym.steps.context import METRICS, OUTCOMES, TRAJECTORIES
+from agentgym.steps.context import METRICS, OUTCOMES
 from agentgym.store.manifest import Blob
 from agentgym.tracking.points import decode_points
 from agentgym.types import Status

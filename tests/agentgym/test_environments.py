@@ -17,8 +17,9 @@ from agentgym.config import EnvConfig, load_config
 from agentgym.deploy.local import local_env
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
+from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.pools import EnvPool
-from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
+from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import Item, Status
 

@@ -15,8 +15,9 @@ from agentgym.config import load_config
 from agentgym.evaluation.publish import PAGE
 from agentgym.pipeline.run import pointer, run_step
 from agentgym.pipeline.table import finished, open_store, steps_of
-from agentgym.rollouts.engine import ENGINE
-from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
+from agentgym.records import TRAJECTORIES, decode_trajectories
+from agentgym.rollouts.policies.torch import TorchPolicy
+from agentgym.steps.context import METRICS
 from agentgym.steps.step import Outcome
 from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.tracking.points import decode_points, encode_points
@@ -270,7 +271,7 @@ def test_an_engine_that_does_not_repeat_its_draws_is_said_to_be_unchecked(
 ):
     copies_of_a_successful_sample(forger)
     forger.report()
-    monkeypatch.setattr(ENGINE, "repeats_draws", False)
+    monkeypatch.setattr(TorchPolicy, "repeats_draws", False)
     assert (
         main(
             [
@@ -286,7 +287,7 @@ def test_an_engine_that_does_not_repeat_its_draws_is_said_to_be_unchecked(
         == 0
     )
     assert (
-        "-       sampling     not checked: TorchPolicy does not repeat its draws"
+        "-       sampling     not checked: engine torch does not repeat its draws"
         in capsys.readouterr().out
     )
 

@@ -21,8 +21,8 @@ from agentgym.data.items import ItemStream, load_splits
 from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
+from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import stages
-from agentgym.steps.context import TRAJECTORIES, decode_trajectories
 from agentgym.store.lease import LeaseHeld
 
 GONE_WITHIN_S = 30.0

@@ -8,7 +8,6 @@ A sequence's keys and values stay in its slot between turns, so a turn costs its
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,28 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentgym.config import RunConfig
 from agentgym.models.attention import CachedRows, KeyValueCache, PackedSequences, require_ragged
+from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.model import load_weights
+from agentgym.models.tolerance import TORCH, Tolerances
+from agentgym.rollouts.policies.draw import sample, uniforms
 from agentgym.types import Completion, SampleKey, Sampling
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """How far the same weights may be from themselves in a forward of another shape."""
-
-    mass: float  # probability between a uniform and the interval of the token it drew
-    nats: float  # of log-probabilities, and by which a greedy token may be below the largest
-
-
-# Of this engine, by dtype of its weights; about ten times what tiny models show. Others: none is
-# stated.
-TOLERANCES = {
-    torch.float32: Tolerance(mass=1e-4, nats=1e-3),
-    torch.float16: Tolerance(mass=1e-3, nats=0.05),
-    torch.bfloat16: Tolerance(mass=1e-2, nats=0.3),
-}
 
 
 @dataclass(slots=True)
@@ -69,9 +55,8 @@ class _Request:
 class TorchPolicy:
     """Samples with its own copy of the weights; `publish` is the only way they change."""
 
-    # A SampleKey and the weights determine a token, so an audit can tell a draw from a choice.
-    # Of an engine without this, an audit can say how likely a token was, and no more.
     repeats_draws: ClassVar[bool] = True
+    tolerances: ClassVar[Tolerances] = TORCH
 
     def __init__(self, model: Any, *, stop_id: int, num_slots: int, context_tokens: int) -> None:
         """model: built with RAGGED attention. num_slots: sequences decoded together; more requests
@@ -88,7 +73,23 @@ class TorchPolicy:
         self._pump: asyncio.Task[None] | None = None
         self._num_publishing = 0
         self._clock = 0
+        self._awake = asyncio.Event()
+        self._awake.set()
         self.version = 0
+
+    @classmethod
+    def open(
+        cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
+    ) -> TorchPolicy:
+        """On `cfg.compute_device`."""
+        policy = cls(
+            checkpoint.model.to(cfg.compute_device),
+            stop_id=checkpoint.renderer.stop_id,
+            num_slots=num_slots,
+            context_tokens=cfg.model.context_tokens,
+        )
+        policy.version = version
+        return policy
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """One action: until the stop token or `max_new_tokens`.
@@ -129,8 +130,7 @@ class TorchPolicy:
         """
         self._num_publishing += 1
         try:
-            while self._active:  # noqa: ASYNC110 - each pass lets the engine do one forward
-                await asyncio.sleep(0)
+            await self._idle()
             if version <= self.version and not version == self.version == 0:
                 raise ValueError(
                     f"weight versions must grow: engine holds {self.version}, got {version}"
@@ -141,11 +141,29 @@ class TorchPolicy:
         finally:
             self._num_publishing -= 1
 
+    async def sleep(self) -> None:
+        """Frees the cache of keys and values."""
+        self._awake.clear()
+        await self._idle()
+        self._forget()
+        self._cache.free()
+
+    async def wake(self) -> None:
+        self._cache.allocate()
+        self._awake.set()
+
+    async def close(self) -> None:
+        if self._pump is not None and not self._pump.done():
+            self._pump.cancel()
+        self._fail(RuntimeError("the engine was closed"))
+        self._cache.free()
+
+    async def score(self, sequences: list[list[int]]) -> list[Tensor]:
+        """As `Policy.score`: what the canary compares."""
+        return self._scores(sequences)
+
     @torch.inference_mode()
-    def score(self, sequences: list[list[int]]) -> list[Tensor]:
-        """Natural-log probability of each token after the first of each sequence, at temperature 1:
-        what the canary compares. [T - 1] float32 for a sequence of T.
-        """
+    def _scores(self, sequences: list[list[int]]) -> list[Tensor]:
         device = self._cache.keys.device
         starts = torch.tensor([0, *np.cumsum([len(sequence) for sequence in sequences])])
         layout = PackedSequences(starts.to(device))
@@ -166,6 +184,8 @@ class TorchPolicy:
     async def _run(self) -> None:
         try:
             while self._waiting or self._active:
+                if not self._active:
+                    await self._awake.wait()
                 self._admit()
                 self._step()
                 await asyncio.sleep(0)  # let replies of environments in
@@ -175,14 +195,21 @@ class TorchPolicy:
                 len(self._active),
                 len(self._waiting),
             )
-            # whoever waits must hear of it; a silent engine is a hang
-            for request in [*self._active, *self._waiting]:
-                if not request.done.done():
-                    failure = RuntimeError(f"engine failed: {type(error).__name__}: {error}")
-                    failure.__cause__ = error
-                    request.done.set_exception(failure)
-            self._active, self._waiting = [], []
-            self._forget()
+            self._fail(RuntimeError(f"engine failed: {type(error).__name__}: {error}"), error)
+
+    async def _idle(self) -> None:
+        """Return when no action runs."""
+        while self._active:  # noqa: ASYNC110 - each pass lets the engine do one forward
+            await asyncio.sleep(0)
+
+    def _fail(self, failure: RuntimeError, cause: BaseException | None = None) -> None:
+        """Whoever waits must hear of it: a silent engine is a hang."""
+        failure.__cause__ = cause
+        for request in [*self._active, *self._waiting]:
+            if not request.done.done():
+                request.done.set_exception(failure)
+        self._active, self._waiting = [], []
+        self._forget()
 
     def _forget(self) -> None:
         """Every slot is free and holds nothing."""
@@ -199,7 +226,7 @@ class TorchPolicy:
         """
         if len(self._waiting) < len(self._active):
             return
-        while self._waiting and not self._num_publishing and len(self._active) < len(self._slots):
+        while self._waiting and self._may_begin and len(self._active) < len(self._slots):
             request = self._waiting.pop(0)
             request.slot = self._slot(request.sampling.key._replace(turn=0))
             slot = self._slots[request.slot]
@@ -208,6 +235,10 @@ class TorchPolicy:
                 slot.ids = []
             slot.busy = True
             self._active.append(request)
+
+    @property
+    def _may_begin(self) -> bool:
+        return not self._num_publishing and self._awake.is_set()
 
     def _slot(self, owner: SampleKey) -> int:
         """A free one, from now on the owner's."""
@@ -277,71 +308,3 @@ class TorchPolicy:
             self._slots[request.slot].busy = False
         if request in self._waiting:
             self._waiting.remove(request)
-
-
-def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token per sequence by inverting its distribution at `uniform`; temperature 0 takes
-    the largest logit.
-
-    logits: [R, V] float32; temperature, uniform: [R].
-    Result: tokens [R] int64 and their natural-log probabilities [R], of the distribution at that
-    temperature (at temperature 1 where greedy).
-    """
-    distribution = Distribution(logits, temperature)
-    tokens = distribution.draw(uniform)
-    return tokens, distribution.logprobs(tokens)
-
-
-class Distribution:
-    """What R sequences of logits say of their next token. Shapes as in `sample`; tokens: [R]
-    int64.
-    """
-
-    def __init__(self, logits: Tensor, temperature: Tensor) -> None:
-        """temperature: [R], 0 where greedy."""
-        self._greedy = temperature == 0
-        self._logp = torch.log_softmax(
-            logits / torch.where(self._greedy, 1.0, temperature)[:, None].to(logits.dtype), -1
-        )
-        self._cumulative = self._logp.double().exp().cumsum(-1)
-        self._largest = logits.argmax(-1)
-
-    def logprobs(self, tokens: Tensor) -> Tensor:
-        """[R] natural-log probabilities at the temperature, at 1 where greedy."""
-        return self._logp.gather(1, tokens[:, None])[:, 0]
-
-    def draw(self, uniform: Tensor) -> Tensor:
-        """[R] int64 tokens whose intervals hold `uniform`; the largest logit where greedy."""
-        drawn = (
-            (self._cumulative < uniform[:, None] * self._cumulative[:, -1:])
-            .sum(-1)
-            .clamp(max=self._logp.shape[-1] - 1)
-        )
-        return torch.where(self._greedy, self._largest, drawn)
-
-    def distance(self, uniform: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """How far each token is from being the drawn one; 0 where it is.
-
-        Result: ([R] float64 probability between `uniform` and the token's interval, 0 where greedy;
-        [R] nats below the largest, 0 where sampled).
-        """
-        before = (tokens - 1).clamp(min=0)[:, None]
-        total = self._cumulative[:, -1]
-        low = torch.where(tokens == 0, 0.0, self._cumulative.gather(1, before)[:, 0] / total)
-        high = self._cumulative.gather(1, tokens[:, None])[:, 0] / total
-        outside = torch.maximum(low - uniform, uniform - high).clamp(min=0)
-        below = self._logp.max(-1).values - self.logprobs(tokens)
-        return torch.where(self._greedy, 0.0, outside), torch.where(self._greedy, below, 0.0)
-
-
-def uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """`count` numbers in [0, 1) that depend on the key alone, not on what was drawn before: 53
-    bits each of a digest of the key and the block's number.
-    """
-    text = "\x1f".join(map(str, key)).encode()
-    blocks = (
-        hashlib.blake2b(text, salt=block.to_bytes(4, "little")).digest()
-        for block in range(-(-count // 8))
-    )
-    words = np.frombuffer(b"".join(blocks), dtype="<u8")[:count] >> np.uint64(11)
-    return words.astype(np.float64) * 2.0**-53

@@ -218,7 +218,7 @@ def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(
 
 def assert_whole(cfg, *names):
     """Every episode once, every item once and in order, and the audit agrees."""
-    from agentgym.steps.context import TRAJECTORIES, decode_trajectories
+    from agentgym.records import TRAJECTORIES, decode_trajectories
 
     store = open_store(cfg)
     done = finished(cfg, store)

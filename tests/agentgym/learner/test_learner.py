@@ -597,7 +597,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_unchanged(make_learner
 
 
 def test_logged_probabilities_of_another_policy_stop_the_run(make_learner):
-    learner = make_learner()
+    learner, limited = make_learner(), ONE_UPDATE.model_copy(update={"max_mismatch_kl": 0.05})
     before = weights(learner)
     batch = on_policy(learner, batch_of())
     shifted = replace(batch, logprobs=batch.logprobs.roll(1) * batch.action_mask)
@@ -605,13 +605,11 @@ def test_logged_probabilities_of_another_policy_stop_the_run(make_learner):
         EngineMismatch,
         match=r"step 7: engine and learner differ by KL .* \(limit 0.05, largest single difference",
     ):
-        learner.update(shifted, ONE_UPDATE, step=7, seed=0)
+        learner.update(shifted, limited, step=7, seed=0)
     with pytest.raises(EngineMismatch, match="KL nan"):
-        learner.update(
-            replace(batch, logprobs=batch.logprobs * math.nan), ONE_UPDATE, step=7, seed=0
-        )
+        learner.update(replace(batch, logprobs=batch.logprobs * math.nan), limited, step=7, seed=0)
     with pytest.raises(EngineMismatch):  # sampled at another temperature than recorded
-        learner.update(replace(batch, temperature=0.5), ONE_UPDATE, step=7, seed=0)
+        learner.update(replace(batch, temperature=0.5), limited, step=7, seed=0)
     assert_same(before, weights(learner))
 
 

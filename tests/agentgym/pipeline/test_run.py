@@ -15,7 +15,8 @@ from agentgym.data.check import load_data
 from agentgym.evaluation.champion import DECISION, OUTCOMES
 from agentgym.pipeline.run import pointer, run_step, run_with_parents
 from agentgym.pipeline.table import finished, open_store, semantic_of, steps_of
-from agentgym.steps.context import METRICS, TRAJECTORIES, decode_trajectories
+from agentgym.records import TRAJECTORIES, decode_trajectories
+from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 
 

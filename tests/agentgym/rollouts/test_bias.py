@@ -11,8 +11,9 @@ import pytest
 
 from agentgym.data.items import ItemStream
 from agentgym.models.chat import ChatRenderer
-from agentgym.rollouts.collect import collect
+from agentgym.rollouts.collect import collect, samples
 from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.rollouts.players import token_players
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Completion, Item
 from envs.env import EnvSpec, StepResult
@@ -107,11 +108,9 @@ def test_latency_and_faults_that_grow_with_reward_leave_the_mean_of_batches_unbi
             for step in range(1, NUM_BATCHES + 1):
                 house.ended.clear()
                 trajectories = await collect(
-                    items.next(BATCH),
-                    num_samples=1,
+                    samples(items.next(BATCH), 1),
                     pool=pool,
-                    policy=Gambler(renderer),
-                    renderer=renderer,
+                    player_of=token_players(Gambler(renderer), renderer),
                     settings=EpisodeSettings(
                         seed=0,
                         step=step,

@@ -5,14 +5,15 @@ hangs, nobody jumps the queue.
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.collect import RolloutError, collect
+from agentgym.rollouts.collect import RolloutError, collect, samples
 from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.rollouts.players import token_players
 from agentgym.types import Completion, Item, SampleKey, Status
 
 SETTINGS = EpisodeSettings(
@@ -27,6 +28,7 @@ class Reply:
     success: bool = False
     truncated: bool = False
     observation: str = "you see a red ball"
+    info: dict = field(default_factory=dict)
 
 
 class Pool:
@@ -89,17 +91,16 @@ def gather(renderer, behave, items=8, policy=None, limit_s=20, **options):
     """(trajectories, pool, policy); fails where the collection does not end."""
     pool, policy = Pool(behave), policy or Scripted(renderer)
     defaults = {
-        "num_samples": 1,
         "concurrency": 64,
         "episode_timeout_s": 5.0,
         "max_attempts": 3,
         "max_env_error_frac": 0.1,
     }
+    num_samples, first = options.pop("num_samples", 1), options.pop("first_sample", 0)
     call = collect(
-        [Item("babyai", task) for task in range(items)],
+        samples([Item("babyai", task) for task in range(items)], num_samples, first),
         pool=pool,
-        policy=policy,
-        renderer=renderer,
+        player_of=token_players(policy, renderer),
         settings=SETTINGS,
         **(defaults | options),
     )
@@ -279,11 +280,9 @@ def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_ta
         return Reply(1.0, terminated=turn == 2, success=True)
 
     collection = collect(
-        [Item("babyai", 0)],
-        num_samples=1,
+        [(Item("babyai", 0), 0)],
         pool=Lingering(behave),
-        policy=Scripted(renderer),
-        renderer=renderer,
+        player_of=token_players(Scripted(renderer), renderer),
         settings=SETTINGS,
         concurrency=1,
         episode_timeout_s=0.3,
@@ -337,11 +336,9 @@ def test_a_cancelled_collection_closes_its_sessions(renderer, deterministic):
         pool, before = Pool(forever), asyncio.all_tasks()
         task = asyncio.create_task(
             collect(
-                [Item("babyai", i) for i in range(5)],
-                num_samples=1,
+                [(Item("babyai", i), 0) for i in range(5)],
                 pool=pool,
-                policy=Scripted(renderer),
-                renderer=renderer,
+                player_of=token_players(Scripted(renderer), renderer),
                 settings=SETTINGS,
                 concurrency=3,
                 episode_timeout_s=60,

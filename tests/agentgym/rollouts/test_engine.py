@@ -7,7 +7,8 @@ from agentgym.config import OptimizerConfig, RunConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
-from agentgym.rollouts.canary import CANARY_TOLERANCE, canary_sequences
+from agentgym.models.tolerance import TORCH
+from agentgym.rollouts.canary import canary_sequences
 from agentgym.rollouts.engine import LocalEngine
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies.torch import TorchPolicy
@@ -44,7 +45,7 @@ def train(learner):
 def test_weights_that_arrived_pass_the_canary(pair):
     engine, learner = pair
     train(learner)
-    assert engine.publish(learner, 1) < CANARY_TOLERANCE / 5
+    assert engine.publish(learner, 1) < TORCH[torch.float32].canary / 5
     assert engine.policy.version == 1
     assert all(
         torch.equal(tensor, weights_of(learner.model)[name])

@@ -3,11 +3,12 @@ happened.
 """
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from agentgym.models.chat import ChatRenderer
+from agentgym.records import from_json, to_json
 from agentgym.rollouts.episode import (
     Episode,
     EpisodeSettings,
@@ -15,7 +16,8 @@ from agentgym.rollouts.episode import (
     reply_naming,
     run_episode,
 )
-from agentgym.types import Completion, Item, Status, Trajectory
+from agentgym.rollouts.players import TokenPlayer
+from agentgym.types import Completion, Item, Status
 
 SETTINGS = EpisodeSettings(
     seed=0, step=3, max_turns=4, temperature=0.7, max_new_tokens=6, context_tokens=256
@@ -29,6 +31,7 @@ class Reply:
     terminated: bool = False
     truncated: bool = False
     success: bool = False
+    info: dict = field(default_factory=dict)
 
 
 class Session:
@@ -71,7 +74,7 @@ def says(renderer, text, version=0, stop=True):
 def play(renderer, completions, replies, settings=SETTINGS):
     policy, session = Scripted(completions), Session(replies)
     episode = Episode(Item("babyai", 17), 2, settings, session.observation)
-    status = asyncio.run(run_episode(policy, session, renderer, episode))
+    status = asyncio.run(run_episode(TokenPlayer(policy, renderer), session, episode))
     return episode.finish(status), policy, session
 
 
@@ -259,10 +262,7 @@ def test_on_the_last_turn_the_environment_is_heard_first(renderer, reply, status
 
 def test_a_trajectory_stored_before_there_was_a_name_for_that_cut_still_loads(renderer):
     trajectory, _, _ = play(renderer, [says(renderer, "a")], [Reply(terminated=True)])
-    assert (
-        Trajectory.from_json({**trajectory.to_json(), "status": "terminated"}).status
-        is Status.TERMINATED
-    )
+    assert from_json({**to_json(trajectory), "status": "terminated"}).status is Status.TERMINATED
 
 
 def test_the_manual_comes_first_where_there_is_one(renderer):
@@ -296,7 +296,7 @@ def test_a_trajectory_survives_the_way_through_json(renderer):
     import json
 
     trajectory, _, _ = play(renderer, [says(renderer, "é")], [Reply("ü", 0.1, terminated=True)])
-    assert Trajectory.from_json(json.loads(json.dumps(trajectory.to_json()))) == trajectory
+    assert from_json(json.loads(json.dumps(to_json(trajectory)))) == trajectory
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from agentgym.rollouts import balancing, pools
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.rollouts.players import token_players
 from agentgym.rollouts.pools import EnvPool, EnvPools, check_endpoints
 from agentgym.types import Completion, Endpoint, Item, Status
 
@@ -314,11 +315,9 @@ def test_episodes_of_a_server_that_is_killed_are_played_on_another(tokenizer, tm
             policy = Turning()
             policy.victim = (await pool.info())[0].pid
             return await collect(
-                [Item("babyai", task) for task in range(24)],
-                num_samples=1,
+                [(Item("babyai", task), 0) for task in range(24)],
                 pool=pool,
-                policy=policy,
-                renderer=renderer,
+                player_of=token_players(policy, renderer),
                 settings=EpisodeSettings(
                     seed=0,
                     step=1,

@@ -16,8 +16,9 @@ from agentgym.data.items import load_splits
 from agentgym.data.trajectories import RECORDED, decode
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, steps_of
+from agentgym.records import decode_trajectories, encode_trajectories
 from agentgym.rollouts.horizon import stages
-from agentgym.steps.context import METRICS, decode_trajectories, encode_trajectories
+from agentgym.steps.context import METRICS
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.tracking.points import decode_points
 from agentgym.training.offline import dataset_of

@@ -19,7 +19,7 @@ def listening():
 
 def test_rank_0_listens_on_its_nodes_address_alone(monkeypatch):
     monkeypatch.setattr(raylearner, "_node_address", lambda: "127.0.0.1")
-    before, rank = listening(), LearnerRank(0, 2, False, 5.0)
+    before, rank = listening(), LearnerRank(0, 2, "cpu", 5.0)
     host, port = rank.serve()
     assert listening() - before == {("127.0.0.1", port)}
     other = raylearner.TCPStore(host, port, 2, is_master=False)

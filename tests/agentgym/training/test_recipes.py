@@ -14,7 +14,8 @@ from agentgym.config import ConfigError, load_config
 from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, load_checkpoint
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
-from agentgym.steps.context import METRICS, TRAJECTORIES, StepContext, decode_trajectories
+from agentgym.records import TRAJECTORIES, decode_trajectories
+from agentgym.steps.context import METRICS, StepContext
 from agentgym.tracking.points import decode_points
 from agentgym.types import Status
 

@@ -1,29 +1,70 @@
 """Demonstrations are what the policy would have sampled, and come round in seeded order."""
 
-from dataclasses import replace
+import asyncio
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from agentgym.data.trajectories import Recorded
 from agentgym.models.chat import ChatRenderer
-from agentgym.rollouts.episode import EpisodeSettings, extract_action
-from agentgym.training.sft import Step, _TextEpisode, demo_indices, replies_of
+from agentgym.rollouts.episode import (
+    Episode,
+    EpisodeSettings,
+    Said,
+    extract_action,
+    run_episode,
+)
+from agentgym.rollouts.players import ScriptedPlayer
+from agentgym.training.sft import demo_indices, replies_of, texts_of, tokenized
 from agentgym.types import Item
 
 SETTINGS = EpisodeSettings(
-    seed=0, step=0, max_turns=1, temperature=1.0, max_new_tokens=6, context_tokens=256
+    seed=0, step=0, max_turns=9, temperature=1.0, max_new_tokens=6, context_tokens=256
 )
+
+
+@dataclass
+class Reply:
+    observation: str = "you see"
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    success: bool = False
+    info: dict = field(default_factory=dict)
+
+
+class Session:
+    observation = "task: go"
+
+    def __init__(self, replies):
+        self.replies, self.actions = iter(replies), []
+
+    async def step(self, action):
+        self.actions.append(action)
+        return next(self.replies)
+
+
+def played(lines, replies, settings=SETTINGS, sample=0):
+    """A conversation without tokens, and the actions that the environment saw."""
+    session = Session(replies)
+    episode = Episode(Item("babyai", 4), sample, settings, session.observation)
+    status = asyncio.run(run_episode(ScriptedPlayer(lines), session, episode))
+    return episode.finish(status), session.actions
 
 
 @pytest.mark.parametrize("action_format", ["plain", "react"])
 def test_a_demonstration_is_rendered_as_a_rollout_reads_it(tokenizer, action_format):
     renderer = ChatRenderer(tokenizer)
-    episode = _TextEpisode(Item("babyai", 4), "task: go")
-    episode.steps = [Step("turn left", "you see", 0.0), Step("move forward", "done", 1.0)]
-    episode.success = True
-    demo = episode.tokenize(
-        renderer, replace(SETTINGS, action_format=action_format, instructions={"babyai": "rules"})
-    )
+    settings = replace(SETTINGS, action_format=action_format, instructions={"babyai": "rules"})
+    lines = [Said("turn left", "turn left"), Said("move forward", "move forward")]
+    replies = [Reply(info={"room": 1}), Reply("done", 1.0, terminated=True, success=True)]
+    text, actions = played(lines, replies, settings)
+    assert actions == ["turn left", "move forward"]
+    assert text.input_ids == ()
+    demo = tokenized(text, renderer, settings)
+    assert [turn.info for turn in demo.turns] == [{"room": 1}, {}]
+    assert demo.timing == {}
+    assert not any(turn.env_s or turn.generate_s for turn in demo.turns)
     spans = [demo.input_ids[turn.start : turn.end] for turn in demo.turns]
     assert [extract_action(renderer.text(span), action_format) for span in spans] == [
         "turn left",
@@ -45,17 +86,20 @@ THOUGHT = "Thought:\nThe ball is to my left.\n\nAction:\nturn left"
 def test_a_recorded_thought_is_learned_with_its_action_where_replies_have_thoughts(tokenizer):
     renderer = ChatRenderer(tokenizer)
     recorded = Recorded(Item("babyai", 4), (THOUGHT, "Action: move forward", "drop "))
-    assert replies_of(recorded, "react") == [
-        (THOUGHT, "turn left"),
-        ("Action: move forward", "move forward"),
-        ("", "drop"),
+    said = replies_of(recorded, "react")
+    assert said == [
+        Said(THOUGHT, "turn left"),
+        Said("Action: move forward", "move forward"),
+        Said("drop", "drop"),
     ]
-    assert replies_of(recorded, "plain") == [("", "turn left"), ("", "move forward"), ("", "drop")]
-    episode = _TextEpisode(Item("babyai", 4), "task: go", 3)
-    episode.steps = [
-        Step(action, "you see", 0.0, reply) for reply, action in replies_of(recorded, "react")
+    assert [(each.text, each.action) for each in replies_of(recorded, "plain")] == [
+        (action, action) for action in ("turn left", "move forward", "drop")
     ]
-    demo = episode.tokenize(renderer, replace(SETTINGS, action_format="react"))
+    settings = replace(SETTINGS, action_format="react")
+    text, actions = played(said, [Reply()] * 3, settings, sample=3)
+    assert actions == ["turn left", "move forward", "drop"]
+    assert not text.success
+    demo = tokenized(text, renderer, settings)
     spans = [demo.input_ids[turn.start : turn.end] for turn in demo.turns]
     assert [renderer.text(span) for span in spans] == [
         THOUGHT,
@@ -69,7 +113,7 @@ def test_a_recorded_thought_is_learned_with_its_action_where_replies_have_though
     ]
     assert sum(demo.action_mask) == sum(map(len, spans))
     assert demo.sample == 3
-    assert THOUGHT in episode.texts()
+    assert THOUGHT in texts_of(text)
 
 
 def test_every_epoch_shows_every_demonstration_once_in_another_order():

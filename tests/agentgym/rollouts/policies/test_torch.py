@@ -2,13 +2,16 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from agentgym.models.attention import PackedSequences
 from agentgym.models.model import weights_of
-from agentgym.rollouts.policies.torch import TOLERANCES, Distribution, TorchPolicy, sample, uniforms
+from agentgym.models.tolerance import TORCH
+from agentgym.rollouts.policies.draw import Distribution, sample, uniforms
+from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import SampleKey, Sampling
 
 
@@ -432,7 +435,7 @@ def test_cancelled_requests_free_their_slots(make_policy):
 def test_scores_are_log_probabilities_of_each_next_token(make_policy, plain, model):
     rows = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
     twin = plain(model)
-    for row, scores in zip(rows, make_policy().score(rows), strict=True):
+    for row, scores in zip(rows, asyncio.run(make_policy().score(rows)), strict=True):
         with torch.no_grad():
             logp = torch.log_softmax(twin(torch.tensor([row])).logits[0], -1)
         assert scores.tolist() == pytest.approx(
@@ -461,7 +464,7 @@ def test_the_distance_of_a_greedy_token_is_how_far_it_lies_below_the_largest():
     assert below.tolist() == pytest.approx([0.0, 2.0, 3.0])
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("dtype", list(TORCH), ids=str)
 def test_what_the_engine_drew_in_a_crowd_is_its_draw_in_any_other_forward(
     make_model, tokenizer, dtype
 ):
@@ -496,9 +499,46 @@ def test_what_the_engine_drew_in_a_crowd_is_its_draw_in_any_other_forward(
             outside, below = Distribution(logits[len(prompt) - 1 : -1], temperature).distance(
                 own, ids[len(prompt) :]
             )
-            off = (outside > TOLERANCES[dtype].mass) | (below > TOLERANCES[dtype].nats)
+            off = (outside > TORCH[dtype].mass) | (below > TORCH[dtype].nats)
             if whose == index:
                 assert not off.any(), (index, outside.max(), below.max())
             elif index % 2:
                 foreign, total = foreign + int(off.any()), total + 1
     assert foreign > 0.9 * total
+
+
+def test_a_sleeping_engine_holds_no_cache_and_answers_when_it_wakes(make_policy, make_model):
+    async def main():
+        policy, twin = make_policy(), make_policy()
+        asked = Sampling(key(), 1.0, 6)
+        expected = await twin.generate([5, 6, 7], asked)
+        running = asyncio.create_task(policy.generate([5, 6, 7], asked))
+        while not policy._active:
+            await asyncio.sleep(0)
+        await policy.sleep()  # once what runs has ended
+        assert (await asyncio.wait_for(running, 10)).ids == expected.ids
+        assert policy._cache.keys.numel() == 0
+        late = asyncio.create_task(policy.generate([5, 6, 7], asked))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not late.done()
+        await policy.publish(weights_of(make_model()), 3)
+        await policy.wake()
+        assert await asyncio.wait_for(late, 10) == replace(expected, version=3)
+        scores = await policy.score([[5, 6, 7]])
+        assert torch.equal(scores[0], (await twin.score([[5, 6, 7]]))[0])
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_an_engine_that_is_closed_hears_of_it(make_policy):
+    async def main():
+        policy = make_policy()
+        await policy.sleep()
+        waiting = asyncio.create_task(policy.generate([5], Sampling(key(), 1.0, 2)))
+        await asyncio.sleep(0)
+        await policy.close()
+        with pytest.raises(RuntimeError, match="the engine was closed"):
+            await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(main())

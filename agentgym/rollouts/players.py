@@ -1,0 +1,106 @@
+"""Who plays an episode: the tokens of an engine, an environment's expert, a script, or chance."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agentgym.models.chat import ChatRenderer
+from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.episode import Episode, Player, Said
+from agentgym.types import Item, Policy, SampleKey, Sampling
+
+PlayerOf = Callable[[Item, int], Player]  # item, sample -> who plays it; a player plays once
+
+
+class TokenPlayer:
+    """An engine's tokens, through the chat template of its model."""
+
+    def __init__(self, policy: Policy, renderer: ChatRenderer) -> None:
+        self._policy, self._renderer = policy, renderer
+        self._stopped = True
+
+    def begin(self, episode: Episode) -> bool:
+        self._episode, self._settings = episode, episode.settings
+        instructions = episode.settings.instructions_of(episode.item)
+        episode.read(self._renderer.start(episode.first_observation, instructions))
+        return self._room() >= self._settings.max_new_tokens
+
+    async def act(self, session: Any, sampling: Sampling) -> Said:
+        episode = self._episode
+        completion = await self._policy.generate(list(episode.input_ids), sampling)
+        start = len(episode.input_ids)
+        episode.act(completion)
+        self._stopped = completion.stop_reason == "stop"
+        text = self._renderer.text(completion.ids)
+        return Said(text, version=completion.version, start=start, end=len(episode.input_ids))
+
+    def hear(self, observation: str, *, last: bool) -> bool:
+        following = self._renderer.bridge(observation, stopped=self._stopped)
+        room = self._room() - len(following)
+        goes_on = not last and room >= self._settings.max_new_tokens
+        # a trajectory never exceeds the context
+        if room >= 0 and (goes_on or self._settings.read_last):
+            self._episode.read(following)
+        return room >= self._settings.max_new_tokens
+
+    def _room(self) -> int:
+        return self._settings.context_tokens - len(self._episode.input_ids)
+
+
+def token_players(policy: Policy, renderer: ChatRenderer) -> PlayerOf:
+    """All episodes by one engine."""
+    return lambda *_: TokenPlayer(policy, renderer)
+
+
+class TextPlayer:
+    """Without tokens: its context has no end that is known here."""
+
+    def begin(self, episode: Episode) -> bool:
+        return True
+
+    def hear(self, observation: str, *, last: bool) -> bool:
+        return True
+
+
+class ExpertPlayer(TextPlayer):
+    """The environment's own expert."""
+
+    async def act(self, session: Any, sampling: Sampling) -> Said | None:
+        try:
+            action = await session.expert()
+        except EnvError as error:
+            if error.kind != "expert_failed":
+                raise
+            return None
+        return Said(action, action)
+
+
+class ScriptedPlayer(TextPlayer):
+    """What was written down beforehand; gives up where it ends."""
+
+    def __init__(self, lines: Sequence[Said]) -> None:
+        self._lines = iter(lines)
+
+    async def act(self, session: Any, sampling: Sampling) -> Said | None:
+        return next(self._lines, None)
+
+
+class RandomPlayer(TextPlayer):
+    """Any of the actions the environment says are possible, all equally likely, the same ones in
+    every run of equal keys. Errors: EnvError where the server does not tell them.
+    """
+
+    async def act(self, session: Any, sampling: Sampling) -> Said | None:
+        actions = sorted(await session.hints())
+        if not actions:
+            return None
+        action = actions[int(chance(sampling.key) * len(actions))]
+        return Said(action, action)
+
+
+def chance(key: SampleKey) -> float:
+    """In [0, 1), a function of the key."""
+    text = "\x1f".join(map(str, key)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest()) / 2**48

@@ -1,0 +1,83 @@
+"""Engines by name: the built-in ones, and whatever installed packages offer under the entry point
+group `agentgym.engines`. Nothing else names one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, cast
+
+from agentgym.config import ConfigError, RunConfig
+from agentgym.types import Policy
+
+if TYPE_CHECKING:  # the table of steps asks for names alone
+    import torch
+
+    from agentgym.models.checkpoint import Checkpoint
+    from agentgym.models.tolerance import Tolerance, Tolerances
+
+ENTRY_POINT_GROUP = "agentgym.engines"
+BUILT_IN = {"torch": "agentgym.rollouts.policies.torch:TorchPolicy"}
+
+
+class EngineClass(Policy, Protocol):
+    """What an entry point names: a class whose objects are policies."""
+
+    # A SampleKey and the weights determine a token, as `agentgym.rollouts.policies.draw` says, so
+    # an audit can tell a draw from a choice. Of an engine without this, an audit can say how likely
+    # a token was, and no more.
+    repeats_draws: ClassVar[bool]
+    tolerances: ClassVar[Tolerances]
+
+    @classmethod
+    def open(cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Self:
+        """It samples with the checkpoint's model, its own from here on, on
+        `cfg.compute_device`; num_slots: episodes at a time.
+        """
+        ...
+
+
+def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
+    """The policy that `rollout.engine` names. Errors: ConfigError; whatever the engine raises."""
+    chosen = engine_class(cfg.rollout.engine)
+    tolerance_of(cfg.rollout.engine, checkpoint.dtype)
+    return chosen.open(cfg, checkpoint, num_slots=num_slots, version=version)
+
+
+def engine_class(name: str) -> type[EngineClass]:
+    """Errors: ConfigError."""
+    return cast(type[EngineClass], _entry(name).load())
+
+
+def engine_module(name: str) -> str:
+    """The module whose source computes what it samples. Errors: ConfigError."""
+    return _entry(name).module
+
+
+def tolerance_of(name: str, dtype: torch.dtype) -> Tolerance:
+    """Errors: ConfigError where the engine states none for weights of this dtype."""
+    stated = engine_class(name).tolerances
+    if dtype not in stated:
+        raise ConfigError(
+            f"engine {name!r} states no tolerance for weights of {dtype}, so nobody could tell"
+            f" whether it samples from the learner's; it has: {', '.join(map(str, stated))}"
+        )
+    return stated[dtype]
+
+
+def _entry(name: str) -> EntryPoint:
+    known = _known()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+        raise ConfigError(f"rollout.engine: unknown engine {name!r}; {hint}")
+    return known[name]
+
+
+def _known() -> Mapping[str, EntryPoint]:
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    return found | {
+        name: EntryPoint(name, target, ENTRY_POINT_GROUP) for name, target in BUILT_IN.items()
+    }

@@ -1,0 +1,157 @@
+"""An engine from an installed package trains like the built-in one, and is judged by what it states
+of itself.
+"""
+
+import pytest
+import torch
+
+from agentgym.audit import audit
+from agentgym.cli import main
+from agentgym.config import ConfigError, RunConfig, load_config
+from agentgym.models.tolerance import TORCH
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store, steps_of
+from agentgym.rollouts.policies.engines import engine_class, engine_module, tolerance_of
+from agentgym.rollouts.policies.torch import TorchPolicy
+from agentgym.steps.context import METRICS
+from agentgym.store.keys import source_digest
+from agentgym.tracking.points import decode_points
+from agentgym.types import EngineMismatch
+
+SLOW = '''
+import torch
+from agentgym.models.attention import PackedSequences
+from agentgym.models.model import load_weights
+from agentgym.models.tolerance import Tolerance
+from agentgym.types import Completion
+
+class Slow:
+    """The whole sequence again for every token."""
+
+    repeats_draws = False
+    tolerances = {torch.float32: Tolerance(1e-3, canary=5e-4, mismatch_kl=0.1, nats=2e-3, mass=1.0)}
+
+    def __init__(self, model, stop_id, version):
+        self._model, self._stop_id, self.version = model.eval(), stop_id, version
+
+    @classmethod
+    def open(cls, cfg, checkpoint, *, num_slots, version):
+        return cls(checkpoint.model, checkpoint.renderer.stop_id, version)
+
+    @torch.inference_mode()
+    def _logp(self, ids):
+        layout = PackedSequences(torch.tensor([0, len(ids)]))
+        given = {"input_ids": torch.tensor([ids]), "position_ids": layout.position[None]}
+        logits = self._model(**given, use_cache=False, layout=layout).logits[0].float()
+        return torch.log_softmax(logits, -1)
+
+    async def generate(self, prompt_ids, sampling):
+        ids, logprobs = [], []
+        while len(ids) < sampling.max_new_tokens and self._stop_id not in ids:
+            logp = self._logp(prompt_ids + ids)[-1] / (sampling.temperature or 1.0)
+            logp = torch.log_softmax(logp, -1)
+            drawn = logp.exp().multinomial(1) if sampling.temperature else logp.argmax()[None]
+            ids.append(int(drawn))
+            logprobs.append(float(logp[drawn]))
+        stop = "stop" if ids[-1] == self._stop_id else "length"
+        return Completion(tuple(ids), tuple(logprobs), stop, self.version)
+
+    async def score(self, sequences):
+        following = [torch.tensor(ids)[1:, None] for ids in sequences]
+        scores = [self._logp(ids)[:-1] for ids in sequences]
+        return [each.gather(1, ids)[:, 0] for each, ids in zip(scores, following, strict=True)]
+
+    async def publish(self, weights, version):
+        load_weights(self._model, weights)
+        self.version = version
+
+    async def sleep(self): ...
+    async def wake(self): ...
+    async def close(self): ...
+'''
+
+
+@pytest.fixture
+def slow(tmp_path, monkeypatch):
+    """Such a package is installed."""
+    site = tmp_path / "site"
+    info = site / "slow_engine-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "slow_engine.py").write_text(SLOW)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-engine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[agentgym.engines]\nslow = slow_engine:Slow\n")
+    monkeypatch.syspath_prepend(str(site))
+    yield site / "slow_engine.py"
+    import sys
+
+    sys.modules.pop("slow_engine", None)
+    source_digest.__globals__["_digest_once"].cache_clear()
+
+
+def test_an_installed_engine_trains_and_is_audited_by_its_own_tolerance(
+    slow, tiny_params, tmp_path
+):
+    cfg = load_config(tiny_params(tmp_path / "run"), ["rollout.engine=slow"])
+    assert tolerance_of("slow", torch.float32).canary == 5e-4
+    for name in ("prepare", "initialize", "warm-start", "stage-1", "stage-2"):
+        run_step(name, cfg)
+    store = open_store(cfg)
+    done = finished(cfg, store)
+    commits = [c for name in ("stage-1", "stage-2") for c in store.history(name, done[name].key)]
+    points = [point for c in commits for point in decode_points(store.read(c, METRICS))]
+    assert len(points) >= 3
+    assert any(point.metrics.get("actor/grad_norm", 0.0) > 0 for point in points)
+    assert all(0 <= point.metrics["sync/canary_max_abs"] <= 5e-4 for point in points)
+    report = audit(cfg, num_episodes=4)
+    assert report.ok, [check.failures for check in report.checks if not check.ok]
+    told = {check.name: check for check in report.checks}
+    assert "engine slow does not repeat its draws" in told["sampling"].not_checked
+    assert told["rescore"].counted > 0
+
+
+def test_a_forgotten_publish_of_an_installed_engine_is_found(slow, tiny_params, tmp_path):
+    slow.write_text(SLOW.replace("load_weights(self._model, weights)", "pass"))
+    cfg = load_config(tiny_params(tmp_path / "run"), ["rollout.engine=slow", "optimizer.lr=0.01"])
+    for name in ("prepare", "initialize", "warm-start"):
+        run_step(name, cfg)
+    with pytest.raises(EngineMismatch, match=r"did not reach the engine.*limit 0.0005"):
+        run_step("stage-1", cfg)
+
+
+def test_an_engine_and_its_source_are_in_the_keys_of_what_it_samples(slow, tiny_params, tmp_path):
+    path = tiny_params(tmp_path / "run")
+    assert engine_module("slow") == "slow_engine"
+    for name in ("stage-1", "evaluate-stage-1"):
+        modules = steps_of(load_config(path, ["rollout.engine=slow"]))[name].modules
+        assert "slow_engine" in modules
+        before = source_digest(modules)
+        slow.write_text(slow.read_text() + "\n# another\n")
+        source_digest.__globals__["_digest_once"].cache_clear()
+        assert source_digest(modules) != before
+        assert "agentgym.rollouts.policies.torch" in steps_of(load_config(path))[name].modules
+
+
+def test_an_unknown_engine_is_one_line_before_anything_starts(slow, tiny_params, tmp_path, capsys):
+    path = tiny_params(tmp_path / "run")
+    assert main(["plan", "--params", str(path), "--set", "rollout.engine=slov"]) == 2
+    assert "rollout.engine: unknown engine 'slov'; did you mean 'slow'?" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="known: slow, torch"):
+        engine_class("zzz")
+
+
+def test_weights_of_a_dtype_without_a_tolerance_are_refused(slow):
+    with pytest.raises(ConfigError, match=r"'slow' states no tolerance .* torch\.bfloat16"):
+        tolerance_of("slow", torch.bfloat16)
+    assert engine_class("torch") is TorchPolicy
+    assert set(TORCH) == {torch.float32, torch.float16, torch.bfloat16}
+
+
+def test_the_device_is_in_the_keys_and_cuda_is_not_promised_to_the_bit():
+    assert RunConfig().compute_device == "cpu"
+    assert {"compute_device"} <= set(steps_of(RunConfig())["stage-1"].sections)
+    with pytest.raises(ValueError, match="deterministic is promised on the CPU alone"):
+        RunConfig(deterministic=True, compute_device="cuda")
+    with pytest.raises(ValueError, match="every worker and rank needs a share of a GPU"):
+        RunConfig.model_validate({"compute": "ray", "compute_device": "cuda"})
+    with pytest.raises(ValueError, match="with cpu it would hold one and not use it"):
+        RunConfig.model_validate({"compute": "ray", "ray": {"worker_gpus": 1}})
