@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from agentgym.algorithms.batch import groups_with_signal, learnable, overlong_penalty, to_batch
 from agentgym.algorithms.recipe import RECIPES
@@ -30,7 +31,7 @@ from agentgym.rollouts.policies.engines import tolerance_of
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
-from agentgym.types import Item, Trajectory
+from agentgym.types import Item, Learned, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 },
                 blobs={**checkpoint.files(), **learner.blobs()},
                 points=[Point(step, now_ms(), metrics)],
-                trajectories=[*rollouts.trajectories, *validation],
+                trajectories=[*with_reasons(rollouts, kept), *validation],
             )
             logger.info(
                 "step %d: success %.2f in %.1f s",
@@ -160,6 +161,23 @@ class Rollouts:
     kept: list[Trajectory]  # those the recipe wants to learn from
     position: int  # of the stream after them
     seconds: float
+
+
+def with_reasons(rollouts: Rollouts, learned: Sequence[Trajectory]) -> list[Trajectory]:
+    """All of them, those that did not enter the loss with the reason. learned: what did."""
+    entered, wanted = set(map(id, learned)), set(map(id, rollouts.kept))
+
+    def reason(each: Trajectory) -> str:
+        if not each.status.is_valid:
+            return f"the environment failed: {each.status}"
+        if id(each) not in wanted:
+            return "its group had equal rewards"
+        return "no action" if not any(each.action_mask) else f"cut: {each.status}"
+
+    return [
+        each if id(each) in entered else replace(each, learned=Learned(excluded=reason(each)))
+        for each in rollouts.trajectories
+    ]
 
 
 def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, step: int, turns: int) -> Rollouts:
