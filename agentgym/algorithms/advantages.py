@@ -1,55 +1,70 @@
 """Advantage functions: pure, tensors in, tensors out.
 
-Each gives ([n] advantages of the action tokens, [n] targets of the critic or None).
+Each gives ([n] advantages of the action tokens, [n] targets of the critic or None) of an
+`Experience`.
 "Next", "discount" and "sum" run over action tokens, whatever observations lie between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from agentgym.algorithms.experience import Experience
+from agentgym.algorithms.recipe import named, recipe_of
 from agentgym.algorithms.signal import differ
 
 EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class Experience:
-    """What an advantage function may look at: the n action tokens of a global batch of B sequences,
-    in sequence order.
+class AlgorithmSettings(Protocol):
+    """What every section `algorithm` says."""
+
+    @property
+    def recipe(self) -> str: ...
+
+
+class Discounting(Protocol):
+    """Settings of advantage functions that look at when a reward came."""
+
+    @property
+    def gamma(self) -> float: ...
+
+
+class Estimating(Discounting, Protocol):
+    """Of those with a critic."""
+
+    @property
+    def gae_lambda(self) -> float: ...
+
+
+# (experience, settings of `algorithm`) -> ([n] advantages, [n] targets of the critic or None)
+AdvantageFunction = Callable[[Experience, Any], tuple[Tensor, Tensor | None]]
+
+
+def with_advantages(experience: Experience, settings: AlgorithmSettings) -> Experience:
+    """With the advantages of its recipe, and the critic's targets where it has a critic.
+
+    Errors: ValueError where the recipe's function gives something that is no advantage per token.
     """
-
-    sequence: Tensor  # [n] int64, ascending
-    # [n] float32: the outcome on each sequence's last action token, plus what is paid per token
-    rewards: Tensor
-    group_ids: Tensor  # [B] int64, 0 .. G - 1, equal for samples of one item
-    gamma: float = 1.0
-    gae_lambda: float = 1.0
-    values: Tensor | None = None  # [n] of the state each token is chosen in
-    # [B] of the state after the last action: 0 where the episode was over
-    end_values: Tensor | None = None
-    # [B] int64, equal for sequences of one environment; None: all are of one
-    env_ids: Tensor | None = None
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.group_ids)
-
-    @property
-    def returns(self) -> Tensor:
-        """[B] undiscounted sum of each sequence's rewards."""
-        return torch.zeros(self.num_sequences).index_add_(0, self.sequence, self.rewards)
+    function: AdvantageFunction = named(ADVANTAGES, recipe_of(settings.recipe).advantages)
+    advantages, targets = function(experience, settings)
+    for what, values in (("advantages", advantages), ("targets", targets)):
+        if values is not None and (
+            values.shape != experience.rewards.shape or not values.isfinite().all()
+        ):
+            raise ValueError(
+                f"recipe {settings.recipe}: {what} of shape {list(values.shape)}, expected one"
+                f" finite number for each of {len(experience.rewards)} action tokens"
+            )
+    return replace(experience, advantages=advantages, targets=targets)
 
 
-# Result: ([n] advantages, [n] targets of the critic or None)
-AdvantageFunction = Callable[[Experience], tuple[Tensor, Tensor | None]]
-
-
-def grpo(experience: Experience) -> tuple[Tensor, None]:
+def grpo(experience: Experience, _: object = None) -> tuple[Tensor, None]:
     """[n]: each return standardized within its group, equal for all action tokens of a sequence.
 
     The deviation is the sample one (n - 1).
@@ -58,53 +73,106 @@ def grpo(experience: Experience) -> tuple[Tensor, None]:
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
     """
     centred, sizes = _centred(experience)
-    groups = experience.group_ids
-    variances = torch.zeros(len(sizes)).index_add_(0, groups, centred**2) / (sizes - 1).clamp(min=1)
+    groups = experience.batch.group_ids
+    squares = torch.zeros_like(sizes).index_add_(0, groups, centred**2)
+    variances = squares / (sizes - 1).clamp(min=1)
     return (centred / (variances.sqrt()[groups] + EPS))[experience.sequence], None
 
 
-def dr_grpo(experience: Experience) -> tuple[Tensor, None]:
+def dr_grpo(experience: Experience, _: object = None) -> tuple[Tensor, None]:
     """Each return minus its group's mean: [n]. Source: arXiv:2503.20783."""
     return _centred(experience)[0][experience.sequence], None
 
 
-def rloo(experience: Experience) -> tuple[Tensor, None]:
+def rloo(experience: Experience, _: object = None) -> tuple[Tensor, None]:
     """Each return minus the mean of the others in its group: [n]; a group of one gets zero.
     Source: arXiv:2402.14740.
     """
     centred, sizes = _centred(experience)
-    own = sizes[experience.group_ids]
+    own = sizes[experience.batch.group_ids]
     return (centred * own / (own - 1).clamp(min=1))[experience.sequence], None
 
 
-def reinforce_plus_plus(experience: Experience) -> tuple[Tensor, None]:
+def reinforce_plus_plus(experience: Experience, settings: Discounting) -> tuple[Tensor, None]:
     """The discounted sum of what follows each token, whitened over the global batch: [n].
     Source: arXiv:2501.03262.
     """
-    return _whitened(experience, _backwards(experience, experience.rewards, experience.gamma)), None
+    following = _backwards(
+        experience.sequence, experience.batch.num_sequences, experience.rewards, settings.gamma
+    )
+    return _whitened(experience, following), None
 
 
-def reinforce_plus_plus_baseline(experience: Experience) -> tuple[Tensor, None]:
+def reinforce_plus_plus_baseline(experience: Experience, _: object = None) -> tuple[Tensor, None]:
     """Each return minus its group's mean, whitened over the global batch's tokens: [n].
     Source: arXiv:2501.03262.
     """
     return _whitened(experience, _centred(experience)[0][experience.sequence]), None
 
 
-def gae(experience: Experience) -> tuple[Tensor, Tensor]:
+def gae(experience: Experience, settings: Estimating) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over action tokens, whitened: [n]; the critic's targets
     are advantage + value, not whitened: [n].
 
     Source: arXiv:1506.02438. Errors: ValueError where there are no values.
     """
-    values, ends = experience.values, experience.end_values
-    if values is None or ends is None:
-        raise ValueError("GAE needs a critic's values; use a recipe that has a critic")
-    is_last = _is_last(experience.sequence)
-    following = torch.where(is_last, ends[experience.sequence], values.roll(-1))
-    deltas = experience.rewards + experience.gamma * following - values
-    advantages = _backwards(experience, deltas, experience.gamma * experience.gae_lambda)
+    values, ends = _values(experience)
+    advantages = _gae(
+        experience.sequence,
+        experience.batch.num_sequences,
+        experience.rewards,
+        values,
+        ends,
+        settings,
+    )
     return _whitened(experience, advantages), advantages + values
+
+
+def turn_gae(experience: Experience, settings: Estimating) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation over turns, equal for all tokens of a turn, whitened over
+    tokens: [n]; the critic's targets: [n].
+
+    A turn's reward is the sum of its tokens', its state the one its first token is chosen in, and
+    the next turn's state follows it. All its tokens have that state's target, advantage + value.
+    Errors: ValueError where there are no values.
+    """
+    values, ends = _values(experience)
+    turn = experience.turn
+    num_turns = int(turn[-1]) + 1
+    first = torch.searchsorted(turn, torch.arange(num_turns, device=turn.device))
+    rewards = values.new_zeros(num_turns).index_add_(0, turn, experience.rewards)
+    at_turns = values[first]
+    advantages = _gae(
+        experience.sequence[first],
+        experience.batch.num_sequences,
+        rewards,
+        at_turns,
+        ends,
+        settings,
+    )
+    return _whitened(experience, advantages[turn]), (advantages + at_turns)[turn]
+
+
+def _values(experience: Experience) -> tuple[Tensor, Tensor]:
+    if experience.values is None or experience.end_values is None:
+        raise ValueError("GAE needs a critic's values; use a recipe that has a critic")
+    return experience.values, experience.end_values
+
+
+def _gae(
+    sequence: Tensor,
+    num_sequences: int,
+    rewards: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    settings: Estimating,
+) -> Tensor:
+    """[m] advantages of m steps in time.
+    sequence: [m] int64, ascending; rewards, values: [m]; ends: [B].
+    """
+    following = torch.where(_is_last(sequence), ends[sequence], values.roll(-1))
+    deltas = rewards + settings.gamma * following - values
+    return _backwards(sequence, num_sequences, deltas, settings.gamma * settings.gae_lambda)
 
 
 def whiten(values: Tensor) -> Tensor:
@@ -120,9 +188,9 @@ def _whitened(experience: Experience, values: Tensor) -> Tensor:
     """[n] values, whitened among the tokens of one environment: the reward scale of one must
     not set the step size of another.
     """
-    if experience.env_ids is None:
+    if experience.batch.env_ids is None:
         return whiten(values)
-    result, env = torch.zeros_like(values), experience.env_ids[experience.sequence]
+    result, env = torch.zeros_like(values), experience.batch.env_ids[experience.sequence]
     for each in torch.unique(env):
         result[env == each] = whiten(values[env == each])
     return result
@@ -132,29 +200,32 @@ def _centred(experience: Experience) -> tuple[Tensor, Tensor]:
     """([B] return minus its group's mean, exactly 0 in a group of equal returns, see `differ`;
     [G] sizes of the groups).
     """
-    returns, groups = experience.returns, experience.group_ids
-    num_groups = int(groups.max()) + 1
-    sizes = torch.zeros(num_groups).index_add_(0, groups, torch.ones_like(returns))
-    means = torch.zeros(num_groups).index_add_(0, groups, returns) / sizes.clamp(min=1)
-    low = torch.full((num_groups,), torch.inf).scatter_reduce(0, groups, returns, "amin")
-    high = torch.full((num_groups,), -torch.inf).scatter_reduce(0, groups, returns, "amax")
+    returns, groups = experience.returns, experience.batch.group_ids
+    per_group = returns.new_zeros(int(groups.max()) + 1)
+    sizes = per_group.index_add(0, groups, torch.ones_like(returns))
+    means = per_group.index_add(0, groups, returns) / sizes.clamp(min=1)
+    low = (per_group + torch.inf).scatter_reduce(0, groups, returns, "amin")
+    high = (per_group - torch.inf).scatter_reduce(0, groups, returns, "amax")
     return torch.where(differ(low, high)[groups], returns - means[groups], 0.0), sizes
 
 
 def _is_last(sequence: Tensor) -> Tensor:
-    """[n] true on the last token of each sequence."""
-    return torch.cat([sequence[1:] != sequence[:-1], torch.ones(1, dtype=torch.bool)])
+    """[m] true on the last of each sequence."""
+    return torch.cat([sequence[1:] != sequence[:-1], sequence.new_ones(1, dtype=torch.bool)])
 
 
-def _backwards(experience: Experience, values: Tensor, discount: float) -> Tensor:
-    """[n] of sums v_t + discount * v_t+1 + discount^2 * v_t+2 ... to the end of each sequence."""
-    counts = torch.bincount(experience.sequence, minlength=experience.num_sequences)
-    column = torch.arange(len(values)) - (torch.cumsum(counts, 0) - counts)[experience.sequence]
-    padded = torch.zeros(experience.num_sequences, int(counts.max()) + 1)
-    padded[experience.sequence, column] = values
+def _backwards(sequence: Tensor, num_sequences: int, values: Tensor, discount: float) -> Tensor:
+    """[m] of sums v_t + discount * v_t+1 + discount^2 * v_t+2 ... to the end of each sequence.
+    sequence: [m] int64, ascending; values: [m].
+    """
+    counts = torch.bincount(sequence, minlength=num_sequences)
+    begins = (torch.cumsum(counts, 0) - counts)[sequence]
+    column = torch.arange(len(values), device=values.device) - begins
+    padded = values.new_zeros(num_sequences, int(counts.max()) + 1)
+    padded[sequence, column] = values
     for step in range(padded.shape[1] - 2, -1, -1):
         padded[:, step] += discount * padded[:, step + 1]
-    return padded[experience.sequence, column]
+    return padded[sequence, column]
 
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
@@ -164,4 +235,5 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "reinforce++": reinforce_plus_plus,
     "reinforce++-baseline": reinforce_plus_plus_baseline,
     "gae": gae,
+    "turn_gae": turn_gae,
 }

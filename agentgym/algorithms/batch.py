@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ class Batch:
     input_ids: Tensor  # [N] int64
     starts: Tensor  # [B + 1] int64
     action_mask: Tensor  # [N] bool, true on tokens the policy sampled
-    rewards: Tensor  # [N] float32, outcome on the last action token
+    # [N] float32: the outcome on the last action token, or each turn's reward on its own
+    rewards: Tensor
     logprobs: Tensor  # [N] float32, of the sampling policy; 0 where action_mask is false
     group_ids: Tensor  # [B] int64, equal for samples of one item
     # [B] bool, true where a limit ended the episode, not the task: horizon, context, the
@@ -41,26 +43,47 @@ class Batch:
     def sequence(self) -> Tensor:
         """[N] int64: the sequence each token belongs to."""
         return torch.repeat_interleave(
-            torch.arange(self.num_sequences), self.starts[1:] - self.starts[:-1]
+            torch.arange(self.num_sequences, device=self.starts.device),
+            self.starts[1:] - self.starts[:-1],
         )
+
+    @property
+    def turn(self) -> Tensor:
+        """[N] int64: of action tokens, which turn they are of, 0, 1, ... over the whole batch.
+        Between two turns of a sequence lies an observation, so a run of action tokens is one.
+        """
+        begins = self.action_mask.clone()
+        begins[1:] &= ~self.action_mask[:-1]
+        begins[self.starts[:-1]] = self.action_mask[self.starts[:-1]]
+        return torch.cumsum(begins, 0) - 1
 
     @property
     def returns(self) -> Tensor:
         """[B] float32: undiscounted outcome of each sequence, read back from its tokens."""
-        return torch.zeros(self.num_sequences).index_add_(
+        return self.rewards.new_zeros(self.num_sequences).index_add_(
             0, self.sequence, self.rewards * self.action_mask
         )
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch there."""
+        tensors: dict[str, Any] = {
+            each.name: value.to(device)
+            for each in fields(self)
+            if isinstance(value := getattr(self, each.name), Tensor)
+        }
+        return replace(self, **tensors)
+
     def select(self, sequences: Tensor) -> Batch:
         """The named sequences, in the order given. sequences: [R] int64."""
+        bounds = self.starts.tolist()
         spans = [
-            torch.arange(int(self.starts[sequence]), int(self.starts[sequence + 1]))
-            for sequence in sequences.tolist()
+            torch.arange(bounds[sequence], bounds[sequence + 1]) for sequence in sequences.tolist()
         ]
         tokens = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+        tokens = tokens.to(self.starts.device)
         return Batch(
             self.input_ids[tokens],
-            _starts([len(span) for span in spans]),
+            _starts([len(span) for span in spans]).to(self.starts.device),
             self.action_mask[tokens],
             self.rewards[tokens],
             self.logprobs[tokens],
@@ -86,31 +109,46 @@ class Batch:
         return replace(self, rewards=rewards)
 
 
-def learnable(trajectories: Sequence[Trajectory], *, truncated: Truncated) -> list[Trajectory]:
-    """Those that may be learned from, in order.
+def learnable(
+    trajectories: Sequence[Trajectory], *, truncated: Truncated, signal: bool = False
+) -> list[Trajectory]:
+    """Those that may be learned from, in order; see `why_not`."""
+    reasons = why_not(trajectories, truncated=truncated, signal=signal)
+    return [each for each, reason in zip(trajectories, reasons, strict=True) if not reason]
 
-    Failed environments never are, nor sequences without a single action; with truncated "mask"
-    neither are episodes cut by the horizon, the context or the simulator's own limit.
+
+def why_not(
+    trajectories: Sequence[Trajectory], *, truncated: Truncated, signal: bool = False
+) -> list[str]:
+    """Of each trajectory, why it must not be learned from; empty: it may. The one place that says.
+
+    Failed environments never are learned from, nor sequences without a single action; with
+    truncated "mask" neither are episodes cut by the horizon, the context or the simulator's own
+    limit.
+    signal: nor are groups whose rewards are equal, because only differences tell better from worse
+    (DAPO, arXiv:2503.14476).
     """
-    return [
-        t
-        for t in trajectories
-        if t.status.is_valid
-        and any(t.action_mask)
-        and not (truncated == "mask" and t.status in TRUNCATED)
-    ]
+    telling = _telling(trajectories) if signal else set()
+
+    def reason(each: Trajectory) -> str:
+        if not each.status.is_valid:
+            return f"the environment failed: {each.status}"
+        if signal and each.item.item_id not in telling:
+            return "its group had equal rewards"
+        if not any(each.action_mask):
+            return "no action"
+        return f"cut: {each.status}" if truncated == "mask" and each.status in TRUNCATED else ""
+
+    return [reason(each) for each in trajectories]
 
 
-def groups_with_signal(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """The episodes of items whose rewards differ: only these tell better from worse.
-    Source: DAPO, arXiv:2503.14476.
-    """
+def _telling(trajectories: Sequence[Trajectory]) -> set[str]:
+    """Ids of items whose rewards differ from sample to sample."""
     rewards: dict[str, list[float]] = {}
     for trajectory in trajectories:
         if trajectory.reward is not None:
             rewards.setdefault(trajectory.item.item_id, []).append(trajectory.reward)
-    telling = {item_id for item_id, group in rewards.items() if not all_equal(group)}
-    return [trajectory for trajectory in trajectories if trajectory.item.item_id in telling]
+    return {item_id for item_id, group in rewards.items() if not all_equal(group)}
 
 
 def overlong_penalty(
@@ -131,47 +169,70 @@ def overlong_penalty(
 def to_batch(
     trajectories: Sequence[Trajectory],
     *,
-    truncated: Truncated = "zero",
     penalty: Callable[[Trajectory], float] = lambda _: 0.0,
+    turn_rewards: bool = False,
 ) -> Batch:
-    """Pack the trajectories that may be learned from (see `learnable`), in order. penalty: added
-    to each one's outcome.
+    """Pack trajectories that may be learned from (see `learnable`), in order.
 
-    Errors: ValueError where nothing is left, or where samples of different temperatures meet.
+    penalty: added to each one's outcome, on its last action token.
+    turn_rewards: each turn's reward stands on its own last token, not the outcome on the last.
+    Errors: ValueError where there is none, one may not be learned from, or samples of different
+    temperatures meet.
     """
-    kept = learnable(trajectories, truncated=truncated)
-    if not kept:
+    reasons = [reason for reason in why_not(trajectories, truncated="zero") if reason]
+    if reasons or not trajectories:
         raise ValueError(
-            f"none of {len(trajectories)} trajectories can be learned from:"
-            f" {sorted({str(t.status) for t in trajectories})}"
+            f"{len(reasons)} of {len(trajectories)} trajectories cannot be learned from:"
+            f" {sorted(set(reasons))}"
         )
-    temperatures = {trajectory.temperature for trajectory in kept}
+    temperatures = {trajectory.temperature for trajectory in trajectories}
     if len(temperatures) > 1:
         raise ValueError(f"one batch, one temperature; got {sorted(temperatures)}")
     groups: dict[str, int] = {}
     envs: dict[str, int] = {}
-    lengths = [len(trajectory.input_ids) for trajectory in kept]
+    lengths = [len(trajectory.input_ids) for trajectory in trajectories]
+    starts = _starts(lengths)
+    penalties = [penalty(trajectory) for trajectory in trajectories]
+    rewards = torch.zeros(sum(lengths))
+    for start, trajectory, added in zip(starts.tolist(), trajectories, penalties, strict=False):
+        for place, reward in _paid(trajectory, turn_rewards):
+            rewards[start + place] += reward
+        rewards[start + _last_action(trajectory)] += added
     batch = Batch(
-        input_ids=torch.tensor([token for t in kept for token in t.input_ids]),
-        starts=_starts(lengths),
-        action_mask=torch.tensor([action for t in kept for action in t.action_mask]),
-        rewards=torch.zeros(sum(lengths)),
+        input_ids=torch.tensor([token for t in trajectories for token in t.input_ids]),
+        starts=starts,
+        action_mask=torch.tensor([action for t in trajectories for action in t.action_mask]),
+        rewards=rewards,
         logprobs=torch.tensor(
-            [logprob for t in kept for logprob in t.logprobs], dtype=torch.float32
+            [logprob for t in trajectories for logprob in t.logprobs], dtype=torch.float32
         ),
-        group_ids=torch.tensor([groups.setdefault(t.item.item_id, len(groups)) for t in kept]),
-        truncated=torch.tensor([t.status in TRUNCATED for t in kept]),
+        group_ids=torch.tensor(
+            [groups.setdefault(t.item.item_id, len(groups)) for t in trajectories]
+        ),
+        truncated=torch.tensor([t.status in TRUNCATED for t in trajectories]),
         temperature=temperatures.pop(),
-        env_ids=torch.tensor([envs.setdefault(t.item.env, len(envs)) for t in kept]),
+        env_ids=torch.tensor([envs.setdefault(t.item.env, len(envs)) for t in trajectories]),
     )
-    outcomes = torch.tensor([(t.reward or 0.0) + penalty(t) for t in kept], dtype=torch.float32)
-    for sequence, trajectory in enumerate(kept):
-        last_action = max(index for index, action in enumerate(trajectory.action_mask) if action)
-        batch.rewards[int(batch.starts[sequence]) + last_action] = outcomes[sequence]
-    assert torch.equal(batch.returns, outcomes), (
-        "an outcome was put on a token the policy did not sample"
+    outcomes = torch.tensor(
+        [(t.reward or 0.0) + added for t, added in zip(trajectories, penalties, strict=True)]
+    )
+    torch.testing.assert_close(
+        batch.returns,
+        outcomes,
+        msg="an outcome was put on a token the policy did not sample, or turns do not sum to it",
     )
     return batch
+
+
+def _paid(trajectory: Trajectory, turn_rewards: bool) -> list[tuple[int, float]]:
+    """(place of a token, reward that stands there)."""
+    if not turn_rewards:
+        return [(_last_action(trajectory), trajectory.reward or 0.0)]
+    return [(turn.end - 1, turn.reward) for turn in trajectory.turns]
+
+
+def _last_action(trajectory: Trajectory) -> int:
+    return max(index for index, action in enumerate(trajectory.action_mask) if action)
 
 
 def _starts(lengths: Sequence[int]) -> Tensor:

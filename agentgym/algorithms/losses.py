@@ -4,11 +4,107 @@ All [n] over action tokens unless said.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from agentgym.algorithms.recipe import Aggregation, KlEstimator
+from agentgym.algorithms.recipe import Aggregation, Correction, KlEstimator
+
+
+@dataclass(frozen=True, slots=True)
+class Actions:
+    """What a policy loss may look at: the n action tokens of R whole sequences."""
+
+    logprobs: Tensor  # [n] under the present weights, with their gradient
+    old_logprobs: Tensor  # [n] the learner's own before the update
+    advantages: Tensor  # [n]
+    sequence: Tensor  # [n] int64, ascending, 0 .. R - 1
+
+
+class Clipping(Protocol):
+    """Settings of a clipped loss."""
+
+    @property
+    def clip_low(self) -> float: ...
+    @property
+    def clip_high(self) -> float: ...
+
+
+class DualClipping(Clipping, Protocol):
+    @property
+    def dual_clip(self) -> float: ...
+
+
+# (actions, settings of `algorithm`) -> ([n] losses, what is logged of each token, [n] by name)
+PolicyLoss = Callable[[Actions, Any], tuple[Tensor, dict[str, Tensor]]]
+
+
+def ppo_clip(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ppo_clip_loss`, and where it is clipped."""
+    return _clipped(actions, settings.clip_low, settings.clip_high, None)
+
+
+def dual_clip(actions: Actions, settings: DualClipping) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same with a dual clip."""
+    return _clipped(actions, settings.clip_low, settings.clip_high, settings.dual_clip)
+
+
+def gspo(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate with one ratio for a sequence, the geometric mean of its tokens'.
+
+    s = exp(mean_t (log pi - log pi_old)); each token's loss is -min(s A, clip(s) A), so that the
+    mean over a sequence (aggregation `sequence`) is the published loss of the sequence.
+    Source: arXiv:2507.18071.
+    """
+    log_ratio = sequence_mean(actions.logprobs - actions.old_logprobs, actions.sequence)
+    alike = replace(actions, logprobs=log_ratio, old_logprobs=torch.zeros_like(log_ratio))
+    return _clipped(alike, settings.clip_low, settings.clip_high, None)
+
+
+def cispo(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE with a clipped importance weight: -sg(clip(rho)) A log pi, so that every token
+    keeps a gradient, which `ppo_clip` takes from those it clips.
+
+    The published loss has no lower bound: `clip_low` 1. Source: arXiv:2506.13585.
+    """
+    ratio = (actions.logprobs.detach() - actions.old_logprobs).exp()
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    binds = {"clip_frac_low": ratio < low, "clip_frac_high": ratio > high}
+    losses = -ratio.clamp(low, high) * actions.advantages * actions.logprobs
+    return losses, {"clip_frac": (ratio < low) | (ratio > high), **binds}
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "ppo_clip": ppo_clip,
+    "dual_clip": dual_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+}
+
+
+def _clipped(
+    actions: Actions, low: float, high: float, dual: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    new, old, gain = actions.logprobs, actions.old_logprobs, actions.advantages
+    losses = ppo_clip_loss(new, old, gain, clip_low=low, clip_high=high, dual_clip=dual)
+    return losses, clip_fractions(
+        new.detach(), old, gain, clip_low=low, clip_high=high, dual_clip=dual
+    )
+
+
+def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
+    """[n]: each token's value replaced by the mean over its sequence. sequence: [n] int64."""
+    sums = _sequence_sum(values, sequence)
+    return sums[sequence] / torch.bincount(sequence, minlength=len(sums))[sequence]
+
+
+def _sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
+    """[R]."""
+    return values.new_zeros(int(sequence.max()) + 1).index_add(0, sequence, values)
 
 
 def ppo_clip_loss(
@@ -112,21 +208,46 @@ def aggregation_weights(
     Result: [n]; sums to 1 but for `constant`.
     """
     if aggregation == "token":
-        return torch.full((len(sequences),), 1.0 / max(len(sequences), 1))
+        return torch.full((len(sequences),), 1.0 / max(len(sequences), 1), device=sequences.device)
     counts = torch.bincount(sequences, minlength=num_sequences)
     acting = (counts > 0).sum()
     if aggregation == "sequence":
         return 1.0 / (counts[sequences] * acting)
     if constant is None:
         raise ValueError("aggregation 'constant' needs the constant it divides by")
-    return torch.ones(len(sequences)) / (constant * acting)
+    return torch.ones(len(sequences), device=sequences.device) / (constant * acting)
 
 
-def importance_weights(learner_logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
-    """min(w, cap) with w = pi_learner / pi_engine of each action token: truncated importance
-    sampling. All [n], the result too.
+def corrections(
+    learner_logprobs: Tensor,
+    engine_logprobs: Tensor,
+    sequence: Tensor,
+    *,
+    correction: Correction,
+    cap: float,
+    floor: float = 0.0,
+) -> Tensor:
+    """What each action token's loss is multiplied by, because the engine sampled it and the learner
+    trains. All [n], the result too, sequence: int64, ascending.
+
+    With w = pi_learner / pi_engine of a token, W the product over its sequence and M the geometric
+    mean:
+    token_truncate: min(w, cap). token_mask: w where floor <= w <= cap,
+    else 0 (with a floor IcePop). sequence_truncate: min(W, cap). sequence_mask: W where floor <= W
+    <= cap, else 0. geometric_mask: 1 where floor <= M <= cap, else 0: M does not grow with length.
     """
-    return (learner_logprobs - engine_logprobs).exp().clamp(max=cap)
+    log_weights = learner_logprobs - engine_logprobs
+    if correction.startswith("sequence"):
+        log_weights = _sequence_sum(log_weights, sequence)[sequence]
+    elif correction == "geometric_mask":
+        log_weights = sequence_mean(log_weights, sequence)
+    weights = log_weights.exp()
+    if correction.endswith("truncate"):
+        return weights.clamp(max=cap)
+    within = (weights >= floor) & (weights <= cap)
+    if correction == "geometric_mask":
+        return within.to(weights.dtype)
+    return torch.where(within, weights, 0.0)
 
 
 def mismatch(learner_logprobs: Tensor, engine_logprobs: Tensor, *, cap: float) -> dict[str, float]:
@@ -136,7 +257,7 @@ def mismatch(learner_logprobs: Tensor, engine_logprobs: Tensor, *, cap: float) -
     kl: mean of k3 = w - 1 - log w, an unbiased estimate of KL(engine || learner), nats per token;
     max_abs: largest difference of a log-probability; ess: effective sample size of the weights as a
     share of n; outside_frac: share of weights outside [0.9, 1.1]; capped_frac: share of weights
-    above `cap`, where `importance_weights` cuts them.
+    above `cap`.
     """
     log_ratio = (learner_logprobs - engine_logprobs).double()
     weights = log_ratio.exp()

@@ -4,20 +4,47 @@ Torch-free, so that configuration can be checked without it.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from typing import Literal
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal
 
 Truncated = Literal["zero", "mask", "bootstrap"]
 Aggregation = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
-Loop = Literal["rl", "sft", "dpo", "evolve"]
+Correction = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
+]
+ENTRY_POINT_GROUP = "agentgym.recipes"
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What a stage of training does with its optimizer steps."""
+
+    trainer: str  # module with `train_stage`
+    samples_every_step: bool = False  # else it learns from a set fixed at the start of the stage
+    explores: bool = False  # that set is made of train items sampled when the stage begins
+    imitates: bool = False  # the demonstrations are part of that set
+    prefers: bool = False  # it is made of pairs
+    begins_anew: bool = False  # each stage starts from the first weights, not from the last
+
+
+RL = Loop("agentgym.training.rl", samples_every_step=True)
+SFT = Loop("agentgym.training.offline", imitates=True)
+DPO = Loop("agentgym.training.offline", explores=True, prefers=True)
+EVOLVE = Loop("agentgym.training.offline", explores=True, imitates=True, begins_anew=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The name of a function in `advantages.py`, how its loss is shaped, and what it needs.
+    """Which functions make a loss of episodes, how it is shaped, and what it needs.
 
+    advantages: a row of `advantages.ADVANTAGES`; policy_loss: one of `losses.POLICY_LOSSES`; or of
+    either a function of another package, as `module:function`.
+    settings: what `algorithm` may say beside `recipe`: a row of `agentgym.config.FAMILIES`, or a
+    class of another package that extends one of them, as `module:Class`.
     truncated: what an episode cut by the horizon, the context or the simulator's own step limit
     counts as.
     `zero`: its reward so far (0 for an outcome reward), so that being too slow is a failure;
@@ -28,23 +55,17 @@ class Recipe:
     delays cost nothing learns to delay.
     kl_estimator, kl_place: of the penalty against the reference model, where `algorithm.kl_coef` is
     above 0.
-    loop: what a stage does.
-    `rl` samples for every optimizer step; the others have no advantages and learn from a set that
-    is fixed at the start of the stage: demonstrations, pairs, or successes beside demonstrations.
     """
 
     advantages: str
-    aggregation: Aggregation
+    policy_loss: str
     needs_groups: bool
+    settings: str = "policy_gradient"
+    aggregation: Aggregation = "token"
     truncated: Truncated = "zero"
-    needs_critic: bool = False
-    dual_clip: bool = False
     kl_estimator: KlEstimator = "k3"
     kl_place: KlPlace = "loss"
-    # groups of equal rewards are replaced by groups of further items
-    dynamic_sampling: bool = False
-    overlong: bool = False  # episodes near the end of their budget are penalized
-    loop: Loop = "rl"
+    loop: Loop = RL
 
     @property
     def standardises_groups(self) -> bool:
@@ -56,34 +77,108 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     # DeepSeekMath, arXiv:2402.03300; token-mean over the global batch as in DAPO, arXiv:2503.14476
-    "grpo": Recipe("grpo", "token", needs_groups=True),
+    "grpo": Recipe("grpo", "ppo_clip", needs_groups=True),
     # arXiv:2503.20783: no division by a deviation, none by a length
-    "dr_grpo": Recipe("dr_grpo", "constant", needs_groups=True),
+    "dr_grpo": Recipe("dr_grpo", "ppo_clip", needs_groups=True, aggregation="constant"),
     # arXiv:2503.14476
-    "dapo": Recipe("grpo", "token", needs_groups=True, dynamic_sampling=True, overlong=True),
+    "dapo": Recipe("grpo", "ppo_clip", needs_groups=True, settings="dynamic_sampling"),
+    # arXiv:2507.18071: ratio and clip of whole sequences
+    "gspo": Recipe(
+        "grpo", "gspo", needs_groups=True, settings="sequence_ratio", aggregation="sequence"
+    ),
+    # arXiv:2506.13585: the importance weight is clipped, and every token keeps its gradient
+    "cispo": Recipe("grpo", "cispo", needs_groups=True, settings="clipped_weight"),
     # arXiv:2402.14740; its KL belongs to the reward
-    "rloo": Recipe("rloo", "token", needs_groups=True, kl_estimator="k1", kl_place="reward"),
+    "rloo": Recipe("rloo", "ppo_clip", needs_groups=True, kl_estimator="k1", kl_place="reward"),
     # arXiv:2501.03262
     "reinforce++": Recipe(
-        "reinforce++", "token", needs_groups=False, kl_estimator="k1", kl_place="reward"
+        "reinforce++",
+        "ppo_clip",
+        needs_groups=False,
+        settings="discounted",
+        kl_estimator="k1",
+        kl_place="reward",
     ),
     "reinforce++-baseline": Recipe(
-        "reinforce++-baseline", "token", needs_groups=True, kl_estimator="k2"
+        "reinforce++-baseline", "ppo_clip", needs_groups=True, kl_estimator="k2"
     ),
     # arXiv:1707.06347, GAE arXiv:1506.02438, dual clip arXiv:1912.09729
     "ppo": Recipe(
         "gae",
-        "token",
+        "dual_clip",
         needs_groups=False,
-        needs_critic=True,
-        dual_clip=True,
+        settings="actor_critic",
+        kl_estimator="k1",
+        kl_place="reward",
+    ),
+    # the same over turns: one action is one decision, and is paid when its observation comes
+    "turn_ppo": Recipe(
+        "turn_gae",
+        "dual_clip",
+        needs_groups=False,
+        settings="turn_actor_critic",
         kl_estimator="k1",
         kl_place="reward",
     ),
     # supervised learning on the demonstrations, continued: what further imitation alone would give
-    "sft": Recipe("", "token", needs_groups=False, loop="sft"),
+    "sft": Recipe("", "", needs_groups=False, settings="imitation", loop=SFT),
     # arXiv:2305.18290, pairs of trajectories of one item as in ETO, arXiv:2403.02502
-    "dpo": Recipe("", "sequence", needs_groups=True, loop="dpo"),
+    "dpo": Recipe("", "", needs_groups=True, settings="preference", loop=DPO),
     # arXiv:2406.04151
-    "agent_evol": Recipe("", "token", needs_groups=False, loop="evolve"),
+    "agent_evol": Recipe("", "", needs_groups=False, settings="self_training", loop=EVOLVE),
 }
+
+
+def recipe_of(name: str) -> Recipe:
+    """A row of ours, or what an installed package offers under the entry point group
+    `agentgym.recipes`. Errors: ValueError.
+    """
+    if name in RECIPES:
+        return RECIPES[name]
+    offered = _offered()
+    if name not in offered:
+        known = ", ".join(known_recipes())
+        raise ValueError(f"algorithm.recipe {name!r} is unknown; known: {known}")
+    recipe = offered[name].load()
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"algorithm.recipe {name}: {offered[name].value} is {type(recipe).__name__}, expected"
+            " an agentgym.algorithms.recipe.Recipe"
+        )
+    return recipe
+
+
+def recipe_modules(name: str) -> tuple[str, ...]:
+    """Modules of another package whose source computes it: none for our own rows.
+    Errors: ValueError.
+    """
+    if name in RECIPES:
+        return ()
+    recipe = recipe_of(name)
+    named = (recipe.advantages, recipe.policy_loss, recipe.settings)
+    elsewhere = (each.partition(":")[0] for each in named if ":" in each)
+    return tuple(sorted({_offered()[name].module, *elsewhere}))
+
+
+def known_recipes() -> tuple[str, ...]:
+    """Every name that `algorithm.recipe` may have here, sorted."""
+    return tuple(sorted({*RECIPES, *_offered()}))
+
+
+def named(table: dict[str, Any], name: str) -> Any:
+    """A row of the table, or the object of another package that `module:name` is.
+
+    name: of a `Recipe`, which is code: never a word of a parameter file. Errors: ValueError.
+    """
+    if name in table:
+        return table[name]
+    module, separator, attribute = name.partition(":")
+    if not separator:
+        raise ValueError(
+            f"a recipe names {name!r}, which is neither one of {', '.join(table)} nor module:name"
+        )
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _offered() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from agentgym.algorithms.batch import TRUNCATED
-from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord, draw, load, place
+from agentgym.audit.steps import StepRecord, draw, load, place, samples_every_step
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits
 from agentgym.deploy.local import local_environment
@@ -20,7 +19,7 @@ from agentgym.rollouts.engine import open_pool
 from agentgym.rollouts.episode import ending, extract_action
 from agentgym.rollouts.pools import EnvPools
 from agentgym.store.runstore import RunStore
-from agentgym.training.rl import resolved
+from agentgym.training.rl import reads_last
 from agentgym.types import Item, Status, Trajectory
 
 
@@ -41,7 +40,7 @@ def check_episodes(cfg: RunConfig, record: StepRecord, splits: Splits, checks: C
             items = [by_id[item_id] for item_id in commit.state["consumed"] if item_id in by_id]
             turns = int(commit.state["max_turns"])  # lineage checks it
             # the step its train episodes are for
-            played = step if RECIPES[cfg.algorithm.recipe].loop == "rl" else stage.first_step
+            played = step if samples_every_step(cfg) else stage.first_step
             expected = [
                 (played - 1, item, sample, played, turns, rollout.temperature)
                 for item in items
@@ -142,10 +141,8 @@ def check_tokens(
     checkpoint = load(store, record.final if record.name == "initialize" else record.checkpoint)
     if checkpoint is None or not record.episodes:
         return
-    renderer, reads_last = (
-        checkpoint.renderer,
-        record.stage(cfg) is not None and resolved(cfg).truncated == "bootstrap",
-    )
+    renderer = checkpoint.renderer
+    bootstraps = record.stage(cfg) is not None and reads_last(cfg)
     start, bridge, text = cache(renderer.start), cache(renderer.bridge), cache(renderer.text)
     for commit in record.commits:
         for episode in record.episodes.get(commit.seq, ()):
@@ -178,7 +175,7 @@ def check_tokens(
                 if is_last and episode.status is Status.MAX_TOKENS:
                     checks.expect(where, "context used up", True, room < cfg.rollout.max_new_tokens)
                 read_last = (
-                    reads_last
+                    bootstraps
                     and episode.status in TRUNCATED
                     and episode.item.split == "train"
                     and room >= 0

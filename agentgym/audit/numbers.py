@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from agentgym.algorithms.recipe import RECIPES
+from agentgym.algorithms.recipe import recipe_of
 from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord
+from agentgym.audit.steps import StepRecord, samples_every_step
 from agentgym.config import RunConfig
 from agentgym.data.check import load_data, load_recorded
 from agentgym.data.items import Splits, splits_from_json
@@ -103,7 +103,7 @@ def check_numbers(
         )
     elif record.name == "warm-start":
         _check_warm_start(cfg, record, checks)
-    elif record.stage(cfg) is not None and RECIPES[cfg.algorithm.recipe].loop != "rl":
+    elif record.stage(cfg) is not None and not samples_every_step(cfg):
         _check_offline_stage(cfg, store, record, checks)
     elif record.stage(cfg) is not None:
         for commit in record.commits:
@@ -242,7 +242,7 @@ def _check_offline_stage(
     explored = [episode for episode in logs if episode.item.split == "train"]
     step, rate = (
         stage.first_step - 1,
-        ("dpo/lr" if RECIPES[cfg.algorithm.recipe].loop == "dpo" else "sft/lr"),
+        ("dpo/lr" if recipe_of(cfg.algorithm.recipe).loop.prefers else "sft/lr"),
     )
     for commit in record.commits:
         for point in record.points.get(commit.seq, ()):

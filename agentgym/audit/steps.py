@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from agentgym.algorithms.recipe import RECIPES
+from agentgym.algorithms.recipe import recipe_of
 from agentgym.audit.report import Checks
-from agentgym.config import RunConfig
+from agentgym.config import RunConfig, max_refills
 from agentgym.data.items import Splits, train_stream
 from agentgym.models.checkpoint import Checkpoint, load_checkpoint
 from agentgym.pipeline.table import key_of, semantic_of, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import Stage, advance, max_turns, stages
+from agentgym.rollouts.metrics import success_share
 from agentgym.steps.context import METRICS
 from agentgym.steps.step import Step
 from agentgym.store.manifest import Manifest, ManifestError
@@ -126,6 +127,11 @@ def _check_content(store: RunStore, record: StepRecord, commit: Manifest, checks
             )
 
 
+def samples_every_step(cfg: RunConfig) -> bool:
+    """Whether each optimizer step of its stages learns from episodes of its own."""
+    return recipe_of(cfg.algorithm.recipe).loop.samples_every_step
+
+
 def check_lineage(
     cfg: RunConfig, record: StepRecord, splits: Splits | None, checks: Checks
 ) -> None:
@@ -142,27 +148,18 @@ def check_lineage(
         )
         checks.expect(where, "digests of its parents", parents, commit.parents)
         checks.expect(where, "configuration", semantic_of(record.step, cfg), commit.config)
-        if stage is None or splits is None or RECIPES[cfg.algorithm.recipe].loop != "rl":
+        if stage is None or splits is None or not samples_every_step(cfg):
             continue
         step, asked = stage.first_step + index, cfg.rollout.items_per_step
         before = record.commits[index - 1] if index else record.checkpoint
         assert before is not None
         stream = train_stream(cfg, splits, before.state)
-        most = (
-            asked * (1 + cfg.algorithm.max_refills)
-            if RECIPES[cfg.algorithm.recipe].dynamic_sampling
-            else asked
-        )
+        most = asked * (1 + max_refills(cfg.algorithm))
         count = min(max(len(commit.state.get("consumed", ())), asked), most)
         items = [item.item_id for item in stream.next(count)]
         horizon = horizon_state(before)
-        success = next(
-            (
-                point.metrics.get("rollout/success", 0.0)
-                for point in record.points.get(commit.seq, ())
-            ),
-            0.0,
-        )
+        played = record.episodes.get(commit.seq, ())
+        success = success_share([each for each in played if each.item.split == "train"])
         expected = {
             "global_step": step,
             "stream_position": stream.position,
@@ -173,7 +170,7 @@ def check_lineage(
         for name, value in expected.items():
             checks.expect(where, name, value, commit.state.get(name))
         checks.expect(where, "done at the stage's last step", step == stage.last_step, commit.done)
-    if stage is not None and splits is not None and RECIPES[cfg.algorithm.recipe].loop != "rl":
+    if stage is not None and splits is not None and not samples_every_step(cfg):
         _check_offline_stage(cfg, record, stage, splits, checks)
     if stage is not None and record.checkpoint is not None:
         start = int(record.checkpoint.state["global_step"])

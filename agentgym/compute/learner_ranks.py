@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentgym.algorithms.batch import Batch
+from agentgym.algorithms.experience import Experience
 from agentgym.compute.actors import cause_of, end, first_line
-from agentgym.config import AlgorithmConfig
+from agentgym.config import PolicyGradientConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.model import set_threads
 from agentgym.types import EngineMismatch
@@ -102,6 +103,8 @@ class LearnerRank:
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """A method of the learner, entered by every rank; rank 0 has the result."""
         result = getattr(self._learner, method)(*arguments, **named)
+        if isinstance(result, Experience):
+            result = result.to(torch.device("cpu"))  # where it goes there may be no other
         return result if self._rank == 0 else None
 
     def export(self) -> tuple[str, list[Any]] | None:
@@ -175,10 +178,14 @@ class RayLearner:
         result: Tensor = self._call("score", batch)
         return result
 
+    def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
+        result: Experience = self._call("prepare", batch, config, step=step)
+        return result
+
     def update(
-        self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int
+        self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
     ) -> dict[str, float]:
-        result: dict[str, float] = self._call("update", batch, config, step=step, seed=seed)
+        result: dict[str, float] = self._call("update", experience, config, step=step, seed=seed)
         return result
 
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import agentgym.rollouts.engine as inline
 from agentgym.algorithms.batch import Batch
-from agentgym.config import AlgorithmConfig, RunConfig
+from agentgym.algorithms.experience import Experience
+from agentgym.config import PolicyGradientConfig, RunConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.learner.process_group import SingleProcess
 from agentgym.models.checkpoint import Checkpoint
@@ -26,9 +27,16 @@ class Learner(Protocol):
         """[N] log-probabilities under the present weights; 0 where action_mask is false."""
         ...
 
+    def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
+        """What is known of a batch before the update; advantages are not among it."""
+        ...
+
     def update(
-        self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int
-    ) -> dict[str, float]: ...
+        self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
+    ) -> dict[str, float]:
+        """One optimizer step on an experience with advantages; metrics by name."""
+        ...
+
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]: ...
     def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int

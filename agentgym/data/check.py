@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentgym.algorithms.recipe import RECIPES
-from agentgym.config import ConfigError, EnvConfig, RunConfig
+from agentgym.algorithms.recipe import recipe_of
+from agentgym.config import ConfigError, EnvConfig, ExplorationConfig, RunConfig, max_refills
 from agentgym.data.items import (
     SPLITS,
     Splits,
@@ -23,11 +23,11 @@ def load_data(cfg: RunConfig) -> Splits:
     """
     splits = mix_splits(cfg.env_weights, list(splits_by_env(cfg).values()))
     if (
-        RECIPES[cfg.algorithm.recipe].loop in ("dpo", "evolve")
-        and cfg.offline.num_items > len(splits.train) // 3
+        isinstance(cfg.algorithm, ExplorationConfig)
+        and cfg.algorithm.num_items > len(splits.train) // 3
     ):
         raise ConfigError(
-            f"offline.num_items {cfg.offline.num_items} is more than a third of the"
+            f"algorithm.num_items {cfg.algorithm.num_items} is more than a third of the"
             f" {len(splits.train)} train items of {cfg.env_names}, so that one stage could meet an"
             " item twice; lower it"
         )
@@ -95,10 +95,10 @@ def _check_draws(cfg: RunConfig, splits: Splits) -> None:
     """Errors: ConfigError where one optimizer step could draw an item twice: equal keys give
     equal samples.
     """
-    recipe, asked = RECIPES[cfg.algorithm.recipe], cfg.rollout.items_per_step
-    rounds = 1 + (cfg.algorithm.max_refills if recipe.dynamic_sampling else 0)
+    loop, asked = recipe_of(cfg.algorithm.recipe).loop, cfg.rollout.items_per_step
+    rounds = 1 + max_refills(cfg.algorithm)
     most = train_stream(cfg, splits, {}).most_distinct()
-    if recipe.loop == "rl" and asked * rounds > most:
+    if loop.samples_every_step and asked * rounds > most:
         refills = f" x {rounds} rounds (algorithm.max_refills)" if rounds > 1 else ""
         raise ConfigError(
             f"rollout.items_per_step {asked}{refills} is more than the {most} items that"

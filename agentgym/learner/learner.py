@@ -15,20 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentgym.algorithms.advantages import ADVANTAGES, Experience
 from agentgym.algorithms.batch import Batch
+from agentgym.algorithms.experience import Experience
 from agentgym.algorithms.losses import (
+    POLICY_LOSSES,
+    Actions,
+    PolicyLoss,
     aggregation_weights,
-    clip_fractions,
-    importance_weights,
+    corrections,
     kl_penalty,
     mismatch,
-    ppo_clip_loss,
     preference_loss,
     value_loss,
 )
-from agentgym.algorithms.recipe import RECIPES
-from agentgym.config import AlgorithmConfig, OptimizerConfig
+from agentgym.algorithms.recipe import named, recipe_of
+from agentgym.config import ActorCriticConfig, OptimizerConfig, PolicyGradientConfig
 from agentgym.learner.optimizer import OptimizedNetwork
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
@@ -39,6 +40,9 @@ MICRO_BATCH_TOKENS = 16_384  # tokens of one forward and backward
 
 # sequences of one micro-batch, and whether they count; ranks without work still join the forward
 Share = tuple[Tensor, bool]
+# (one micro-batch, its action tokens among the batch's [n] bool) -> its share of the loss, and of
+# what is logged
+LossFunction = Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class LocalLearner:
@@ -101,170 +105,175 @@ class LocalLearner:
             self._values.load_state(blobs[CRITIC_OPTIMIZER])
 
     def score(self, batch: Batch) -> Tensor:
-        """[N] log-probabilities under the present weights; 0 where action_mask is false."""
-        return self._scores(self._net, batch)
+        """[N] log-probabilities under the present weights, on the CPU; 0 where action_mask is
+        false.
+        """
+        return self._scores(self._net, batch.to(self.ranks.device)).cpu()
 
-    def update(
-        self, batch: Batch, config: AlgorithmConfig, *, step: int, seed: int
-    ) -> dict[str, float]:
-        """One optimizer step of the recipe: `epochs` x `minibatches` updates of the weights.
+    def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
+        """What is known before the update: log-probabilities of the learner and of the reference,
+        what the engine's distance costs, and a critic's values.
 
-        step: from 1.
-        Result: metrics by name.
+        step: from 1. Result: on the learner's device, without advantages.
         Errors: EngineMismatch where engine and learner disagree by more than `max_mismatch_kl`;
-        FloatingPointError where a loss or gradient is not finite (the weights are then unchanged);
         ValueError for a batch without action tokens, or where the recipe needs a critic or a
         reference that is not there.
         """
-        recipe, acted = RECIPES[config.recipe], batch.action_mask
+        batch, recipe = batch.to(self.ranks.device), recipe_of(config.recipe)
+        acted = batch.action_mask
         if not acted.any():
             raise ValueError(
                 "a batch without a single action token; there is nothing to learn from"
             )
-        sequence = batch.sequence[acted]
-        old = self.score(batch)
-        metrics = _agreement(old[acted], batch.logprobs[acted], config, step)
-        metrics["actor/lr"] = self._policy.rate(step)
-
+        old = self._scores(self._net, batch)[acted]
+        metrics = _agreement(old, batch.logprobs[acted], config, step)
+        weights = corrections(
+            old,
+            batch.logprobs[acted],
+            batch.sequence[acted],
+            correction=config.correction,
+            cap=config.importance_cap,
+            floor=config.importance_floor,
+        )
+        if config.correction.endswith("mask"):
+            metrics["mismatch/dropped_frac"] = float((weights == 0).double().mean())
         rewards, reference = batch.rewards[acted], None
-        in_loss = (config.kl_place or recipe.kl_place) == "loss"
-        estimator = config.kl_estimator or recipe.kl_estimator
         if config.kl_coef:
             if self._reference is None:
                 raise ValueError(
                     f"algorithm.kl_coef {config.kl_coef:g} needs a reference model; none was given"
                     " to the learner"
                 )
-            reference = self._scores(self._reference, batch)
-            metrics["actor/reference_kl"] = float(
-                kl_penalty(old[acted], reference[acted], "k3").mean()
-            )
-            if not in_loss:
-                rewards = rewards - config.kl_coef * kl_penalty(
-                    old[acted], reference[acted], estimator
-                )
-
+            reference = self._scores(self._reference, batch)[acted]
+            metrics["actor/reference_kl"] = float(kl_penalty(old, reference, "k3").mean())
+            if (config.kl_place or recipe.kl_place) == "reward":
+                estimator = config.kl_estimator or recipe.kl_estimator
+                rewards = rewards - config.kl_coef * kl_penalty(old, reference, estimator)
         values = ends = None
-        if recipe.needs_critic:
+        if isinstance(config, ActorCriticConfig):
             if self._critic is None:
                 raise ValueError(
                     f"recipe {config.recipe} needs a critic; none was given to the learner"
                 )
             values, ends = self._estimate(batch)
-            ends = (
-                torch.where(batch.truncated, ends, 0.0)
-                if (config.truncated or recipe.truncated) == "bootstrap"
-                else torch.zeros_like(ends)
-            )
-        experience = Experience(
-            sequence,
-            rewards,
-            batch.group_ids,
-            config.gamma,
-            config.gae_lambda,
-            values,
-            ends,
-            batch.env_ids,
-        )
-        given, targets = ADVANTAGES[recipe.advantages](experience)
-        advantages = torch.zeros(len(batch.input_ids))
-        advantages[acted] = given
+            goes_on = batch.truncated & ((config.truncated or recipe.truncated) == "bootstrap")
+            ends = torch.where(goes_on, ends, 0.0)
+        return Experience(batch, old, rewards, weights, reference, values, ends, metrics=metrics)
 
-        every_sequence = (
-            recipe.needs_critic or bool(config.entropy_coef) or (reference is not None and in_loss)
-        )
-        signal = (
-            torch.arange(batch.num_sequences)
-            if every_sequence
-            else torch.unique(sequence[given != 0])
-        )
-        metrics["actor/sequences_with_signal_frac"] = (
-            len(torch.unique(sequence[given != 0])) / batch.num_sequences
-        )
+    def update(
+        self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
+    ) -> dict[str, float]:
+        """One optimizer step of the recipe: `epochs` x `minibatches` updates of the weights.
+
+        experience: of `prepare`, with its advantages; step: from 1.
+        Result: metrics by name.
+        Errors: FloatingPointError where a loss or gradient is not finite (the weights are then
+        unchanged); ValueError for an experience without advantages.
+        """
+        experience = experience.to(self.ranks.device)
+        if experience.advantages is None:
+            raise ValueError("an experience without advantages; see `with_advantages`")
+        num_sequences, sequence = experience.batch.num_sequences, experience.sequence
+        carrying = torch.unique(sequence[experience.advantages != 0])
+        signal = carrying
+        if self._every_sequence_counts(experience, config):
+            signal = torch.arange(num_sequences, device=sequence.device)
         num_minibatches = min(config.minibatches, max(len(signal), 1))
         # over the whole batch: where few groups carry signal, few tokens must not count for all of
         # it
-        weight = torch.zeros(len(batch.input_ids))
-        aggregation = config.aggregation or recipe.aggregation
-        weight[acted] = num_minibatches * aggregation_weights(
-            sequence, batch.num_sequences, aggregation, config.constant_length
+        weights = num_minibatches * aggregation_weights(
+            sequence,
+            num_sequences,
+            config.aggregation or recipe_of(config.recipe).aggregation,
+            config.constant_length,
         )
-
-        bounds: dict[str, Any] = {
-            "clip_low": config.clip_low,
-            "clip_high": config.clip_high,
-            "dual_clip": config.dual_clip if recipe.dual_clip else None,
+        policy_loss = self._policy_loss(experience, config, weights)
+        critic_loss = self._critic_loss(experience, config, num_minibatches)
+        is_warming = isinstance(config, ActorCriticConfig) and step <= config.critic_warmup_steps
+        logs: dict[str, list[float]] = {}
+        order = np.random.Generator(np.random.Philox(key=[seed, step]))
+        for _ in range(config.epochs):
+            shuffled = signal[torch.from_numpy(order.permutation(len(signal))).to(signal.device)]
+            for chosen in shuffled.tensor_split(num_minibatches):
+                if not len(chosen):
+                    continue
+                chosen = chosen.sort().values
+                if not is_warming:
+                    done = self._step(
+                        self._net, self._policy, experience.batch, chosen, step, policy_loss
+                    )
+                    share = float(weights[torch.isin(sequence, chosen)].sum())
+                    _collect(logs, "actor", done, share)
+                if critic_loss is not None and self._critic is not None:
+                    assert self._values is not None
+                    done = self._step(
+                        self._critic, self._values, experience.batch, chosen, step, critic_loss
+                    )
+                    _collect(logs, "critic", done, 1.0)
+        return {
+            "actor/lr": self._policy.rate(step),
+            "actor/sequences_with_signal_frac": len(carrying) / num_sequences,
+            **{name: float(np.mean(each)) for name, each in logs.items()},
+            **_critic_metrics(experience),
         }
 
-        def policy_loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _every_sequence_counts(self, experience: Experience, config: PolicyGradientConfig) -> bool:
+        """Whether those without an advantage have a loss, too."""
+        place = config.kl_place or recipe_of(config.recipe).kl_place
+        held = experience.reference is not None and place == "loss"
+        return experience.targets is not None or bool(config.entropy_coef) or held
+
+    def _policy_loss(
+        self, experience: Experience, config: PolicyGradientConfig, weights: Tensor
+    ) -> LossFunction:
+        """weights: [n] what each token's loss counts."""
+        recipe = recipe_of(config.recipe)
+        loss_of: PolicyLoss = named(POLICY_LOSSES, recipe.policy_loss)
+        advantages, reference = experience.advantages, experience.reference
+        assert advantages is not None
+        if (config.kl_place or recipe.kl_place) == "reward":
+            reference = None
+        estimator = config.kl_estimator or recipe.kl_estimator
+
+        def policy_loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs, entropy = self._net(part, bool(config.entropy_coef))
-            before, gain, share = old[tokens], advantages[tokens], weight[tokens]
-            capped = importance_weights(before, batch.logprobs[tokens], config.importance_cap)
-            losses = ppo_clip_loss(logprobs, before, gain, **bounds) * capped
+            before, share = experience.logprobs[at], weights[at]
+            actions = Actions(logprobs, before, advantages[at], part.sequence[part.action_mask])
+            losses, logged = loss_of(actions, config)
+            losses = losses * experience.corrections[at]
             if config.entropy_coef:
                 losses = losses - config.entropy_coef * entropy
-            if reference is not None and in_loss:
-                losses = losses + config.kl_coef * kl_penalty(
-                    logprobs, reference[tokens], estimator
-                )
+            if reference is not None:
+                losses = losses + config.kl_coef * kl_penalty(logprobs, reference[at], estimator)
             moved = logprobs.detach() - before
             logged = {
                 "entropy": entropy.detach(),
                 "ratio_kl": moved.exp() - 1 - moved,
-                **clip_fractions(logprobs.detach(), before, gain, **bounds),
+                **logged,
             }
             return (losses * share).sum(), {name: value * share for name, value in logged.items()}
 
-        token_weight = torch.zeros(len(batch.input_ids))
-        token_weight[acted] = num_minibatches / len(sequence)
+        return policy_loss
 
-        def critic_loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            assert self._critic is not None
-            assert targets is not None
-            assert values is not None
-            own = torch.searchsorted(acted.nonzero()[:, 0], tokens.nonzero()[:, 0])
-            losses = value_loss(
-                self._critic(part)[0], values[own], targets[own], clip=config.value_clip
-            )
-            return (losses * token_weight[tokens]).sum(), {}
+    def _critic_loss(
+        self, experience: Experience, config: PolicyGradientConfig, num_minibatches: int
+    ) -> LossFunction | None:
+        values, targets, critic = experience.values, experience.targets, self._critic
+        if values is None or targets is None or critic is None:
+            return None
+        assert isinstance(config, ActorCriticConfig)
 
-        warming = recipe.needs_critic and step <= config.critic_warmup_steps
-        logs: dict[str, list[float]] = {}
-        order = np.random.Generator(np.random.Philox(key=[seed, step]))
-        for _ in range(config.epochs):
-            shuffled = signal[torch.from_numpy(order.permutation(len(signal)))]
-            for chosen in shuffled.tensor_split(num_minibatches):
-                if not len(chosen):
-                    continue
-                sequences = chosen.sort().values
-                if not warming:
-                    share = float(weight[torch.isin(batch.sequence, sequences)].sum())
-                    _collect(
-                        logs,
-                        "actor",
-                        self._step(self._net, self._policy, batch, sequences, step, policy_loss),
-                        share,
-                    )
-                if targets is not None and self._values is not None and self._critic is not None:
-                    _collect(
-                        logs,
-                        "critic",
-                        self._step(self._critic, self._values, batch, sequences, step, critic_loss),
-                        1.0,
-                    )
-        metrics |= {name: float(np.mean(each)) for name, each in logs.items()}
-        if values is not None and targets is not None:
-            spread = float(targets.var()) if len(targets) > 1 else 0.0
-            metrics["critic/value_mean"] = float(values.mean())
-            metrics["critic/explained_variance"] = (
-                1 - float((targets - values).var()) / spread if spread else 0.0
-            )
-        return metrics
+        def critic_loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            losses = value_loss(critic(part)[0], values[at], targets[at], clip=config.value_clip)
+            return (losses * (num_minibatches / len(values))).sum(), {}
+
+        return critic_loss
 
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
         """One optimizer step of maximum likelihood on the action tokens of demonstrations.
         step: from 1.
         """
+        batch = batch.to(self.ranks.device)
         num_tokens = int(batch.action_mask.sum())
         if not num_tokens:
             raise ValueError(
@@ -272,12 +281,10 @@ class LocalLearner:
                 " demonstrations"
             )
 
-        def loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return -self._net(part)[0].sum() / num_tokens, {}
 
-        done = self._step(
-            self._net, self._policy, batch, torch.arange(batch.num_sequences), step, loss
-        )
+        done = self._step(self._net, self._policy, batch, _all(batch), step, loss)
         return {
             "sft/loss": done["loss"],
             "sft/lr": self._policy.rate(step),
@@ -293,6 +300,7 @@ class LocalLearner:
         reference: [N] log-probabilities under the reference policy (`score` of it); step: from 1.
         Errors: ValueError for an odd number of sequences or a sequence without actions.
         """
+        batch = batch.to(self.ranks.device)
         if (
             batch.num_sequences % 2
             or len(torch.unique(batch.sequence[batch.action_mask])) != batch.num_sequences
@@ -302,10 +310,11 @@ class LocalLearner:
                 " the pairs"
             )
         num_pairs = batch.num_sequences // 2
+        held = reference.to(self.ranks.device)[batch.action_mask]
 
-        def loss(part: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            gain = self._net(part)[0] - reference[tokens]
-            sums = torch.zeros(part.num_sequences).index_add(
+        def loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            gain = self._net(part)[0] - held[at]
+            sums = gain.new_zeros(part.num_sequences).index_add(
                 0, part.sequence[part.action_mask], gain
             )
             losses = (
@@ -318,9 +327,7 @@ class LocalLearner:
                 "margin": beta * margin / num_pairs,
             }
 
-        done = self._step(
-            self._net, self._policy, batch, torch.arange(batch.num_sequences), step, loss, unit=2
-        )
+        done = self._step(self._net, self._policy, batch, _all(batch), step, loss, unit=2)
         return {f"dpo/{name}": value for name, value in done.items()} | {
             "dpo/lr": self._policy.rate(step)
         }
@@ -332,31 +339,38 @@ class LocalLearner:
         batch: Batch,
         sequences: Tensor,
         step: int,
-        loss_of: Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]],
+        loss_of: LossFunction,
         unit: int = 1,
     ) -> dict[str, float]:
-        """One update of one network. loss_of: (one micro-batch, its action tokens in the
-        batch [N] bool) -> its share of the loss, and of what is logged. unit: so many neighbouring
-        sequences stay together.
-        """
+        """One update of one network: the two halves of it, one after the other."""
         optimized.zero_grad()
+        done = self.forward_backward(batch, sequences, loss_of, unit)
+        return {**done, "grad_norm": optimized.apply(step, done["loss"])}
+
+    def forward_backward(
+        self, batch: Batch, sequences: Tensor, loss_of: LossFunction, unit: int = 1
+    ) -> dict[str, float]:
+        """Adds the gradient of a loss, in micro-batches; nothing is updated.
+
+        sequences: [R] int64, those of the batch that take part. unit: so many neighbouring
+        sequences stay together.
+        Result: the loss, and what is logged of it, summed over all ranks.
+        """
         sums: dict[str, Tensor] = {}
+        sequence = batch.sequence[batch.action_mask]
         for own, counts in self._shares(batch, sequences, unit):
-            loss, logged = loss_of(
-                batch.select(own), torch.isin(batch.sequence, own) & batch.action_mask
-            )
+            loss, logged = loss_of(batch.select(own), torch.isin(sequence, own))
             (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
             for name, value in {"loss": loss.detach(), **logged}.items():
-                sums[name] = sums.get(name, torch.zeros(())) + value.sum() * counts
+                sums[name] = sums.get(name, loss.new_zeros(())) + value.sum() * counts
         totals = self.ranks.all_sum(torch.stack([value.float() for value in sums.values()]))
-        result = dict(zip(sums, totals.tolist(), strict=True))
-        return {**result, "grad_norm": optimized.apply(step, result["loss"])}
+        return dict(zip(sums, totals.tolist(), strict=True))
 
     @torch.no_grad()
     def _scores(self, network: PolicyNet, batch: Batch) -> Tensor:
         """[N] log-probabilities, nats; 0 where no action token stands."""
-        result = torch.zeros(len(batch.input_ids))
-        for own, counts in self._shares(batch, torch.arange(batch.num_sequences)):
+        result = batch.rewards.new_zeros(len(batch.input_ids))
+        for own, counts in self._shares(batch, _all(batch)):
             scores = network(batch.select(own))[0]
             if counts:
                 result[torch.isin(batch.sequence, own) & batch.action_mask] = scores
@@ -366,8 +380,9 @@ class LocalLearner:
     def _estimate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """([n] values of the action tokens' states, [B] of the sequences' ends)."""
         assert self._critic is not None
-        values, ends = torch.zeros(len(batch.input_ids)), torch.zeros(batch.num_sequences)
-        for own, counts in self._shares(batch, torch.arange(batch.num_sequences)):
+        values = batch.rewards.new_zeros(len(batch.input_ids))
+        ends = batch.rewards.new_zeros(batch.num_sequences)
+        for own, counts in self._shares(batch, _all(batch)):
             at_tokens, at_ends = self._critic(batch.select(own))
             if counts:
                 values[torch.isin(batch.sequence, own) & batch.action_mask] = at_tokens
@@ -387,8 +402,22 @@ class LocalLearner:
             yield (mine[index], True) if index < len(mine) else (idle, False)
 
 
+def _all(batch: Batch) -> Tensor:
+    """[B]: every sequence of it."""
+    return torch.arange(batch.num_sequences, device=batch.starts.device)
+
+
+def _critic_metrics(experience: Experience) -> dict[str, float]:
+    values, targets = experience.values, experience.targets
+    if values is None or targets is None:
+        return {}
+    spread = float(targets.var()) if len(targets) > 1 else 0.0
+    explained = 1 - float((targets - values).var()) / spread if spread else 0.0
+    return {"critic/value_mean": float(values.mean()), "critic/explained_variance": explained}
+
+
 def _agreement(
-    ours: Tensor, theirs: Tensor, config: AlgorithmConfig, step: int
+    ours: Tensor, theirs: Tensor, config: PolicyGradientConfig, step: int
 ) -> dict[str, float]:
     """How far learner and engine are apart on the batch, [n] log-probabilities each.
     Errors: EngineMismatch.
@@ -433,9 +462,9 @@ def _micro_batches(
         block = wanted[first : first + unit]
         new = max(lengths[sequence] for sequence in block)
         if chosen and max(longest, new) * (len(chosen) + unit) > MICRO_BATCH_TOKENS:
-            yield torch.tensor(chosen)
+            yield torch.tensor(chosen, device=batch.starts.device)
             chosen, longest = [], 0
         chosen += block
         longest = max(longest, new)
     if chosen:
-        yield torch.tensor(chosen)
+        yield torch.tensor(chosen, device=batch.starts.device)

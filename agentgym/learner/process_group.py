@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -18,6 +19,10 @@ class ProcessGroup(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and so batches and losses."""
+        ...
 
     def shard(self, module: nn.Module) -> None:
         """Spread the parameters over the ranks, in place; gradients are then summed over them,
@@ -44,10 +49,10 @@ class SingleProcess:
     rank, size = 0, 1
 
     def __init__(self, device: str = "cpu") -> None:
-        self._device = device
+        self.device = torch.device(device)
 
     def shard(self, module: nn.Module) -> None:
-        module.to(self._device)
+        module.to(self.device)
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         return tensor

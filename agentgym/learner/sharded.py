@@ -22,11 +22,11 @@ class Sharded:
         devices.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._device = device
+        self.device = device
         self._mesh = init_device_mesh(device.type, (self.size,))
 
     def shard(self, module: nn.Module) -> None:
-        module.to(self._device)
+        module.to(self.device)
         # of sums over ranks, whatever the weights'
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         # of a decoder
@@ -41,9 +41,9 @@ class Sharded:
                 each.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        total = tensor.detach().to(self._device, copy=True)
+        total = tensor.detach().to(self.device, copy=True)
         dist.all_reduce(total)
-        return total.to(tensor.device)
+        return total
 
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -41,9 +41,7 @@ class PolicyNet(nn.Module):
                 head_logits(self.model, states).float() / batch.temperature, -1
             )
             spread = logp if entropy_gradient else logp.detach()
-            return logp.gather(1, targets.to(logp.device)[:, None])[:, 0], -(
-                spread.exp() * spread
-            ).sum(-1)
+            return logp.gather(1, targets[:, None])[:, 0], -(spread.exp() * spread).sum(-1)
 
         parts = [
             (
@@ -55,10 +53,7 @@ class PolicyNet(nn.Module):
             )
             for chunk in torch.split(positions, HEAD_CHUNK_TOKENS)
         ]
-        home = batch.input_ids.device  # what is done with them is small, and needs no accelerator
-        return torch.cat([part[0] for part in parts]).to(home), torch.cat(
-            [part[1] for part in parts]
-        ).to(home)
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
 def head_logits(model: PreTrainedModel, states: Tensor) -> Tensor:
@@ -100,20 +95,21 @@ class ValueNet(nn.Module):
         last token was chosen: by Bellman's equation the expected value of what came after.
         """
         hidden, positions = _states(self.body, batch)
-        values = self.head(hidden).float()[:, 0].to(batch.input_ids.device)
+        values = self.head(hidden).float()[:, 0]
         ends = batch.starts[1:] - 1
         return values[positions - 1], values[ends - batch.action_mask[ends].long()]
 
 
 def _states(decoder: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """([N, H] hidden states of the packed tokens, [n] places of the action tokens)."""
+    """([N, H] hidden states of the packed tokens, [n] places of the action tokens).
+    The batch is where the weights are.
+    """
     assert not batch.action_mask[batch.starts[:-1]].any(), (
         "a sequence's first token has nothing before it that could have sampled it"
     )
-    device = next(decoder.parameters()).device
-    layout = PackedSequences(batch.starts.to(device))
+    layout = PackedSequences(batch.starts)
     hidden = decoder(
-        input_ids=batch.input_ids.to(device)[None],
+        input_ids=batch.input_ids[None],
         position_ids=layout.position[None],
         use_cache=False,
         layout=layout,

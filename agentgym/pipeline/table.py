@@ -8,8 +8,8 @@ import logging
 from dataclasses import replace
 from typing import Any, cast
 
-from agentgym.algorithms.recipe import RECIPES
-from agentgym.config import ConfigError, RunConfig, config_digest
+from agentgym.algorithms.recipe import recipe_modules, recipe_of
+from agentgym.config import ConfigError, PolicyGradientConfig, RunConfig, config_digest
 from agentgym.data.check import compare_tasks, load_data, load_recorded
 from agentgym.data.trajectories import RECORDED, encode, input_digest
 from agentgym.rollouts.horizon import Stage, stages
@@ -127,21 +127,19 @@ def _training(
     """before: the step whose weights it goes on with; start: the one whose weights a penalty or
     self-training goes back to.
     """
-    loop = RECIPES[cfg.algorithm.recipe].loop
-    trainer = "agentgym.training.rl" if loop == "rl" else "agentgym.training.offline"
+    algorithm, loop = cfg.algorithm, recipe_of(cfg.algorithm.recipe).loop
 
     def run(ctx: StepContext) -> Manifest:
-        return cast(Manifest, importlib.import_module(trainer).train_stage(ctx, stage))
+        return cast(Manifest, importlib.import_module(loop.trainer).train_stage(ctx, stage))
 
     turns = (
         " > ".join(map(str, cfg.horizon.max_turns))
         if cfg.horizon.kind == "adaptive"
         else stage.max_turns
     )
-    needs_start = (cfg.algorithm.kl_coef or loop == "evolve") and start != before
-    needs_demos = loop in ("sft", "evolve") or (
-        loop == "dpo" and cfg.warm_start.source == "trajectories"
-    )
+    penalized = isinstance(algorithm, PolicyGradientConfig) and algorithm.kl_coef
+    needs_start = (penalized or loop.begins_anew) and start != before
+    needs_demos = loop.imitates or (loop.prefers and cfg.warm_start.source == "trajectories")
     parents = (
         "prepare",
         before,
@@ -149,8 +147,8 @@ def _training(
         *(("initialize",) if needs_demos else ()),
     )
     title = f"stage {stage.index}/{num_stages} · max_turns {turns}"
-    sections = TRAINING if loop == "rl" else (*TRAINING, "offline")
-    return Step(stage.name, title, parents, sections, (trainer, *playing), run, headline=True)
+    sources = (loop.trainer, *playing, *recipe_modules(algorithm.recipe))
+    return Step(stage.name, title, parents, TRAINING, sources, run, headline=True)
 
 
 def run_key(cfg: RunConfig) -> str:

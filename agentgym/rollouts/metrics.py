@@ -21,6 +21,12 @@ def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
+def success_share(trajectories: Sequence[Trajectory]) -> float:
+    """Of the episodes that count; 0 where none does."""
+    valid = [trajectory for trajectory in trajectories if trajectory.status.is_valid]
+    return sum(trajectory.success for trajectory in valid) / len(valid) if valid else 0.0
+
+
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Shares and means over one collection; failed environments count in `env_error_frac` alone.
 
@@ -58,7 +64,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             ) / len(own)
     count = len(valid)
     return metrics | {
-        "rollout/success": sum(trajectory.success for trajectory in valid) / count,
+        "rollout/success": success_share(valid),
         "rollout/reward_mean": sum(trajectory.reward or 0.0 for trajectory in valid) / count,
         "rollout/turns_mean": sum(len(trajectory.turns) for trajectory in valid) / count,
         "rollout/tokens_mean": sum(len(trajectory.input_ids) for trajectory in valid) / count,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from agentgym.algorithms.batch import learnable, to_batch
-from agentgym.algorithms.recipe import RECIPES
+from agentgym.algorithms.recipe import recipe_of
 from agentgym.algorithms.signal import differ
 from agentgym.compute.placement import (
     Engine,
@@ -25,7 +25,7 @@ from agentgym.compute.placement import (
     open_compute,
     play_validation,
 )
-from agentgym.config import OptimizerConfig, RunConfig
+from agentgym.config import ExplorationConfig, OptimizerConfig, PreferenceConfig, RunConfig
 from agentgym.data.items import Splits, splits_from_json, train_stream
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.plan import LearnerPlan
@@ -33,7 +33,7 @@ from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, load_chec
 from agentgym.models.model import set_threads
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import Stage
-from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
+from agentgym.rollouts.metrics import rollout_metrics, success_share, validation_metrics
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
@@ -43,6 +43,7 @@ from agentgym.types import Item, Trajectory
 logger = logging.getLogger(__name__)
 
 COMMIT_EVERY = 10  # optimizer steps; steps with validation are committed, too
+Dataset = Sequence[tuple[Trajectory, ...]]
 START = "warm-start"  # where every iteration of agent_evol learns from anew
 
 
@@ -70,7 +71,10 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     ):
         episodes = _explore(ctx, stage, engine, items, position - len(items))
         dataset = dataset_of(cfg, stage, episodes, _recorded(ctx))
-        learn = _update_fn(ctx, stage, start, learner, dataset, episodes)
+        if episodes and not dataset:
+            raise nothing_to_learn(cfg, stage, episodes)
+        update_fn = _preferring if recipe_of(cfg.algorithm.recipe).loop.prefers else _imitating
+        learn = update_fn(ctx, stage, start, learner, dataset)
         ctx.progress.start(
             f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1
         )
@@ -105,11 +109,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                     trajectories=validation,
                 )
                 points = []
-            ctx.progress.advance(
-                1,
-                "loss"
-                f" {next(value for name, value in metrics.items() if name.endswith('/loss')):.2f}",
-            )
+            loss = next(value for name, value in metrics.items() if name.endswith("/loss"))
+            ctx.progress.advance(1, f"loss {loss:.2f}")
     return manifest
 
 
@@ -124,31 +125,38 @@ def commits_at(cfg: RunConfig, stage: Stage, step: int) -> bool:
 
 def optimizer_of(cfg: RunConfig) -> OptimizerConfig:
     """The optimizer of the recipe: dpo has a rate of its own."""
-    is_dpo = RECIPES[cfg.algorithm.recipe].loop == "dpo"
-    return cfg.optimizer.model_copy(update={"lr": cfg.offline.dpo_lr}) if is_dpo else cfg.optimizer
+    own = cfg.algorithm
+    return (
+        cfg.optimizer.model_copy(update={"lr": own.lr})
+        if isinstance(own, PreferenceConfig)
+        else cfg.optimizer
+    )
 
 
 def first_rate_step(cfg: RunConfig, stage: Stage) -> int:
     """The optimizer step before the first one of its schedule: each stage is a problem of its
-    own, but sft is one for all stages.
+    own, but imitation alone is one for all stages.
     """
-    return 0 if RECIPES[cfg.algorithm.recipe].loop == "sft" else stage.first_step - 1
+    return stage.first_step - 1 if _explores(cfg) else 0
 
 
 def rate_steps(cfg: RunConfig, stage: Stage) -> int:
     """How many optimizer steps the schedule of the learning rate is for."""
     return (
-        sum(cfg.horizon.stage_steps)
-        if RECIPES[cfg.algorithm.recipe].loop == "sft"
-        else stage.last_step - stage.first_step + 1
+        stage.last_step - stage.first_step + 1 if _explores(cfg) else sum(cfg.horizon.stage_steps)
     )
 
 
 def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item]:
     """The train items of a stage that begins at `start`, in the stream's order."""
-    if RECIPES[cfg.algorithm.recipe].loop == "sft":
+    own = cfg.algorithm
+    if not isinstance(own, ExplorationConfig):
         return []
-    return train_stream(cfg, splits, start.state).next(cfg.offline.num_items)
+    return train_stream(cfg, splits, start.state).next(own.num_items)
+
+
+def _explores(cfg: RunConfig) -> bool:
+    return recipe_of(cfg.algorithm.recipe).loop.explores
 
 
 def preference_pairs(
@@ -195,18 +203,22 @@ def dataset_of(
     recorded: trajectories of others, which dpo compares with each other and with its own episodes
     of the same item.
     """
-    recipe, per_item = RECIPES[cfg.algorithm.recipe], cfg.offline.per_item
-    usable = learnable(episodes, truncated=cfg.algorithm.truncated or recipe.truncated)
-    if recipe.loop == "dpo":
-        theirs = learnable(recorded, truncated=cfg.algorithm.truncated or recipe.truncated)
-        # one batch, one temperature
-        alike = [replace(each, temperature=cfg.rollout.temperature) for each in theirs]
-        return list(
-            preference_pairs(
-                [*usable, *alike], per_item=per_item, seed=cfg.seed, step=stage.first_step
-            )
+    own, recipe = cfg.algorithm, recipe_of(cfg.algorithm.recipe)
+    if not isinstance(own, ExplorationConfig):
+        return []
+    usable, theirs = (
+        learnable(each, truncated=own.truncated or recipe.truncated)
+        for each in (episodes, recorded)
+    )
+    if not recipe.loop.prefers:
+        return [(trajectory,) for trajectory in successes(usable, per_item=own.per_item)]
+    # one batch, one temperature
+    alike = [replace(each, temperature=cfg.rollout.temperature) for each in theirs]
+    return list(
+        preference_pairs(
+            [*usable, *alike], per_item=own.per_item, seed=cfg.seed, step=stage.first_step
         )
-    return [(trajectory,) for trajectory in successes(usable, per_item=per_item)]
+    )
 
 
 def exploration_metrics(
@@ -220,11 +232,10 @@ def exploration_metrics(
 
 def _recorded(ctx: StepContext) -> list[Trajectory]:
     """What others did, for dpo; agent_evol and sft imitate it as demonstrations."""
-    is_dpo = (
-        RECIPES[ctx.cfg.algorithm.recipe].loop == "dpo"
-        and ctx.cfg.warm_start.source == "trajectories"
-    )
-    return decode_trajectories(ctx.read(ctx.parents["initialize"], DEMOS)) if is_dpo else []
+    prefers = recipe_of(ctx.cfg.algorithm.recipe).loop.prefers
+    if not prefers or ctx.cfg.warm_start.source != "trajectories":
+        return []
+    return decode_trajectories(ctx.read(ctx.parents["initialize"], DEMOS))
 
 
 def _explore(
@@ -233,7 +244,9 @@ def _explore(
     """The episodes of the stage's first policy on all items: those committed earlier, and the
     rest, committed in chunks.
     """
-    cfg = ctx.cfg
+    cfg, own = ctx.cfg, ctx.cfg.algorithm
+    if not isinstance(own, ExplorationConfig):
+        return []
     earlier = [
         commit for commit in ctx.store.history(ctx.step, ctx.writer.key) if commit.state["consumed"]
     ]
@@ -247,8 +260,8 @@ def _explore(
         f"stage {stage.index} · max_turns {stage.max_turns}", len(items) * cfg.rollout.group_size
     )
     ctx.progress.advance(len(episodes))
-    for begin in range(first, len(items), cfg.offline.chunk_items):
-        chunk = items[begin : begin + cfg.offline.chunk_items]
+    for begin in range(first, len(items), own.chunk_items):
+        chunk = items[begin : begin + own.chunk_items]
         collected = engine.collect(
             chunk,
             num_samples=cfg.rollout.group_size,
@@ -285,9 +298,9 @@ def _plan_learner(
 
     sft goes on with weights and optimizer from stage to stage.
     """
-    cfg, loop = ctx.cfg, RECIPES[ctx.cfg.algorithm.recipe].loop
-    anew = loop == "evolve" and trained is None
-    before = trained or (start if loop == "sft" and start.step.startswith("stage-") else None)
+    cfg, loop = ctx.cfg, recipe_of(ctx.cfg.algorithm.recipe).loop
+    anew = loop.begins_anew and trained is None
+    before = trained or (start if not loop.explores and start.step.startswith("stage-") else None)
     return LearnerPlan(
         architecture=checkpoint.architecture,
         weights=ctx.read(ctx.parents[START] if anew else trained or start, WEIGHTS),
@@ -297,64 +310,59 @@ def _plan_learner(
     )
 
 
-def _update_fn(
-    ctx: StepContext,
-    stage: Stage,
-    start: Manifest,
-    learner: Learner,
-    dataset: Sequence[tuple[Trajectory, ...]],
-    episodes: Sequence[Trajectory],
-) -> Callable[[int], dict[str, float]]:
-    """optimizer step -> metrics, having taken it.
-    What a step learns from is a pure function of the step.
+def nothing_to_learn(cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory]) -> RuntimeError:
+    """What to say of a stage whose own episodes hold nothing that its recipe learns from."""
+    assert isinstance(cfg.algorithm, ExplorationConfig)
+    prefers = recipe_of(cfg.algorithm.recipe).loop.prefers
+    lacking = "pair of different rewards" if prefers else "success"
+    return RuntimeError(
+        f"stage {stage.index}: no {lacking} among {len(episodes)} episodes of"
+        f" {cfg.algorithm.num_items} items at max_turns {stage.max_turns} (success"
+        f" {success_share(episodes):.2f}); raise algorithm.num_items or rollout.group_size, take"
+        " easier or harder items, or another horizon"
+    )
 
-    Errors: RuntimeError where the policy's own episodes hold nothing to learn from.
-    """
-    cfg, settings, before = ctx.cfg, ctx.cfg.offline, first_rate_step(ctx.cfg, stage)
-    if episodes and not dataset:
-        lacking = (
-            "pair of different rewards"
-            if RECIPES[cfg.algorithm.recipe].loop == "dpo"
-            else "success"
+
+# optimizer step -> metrics, having taken it; what a step learns from is a pure function of the step
+Update = Callable[[int], dict[str, float]]
+
+
+def _preferring(
+    ctx: StepContext, stage: Stage, start: Manifest, learner: Learner, dataset: Dataset
+) -> Update:
+    """Direct preference optimization of the pairs."""
+    cfg, own, before = ctx.cfg, ctx.cfg.algorithm, first_rate_step(ctx.cfg, stage)
+    assert isinstance(own, PreferenceConfig)
+    pairs = to_batch([trajectory for pair in dataset for trajectory in pair])
+    # the reference is the policy that sampled them; also in a resumed stage, whose learner has
+    # moved on
+    policy = LocalLearner(load_checkpoint(ctx.store, start).model, cfg.optimizer, total_steps=1)
+    pairs = replace(pairs, logprobs=policy.score(pairs))
+    size = min(own.pairs_per_step, len(dataset))
+
+    def dpo_step(step: int) -> dict[str, float]:
+        chosen = torch.tensor(demo_indices(cfg.seed, step - before, len(dataset), size))
+        batch = pairs.select(torch.stack([2 * chosen, 2 * chosen + 1], 1).flatten())
+        return learner.dpo_step(
+            batch,
+            batch.logprobs,
+            beta=own.beta,
+            label_smoothing=own.label_smoothing,
+            step=step - before,
         )
-        success = rollout_metrics(episodes).get("rollout/success", 0.0)
-        raise RuntimeError(
-            f"stage {stage.index}: no {lacking} among {len(episodes)} episodes of"
-            f" {settings.num_items} items at max_turns {stage.max_turns} (success {success:.2f});"
-            " raise offline.num_items or rollout.group_size, take easier or harder items, or"
-            " another horizon"
-        )
 
-    if RECIPES[cfg.algorithm.recipe].loop == "dpo":
-        pairs = to_batch([trajectory for pair in dataset for trajectory in pair])
-        # the reference is the policy that sampled them; also in a resumed stage, whose learner has
-        # moved on
-        policy = LocalLearner(load_checkpoint(ctx.store, start).model, cfg.optimizer, total_steps=1)
-        pairs = replace(pairs, logprobs=policy.score(pairs))
-        size = min(settings.pairs_per_step, len(dataset))
+    return dpo_step
 
-        def dpo_step(step: int) -> dict[str, float]:
-            chosen = torch.tensor(demo_indices(cfg.seed, step - before, len(dataset), size))
-            batch = pairs.select(torch.stack([2 * chosen, 2 * chosen + 1], 1).flatten())
-            return learner.dpo_step(
-                batch,
-                batch.logprobs,
-                beta=settings.beta,
-                label_smoothing=settings.label_smoothing,
-                step=step - before,
-            )
 
-        return dpo_step
-
-    demos = demonstrations(ctx)
+def _imitating(
+    ctx: StepContext, stage: Stage, start: Manifest, learner: Learner, dataset: Dataset
+) -> Update:
+    """Supervised learning on the demonstrations, and on successes beside them."""
+    cfg, before = ctx.cfg, first_rate_step(ctx.cfg, stage)
     # likelihood is that of the policy itself, as in the warm start, whatever temperature its
     # episodes were sampled at
-    pool = to_batch(
-        [
-            replace(trajectory, temperature=1.0)
-            for trajectory in [*demos, *(played for group in dataset for played in group)]
-        ]
-    )
+    shown = [*demonstrations(ctx), *(played for group in dataset for played in group)]
+    pool = to_batch([replace(trajectory, temperature=1.0) for trajectory in shown])
     # as many episodes as a step of reinforcement learning
     size = cfg.rollout.items_per_step * cfg.rollout.group_size
 

@@ -5,15 +5,30 @@ curriculum at a time.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
-from agentgym.algorithms.batch import groups_with_signal, learnable, overlong_penalty, to_batch
-from agentgym.algorithms.recipe import RECIPES
-from agentgym.compute.placement import Engine, open_compute, play_validation
-from agentgym.config import AlgorithmConfig, ConfigError, RunConfig
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentgym.algorithms.advantages import with_advantages
+from agentgym.algorithms.batch import Batch, overlong_penalty, to_batch, why_not
+from agentgym.algorithms.experience import Experience
+from agentgym.algorithms.recipe import recipe_of
+from agentgym.compute.placement import Engine, Learner, open_compute, play_validation
+from agentgym.config import (
+    ActorCriticConfig,
+    ConfigError,
+    DiscountedConfig,
+    DynamicSamplingConfig,
+    PolicyGradientConfig,
+    RunConfig,
+    max_refills,
+)
 from agentgym.data.items import ItemStream, splits_from_json, train_stream
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import (
@@ -26,7 +41,7 @@ from agentgym.models.checkpoint import (
 )
 from agentgym.models.model import set_threads
 from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
-from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
+from agentgym.rollouts.metrics import rollout_metrics, success_share, validation_metrics
 from agentgym.rollouts.policies.engines import tolerance_of
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
@@ -36,6 +51,7 @@ from agentgym.types import Item, Learned, Trajectory
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED = 10  # optimizer steps in a row without an episode to learn from
+BYTES_PER_TOKEN = 24  # of three numbers as text, before compression
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
@@ -74,56 +90,40 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             turns = max_turns(cfg.horizon, step, horizon)
             rollouts = pending.result() if pending else generate(cfg, engine, stream, step, turns)
             waited = time.perf_counter() - began
-            metrics = rollout_metrics(rollouts.trajectories)
-            horizon = advance(cfg.horizon, horizon, metrics.get("rollout/success", 0.0))
+            horizon = advance(cfg.horizon, horizon, success_share(rollouts.trajectories))
             if cfg.rollout.max_staleness and step < stage.last_step:
-                pending = ahead.submit(
-                    generate,
-                    cfg,
-                    engine,
-                    stream,
-                    step + 1,
-                    max_turns(cfg.horizon, step + 1, horizon),
-                )
+                following = max_turns(cfg.horizon, step + 1, horizon)
+                pending = ahead.submit(generate, cfg, engine, stream, step + 1, following)
+            metrics = rollout_metrics(rollouts.trajectories)
+            metrics["sync/staleness_max"] = rollouts.staleness(step)
 
             # prepare experience
-            kept = learnable(rollouts.kept, truncated=algorithm.truncated or "zero")
-            skipped = 0 if kept else skipped + 1
+            updating, episodes = time.perf_counter(), rollouts.learned
+            skipped = 0 if episodes else skipped + 1
             if skipped > MAX_SKIPPED:
-                raise RuntimeError(
-                    f"step {step}: no episode to learn from in {skipped} optimizer steps in a row"
-                    f" (recipe {algorithm.recipe}, truncated {algorithm.truncated}, success"
-                    f" {metrics.get('rollout/success', 0.0):.2f}); every group had equal rewards or"
-                    " was cut. Use easier or harder items, a longer horizon, or another recipe"
-                )
+                raise nothing_to_learn(algorithm, step, skipped, rollouts.trajectories)
+            metrics["actor/skipped_updates"] = float(not episodes)
+            experience = None
+            if episodes:
+                batch = batch_of(cfg, algorithm, episodes, step)
+                prepared = learner.prepare(batch, algorithm, step=step)
+                experience = with_advantages(prepared, algorithm)
 
             # train
-            updating = time.perf_counter()
-            metrics["actor/skipped_updates"] = float(not kept)
-            if kept:
-                batch = to_batch(kept, penalty=lambda trajectory: _penalty(cfg, trajectory))
-                if algorithm.shuffle_rewards:
-                    batch = batch.with_shuffled_outcomes(seed=cfg.seed, step=step)
-                metrics |= learner.update(batch, algorithm, step=step, seed=cfg.seed)
+            if experience is not None:
+                metrics |= experience.metrics
+                metrics |= learner.update(experience, algorithm, step=step, seed=cfg.seed)
             updated = time.perf_counter()
             metrics["sync/canary_max_abs"] = engine.publish(learner, step)
             # of this process: neither servers nor validation
             metrics["time/cpu_s"] = time.process_time() - cpu_began
+
             validation = []
             if cfg.validation.every and step % cfg.validation.every == 0:
                 validation = play_validation(cfg, engine, splits.validation, step)
                 metrics |= validation_metrics(validation)
+            records = recorded(cfg, rollouts, experience, learner, step)
             metrics |= {
-                "sync/staleness_max": float(
-                    max(
-                        (
-                            step - 1 - turn.version
-                            for t in rollouts.trajectories
-                            for turn in t.turns
-                        ),
-                        default=0,
-                    )
-                ),
                 "time/generate_s": rollouts.seconds,
                 "time/wait_s": waited,
                 "time/update_s": updated - updating,
@@ -140,15 +140,11 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 },
                 blobs={**checkpoint.files(), **learner.blobs()},
                 points=[Point(step, now_ms(), metrics)],
-                trajectories=[*with_reasons(rollouts, kept), *validation],
+                trajectories=[*records, *validation],
             )
-            logger.info(
-                "step %d: success %.2f in %.1f s",
-                step,
-                metrics.get("rollout/success", 0.0),
-                metrics["time/step_s"],
-            )
-            ctx.progress.advance(1, f"success {metrics.get('rollout/success', 0.0):.2f}")
+            success = success_share(rollouts.trajectories)
+            logger.info("step %d: success %.2f in %.1f s", step, success, metrics["time/step_s"])
+            ctx.progress.advance(1, f"success {success:.2f}")
     return manifest
 
 
@@ -158,55 +154,149 @@ class Rollouts:
 
     items: list[Item]  # consumed from the stream, in order
     trajectories: list[Trajectory]  # of all of them, in admission order
-    kept: list[Trajectory]  # those the recipe wants to learn from
+    reasons: list[str]  # of each, why it is not learned from; empty: it is
     position: int  # of the stream after them
     seconds: float
 
+    @property
+    def learned(self) -> list[Trajectory]:
+        """Those that are learned from, in order."""
+        return [
+            each for each, reason in zip(self.trajectories, self.reasons, strict=True) if not reason
+        ]
 
-def with_reasons(rollouts: Rollouts, learned: Sequence[Trajectory]) -> list[Trajectory]:
-    """All of them, those that did not enter the loss with the reason. learned: what did."""
-    entered, wanted = set(map(id, learned)), set(map(id, rollouts.kept))
-
-    def reason(each: Trajectory) -> str:
-        if not each.status.is_valid:
-            return f"the environment failed: {each.status}"
-        if id(each) not in wanted:
-            return "its group had equal rewards"
-        return "no action" if not any(each.action_mask) else f"cut: {each.status}"
-
-    return [
-        each if id(each) in entered else replace(each, learned=Learned(excluded=reason(each)))
-        for each in rollouts.trajectories
-    ]
+    def staleness(self, step: int) -> float:
+        """How many updates the oldest weights were behind that sampled a turn of them."""
+        versions = [turn.version for each in self.trajectories for turn in each.turns]
+        return float(step - 1 - min(versions)) if versions else 0.0
 
 
 def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, step: int, turns: int) -> Rollouts:
-    """`items_per_step` groups; with dynamic sampling those of equal rewards are replaced, as
+    """`items_per_step` groups; with dynamic sampling those that teach nothing are replaced, as
     often as the recipe allows.
     """
-    began, rollout, recipe = time.perf_counter(), cfg.rollout, RECIPES[cfg.algorithm.recipe]
+    began, rollout, algorithm = time.perf_counter(), cfg.rollout, resolved(cfg)
+    truncated, signal = algorithm.truncated or "zero", isinstance(algorithm, DynamicSamplingConfig)
     items: list[Item] = []
     trajectories: list[Trajectory] = []
-    kept: list[Trajectory] = []
-    missing, read_last = rollout.items_per_step, resolved(cfg).truncated == "bootstrap"
-    for _ in range(1 + (cfg.algorithm.max_refills if recipe.dynamic_sampling else 0)):
+    reasons: list[str] = []
+    missing = rollout.items_per_step
+    for _ in range(1 + max_refills(algorithm)):
         new = stream.next(missing)
-        episodes = engine.collect(
+        items += new
+        trajectories += engine.collect(
             new,
             num_samples=rollout.group_size,
             step=step,
             max_turns=turns,
             temperature=rollout.temperature,
             seed=cfg.seed,
-            read_last=read_last,
+            read_last=reads_last(cfg),
         )
-        items += new
-        trajectories += episodes
-        kept += groups_with_signal(episodes) if recipe.dynamic_sampling else episodes
-        missing = rollout.items_per_step - len({trajectory.item for trajectory in kept})
+        reasons = why_not(trajectories, truncated=truncated, signal=signal)
+        teaching = {
+            each.item for each, reason in zip(trajectories, reasons, strict=True) if not reason
+        }
+        missing = rollout.items_per_step - len(teaching)
         if missing <= 0:
             break
-    return Rollouts(items, trajectories, kept, stream.position, time.perf_counter() - began)
+    return Rollouts(items, trajectories, reasons, stream.position, time.perf_counter() - began)
+
+
+def batch_of(
+    cfg: RunConfig, algorithm: PolicyGradientConfig, episodes: Sequence[Trajectory], step: int
+) -> Batch:
+    """What the recipe makes of episodes that may be learned from."""
+
+    def penalty(trajectory: Trajectory) -> float:
+        if not isinstance(algorithm, DynamicSamplingConfig):
+            return 0.0
+        return overlong_penalty(
+            trajectory,
+            context_tokens=cfg.model.context_tokens,
+            buffer=algorithm.overlong_buffer,
+            penalty=algorithm.overlong_penalty,
+        )
+
+    by_turn = isinstance(algorithm, DiscountedConfig) and algorithm.turn_rewards
+    batch = to_batch(episodes, penalty=penalty, turn_rewards=by_turn)
+    if algorithm.shuffle_rewards:
+        batch = batch.with_shuffled_outcomes(seed=cfg.seed, step=step)
+    return batch
+
+
+def nothing_to_learn(
+    algorithm: PolicyGradientConfig, step: int, skipped: int, trajectories: Sequence[Trajectory]
+) -> RuntimeError:
+    return RuntimeError(
+        f"step {step}: no episode to learn from in {skipped} optimizer steps in a row"
+        f" (recipe {algorithm.recipe}, truncated {algorithm.truncated}, success"
+        f" {success_share(trajectories):.2f}); every group had equal rewards or"
+        " was cut. Use easier or harder items, a longer horizon, or another recipe"
+    )
+
+
+def recorded(
+    cfg: RunConfig,
+    rollouts: Rollouts,
+    experience: Experience | None,
+    learner: Learner,
+    step: int,
+) -> list[Trajectory]:
+    """All episodes of a step as they are kept: those that were not learned from with the reason,
+    of some of the others what the update made of each token.
+    """
+    kept = [
+        replace(each, learned=Learned(excluded=reason)) if reason else each
+        for each, reason in zip(rollouts.trajectories, rollouts.reasons, strict=True)
+    ]
+    if experience is None:
+        return kept
+    episodes = rollouts.learned
+    drawn = shown(cfg, [sum(each.action_mask) for each in episodes], step)
+    if not drawn:
+        return kept
+    learned = dict(zip(drawn, learned_of(experience, learner, drawn), strict=True))
+    places = [place for place, reason in enumerate(rollouts.reasons) if not reason]
+    for index, numbers in learned.items():
+        kept[places[index]] = replace(kept[places[index]], learned=numbers)
+    return kept
+
+
+def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:
+    """Ascending indices of the episodes whose tokens' numbers are kept: a drawn share of them,
+    as far as their room goes. num_tokens: action tokens of each.
+    """
+    settings, count = cfg.rollout, len(num_tokens)
+    room = 1024 * settings.token_numbers_kib
+    order = np.random.Generator(np.random.Philox(key=[cfg.seed, step + 4_000_000]))
+    wanted = order.permutation(count)[: math.ceil(settings.token_numbers_frac * count)]
+    drawn = []
+    for index in wanted.tolist():
+        room -= num_tokens[index] * BYTES_PER_TOKEN
+        if room < 0:
+            break
+        drawn.append(index)
+    return sorted(drawn)
+
+
+def learned_of(experience: Experience, learner: Learner, sequences: Sequence[int]) -> list[Learned]:
+    """What the update made of these sequences of the batch, token by token."""
+    assert experience.advantages is not None
+    part = experience.batch.select(torch.tensor(sequences))
+    now = learner.score(part)[part.action_mask.cpu()]
+    of_token, of_part = experience.sequence.cpu(), part.sequence[part.action_mask].cpu()
+    result = []
+    for index, sequence in enumerate(sequences):
+        own = of_token == sequence
+        before, gain = (each.cpu()[own] for each in (experience.logprobs, experience.advantages))
+        ratio = (now[of_part == index] - before).exp()
+        result.append(Learned(_rounded(before), _rounded(gain), _rounded(ratio)))
+    return result
+
+
+def _rounded(numbers: Tensor) -> tuple[float, ...]:
+    return tuple(round(number, 4) for number in numbers.tolist())
 
 
 def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> LearnerPlan:
@@ -214,19 +304,20 @@ def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> L
 
     Errors: ConfigError where `start` was trained without the critic the recipe needs.
     """
-    cfg, recipe = ctx.cfg, RECIPES[ctx.cfg.algorithm.recipe]
+    cfg, algorithm = ctx.cfg, resolved(ctx.cfg)
     # a stage went before; the warm start's optimizer is another one
     goes_on = "stream_position" in start.state
-    critic = reference = None
-    if recipe.needs_critic:
+    critic = reference = critic_lr = None
+    if isinstance(algorithm, ActorCriticConfig):
+        critic_lr = algorithm.critic_lr
         critic = ctx.read(start, CRITIC) if CRITIC in start.blobs else b""
         if goes_on and not critic:
             raise ConfigError(
-                f"recipe {cfg.algorithm.recipe} needs a critic, and {start.step} commit {start.seq}"
+                f"recipe {algorithm.recipe} needs a critic, and {start.step} commit {start.seq}"
                 f" has no {CRITIC}: it was trained without one; train that stage with this recipe"
                 " too, or use a recipe without a critic"
             )
-    if cfg.algorithm.kl_coef:
+    if algorithm.kl_coef:
         base = next(
             manifest
             for name, manifest in ctx.parents.items()
@@ -244,15 +335,16 @@ def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> L
         optimizer=cfg.optimizer,
         total_steps=sum(cfg.horizon.stage_steps),
         critic=critic,
-        critic_lr=cfg.algorithm.critic_lr,
+        critic_lr=critic_lr,
         reference=reference,
         optimizer_states=states,
     )
 
 
-def resolved(cfg: RunConfig) -> AlgorithmConfig:
+def resolved(cfg: RunConfig) -> PolicyGradientConfig:
     """The algorithm's settings with the recipe's own where none is given."""
-    recipe, algorithm = RECIPES[cfg.algorithm.recipe], cfg.algorithm
+    recipe, algorithm = recipe_of(cfg.algorithm.recipe), cfg.algorithm
+    assert isinstance(algorithm, PolicyGradientConfig)
     longest = cfg.rollout.max_new_tokens * max(cfg.horizon.max_turns)
     own = {
         "truncated": recipe.truncated,
@@ -264,7 +356,15 @@ def resolved(cfg: RunConfig) -> AlgorithmConfig:
     )
 
 
-def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> AlgorithmConfig:
+def reads_last(cfg: RunConfig) -> bool:
+    """Whether an episode cut by its horizon ends in the observation that came last: a critic's
+    value of it stands for what would have come.
+    """
+    is_rl = isinstance(cfg.algorithm, PolicyGradientConfig)
+    return is_rl and resolved(cfg).truncated == "bootstrap"
+
+
+def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> PolicyGradientConfig:
     """`resolved`, and how far engine and learner may be apart.
     Errors: ConfigError where the engine does not say so for weights of this dtype.
     """
@@ -279,14 +379,3 @@ def horizon_state(manifest: Manifest) -> HorizonState:
     """As a commit recorded it; the beginning where there is none."""
     recorded = manifest.state.get("horizon", {})
     return HorizonState(int(recorded.get("level", 0)), tuple(recorded.get("recent", ())))
-
-
-def _penalty(cfg: RunConfig, trajectory: Trajectory) -> float:
-    if not RECIPES[cfg.algorithm.recipe].overlong:
-        return 0.0
-    return overlong_penalty(
-        trajectory,
-        context_tokens=cfg.model.context_tokens,
-        buffer=cfg.algorithm.overlong_buffer,
-        penalty=cfg.algorithm.overlong_penalty,
-    )

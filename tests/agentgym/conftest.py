@@ -15,6 +15,9 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
+# what recipes that explore learn from
+EXPLORING = {"num_items": 8, "chunk_items": 6}
+SMALL = {"dpo": {**EXPLORING, "pairs_per_step": 4}, "agent_evol": EXPLORING}
 TINY = {
     "env": {
         "options": {
@@ -35,7 +38,6 @@ TINY = {
     "rollout": {"items_per_step": 4, "group_size": 4, "temperature": 0.7, "concurrency": 8},
     "optimizer": {"warmup_steps": 1, "betas": [0.9, 0.95], "grad_clip": 1.0},
     "horizon": {"max_turns": [5, 7], "stage_steps": [2, 2]},
-    "offline": {"num_items": 8, "chunk_items": 6, "pairs_per_step": 4},
     "validation": {"every": 2, "num_items": 4, "max_turns": 7},
     "evaluation": {
         "num_items": 12,
@@ -66,13 +68,15 @@ def tiny_params(tmp_path_factory):
 
     def write(folder, **changes):
         folder.mkdir(parents=True, exist_ok=True)
+        algorithm = changes.get("algorithm", {})
         tree = {
             "extends": str(ROOT / "params.yaml"),
             **TINY,
             "data": {"path": str(data)},
             "store": {"path": str(folder / "store")},
         }
-        (folder / "params.yaml").write_text(yaml.safe_dump({**tree, **changes}))
+        own = {"algorithm": {**SMALL.get(algorithm.get("recipe"), {}), **algorithm}}
+        (folder / "params.yaml").write_text(yaml.safe_dump({**tree, **changes, **own}))
         return folder / "params.yaml"
 
     return write

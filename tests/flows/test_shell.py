@@ -16,7 +16,10 @@ import pytest
         ("horizon.max_turns=[12,8,5]", "horizon.max_turns [12, 8, 5] must not decrease"),
         ("rollout.group_size=1", "leaves grpo nothing to compare"),
         ("model.context_tokens=64", "is too small for 12 turns"),
-        ("algorithm.recipe=gpro", "algorithm.recipe 'gpro' is unknown; known: agent_evol, dapo"),
+        (
+            "algorithm.recipe=gpro",
+            "algorithm.recipe 'gpro' is unknown; known: agent_evol, cispo, dapo",
+        ),
         ("no-equals-sign", "must look like key.path=value"),
         ("env.options.veiw=compact", "env: babyai has no option 'veiw'; did you mean 'view'?"),
         ("env.name=chess", "env: unknown environment 'chess'"),

@@ -1,26 +1,48 @@
 """Advantages against numbers worked out on paper."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from agentgym.algorithms.advantages import ADVANTAGES, Experience, whiten
+from agentgym.algorithms.advantages import ADVANTAGES, whiten, with_advantages
+from agentgym.algorithms.batch import Batch
+from agentgym.algorithms.experience import Experience
 
 
-def experience(sequences, groups, **more):
-    """sequences: the rewards of each sequence's action tokens."""
-    sequence = torch.tensor([index for index, rewards in enumerate(sequences) for _ in rewards])
-    return Experience(
-        sequence,
-        torch.tensor([float(reward) for rewards in sequences for reward in rewards]),
+def experience(sequences, groups, env_ids=None, **more):
+    """sequences: the rewards of each sequence's action tokens; a list among them is a turn."""
+    rows = [[each if isinstance(each, list) else [each] for each in row] for row in sequences]
+    if not any(isinstance(each, list) for row in sequences for each in row):
+        rows = [[row] for row in sequences]
+    # an observation before each turn
+    tokens = [[x for turn in row for x in (None, *turn)] for row in rows]
+    flat = [x for row in tokens for x in row]
+    mask = torch.tensor([x is not None for x in flat])
+    starts = torch.cumsum(torch.tensor([0, *map(len, tokens)]), 0)
+    rewards = torch.tensor([float(x or 0.0) for x in flat])
+    batch = Batch(
+        torch.ones(len(flat), dtype=torch.int64),
+        starts,
+        mask,
+        rewards,
+        torch.zeros(len(flat)),
         torch.tensor(groups),
-        **more,
+        torch.zeros(len(rows), dtype=torch.bool),
+        1.0,
+        env_ids,
     )
+    none = torch.zeros(int(mask.sum()))
+    return Experience(batch, none, rewards[mask], none + 1, **more)
 
 
-def advantages(name, sequences, groups, **more):
-    return ADVANTAGES[name](experience(sequences, groups, **more))[0].tolist()
+def settings(gamma=1.0, gae_lambda=1.0):
+    return SimpleNamespace(gamma=gamma, gae_lambda=gae_lambda)
+
+
+def advantages(name, sequences, groups, gamma=1.0, **more):
+    return ADVANTAGES[name](experience(sequences, groups, **more), settings(gamma))[0].tolist()
 
 
 def outcomes(name, returns, groups):
@@ -89,12 +111,10 @@ def test_gae_by_hand():
     given = experience(
         [[0, 1], [0]],
         [0, 1],
-        gamma=0.9,
-        gae_lambda=0.5,
         values=torch.tensor([0.5, 0.4, 0.2]),
         end_values=torch.tensor([0.0, 0.3]),
     )
-    got, targets = ADVANTAGES["gae"](given)
+    got, targets = ADVANTAGES["gae"](given, settings(0.9, 0.5))
     plain = [0.13, 0.6, 0.07]
     assert targets.tolist() == pytest.approx([0.63, 1.0, 0.27], abs=1e-6)
     mean = 0.8 / 3
@@ -106,12 +126,59 @@ def test_with_gamma_and_lambda_one_the_critics_target_is_the_outcome_however_wro
     given = experience(
         [[0, 0, 1], [0, 0]], [0, 1], values=torch.randn(5), end_values=torch.zeros(2)
     )
-    assert ADVANTAGES["gae"](given)[1].tolist() == pytest.approx([1, 1, 1, 0, 0], abs=1e-6)
+    assert ADVANTAGES["gae"](given, settings())[1].tolist() == pytest.approx(
+        [1, 1, 1, 0, 0], abs=1e-6
+    )
+
+
+def test_gae_over_turns_by_hand():
+    # gamma 0.9, lambda 0.5. Sequence 0 has turns of 2 and 1 tokens that pay 0.1 + 0.2 = 0.3 and 1,
+    # states of value 0.5 and 0.4 (its second token's 9 is nobody's state), and is over:
+    # delta_1 = 1 - 0.4 = 0.6, delta_0 = 0.3 + 0.36 - 0.5 = 0.16, A_0 = 0.16 + 0.45 * 0.6 = 0.43.
+    # Sequence 1 has one turn of two tokens, pays 0, value 0.2, is cut at a state of value 0.3:
+    # A = 0.27 - 0.2 = 0.07
+    given = experience(
+        [[[0.1, 0.2], [1]], [[0, 0]]],
+        [0, 1],
+        values=torch.tensor([0.5, 9.0, 0.4, 0.2, 9.0]),
+        end_values=torch.tensor([0.0, 0.3]),
+    )
+    got, targets = ADVANTAGES["turn_gae"](given, settings(0.9, 0.5))
+    plain = [0.43, 0.43, 0.6, 0.07, 0.07]
+    assert targets.tolist() == pytest.approx([0.93, 0.93, 1.0, 0.27, 0.27], abs=1e-6)
+    mean = sum(plain) / 5
+    std = math.sqrt(sum((value - mean) ** 2 for value in plain) / 4)
+    assert got.tolist() == pytest.approx([(value - mean) / std for value in plain], abs=1e-5)
+    # negative control: over tokens the discount is taken within a turn, too
+    assert ADVANTAGES["gae"](given, settings(0.9, 0.5))[1].tolist() != pytest.approx(
+        targets.tolist(), abs=0.1
+    )
+
+
+def test_turns_of_one_token_are_tokens():
+    values, ends = torch.tensor([0.5, 0.4, 0.2]), torch.tensor([0.0, 0.3])
+    rows = [[[0], [1]], [[0]]]
+    one, other = (
+        ADVANTAGES[name](
+            experience(rows, [0, 1], values=values, end_values=ends), settings(0.9, 0.5)
+        )
+        for name in ("gae", "turn_gae")
+    )
+    for each, same in zip(one, other, strict=True):
+        assert each.tolist() == pytest.approx(same.tolist(), abs=1e-6)
+
+
+def test_what_is_no_advantage_per_token_is_refused_by_name(monkeypatch):
+    given = experience([[1], [0]], [0, 0])
+    for wrong in (torch.zeros(3), torch.tensor([0.0, math.nan])):
+        monkeypatch.setitem(ADVANTAGES, "grpo", lambda *_, wrong=wrong: (wrong, None))
+        with pytest.raises(ValueError, match=r"recipe grpo: advantages of shape \[\d\], expected"):
+            with_advantages(given, SimpleNamespace(recipe="grpo"))
 
 
 def test_gae_without_a_critic_is_refused():
     with pytest.raises(ValueError, match="needs a critic's values"):
-        ADVANTAGES["gae"](experience([[1]], [0]))
+        ADVANTAGES["gae"](experience([[1]], [0]), settings())
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
@@ -160,11 +227,11 @@ def test_whitening_what_does_not_vary_gives_zeros():
     assert whiten(torch.tensor([3.0])).tolist() == [0.0]
 
 
-@pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline", "gae"])
+@pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline", "gae", "turn_gae"])
 def test_each_environment_is_whitened_among_its_own(name):
     # of each: 1 and 0, or 100 and 0, one token each; mean 1/2 (50), sample deviation 0.70711
     # (70.711)
-    critic = {"values": torch.zeros(4), "end_values": torch.zeros(4)} if name == "gae" else {}
+    critic = {"values": torch.zeros(4), "end_values": torch.zeros(4)} if "gae" in name else {}
     sequences, groups, envs = [[1], [0], [100], [0]], [0, 0, 1, 1], torch.tensor([0, 0, 1, 1])
     expected = [0.707107, -0.707107, 0.707107, -0.707107]
     assert advantages(name, sequences, groups, env_ids=envs, **critic) == pytest.approx(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from agentgym.algorithms.batch import groups_with_signal, overlong_penalty, to_batch
+from agentgym.algorithms.batch import learnable, overlong_penalty, to_batch, why_not
 from agentgym.types import Item, Status, Trajectory, Turn
 
 
@@ -30,14 +30,14 @@ def trajectory(
 
 
 def test_the_outcome_lies_on_the_last_action_token_not_on_the_observation_after_it():
-    batch = to_batch([trajectory([7, 8, 9, 6, 5], [0, 1, 1, 0, 0], reward=0.7)], truncated="zero")
+    batch = to_batch([trajectory([7, 8, 9, 6, 5], [0, 1, 1, 0, 0], reward=0.7)])
     assert batch.rewards.tolist() == pytest.approx([0, 0, 0.7, 0, 0])
     assert batch.returns.tolist() == pytest.approx([0.7])
 
 
 def test_a_reward_on_an_observation_token_would_be_lost():
     """Negative control: the placement on the last attended token gives a return of 0."""
-    batch = to_batch([trajectory([7, 8, 9], [0, 1, 0], reward=0.7)], truncated="zero")
+    batch = to_batch([trajectory([7, 8, 9], [0, 1, 0], reward=0.7)])
     batch.rewards[:] = torch.tensor([0, 0, 0.7])
     assert batch.returns.tolist() == [0]
 
@@ -48,7 +48,6 @@ def test_rows_are_packed_end_to_end_in_the_order_given():
             trajectory([1, 2, 3], [0, 1, 0], 1.0, task_id=5),
             trajectory([4, 5], [0, 1], 0.0, task_id=6),
         ],
-        truncated="zero",
     )
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
     assert batch.starts.tolist() == [0, 3, 5]
@@ -68,24 +67,25 @@ def test_failed_environments_and_rows_without_actions_never_enter():
         trajectory([1, 8], [0, 1], status=Status.ENV_LIMIT, reward=0.0),
         trajectory([1, 7], [0, 1]),
     ]
-    assert to_batch(sequences, truncated="zero").input_ids.tolist() == [1, 5, 1, 6, 1, 8, 1, 7]
-    assert to_batch(sequences, truncated="mask").input_ids.tolist() == [1, 7]
+    kept = learnable(sequences, truncated="zero")
+    assert to_batch(kept).input_ids.tolist() == [1, 5, 1, 6, 1, 8, 1, 7]
+    assert [each.input_ids for each in learnable(sequences, truncated="mask")] == [(1, 7)]
+    assert why_not(sequences, truncated="mask") == [
+        "the environment failed: env_error",
+        "the environment failed: timeout",
+        "no action",
+        "cut: max_turns",
+        "cut: max_tokens",
+        "cut: env_limit",
+        "",
+    ]
 
 
-def test_nothing_left_to_learn_from_is_an_error_that_says_why():
-    with pytest.raises(
-        ValueError,
-        match=r"none of 2 trajectories can be learned from: \['env_error', 'max_turns'\]",
-    ):
-        to_batch(
-            [
-                trajectory([1, 2], [0, 1], status=Status.MAX_TURNS),
-                trajectory([1, 2], [0, 1], status=Status.ENV_ERROR),
-            ],
-            truncated="mask",
-        )
-    with pytest.raises(ValueError, match="none of 0"):
-        to_batch([], truncated="zero")
+def test_what_cannot_be_learned_from_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match=r"1 of 2 trajectories .*: \['the environment failed: env"):
+        to_batch([trajectory([1, 2], [0, 1]), trajectory([1, 2], [0, 1], status=Status.ENV_ERROR)])
+    with pytest.raises(ValueError, match="0 of 0"):
+        to_batch([])
 
 
 def test_samples_of_one_item_share_a_group_and_equal_ids_of_two_environments_do_not():
@@ -93,22 +93,13 @@ def test_samples_of_one_item_share_a_group_and_equal_ids_of_two_environments_do_
         trajectory([1, 2], [0, 1], task_id=task, env=env)
         for task, env in ((9, "a"), (3, "a"), (9, "a"), (9, "b"))
     ]
-    assert to_batch(sequences, truncated="zero").group_ids.tolist() == [0, 1, 0, 2]
-
-
-def test_groups_are_numbered_without_the_excluded():
-    sequences = [
-        trajectory([1, 2], [0, 1], status=Status.ENV_ERROR, task_id=1),
-        trajectory([1, 2], [0, 1], task_id=2),
-    ]
-    assert to_batch(sequences, truncated="zero").group_ids.tolist() == [0]
+    assert to_batch(sequences).group_ids.tolist() == [0, 1, 0, 2]
 
 
 def test_samples_of_two_temperatures_are_refused():
     with pytest.raises(ValueError, match=r"one temperature; got \[0.7, 1.0\]"):
         to_batch(
             [trajectory([1, 2], [0, 1], temperature=0.7), trajectory([1, 2], [0, 1])],
-            truncated="zero",
         )
 
 
@@ -118,7 +109,7 @@ def test_select_keeps_every_field_of_the_chosen_rows_in_the_order_asked_for():
         trajectory([4, 5], [0, 1], 0.5, task_id=5, temperature=0.5),
         trajectory([6, 7, 8, 9], [0, 1, 0, 1], 0.75, task_id=4, temperature=0.5),
     ]
-    part = to_batch(sequences, truncated="zero").select(torch.tensor([2, 0]))
+    part = to_batch(sequences).select(torch.tensor([2, 0]))
     assert part.input_ids.tolist() == [6, 7, 8, 9, 1, 2, 3]
     assert part.starts.tolist() == [0, 4, 7]
     assert part.action_mask.tolist() == [False, True, False, True, False, True, True]
@@ -127,6 +118,10 @@ def test_select_keeps_every_field_of_the_chosen_rows_in_the_order_asked_for():
     assert part.group_ids.tolist() == [0, 0]
     assert part.returns.tolist() == [0.75, 0.25]
     assert part.temperature == 0.5
+
+
+def telling(trajectories):
+    return learnable(trajectories, truncated="zero", signal=True)
 
 
 def group(task_id, *rewards):
@@ -142,7 +137,7 @@ def test_only_groups_whose_rewards_differ_carry_signal():
         lost,
         *group(4, 0.0, 0.0),
     ]
-    assert [sequence.item.task_id for sequence in groups_with_signal(sequences)] == [2, 2]
+    assert [sequence.item.task_id for sequence in telling(sequences)] == [2, 2]
 
 
 # the outcome of SciWorld added up on two ways through one task
@@ -157,9 +152,9 @@ def test_rewards_that_differ_by_rounding_carry_no_signal():
         *group(3, 0.66, 0.67),
         *group(4, 0.0, 1e-5),
     ]
-    assert [sequence.item.task_id for sequence in groups_with_signal(sequences)] == [3, 3, 4, 4]
+    assert [sequence.item.task_id for sequence in telling(sequences)] == [3, 3, 4, 4]
     # of hundreds float32 keeps five decimals
-    assert not groups_with_signal(group(1, 99.99999, 100.0))
+    assert not telling(group(1, 99.99999, 100.0))
 
 
 @pytest.mark.parametrize(
@@ -211,3 +206,17 @@ def test_rows_know_their_environment_and_so_does_every_selection():
     batch = to_batch(sequences)
     assert batch.env_ids.tolist() == [0, 1, 0]
     assert batch.select(torch.tensor([2, 1])).env_ids.tolist() == [0, 1]
+
+
+def test_rewards_of_turns_stand_on_the_turns_that_were_paid_and_sum_to_the_outcome():
+    turns = (Turn("a", "o", 0.25, 1, 3), Turn("b", "o", 0.0, 4, 5), Turn("c", "o", 0.5, 6, 7))
+    episode = replace(trajectory([1] * 8, [0, 1, 1, 0, 1, 0, 1, 0], 0.75), turns=turns)
+    batch = to_batch([episode, episode], turn_rewards=True, penalty=lambda _: -0.25)
+    one = [0, 0, 0.25, 0, 0, 0, 0.25, 0]  # the penalty is of the whole, at its end
+    assert batch.rewards.tolist() == one * 2
+    assert batch.returns.tolist() == [0.5, 0.5]
+    assert batch.turn[batch.action_mask].tolist() == [0, 0, 1, 2, 3, 3, 4, 5]
+    assert to_batch([episode]).rewards.tolist() == [0, 0, 0, 0, 0, 0, 0.75, 0]
+    forged = replace(episode, reward=1.0)
+    with pytest.raises(AssertionError, match="turns do not sum to it"):
+        to_batch([forged], turn_rewards=True)

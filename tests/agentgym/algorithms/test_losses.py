@@ -1,14 +1,18 @@
 """Losses and their bookkeeping against numbers worked out on paper."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from agentgym.algorithms.losses import (
+    Actions,
     aggregation_weights,
+    cispo,
     clip_fractions,
-    importance_weights,
+    corrections,
+    gspo,
     kl_penalty,
     mismatch,
     ppo_clip_loss,
@@ -191,9 +195,79 @@ def test_a_weighted_sum_does_not_depend_on_the_split_into_micro_batches(aggregat
 def test_importance_weights_are_capped_from_above_alone():
     learner, engine = torch.tensor([-1.0, -1.0, -3.0]), torch.tensor([-1.5, -3.0, -1.0])
     # exp(0.5) = 1.64872, exp(2) capped, exp(-2) = 0.13534
-    assert importance_weights(learner, engine, 2.0).tolist() == pytest.approx(
-        [1.64872, 2.0, 0.13534], abs=1e-4
+    assert corrections(
+        learner, engine, torch.tensor([0, 1, 2]), correction="token_truncate", cap=2.0
+    ).tolist() == pytest.approx([1.64872, 2.0, 0.13534], abs=1e-4)
+
+
+# token weights of sequence 0: 2, 1/2, 3/2 (product 1.5, geometric mean 1.5^(1/3) = 1.144714); of
+# sequence 1: 4/5, 4/5 (product 0.64, mean 0.8)
+WEIGHTS, OF = [2.0, 0.5, 1.5, 0.8, 0.8], [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("correction", "cap", "floor", "expected"),
+    [
+        ("token_truncate", 1.6, 0.0, [1.6, 0.5, 1.5, 0.8, 0.8]),
+        ("token_mask", 1.6, 0.0, [0.0, 0.5, 1.5, 0.8, 0.8]),
+        ("token_mask", 1.6, 0.6, [0.0, 0.0, 1.5, 0.8, 0.8]),
+        ("sequence_truncate", 1.2, 0.0, [1.2, 1.2, 1.2, 0.64, 0.64]),
+        ("sequence_mask", 1.2, 0.0, [0.0, 0.0, 0.0, 0.64, 0.64]),
+        ("sequence_mask", 1.6, 0.7, [1.5, 1.5, 1.5, 0.0, 0.0]),
+        ("geometric_mask", 1.14, 0.0, [0.0, 0.0, 0.0, 1.0, 1.0]),
+        ("geometric_mask", 1.15, 0.81, [1.0, 1.0, 1.0, 0.0, 0.0]),
+    ],
+)
+def test_each_correction_by_hand(correction, cap, floor, expected):
+    learner = torch.tensor(WEIGHTS).log()
+    given = corrections(
+        learner, torch.zeros(5), torch.tensor(OF), correction=correction, cap=cap, floor=floor
     )
+    assert given.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def loss_of(function, ratios, advantages, sequence, **bounds):
+    """(losses, gradients with respect to the log-probabilities of their sum, what is logged)."""
+    logprobs = torch.tensor(ratios).log().requires_grad_()
+    actions = Actions(
+        logprobs, torch.zeros(len(ratios)), torch.tensor(advantages), torch.tensor(sequence)
+    )
+    losses, logged = function(actions, SimpleNamespace(**bounds))
+    losses.sum().backward()
+    return losses.tolist(), logprobs.grad.tolist(), logged
+
+
+def test_gspo_has_one_ratio_for_a_sequence_and_clips_all_of_it():
+    # sequence 0: ratios 1.2, 1.25, mean sqrt(1.5) = 1.224745, A = 1, clipped at 1.1: loss -1.1, no
+    # gradient; though one clipped by itself, 1.2 and 1.25 lie above 1.1, too. Sequence 1: ratios
+    # 2, 1/2: mean 1, A = -2: loss 2 for each token; the mean over its two tokens is 2, whose
+    # gradient is -A s / 2 = 1 for each token
+    bounds = {"clip_low": 0.1, "clip_high": 0.1}
+    ratios, gain = [1.2, 1.25, 2.0, 0.5], [1.0, 1.0, -2.0, -2.0]
+    losses, gradients, logged = loss_of(gspo, ratios, gain, [0, 0, 1, 1], **bounds)
+    assert losses == pytest.approx([-1.1, -1.1, 2.0, 2.0], abs=1e-5)
+    # of the sum of the tokens' losses: twice that of the mean
+    assert gradients == pytest.approx([0.0, 0.0, 2.0, 2.0], abs=1e-5)
+    assert logged["clip_frac_high"].tolist() == [True, True, False, False]
+    # negative control: token by token the first of sequence 1 would be outside, and unequal
+    one = loss_of(gspo, ratios, gain, [0, 1, 2, 3], **bounds)[0]
+    assert one[2:] == pytest.approx([4.0, 1.8], abs=1e-5)
+
+
+def test_cispo_weighs_every_token_and_drops_none():
+    # ratios 3, 1.5, 0.2 with weights in [0, 1 + 1]: 2, 1.5, 0.2; gradient -weight * A of each
+    gain = [1.0, -1.0, 2.0]
+    losses, gradients, logged = loss_of(
+        cispo, [3.0, 1.5, 0.2], gain, [0, 0, 1], clip_low=1.0, clip_high=1.0
+    )
+    assert gradients == pytest.approx([-2.0, 1.5, -0.4], abs=1e-5)
+    assert losses == pytest.approx(
+        [-2 * math.log(3), 1.5 * math.log(1.5), -0.4 * math.log(0.2)], abs=1e-5
+    )
+    assert logged["clip_frac"].tolist() == [True, False, False]
+    low = loss_of(cispo, [0.2], [1.0], [0], clip_low=0.5, clip_high=1.0)
+    assert low[1] == pytest.approx([-0.5], abs=1e-6)
+    assert low[2]["clip_frac_low"].tolist() == [True]
 
 
 def test_mismatch_of_equal_policies_is_nothing():
@@ -213,7 +287,7 @@ def test_mismatch_against_hand_values():
     assert gap["kl"] == pytest.approx(0.25, abs=1e-6)
     assert gap["max_abs"] == pytest.approx(math.log(2), abs=1e-6)
     assert gap["ess"] == pytest.approx(0.735294, abs=1e-6)
-    assert gap["capped_frac"] == 0.5  # the weight of 2, which `importance_weights` makes 1.9
+    assert gap["capped_frac"] == 0.5  # the weight of 2, which truncation makes 1.9
     # 1.22 and 0.82
     assert (
         mismatch(torch.tensor([0.2, 0.05, 0.0, -0.2]), torch.zeros(4), cap=2.0)["outside_frac"]

@@ -7,10 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 
+from agentgym.algorithms import advantages as advantages_module
+from agentgym.algorithms import losses as losses_module
+from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.losses import clip_fractions
-from agentgym.algorithms.recipe import RECIPES
-from agentgym.config import AlgorithmConfig, OptimizerConfig
+from agentgym.algorithms.recipe import RECIPES, RL
+from agentgym.config import ActorCriticConfig, OptimizerConfig, algorithm_config
 from agentgym.learner import learner as learner_module
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.optimizer import learning_rate
@@ -20,7 +23,7 @@ from agentgym.models.networks import PolicyNet
 from agentgym.types import EngineMismatch
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
-ONE_UPDATE = AlgorithmConfig(minibatches=1)
+ONE_UPDATE = algorithm_config(minibatches=1)
 # two groups of three; actions at scattered places, observations between and after them
 ROWS = [
     ([5, 9, 33, 12, 40, 41], [0, 0, 1, 1, 0, 1]),
@@ -50,6 +53,12 @@ def batch_of(rows=ROWS, rewards=REWARDS, groups=(0, 0, 0, 1, 1, 1), temperature=
         torch.zeros(len(rows), dtype=torch.bool),
         temperature,
     )
+
+
+def train(learner, batch, config, *, step, seed):
+    """The three verbs; all metrics together."""
+    experience = with_advantages(learner.prepare(batch, config, step=step), config)
+    return experience.metrics | learner.update(experience, config, step=step, seed=seed)
 
 
 def on_policy(learner, batch):
@@ -114,9 +123,15 @@ EVERYTHING = {
     "kl_coef": 0.1,
     "entropy_coef": 0.05,
     "minibatches": 1,
-    "critic_warmup_steps": 0,
     "constant_length": 6,
 }
+
+
+def everything(recipe, **more):
+    """Its settings, with everything on that a learner can do, and a critic that does not wait."""
+    config = algorithm_config(recipe, **EVERYTHING | more)
+    has_critic = isinstance(config, ActorCriticConfig)
+    return config.model_copy(update={"critic_warmup_steps": 0}) if has_critic else config
 
 
 @pytest.fixture
@@ -143,23 +158,21 @@ def all_gradients(learner):
     return gradients(learner) | {name: gradient.clone() for name, gradient in critic.items()}
 
 
-@pytest.mark.parametrize(
-    "recipe", sorted(name for name, row in RECIPES.items() if row.loop == "rl")
-)
+@pytest.mark.parametrize("recipe", sorted(name for name, row in RECIPES.items() if row.loop is RL))
 @pytest.mark.parametrize("how", ["micro-batches", "order"])
 def test_loss_and_gradient_of_every_recipe_depend_neither_on_micro_batches_nor_on_packing(
     make_whole, monkeypatch, recipe, how
 ):
     whole, other = make_whole(), make_whole()
-    config = AlgorithmConfig(recipe=recipe, **EVERYTHING)
+    config = everything(recipe)
     batch = on_policy(whole, batch_of())
-    metrics = whole.update(batch, config, step=1, seed=0)
+    metrics = train(whole, batch, config, step=1, seed=0)
     if how == "order":
         batch = batch.select(torch.tensor([4, 0, 5, 2, 3, 1]))
     else:
         monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 7)
         assert len(list(learner_module._micro_batches(batch))) > 1
-    assert other.update(batch, config, step=1, seed=0) == pytest.approx(metrics, abs=1e-4)
+    assert train(other, batch, config, step=1, seed=0) == pytest.approx(metrics, abs=1e-4, rel=1e-5)
     assert_same(all_gradients(whole), all_gradients(other), atol=1e-4, rtol=1e-3)
     assert metrics["actor/grad_norm"] > 1e-2
     assert metrics["actor/reference_kl"] > 1e-2
@@ -169,9 +182,9 @@ def test_what_a_recipe_needs_and_was_not_given_is_named(make_learner):
     learner = make_learner()
     batch = on_policy(learner, batch_of())
     with pytest.raises(ValueError, match="recipe ppo needs a critic"):
-        learner.update(batch, AlgorithmConfig(recipe="ppo"), step=1, seed=0)
+        train(learner, batch, algorithm_config(recipe="ppo"), step=1, seed=0)
     with pytest.raises(ValueError, match=r"algorithm\.kl_coef 0\.1 needs a reference model"):
-        learner.update(batch, AlgorithmConfig(kl_coef=0.1), step=1, seed=0)
+        train(learner, batch, algorithm_config(kl_coef=0.1), step=1, seed=0)
 
 
 def test_a_batch_without_action_tokens_reaches_no_loss(make_whole):
@@ -182,7 +195,7 @@ def test_a_batch_without_action_tokens_reaches_no_loss(make_whole):
     )
     for recipe in ("grpo", "ppo"):
         with pytest.raises(ValueError, match="without a single action token"):
-            learner.update(batch, AlgorithmConfig(recipe=recipe), step=1, seed=0)
+            train(learner, batch, algorithm_config(recipe=recipe), step=1, seed=0)
     assert_same(before, weights(learner))
 
 
@@ -217,25 +230,25 @@ def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_criti
     """
     critic = networks.ValueNet(make_model(0))
     learner = LocalLearner(make_model(0), OPTIMIZER, total_steps=99, critic=critic, critic_lr=3e-3)
-    config = AlgorithmConfig(
+    config = algorithm_config(
         recipe="ppo", minibatches=1, critic_warmup_steps=99, truncated="bootstrap"
     )
     outcomes = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
     ended = on_policy(learner, batch_of(rewards=outcomes))
     for step in range(1, 61):
-        learner.update(ended, config, step=step, seed=0)
+        train(learner, ended, config, step=step, seed=0)
     rewards = batch_of(rewards=[*outcomes[:4], 0.0, 0.0]).rewards
     cut = replace(ended, rewards=rewards, truncated=torch.arange(6) == 4)
     with torch.no_grad():
         everywhere = critic.head(networks._states(critic.body, cut)[0])[:, 0]
     given = []
-    gae = learner_module.ADVANTAGES["gae"]
+    gae = advantages_module.ADVANTAGES["gae"]
     monkeypatch.setitem(
-        learner_module.ADVANTAGES,
+        advantages_module.ADVANTAGES,
         "gae",
-        lambda experience: given.append(gae(experience)) or given[0],
+        lambda *of: given.append(gae(*of)) or given[0],
     )
-    learner.update(cut, config, step=61, seed=0)
+    train(learner, cut, config, step=61, seed=0)
     targets = given[0][1][cut.sequence[cut.action_mask] == 4]
     assert targets.tolist() == pytest.approx([1.0, 1.0], abs=0.05)
     # negative control: at the last token, where no action was ever chosen, the critic says 0.18
@@ -243,20 +256,19 @@ def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_criti
 
 
 def test_only_cut_rows_are_bootstrapped_and_only_where_asked(make_whole):
-    config = {"recipe": "ppo", **EVERYTHING, "kl_coef": 0.0}
     cut = torch.tensor([False, True, False, False, False, True])
     values = {}
     for truncated in ("zero", "bootstrap"):
         learner = make_whole()
         batch = replace(on_policy(learner, batch_of()), truncated=cut)
-        values[truncated] = learner.update(
-            batch, AlgorithmConfig(truncated=truncated, **config), step=1, seed=0
+        values[truncated] = train(
+            learner, batch, everything("ppo", kl_coef=0.0, truncated=truncated), step=1, seed=0
         )["critic/loss"]
     learner = make_whole()
     batch = on_policy(learner, batch_of())  # nothing is cut: nothing to bootstrap
-    uncut = learner.update(batch, AlgorithmConfig(truncated="bootstrap", **config), step=1, seed=0)[
-        "critic/loss"
-    ]
+    uncut = train(
+        learner, batch, everything("ppo", kl_coef=0.0, truncated="bootstrap"), step=1, seed=0
+    )["critic/loss"]
     assert values["zero"] == pytest.approx(uncut, rel=1e-5)
     assert values["bootstrap"] != pytest.approx(uncut, rel=1e-3)
 
@@ -269,10 +281,10 @@ def test_the_critic_learns_the_outcome(make_model):
         critic=networks.ValueNet(make_model(0)),
         critic_lr=3e-3,
     )
-    config = AlgorithmConfig(recipe="ppo", minibatches=1, critic_warmup_steps=99)
+    config = algorithm_config(recipe="ppo", minibatches=1, critic_warmup_steps=99)
     before = weights(learner)
     batch = on_policy(learner, batch_of())
-    logs = [learner.update(batch, config, step=step, seed=0) for step in range(1, 81)]
+    logs = [train(learner, batch, config, step=step, seed=0) for step in range(1, 81)]
     # half of the outcomes, a head of zeros: 0.5 * mean of r
     assert logs[0]["critic/loss"] == pytest.approx(0.25, abs=0.1)
     # three of the twelve states open rows of outcomes 1, 0, 0 and three of 1, 1, 0: no critic can
@@ -283,17 +295,17 @@ def test_the_critic_learns_the_outcome(make_model):
 
 
 def test_a_saved_critic_continues_to_the_bit(make_whole):
-    config = AlgorithmConfig(recipe="ppo", **EVERYTHING)
+    config = everything("ppo")
     whole, resumed = make_whole(), make_whole()
     batch = on_policy(whole, batch_of())
-    whole.update(batch, config, step=1, seed=0)
+    train(whole, batch, config, step=1, seed=0)
     blobs = whole.blobs()
     load_weights(resumed.model, load_safetensors(blobs[checkpoint.WEIGHTS]))
     load_weights(resumed._critic, load_safetensors(blobs[checkpoint.CRITIC]))
     resumed.load_optimizers(blobs)
     assert resumed.blobs() == blobs
     for learner in (whole, resumed):
-        learner.update(replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
+        train(learner, replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
     assert resumed.blobs() == whole.blobs()
 
 
@@ -303,10 +315,10 @@ def test_gradients_and_metrics_do_not_depend_on_the_micro_batches(
 ):
     whole, split = make_learner(), make_learner()
     batch = on_policy(whole, batch_of())
-    metrics = whole.update(batch, ONE_UPDATE, step=1, seed=0)
+    metrics = train(whole, batch, ONE_UPDATE, step=1, seed=0)
     monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", tokens)
     assert len(list(learner_module._micro_batches(batch))) > 1
-    assert split.update(batch, ONE_UPDATE, step=1, seed=0) == pytest.approx(metrics, abs=1e-5)
+    assert train(split, batch, ONE_UPDATE, step=1, seed=0) == pytest.approx(metrics, abs=1e-5)
     assert_same(gradients(whole), gradients(split), atol=1e-5, rtol=1e-4)
     assert metrics["actor/grad_norm"] > 1e-2
 
@@ -322,9 +334,9 @@ def test_supervised_gradients_do_not_depend_on_the_micro_batches(make_learner, m
 def test_gradients_and_metrics_do_not_depend_on_the_order_of_the_rows(make_learner):
     one, other = make_learner(), make_learner()
     batch = on_policy(one, batch_of())
-    metrics = one.update(batch, ONE_UPDATE, step=1, seed=0)
-    assert other.update(
-        batch.select(torch.tensor([4, 0, 5, 2, 3, 1])), ONE_UPDATE, step=1, seed=0
+    metrics = train(one, batch, ONE_UPDATE, step=1, seed=0)
+    assert train(
+        other, batch.select(torch.tensor([4, 0, 5, 2, 3, 1])), ONE_UPDATE, step=1, seed=0
     ) == pytest.approx(metrics, abs=1e-5)
     assert_same(gradients(one), gradients(other), atol=1e-5, rtol=1e-4)
 
@@ -352,9 +364,9 @@ def test_observation_tokens_reach_no_loss(make_learner):
         torch.randn(len(batch.input_ids), generator=torch.Generator().manual_seed(0))
         * ~batch.action_mask
     )
-    metrics = one.update(batch, ONE_UPDATE, step=1, seed=0)
+    metrics = train(one, batch, ONE_UPDATE, step=1, seed=0)
     noisy = replace(batch, logprobs=batch.logprobs + noise, rewards=batch.rewards + noise)
-    assert other.update(noisy, ONE_UPDATE, step=1, seed=0) == metrics
+    assert train(other, noisy, ONE_UPDATE, step=1, seed=0) == metrics
     assert_same(gradients(one), gradients(other))
 
 
@@ -362,8 +374,8 @@ def test_what_follows_the_last_action_changes_nothing(make_learner):
     one, other = make_learner(), make_learner()
     ids, mask = ROWS[2]
     shorter = [*ROWS[:2], (ids[:7], mask[:7]), *ROWS[3:]]
-    one.update(on_policy(one, batch_of()), ONE_UPDATE, step=1, seed=0)
-    other.update(on_policy(other, batch_of(shorter)), ONE_UPDATE, step=1, seed=0)
+    train(one, on_policy(one, batch_of()), ONE_UPDATE, step=1, seed=0)
+    train(other, on_policy(other, batch_of(shorter)), ONE_UPDATE, step=1, seed=0)
     assert_same(gradients(one), gradients(other), atol=1e-5, rtol=1e-4)
 
 
@@ -381,7 +393,7 @@ def test_the_first_update_follows_the_plain_policy_gradient(make_learner, plain)
         for index, action in enumerate(mask):
             if action:
                 (-advantage * logp[index - 1, ids[index]] / total).backward(retain_graph=True)
-    learner.update(on_policy(learner, batch_of()), ONE_UPDATE, step=1, seed=0)
+    train(learner, on_policy(learner, batch_of()), ONE_UPDATE, step=1, seed=0)
     expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
     assert_same(gradients(learner), expected, atol=1e-4, rtol=1e-3)
 
@@ -495,10 +507,10 @@ def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, re
             critic=critic,
         )
 
-    config = AlgorithmConfig(recipe=recipe, minibatches=2, critic_warmup_steps=0)
+    config = everything(recipe, minibatches=2, kl_coef=0.0)
     whole, resumed, forgetful = make(), make(), make()
     batch = on_policy(whole, batch_of())
-    whole.update(batch, config, step=1, seed=0)
+    train(whole, batch, config, step=1, seed=0)
     blobs = whole.blobs()
     assert {tensor.dtype for tensor in load_safetensors(blobs[checkpoint.WEIGHTS]).values()} == {
         torch.bfloat16
@@ -509,7 +521,7 @@ def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, re
     resumed.load_optimizers(blobs)
     assert resumed.blobs() == blobs
     for learner in (whole, resumed):
-        learner.update(replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
+        train(learner, replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
     assert resumed.blobs() == whole.blobs()
     # negative control
     assert forgetful.blobs()[checkpoint.OPTIMIZER] != blobs[checkpoint.OPTIMIZER]
@@ -605,18 +617,18 @@ def test_logged_probabilities_of_another_policy_stop_the_run(make_learner):
         EngineMismatch,
         match=r"step 7: engine and learner differ by KL .* \(limit 0.05, largest single difference",
     ):
-        learner.update(shifted, limited, step=7, seed=0)
+        train(learner, shifted, limited, step=7, seed=0)
     with pytest.raises(EngineMismatch, match="KL nan"):
-        learner.update(replace(batch, logprobs=batch.logprobs * math.nan), limited, step=7, seed=0)
+        train(learner, replace(batch, logprobs=batch.logprobs * math.nan), limited, step=7, seed=0)
     with pytest.raises(EngineMismatch):  # sampled at another temperature than recorded
-        learner.update(replace(batch, temperature=0.5), limited, step=7, seed=0)
+        train(learner, replace(batch, temperature=0.5), limited, step=7, seed=0)
     assert_same(before, weights(learner))
 
 
 def test_an_update_raises_the_probability_of_what_won(make_learner):
     learner = make_learner(OptimizerConfig(lr=1e-3, warmup_steps=0))
     batch = on_policy(learner, batch_of())
-    metrics = learner.update(batch, AlgorithmConfig(minibatches=2, epochs=2), step=1, seed=0)
+    metrics = train(learner, batch, algorithm_config(minibatches=2, epochs=2), step=1, seed=0)
     gain = torch.zeros(6).index_add_(0, batch.sequence, learner.score(batch) - batch.logprobs)
     won = torch.tensor(REWARDS) == 1
     assert gain[won].mean() > 0 > gain[~won].mean()
@@ -636,9 +648,9 @@ def test_clip_fractions_of_an_update_count_only_where_clipping_binds(make_learne
             logprobs, old_logprobs, *rest, clip_low=clip_low, clip_high=clip_high, **bounds
         )
 
-    monkeypatch.setattr(learner_module, "clip_fractions", count)
-    config = AlgorithmConfig(minibatches=1, epochs=4)
-    metrics = learner.update(replace(batch, logprobs=batch.logprobs - 1e-3), config, step=1, seed=0)
+    monkeypatch.setattr(losses_module, "clip_fractions", count)
+    config = algorithm_config(minibatches=1, epochs=4)
+    metrics = train(learner, replace(batch, logprobs=batch.logprobs - 1e-3), config, step=1, seed=0)
     assert metrics["actor/clip_frac"] == pytest.approx(
         metrics["actor/clip_frac_low"] + metrics["actor/clip_frac_high"]
     )
@@ -647,8 +659,12 @@ def test_clip_fractions_of_an_update_count_only_where_clipping_binds(make_learne
     # negative control: ratios outside the bounds with the sign of the advantage ignored
     assert metrics["actor/clip_frac"] < sum(outside) / len(outside)
     assert metrics["mismatch/capped_frac"] == 0
-    capped = learner.update(
-        on_policy(learner, batch), config.model_copy(update={"importance_cap": 0.5}), step=2, seed=0
+    capped = train(
+        learner,
+        on_policy(learner, batch),
+        config.model_copy(update={"importance_cap": 0.5}),
+        step=2,
+        seed=0,
     )
     assert capped["mismatch/capped_frac"] == 1
 
@@ -662,8 +678,8 @@ def test_groups_without_signal_thin_the_gradient_instead_of_vanishing_from_its_m
     )
     config = OptimizerConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9)
     alone, beside = make_learner(config), make_learner(config)
-    alone.update(on_policy(alone, batch), ONE_UPDATE, step=1, seed=0)
-    beside.update(on_policy(beside, wider), ONE_UPDATE, step=1, seed=0)
+    train(alone, on_policy(alone, batch), ONE_UPDATE, step=1, seed=0)
+    train(beside, on_policy(beside, wider), ONE_UPDATE, step=1, seed=0)
     share = 12 / 19
     thinned = {name: gradient * share for name, gradient in gradients(alone).items()}
     assert_same(thinned, gradients(beside), atol=1e-6, rtol=1e-4)
@@ -672,8 +688,12 @@ def test_groups_without_signal_thin_the_gradient_instead_of_vanishing_from_its_m
 def test_a_batch_of_equal_groups_changes_nothing_and_says_so(make_learner):
     learner = make_learner()
     before = weights(learner)
-    metrics = learner.update(
-        on_policy(learner, batch_of(rewards=[1.0] * 3 + [0.0] * 3)), ONE_UPDATE, step=1, seed=0
+    metrics = train(
+        learner,
+        on_policy(learner, batch_of(rewards=[1.0] * 3 + [0.0] * 3)),
+        ONE_UPDATE,
+        step=1,
+        seed=0,
     )
     assert metrics["actor/sequences_with_signal_frac"] == 0
     assert "actor/loss" not in metrics
@@ -684,8 +704,12 @@ def test_minibatches_are_drawn_from_seed_and_step_alone(make_learner):
     results = []
     for seed in (3, 3, 4):
         learner = make_learner()
-        learner.update(
-            on_policy(learner, batch_of()), AlgorithmConfig(minibatches=3), step=1, seed=seed
+        train(
+            learner,
+            on_policy(learner, batch_of()),
+            algorithm_config(minibatches=3),
+            step=1,
+            seed=seed,
         )
         results.append(weights(learner))
     assert_same(results[0], results[1])

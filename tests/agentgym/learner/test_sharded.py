@@ -1,5 +1,5 @@
-"""Two processes that hold the weights together learn what one learns alone, and read what it
-wrote.
+"""Two and three processes that hold the weights together learn what one learns alone, and read
+what it wrote.
 """
 
 import json
@@ -7,19 +7,21 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 
 from agentgym.algorithms.batch import Batch
-from agentgym.config import AlgorithmConfig, OptimizerConfig
+from agentgym.algorithms.recipe import RECIPES, RL, Correction
+from agentgym.config import OptimizerConfig, algorithm_config
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.model import weights_blob
 
 LR = 1e-3
-CONFIG = AlgorithmConfig(
+CONFIG = algorithm_config(
     recipe="ppo",
     kl_coef=0.1,
     kl_place="loss",
@@ -38,46 +40,55 @@ from agentgym.learner.sharded import Sharded
 folder, rank = sys.argv[1], int(sys.argv[2])
 set_threads()
 wait = datetime.timedelta(seconds=120)
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, \
-timeout=wait)
-plans, batches, config = pickle.load(open(folder + "/asked", "rb"))
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, \
+world_size=int(sys.argv[3]), timeout=wait)
+plans, batches, config, others = pickle.load(open(folder + "/asked", "rb"))
 learn = pickle.load(open(folder + "/learn", "rb"))
 exec(learn)
-told = all_of(plans, batches, config, lambda plan: plan.build(Sharded(torch.device("cpu"))))
+told = all_of(plans, batches, config, others, lambda plan: plan.build(Sharded(torch.device("cpu"))))
 if rank == 0:
     pickle.dump(told, open(folder + "/told", "wb"))
 dist.destroy_process_group()
 """
 LEARN = """
 from dataclasses import replace
+from agentgym.algorithms.advantages import with_advantages
+
+def train(learner, batch, config, step):
+    experience = with_advantages(learner.prepare(batch, config, step=step), config)
+    return experience.metrics | learner.update(experience, config, step=step, seed=0)
 
 def plan_from(plan, blobs):
     states = {name: blob for name, blob in blobs.items() if "optimizer" in name}
     return replace(plan, weights=blobs["model.safetensors"], critic=blobs["critic.safetensors"], \
 optimizer_states=states)
 
-def all_of(plans, batches, config, build):
+def all_of(plans, batches, config, others, build):
     told = {}
     learner = build(plans["new"])
     told["score"] = learner.score(batches["whole"])
-    told["first"] = learner.update(batches["whole"], config, step=1, seed=0)
+    told["first"] = train(learner, batches["whole"], config, 1)
     learner.score(batches["whole"])  # as the canary does before each commit
     told["blobs"] = learner.blobs()
-    told["second"] = learner.update(batches["whole"], config, step=2, seed=0)
-    told["resumed"] = build(plans["resumed"]).update(batches["whole"], config, step=2, seed=0)
+    told["second"] = train(learner, batches["whole"], config, 2)
+    told["resumed"] = train(build(plans["resumed"]), batches["whole"], config, 2)
     lonely = build(plans["new"])
     told["one sequence"] = lonely.sft_step(batches["one sequence"], step=1)
     told["pairs"] = lonely.dpo_step(batches["pairs"], told["score"][: \
 len(batches["pairs"].input_ids)], beta=0.1, label_smoothing=0.0, step=2)
     told["after"] = lonely.weights_blob()
     narrow = build(plans["narrow"])
-    told["narrow first"] = narrow.update(batches["whole"], config, step=1, seed=0)
+    told["narrow first"] = train(narrow, batches["whole"], config, 1)
     blobs = narrow.blobs()
-    told["narrow second"] = narrow.update(batches["whole"], config, step=2, seed=0)
+    told["narrow second"] = train(narrow, batches["whole"], config, 2)
     told["narrow"] = narrow.blobs()
     again = build(plan_from(plans["narrow"], blobs))
-    again.update(batches["whole"], config, step=2, seed=0)
+    train(again, batches["whole"], config, 2)
     told["narrow again"] = again.blobs()
+    for name, other in others.items():
+        fresh = build(plans["new"])
+        told[name] = train(fresh, replace(batches["whole"], logprobs=batches["off"]), other, 1)
+        told[name + " weights"] = fresh.weights_blob()
     return told
 """
 
@@ -96,9 +107,25 @@ def batch_of(lengths, vocabulary):
     )
 
 
-@pytest.fixture(scope="module")
-def alone_and_together(make_model, tmp_path_factory):
-    """What one process and what two say about the same plans and batches."""
+CORRECTIONS = get_args(Correction)
+# every recipe of reinforcement learning, and every correction, on log-probabilities that are a
+# little off
+OTHERS = {
+    **{
+        name: algorithm_config(name, constant_length=9)
+        for name, row in RECIPES.items()
+        if row.loop is RL
+    },
+    **{
+        each: algorithm_config("gspo", correction=each, importance_cap=1.02, aggregation="token")
+        for each in CORRECTIONS
+    },
+}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+def alone_and_together(request, make_model, tmp_path_factory):
+    """What one process and what several say about the same plans and batches."""
     model, folder = make_model(), tmp_path_factory.mktemp("ranks")
     optimizer = OptimizerConfig(lr=LR, warmup_steps=0)
     new = LearnerPlan(
@@ -117,28 +144,31 @@ def alone_and_together(make_model, tmp_path_factory):
     }
     scored = new.build().score(batches["whole"])
     batches["whole"].logprobs.copy_(scored)  # as if an engine with these weights had sampled it
-    one = new.build()
-    one.update(batches["whole"], CONFIG, step=1, seed=0)
-    blobs = one.blobs()
+    drift = 0.05 * torch.randn(len(scored), generator=torch.Generator().manual_seed(4))
+    batches["off"] = scored + drift * batches["whole"].action_mask
     scope = {}
     exec(LEARN, scope)
+    one = new.build()
+    scope["train"](one, batches["whole"], CONFIG, 1)
+    blobs = one.blobs()
     narrow = replace(new, weights=weights_blob(make_model().bfloat16()))
     plans = {"new": new, "resumed": scope["plan_from"](new, blobs), "narrow": narrow}
-    alone = scope["all_of"](plans, batches, CONFIG, lambda plan: plan.build())
-    (folder / "asked").write_bytes(pickle.dumps((plans, batches, CONFIG)))
+    alone = scope["all_of"](plans, batches, CONFIG, OTHERS, lambda plan: plan.build())
+    (folder / "asked").write_bytes(pickle.dumps((plans, batches, CONFIG, OTHERS)))
     (folder / "learn").write_bytes(pickle.dumps(LEARN))
     ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(rank)]) for rank in range(2)
+        subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(rank), str(request.param)])
+        for rank in range(request.param)
     ]
     try:
-        assert [rank.wait(240) for rank in ranks] == [0, 0]
+        assert [rank.wait(240) for rank in ranks] == [0] * request.param
     finally:
         for rank in ranks:
             rank.kill()
     return new, batches, alone, pickle.loads((folder / "told").read_bytes())
 
 
-@pytest.mark.parametrize("part", ["first", "second", "resumed", "one sequence", "pairs"])
+@pytest.mark.parametrize("part", ["first", "second", "resumed", "one sequence", "pairs", *OTHERS])
 def test_losses_gradients_and_metrics_do_not_depend_on_the_number_of_ranks(
     alone_and_together, part
 ):
@@ -170,7 +200,7 @@ def test_weights_after_an_update_are_those_of_one_process(alone_and_together):
 
 
 @pytest.mark.parametrize("name", [OPTIMIZER, CRITIC_OPTIMIZER])
-def test_a_checkpoint_of_two_ranks_holds_the_optimizers_state_of_every_weight(
+def test_a_checkpoint_of_several_ranks_holds_the_optimizers_state_of_every_weight(
     alone_and_together, name
 ):
     _, _, alone, together = alone_and_together
@@ -180,19 +210,29 @@ def test_a_checkpoint_of_two_ranks_holds_the_optimizers_state_of_every_weight(
     )
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(alone_and_together):
+@pytest.mark.parametrize("part", OTHERS)
+def test_weights_after_every_recipe_and_correction_are_those_of_one_process(
+    alone_and_together, part
+):
+    _, _, alone, together = alone_and_together
+    mine, other = (load_safetensors(told[f"{part} weights"]) for told in (alone, together))
+    before = load_safetensors(alone_and_together[0].weights)
+    moved = torch.cat([(mine[name] - before[name]).flatten() for name in before])
+    apart = torch.cat([(mine[name] - other[name]).flatten() for name in before])
+    assert float(apart.norm()) < 1e-3 * float(moved.norm()) + 1e-9
+
+
+def test_a_checkpoint_of_several_ranks_goes_on_in_one_process(alone_and_together):
     new, batches, _, together = alone_and_together
     scope = {}
     exec(LEARN, scope)
-    resumed = (
-        scope["plan_from"](new, together["blobs"])
-        .build()
-        .update(batches["whole"], CONFIG, step=2, seed=0)
+    resumed = scope["train"](
+        scope["plan_from"](new, together["blobs"]).build(), batches["whole"], CONFIG, 2
     )
     assert resumed == pytest.approx(together["second"], rel=2e-4, abs=2e-5)
 
 
-def test_a_checkpoint_of_one_process_goes_on_at_two_ranks(alone_and_together):
+def test_a_checkpoint_of_one_process_goes_on_at_several_ranks(alone_and_together):
     _, _, alone, together = alone_and_together
     assert together["resumed"] == pytest.approx(alone["second"], rel=2e-4, abs=2e-5)
 

@@ -38,6 +38,10 @@ OPTIONS = {
     },
     "textcraft": {"max_depth": 1, "distractors": 1},
 }
+SMALL = {
+    "dpo": ["algorithm.num_items=8", "algorithm.pairs_per_step=4"],
+    "agent_evol": ["algorithm.num_items=8"],
+}
 BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
 LOSING = {"babyai": ["turn left", "turn left"], "textcraft": ["inventory", "inventory"]}
 ITEMS = {"babyai": range(60), "textcraft": range(40)}
@@ -132,7 +136,6 @@ def begun(published, tmp_path_factory):
             "action_format": "react",
         },
         "horizon": {"kind": "fixed", "max_turns": [6], "stage_steps": [2]},
-        "offline": {"num_items": 8, "pairs_per_step": 4},
         "validation": {"every": 0},
         "evaluation": {
             "num_items": 4,
@@ -155,7 +158,9 @@ def of_recipe(begun, recipe, folder):
     tree = yaml.safe_load((folder / "params.yaml").read_text())
     tree["store"]["path"] = str(folder / "store")
     (folder / "params.yaml").write_text(yaml.safe_dump(tree))
-    cfg = load_config(folder / "params.yaml", [f"algorithm.recipe={recipe}"])
+    cfg = load_config(
+        folder / "params.yaml", [f"algorithm.recipe={recipe}", *SMALL.get(recipe, [])]
+    )
     assert {str(run_step(name, cfg)) for name in BEFORE} == {"done"}
     return cfg
 

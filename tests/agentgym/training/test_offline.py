@@ -134,12 +134,10 @@ def test_failed_environments_and_masked_cuts_make_no_pair(tmp_path, tiny_params)
         episode(1, 2, 0.0, status=Status.MAX_TURNS),
         episode(1, 3, 0.0, mask=(0, 0, 0, 0)),
     ]
-    cfg = load_config(tiny_params(tmp_path), ["algorithm.recipe=dpo"])
+    cfg = load_config(tiny_params(tmp_path, algorithm={"recipe": "dpo"}))
     stage = stages(cfg.horizon)[0]
     assert names(dataset_of(cfg, stage, group)) == [((1, 0), (1, 2))]
-    masked = load_config(
-        tiny_params(tmp_path), ["algorithm.recipe=dpo", "algorithm.truncated=mask"]
-    )
+    masked = load_config(tiny_params(tmp_path, algorithm={"recipe": "dpo", "truncated": "mask"}))
     assert dataset_of(masked, stage, group) == []
 
 
@@ -260,8 +258,6 @@ def test_a_stage_is_computed_by_its_own_loop_and_keyed_by_what_it_reads(tmp_path
     for recipe in ("dpo", "agent_evol", "sft"):
         assert "agentgym.training.offline" in sources[recipe]
         assert "agentgym.training.rl" not in sources[recipe]
-    assert "offline" not in steps["grpo"]["stage-1"].sections
-    assert "offline" in steps["dpo"]["stage-1"].sections
     assert steps["dpo"]["stage-2"].parents == ("prepare", "stage-1")
     assert steps["sft"]["stage-2"].parents == ("prepare", "stage-1", "initialize")
     assert steps["agent_evol"]["stage-1"].parents == ("prepare", "warm-start", "initialize")
@@ -274,10 +270,10 @@ def test_a_stage_is_computed_by_its_own_loop_and_keyed_by_what_it_reads(tmp_path
 
 
 def test_a_stage_that_would_meet_an_item_twice_is_bad_input(tmp_path, tiny_params):
-    cfg = load_config(tiny_params(tmp_path), ["algorithm.recipe=dpo", "offline.num_items=100"])
+    cfg = load_config(tiny_params(tmp_path, algorithm={"recipe": "dpo", "num_items": 100}))
     with pytest.raises(
         ConfigError,
-        match=r"^offline.num_items 100 is more than a third of the \d+ train items of babyai",
+        match=r"^algorithm.num_items 100 is more than a third of the \d+ train items of babyai",
     ):
         load_data(cfg)
 
@@ -419,7 +415,7 @@ def test_a_stage_without_anything_to_learn_from_says_what_it_found(
     tmp_path, tiny_params, recipe, lacking
 ):
     class Empty:
-        cfg = load_config(tiny_params(tmp_path), [f"algorithm.recipe={recipe}"])
+        cfg = load_config(tiny_params(tmp_path, algorithm={"recipe": recipe}))
 
     episodes = [episode(1, sample, 0.0) for sample in range(4)]
     with pytest.raises(
@@ -429,4 +425,4 @@ def test_a_stage_without_anything_to_learn_from_says_what_it_found(
             r" raise"
         ),
     ):
-        offline._update_fn(Empty, stages(Empty.cfg.horizon)[0], None, None, [], episodes)
+        raise offline.nothing_to_learn(Empty.cfg, stages(Empty.cfg.horizon)[0], episodes)

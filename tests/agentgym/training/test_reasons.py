@@ -1,10 +1,15 @@
-"""Why an episode did not enter the loss stands in its record."""
+"""What an update made of an episode, or why it did not enter the loss, stands in its record."""
 
 from dataclasses import replace
 
-from agentgym.algorithms.batch import groups_with_signal, learnable
-from agentgym.records import decode_trajectories, encode_trajectories
-from agentgym.training.rl import Rollouts, with_reasons
+import pytest
+
+from agentgym.algorithms.batch import to_batch, why_not
+from agentgym.config import load_config
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store
+from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories
+from agentgym.training.rl import BYTES_PER_TOKEN, Rollouts, recorded, shown
 from agentgym.types import Item, Status, Trajectory, Turn
 
 
@@ -27,11 +32,56 @@ def test_each_reason_is_told_and_what_was_learned_from_has_none():
         (played(1, 0.0, Status.MAX_TURNS), "cut: max_turns"),
     ]
     episodes = [each for each, _ in told]
-    wanted = groups_with_signal(episodes)
-    marked = with_reasons(
-        Rollouts([], episodes, wanted, 0, 0.0), learnable(wanted, truncated="mask")
-    )
+    reasons = why_not(episodes, truncated="mask", signal=True)
+    cfg = load_config(overrides=["rollout.token_numbers_frac=0"])
+    marked = recorded(cfg, Rollouts([], episodes, reasons, 0, 0.0), None, None, 1)
     reasons = [each.learned.excluded if each.learned else "" for each in marked]
     assert reasons == [reason for _, reason in told]
     assert [replace(each, learned=None) for each in marked] == episodes
     assert decode_trajectories(encode_trajectories(marked)) == marked
+
+
+def test_of_a_drawn_share_of_the_episodes_each_tokens_numbers_are_kept(tiny_params, tmp_path):
+    cfg = load_config(tiny_params(tmp_path), ["rollout.token_numbers_frac=0.5"])
+    for name in ("prepare", "initialize", "warm-start", "stage-1"):
+        run_step(name, cfg)
+    store = open_store(cfg)
+    commits = store.history("stage-1", finished(cfg, store)["stage-1"].key)
+    for commit in commits:
+        episodes = [
+            each
+            for each in decode_trajectories(store.read(commit, TRAJECTORIES))
+            if each.item.split == "train"
+        ]
+        told = [each for each in episodes if each.learned is not None]
+        assert len(told) == len(episodes) / 2
+        batch = to_batch([replace(each, learned=None) for each in episodes])
+        expected = batch.returns  # standardized within groups below, by hand
+        for place, each in enumerate(episodes):
+            if each.learned is None:
+                continue
+            count = sum(each.action_mask)
+            engine = [x for x, act in zip(each.logprobs, each.action_mask, strict=True) if act]
+            group = expected[batch.group_ids == batch.group_ids[place]]
+            gain = float((expected[place] - group.mean()) / (group.std() + 1e-6))
+            assert each.learned.advantages == pytest.approx([gain] * count, abs=1e-4)
+            # the learner's before the update: the engine's, whose weights they are
+            assert each.learned.logprobs == pytest.approx(engine, abs=1e-3)
+            assert len(each.learned.ratios) == count
+        if any(x for each in told for x in each.learned.advantages):
+            assert any(abs(x - 1) > 1e-3 for each in told for x in each.learned.ratios)
+
+
+def test_the_room_for_tokens_numbers_is_bounded():
+    counts = [100] * 64
+    room = {"rollout.token_numbers_frac": 1.0, "rollout.token_numbers_kib": 24}
+
+    def drawn(**changes):
+        overrides = [f"{key}={value}" for key, value in (room | changes).items()]
+        return shown(load_config(overrides=overrides), counts, 3)
+
+    assert len(drawn()) == 24 * 1024 // (100 * BYTES_PER_TOKEN) == 10
+    assert drawn() == sorted(set(drawn())) != drawn(seed=1)
+    assert len(drawn(**{"rollout.token_numbers_kib": 1024})) == 64
+    assert len(drawn(**{"rollout.token_numbers_frac": 0.05})) == 4
+    assert drawn(**{"rollout.token_numbers_frac": 0}) == []

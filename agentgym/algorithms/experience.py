@@ -1,0 +1,56 @@
+"""What a learner knows of a batch before it updates anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentgym.algorithms.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """A batch of B sequences, and of its n action tokens, in order, what advantages and losses are
+    made of.
+    """
+
+    batch: Batch
+    logprobs: Tensor  # [n] of the learner before the update, nats
+    # [n] float32: the batch's rewards, plus what is paid per token
+    rewards: Tensor
+    corrections: Tensor  # [n] what each token's loss is multiplied by: learner against engine
+    reference: Tensor | None = None  # [n] log-probabilities of the model training began with
+    values: Tensor | None = None  # [n] of the state each token is chosen in
+    # [B] of the state after the last action: 0 where the episode was over
+    end_values: Tensor | None = None
+    advantages: Tensor | None = None  # [n]
+    targets: Tensor | None = None  # [n] of the critic
+    metrics: dict[str, float] = field(default_factory=dict)  # by name
+
+    @property
+    def sequence(self) -> Tensor:
+        """[n] int64, ascending: the sequence each token belongs to."""
+        return self.batch.sequence[self.batch.action_mask]
+
+    @property
+    def turn(self) -> Tensor:
+        """[n] int64, ascending from 0: the turn each token belongs to."""
+        return self.batch.turn[self.batch.action_mask]
+
+    @property
+    def returns(self) -> Tensor:
+        """[B] undiscounted sum of each sequence's rewards."""
+        none = self.rewards.new_zeros(self.batch.num_sequences)
+        return none.index_add_(0, self.sequence, self.rewards)
+
+    def to(self, device: torch.device) -> Experience:
+        """The same experience there."""
+        moved: dict[str, Any] = {
+            each.name: value.to(device)
+            for each in fields(self)
+            if isinstance(value := getattr(self, each.name), Tensor | Batch)
+        }
+        return replace(self, **moved)

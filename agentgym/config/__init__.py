@@ -1,0 +1,62 @@
+"""params.yaml as one frozen, validated tree.
+A number that changes a result is written there and nowhere else.
+"""
+
+from agentgym.config.algorithm import (
+    ActorCriticConfig,
+    AlgorithmConfig,
+    DiscountedConfig,
+    DynamicSamplingConfig,
+    ExplorationConfig,
+    PolicyGradientConfig,
+    PreferenceConfig,
+    algorithm_config,
+    max_refills,
+)
+from agentgym.config.load import (
+    RENAMED,
+    Setting,
+    config_digest,
+    first_line,
+    load_config,
+    read_tree,
+    settings,
+)
+from agentgym.config.run import (
+    EnvConfig,
+    EvaluationConfig,
+    HorizonConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from agentgym.config.section import ConfigError, Section
+
+__all__ = [
+    "RENAMED",
+    "ActorCriticConfig",
+    "AlgorithmConfig",
+    "ConfigError",
+    "DiscountedConfig",
+    "DynamicSamplingConfig",
+    "EnvConfig",
+    "EvaluationConfig",
+    "ExplorationConfig",
+    "HorizonConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PolicyGradientConfig",
+    "PreferenceConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "Setting",
+    "algorithm_config",
+    "config_digest",
+    "first_line",
+    "load_config",
+    "max_refills",
+    "read_tree",
+    "settings",
+]

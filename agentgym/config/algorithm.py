@@ -1,0 +1,319 @@
+"""The settings of `algorithm`: one family of them for each kind of recipe, so that a word that
+means nothing to a recipe is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Self, cast
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from agentgym.algorithms.recipe import (
+    Aggregation,
+    Correction,
+    KlEstimator,
+    KlPlace,
+    Truncated,
+    named,
+    recipe_of,
+)
+from agentgym.config.section import Section, operational, setting
+
+DEFAULT_RECIPE = "grpo"
+
+
+class AlgorithmConfig(Section):
+    recipe: str = setting(DEFAULT_RECIPE, "algorithm: a row of agentgym/algorithms/recipe.py")
+
+
+class PolicyGradientConfig(AlgorithmConfig):
+    """Of recipes that sample episodes for every optimizer step."""
+
+    truncated: Truncated | None = setting(
+        None,
+        "what a cut episode counts as; None: the recipe's own; bootstrap needs a critic",
+    )
+    aggregation: Aggregation | None = setting(
+        None, "how token losses become one; None: the recipe's own"
+    )
+    constant_length: PositiveInt | None = setting(
+        None, "aggregation constant: action tokens; None: of the longest possible episode"
+    )
+    clip_low: PositiveFloat = setting(
+        0.2, "the ratio of new to old probability is clipped at 1 minus this"
+    )
+    clip_high: PositiveFloat = setting(
+        0.28, "the ratio of new to old probability is clipped at 1 plus this"
+    )
+    kl_coef: float = setting(
+        0.0,
+        "weight of the KL penalty against the model training began with; 0: no such model",
+        ge=0,
+    )
+    kl_estimator: KlEstimator | None = setting(
+        None, "estimator of the KL penalty; None: the recipe's own"
+    )
+    kl_place: KlPlace | None = setting(
+        None, "whether the KL penalty is in the loss or in the reward; None: the recipe's own"
+    )
+    entropy_coef: float = setting(0.0, "weight of the entropy bonus", ge=0)
+    shuffle_rewards: bool = setting(
+        False, "a control: outcomes are dealt to episodes at random, nothing can be learned"
+    )
+    epochs: PositiveInt = setting(1, "passes over one batch")
+    minibatches: PositiveInt = setting(2, "optimizer updates per pass")
+    correction: Correction = setting(
+        "token_truncate",
+        "what the importance weight w of learner against engine does: truncate, min(w, cap); mask,"
+        " w within [floor, cap] and 0 outside; w of a token, or the product over a sequence;"
+        " geometric_mask: 1 where the mean over a sequence is within, else 0",
+    )
+    importance_cap: PositiveFloat = setting(2.0, "largest importance weight")
+    importance_floor: float = setting(0.0, "masks: smallest importance weight", ge=0)
+    max_mismatch_kl: PositiveFloat | None = setting(
+        None,
+        "nats per token between engine and learner, above which the run stops; None: what the"
+        " engine states for the dtype of the weights",
+    )
+
+    @model_validator(mode="after")
+    def _check_kl(self) -> Self:
+        recipe = recipe_of(self.recipe)
+        place, estimator = (
+            self.kl_place or recipe.kl_place,
+            self.kl_estimator or recipe.kl_estimator,
+        )
+        if place == "loss" and estimator == "k1":
+            raise ValueError(
+                f"algorithm.kl_estimator k1 with kl_place loss (recipe {self.recipe}) has no"
+                " expected gradient and holds the policy to nothing; use kl_estimator k2 or k3, or"
+                " kl_place reward"
+            )
+        if place == "reward" and recipe.standardises_groups:
+            raise ValueError(
+                f"algorithm.kl_place reward with recipe {self.recipe}, which divides by the"
+                " deviation of each group: in a group of equal outcomes the noise of the KL"
+                " becomes advantages of +-1; use kl_place loss, or a recipe that does not divide"
+                " (rloo)"
+            )
+        if self.truncated == "bootstrap" and not isinstance(self, ActorCriticConfig):
+            raise ValueError(
+                f"algorithm.truncated bootstrap needs a critic, and recipe {self.recipe}"
+                " has none; use zero or mask, or ppo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_correction(self) -> Self:
+        if self.importance_floor >= self.importance_cap:
+            raise ValueError(
+                f"algorithm.importance_floor {self.importance_floor:g} must be below importance_cap"
+                f" {self.importance_cap:g}"
+            )
+        if self.importance_floor and self.correction.endswith("truncate"):
+            raise ValueError(
+                f"algorithm.importance_floor {self.importance_floor:g} means nothing to correction"
+                f" {self.correction}, which truncates from above; leave it out, or use a mask"
+            )
+        return self
+
+
+class SequenceRatioConfig(PolicyGradientConfig):
+    """Of recipes whose ratio is a sequence's: it moves far less than a token's."""
+
+    clip_low: PositiveFloat = setting(
+        3e-4, "the ratio of a sequence's mean probabilities is clipped at 1 minus this"
+    )
+    clip_high: PositiveFloat = setting(
+        4e-4, "the ratio of a sequence's mean probabilities is clipped at 1 plus this"
+    )
+
+
+class ClippedWeightConfig(PolicyGradientConfig):
+    """Of recipes that clip the weight of a token's gradient and drop none."""
+
+    clip_low: PositiveFloat = setting(
+        1.0, "the weight of a token's gradient is at least 1 minus this; 1: no bound", le=1
+    )
+    clip_high: PositiveFloat = setting(
+        4.0, "the weight of a token's gradient is at most 1 plus this"
+    )
+
+
+class DynamicSamplingConfig(PolicyGradientConfig):
+    """Of recipes that replace groups of equal rewards and penalize episodes near their limits."""
+
+    max_refills: NonNegativeInt = setting(
+        3, "rounds of further items in place of groups with equal rewards"
+    )
+    overlong_buffer: float = setting(
+        0.2, "share of the budget, its last, in which the overlong penalty grows", gt=0, le=1
+    )
+    overlong_penalty: PositiveFloat = setting(
+        1.0, "reward that an episode at the end of the budget loses"
+    )
+
+    @model_validator(mode="after")
+    def _check_truncated(self) -> Self:
+        if self.truncated == "mask":
+            raise ValueError(
+                f"algorithm.truncated mask empties the groups that {self.recipe} compares; use zero"
+            )
+        return self
+
+
+class DiscountedConfig(PolicyGradientConfig):
+    """Of recipes that look at when a reward came."""
+
+    gamma: float = setting(1.0, "discount per action token", gt=0, le=1)
+    turn_rewards: bool = setting(
+        False, "a turn's reward stands on its own last token, not the sum on the episode's last"
+    )
+
+    @model_validator(mode="after")
+    def _check_shuffled(self) -> Self:
+        if self.turn_rewards and self.shuffle_rewards:
+            raise ValueError(
+                "algorithm.shuffle_rewards deals outcomes of whole episodes; use it with"
+                " turn_rewards false"
+            )
+        return self
+
+
+class ActorCriticConfig(DiscountedConfig):
+    """Of recipes with a critic."""
+
+    dual_clip: float = setting(3.0, "largest loss per unit of negative advantage", gt=1)
+    gae_lambda: float = setting(
+        1.0, "lambda of generalized advantage estimation, per action token", ge=0, le=1
+    )
+    critic_lr: PositiveFloat = setting(1e-3, "learning rate of the critic")
+    critic_warmup_steps: NonNegativeInt = setting(
+        5, "optimizer steps in which the critic alone learns"
+    )
+    value_clip: PositiveFloat = setting(
+        0.2, "a value may move by so much in one step before its loss is clipped"
+    )
+
+
+class TurnActorCriticConfig(ActorCriticConfig):
+    """Of recipes with a critic whose steps in time are turns."""
+
+    gamma: float = setting(1.0, "discount per turn", gt=0, le=1)
+    gae_lambda: float = setting(
+        1.0, "lambda of generalized advantage estimation, per turn", ge=0, le=1
+    )
+    turn_rewards: bool = setting(True, "a turn's reward counts for that turn, not for the last")
+
+
+class ImitationConfig(AlgorithmConfig):
+    """Of supervised learning on the demonstrations: they and the optimizer say it all."""
+
+
+class ExplorationConfig(AlgorithmConfig):
+    """Of recipes that learn from episodes sampled when a stage begins."""
+
+    truncated: Truncated | None = setting(
+        None, "what a cut episode counts as: zero or mask; None: the recipe's own"
+    )
+    num_items: PositiveInt = setting(
+        128, "train items sampled at the start of a stage, rollout.group_size times each"
+    )
+    per_item: PositiveInt = setting(4, "most pairs or successes of one item")
+    chunk_items: PositiveInt = operational(64, "items committed at a time")
+
+    @model_validator(mode="after")
+    def _check_truncated(self) -> Self:
+        if self.truncated == "bootstrap":
+            raise ValueError(
+                f"algorithm.truncated bootstrap needs a critic, and recipe {self.recipe}"
+                " has none; use zero or mask, or ppo"
+            )
+        return self
+
+
+class PreferenceConfig(ExplorationConfig):
+    """Of learning from pairs."""
+
+    pairs_per_step: PositiveInt = setting(32, "pairs of one optimizer step")
+    lr: PositiveFloat = setting(
+        1e-4,
+        "in place of optimizer.lr; at rates of the other recipes both sides of a pair soon lose all"
+        " likelihood",
+    )
+    beta: PositiveFloat = setting(
+        0.5, "how strongly the policy is held to the one the stage began with"
+    )
+    label_smoothing: float = setting(
+        0.0, "assumed share of pairs that are the wrong way round", ge=0, lt=0.5
+    )
+
+
+class SelfTrainingConfig(ExplorationConfig):
+    """Of learning from demonstrations and successes of one's own."""
+
+
+FAMILIES: dict[str, type[AlgorithmConfig]] = {
+    "policy_gradient": PolicyGradientConfig,
+    "sequence_ratio": SequenceRatioConfig,
+    "clipped_weight": ClippedWeightConfig,
+    "dynamic_sampling": DynamicSamplingConfig,
+    "discounted": DiscountedConfig,
+    "actor_critic": ActorCriticConfig,
+    "turn_actor_critic": TurnActorCriticConfig,
+    "imitation": ImitationConfig,
+    "preference": PreferenceConfig,
+    "self_training": SelfTrainingConfig,
+}
+
+
+def family_of(recipe: str) -> type[AlgorithmConfig]:
+    """The settings that a recipe has. Errors: ValueError for an unknown recipe."""
+    return cast(type[AlgorithmConfig], named(FAMILIES, recipe_of(recipe).settings))
+
+
+def algorithm_config(recipe: str = DEFAULT_RECIPE, **settings: Any) -> AlgorithmConfig:
+    """Of the family that the recipe has.
+
+    Errors: ValueError for an unknown recipe, or a setting that means nothing to it.
+    """
+    family = family_of(recipe)
+    for name in settings:
+        if name in family.model_fields:
+            continue
+        own = ", ".join(sorted(family.model_fields.keys() - {"recipe"})) or "none"
+        if any(name in other.model_fields for other in FAMILIES.values()):
+            raise ValueError(
+                f"algorithm.{name} means nothing to recipe {recipe}; its settings: {own}"
+            )
+        near = difflib.get_close_matches(name, family.model_fields, n=1)
+        hint = f"did you mean algorithm.{near[0]}?" if near else f"settings of {recipe}: {own}"
+        raise ValueError(f"unknown key algorithm.{name}; {hint}")
+    return family(recipe=recipe, **settings)
+
+
+def max_refills(algorithm: AlgorithmConfig) -> int:
+    """Further rounds of items that one optimizer step may take from the stream."""
+    return algorithm.max_refills if isinstance(algorithm, DynamicSamplingConfig) else 0
+
+
+def carried_over(values: Mapping[str, Any], recipe: str) -> dict[str, Any]:
+    """Of settings written for one recipe those that mean the same to another."""
+    try:
+        former, family = family_of(values.get("recipe", DEFAULT_RECIPE)), family_of(recipe)
+    except ValueError:  # whoever validates says so
+        return dict(values)
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in former.model_fields or _origin(former, name) is _origin(family, name)
+    }
+
+
+def _origin(family: type[AlgorithmConfig], name: str) -> type | None:
+    """The class that says what the setting means."""
+    return next(
+        (each for each in family.__mro__ if name in vars(each).get("__annotations__", ())), None
+    )

@@ -1,0 +1,239 @@
+"""Reading params.yaml: files that extend each other, layers, overrides, and what to say of what
+is wrong in them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from agentgym.config.algorithm import DEFAULT_RECIPE, algorithm_config, carried_over
+from agentgym.config.run import RunConfig
+from agentgym.config.section import ConfigError, Section, is_operational
+from agentgym.trust import untrusted_address
+
+MAX_VALUES = 100_000  # of one parameter file
+
+
+def load_config(
+    path: Path | str = "params.yaml",
+    overrides: Sequence[str] = (),
+    *,
+    layers: Sequence[Mapping[str, Any]] = (),
+) -> RunConfig:
+    """Read a params file, apply `key.path=value` overrides, validate.
+
+    A file may begin with `extends: OTHER` (a path relative to itself): its values then lie over the
+    other file's.
+    layers: mappings shaped like the file, each laid over what came before it, under the overrides.
+    Errors: ConfigError with one line, also for a missing file or broken YAML.
+    """
+    tree = read_tree(Path(path))
+    for layer in layers:
+        tree = _merge(tree, layer)
+    # the recipe first: what a file says of another one is not meant for it, other overrides are
+    for override in sorted(overrides, key=lambda each: not each.startswith("algorithm.recipe=")):
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(
+                f"override {override!r} must look like key.path=value, for example"
+                " optimizer.lr=3e-4"
+            )
+        if key == "algorithm.recipe":
+            tree = _merge(tree, {"algorithm": {"recipe": _parse(text)}})
+        _assign(tree, key.split("."), _parse(text), override)
+    _check_size(tree, path)
+    try:
+        cfg = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(first_line(error)) from None
+    ray_address = "" if cfg.compute == "inline" else cfg.ray.address
+    refused = untrusted_address(ray_address, cfg.tracking.uri, os.environ)
+    if refused is not None:
+        raise ConfigError(refused)
+    return cfg
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value of a configuration, with what its section says of it."""
+
+    section: str  # "" at the top, `warm_start.optimizer` inside another
+    name: str
+    value: Any
+    default: Any
+    changes_results: bool
+    description: str
+
+
+def settings(cfg: RunConfig) -> Iterator[Setting]:
+    """Every setting, section by section."""
+    own = algorithm_config(cfg.algorithm.recipe).model_copy(update={"recipe": DEFAULT_RECIPE})
+    yield from _settings(cfg, RunConfig().model_copy(update={"algorithm": own}), ())
+
+
+def _settings(values: Section, defaults: Section, section: tuple[str, ...]) -> Iterator[Setting]:
+    plain, usual = (each.model_dump(mode="json") for each in (values, defaults))
+    inner = []
+    for name, info in type(values).model_fields.items():
+        value = getattr(values, name)
+        if isinstance(value, Section):
+            inner.append((value, getattr(defaults, name), (*section, name)))
+            continue
+        yield Setting(
+            ".".join(section),
+            name,
+            plain[name],
+            usual[name],
+            not is_operational(info),
+            info.description or "",
+        )
+    for each in inner:
+        yield from _settings(*each)
+
+
+def config_digest(semantic: dict[str, Any]) -> str:
+    """sha256 of the canonical JSON of semantic fields."""
+    return hashlib.sha256(
+        json.dumps(semantic, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
+
+
+def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The mapping a YAML file holds, laid over the file it extends, if any.
+    Errors: ConfigError with one line.
+    """
+    if path.resolve() in extended_by:
+        raise ConfigError(
+            f"{path} extends itself, by way of {', '.join(str(other) for other in extended_by)};"
+            " remove one `extends`"
+        )
+    # so that no `extends` or flow parameter quotes a key file in its error
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"parameter file {path} must end in .yaml or .yml")
+    if not path.is_file():
+        raise ConfigError(
+            f"parameter file {path} does not exist; run from the project's root or name one with"
+            " --params FILE"
+        )
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    _check_size(tree, path)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
+    base = tree.pop("extends", None)
+    return (
+        tree
+        if base is None
+        else _merge(read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
+    )
+
+
+def _check_size(tree: Any, path: Path | str) -> None:
+    """Errors: ConfigError where aliases (`*name`) unfold to more than a person writes, or to a
+    loop: nobody would finish reading it.
+    """
+    waiting, num_values = [tree], 0
+    while waiting:
+        value = waiting.pop()
+        num_values += 1
+        if num_values > MAX_VALUES:
+            raise ConfigError(
+                f"{path} unfolds to more than {MAX_VALUES} values; write fewer, or without aliases"
+            )
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        # env.options is replaced whole: options of two environments must not mix
+        both = isinstance(value, dict) and isinstance(result.get(key), dict) and key != "options"
+        if both and key == "algorithm" and "recipe" in value:
+            result[key] = carried_over(result[key], str(value["recipe"]))
+        result[key] = _merge(result[key], value) if both else value
+    return result
+
+
+def _parse(text: str) -> Any:
+    """YAML, plus the `1e-3` that YAML 1.1 reads as text."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str) and value == text:  # quoted text stays text
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _assign(tree: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
+    for depth, key in enumerate(keys[:-1]):
+        node = tree.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise ConfigError(
+                f"override {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section"
+            )
+        tree = node
+    tree[keys[-1]] = value
+
+
+# setting of an earlier version -> its name today; a name that is nearly the same is found without
+RENAMED = {"system_prompt": "instructions", "offline": "algorithm"}
+
+
+def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str:
+    """The first problem as one line, an unknown key with the nearest known one. root: what was
+    validated.
+    """
+    problem = error.errors(include_url=False)[0]
+    where = [str(part) for part in problem["loc"]]
+    path = ".".join(where)
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(where[:-1], root)
+        sought = RENAMED.get(where[-1], where[-1])
+        near = difflib.get_close_matches(sought, known, n=1, cutoff=0.6)
+        hint = (
+            f"did you mean {'.'.join([*where[:-1], near[0]])}?"
+            if near
+            else f"known: {', '.join(known)}"
+        )
+        return f"unknown key {path}; {hint}"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    came = json.dumps(problem["input"], default=str)
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{path}: {message}, got {came[:80]} ({type(problem['input']).__name__})"
+
+
+def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
+    model = root
+    for key in path:
+        if key.isdigit():  # of a list: its entries have one model
+            continue
+        annotation = model.model_fields[key].annotation
+        inner = [
+            kind
+            for kind in (annotation, *get_args(annotation))
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
+        if not inner:
+            return []
+        model = inner[0]
+    return sorted(model.model_fields)

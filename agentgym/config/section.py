@@ -1,0 +1,59 @@
+"""What every section of the configuration is made of."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+
+class ConfigError(ValueError):
+    """One line that says what was expected, what came and what to do.
+    Exit code 2; nothing was started.
+    """
+
+
+def setting(default: Any, description: str, **constraints: Any) -> Any:
+    """A field that changes results: it is part of the keys."""
+    return Field(default=default, description=description, **constraints)
+
+
+def operational(default: Any, description: str, **constraints: Any) -> Any:
+    """A field that changes where or how fast work is done, never its result: it stays out of
+    every key.
+    """
+    return Field(
+        default=default,
+        description=description,
+        json_schema_extra={"operational": True},
+        **constraints,
+    )
+
+
+def is_operational(info: FieldInfo) -> bool:
+    return isinstance(info.json_schema_extra, dict) and bool(
+        info.json_schema_extra.get("operational")
+    )
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def semantic(self) -> dict[str, Any]:
+        """The fields that change a result, as plain JSON types."""
+        result: dict[str, Any] = {}
+        for name, info in type(self).model_fields.items():
+            if is_operational(info):
+                continue
+            value = getattr(self, name)
+            if isinstance(value, tuple) and value and isinstance(value[0], Section):
+                result[name] = [each.semantic() for each in value]
+            else:
+                result[name] = (
+                    value.semantic()
+                    if isinstance(value, Section)
+                    else json.loads(json.dumps(value))
+                )
+        return result

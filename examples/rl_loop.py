@@ -1,0 +1,149 @@
+"""Multi-turn reinforcement learning on growing horizons (ScalingInter-RL), from the library's
+parts: no flow, no store of results, no tracking server.
+
+python examples/rl_loop.py [key.path=value ...]    settings as in params.yaml, which it reads
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from agentgym.algorithms.advantages import with_advantages
+from agentgym.algorithms.batch import learnable, to_batch
+from agentgym.config import OptimizerConfig, RunConfig, load_config
+from agentgym.data.check import load_data
+from agentgym.data.items import Splits, train_stream
+from agentgym.deploy.local import local_environment
+from agentgym.learner.learner import LocalLearner
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models.checkpoint import Checkpoint, new_checkpoint
+from agentgym.models.model import (
+    load_weights,
+    new_model,
+    set_threads,
+    train_tokenizer,
+    weights_blob,
+)
+from agentgym.rollouts.collect import collect
+from agentgym.rollouts.engine import LocalEngine, episode_settings, open_engine, open_pool
+from agentgym.rollouts.horizon import max_turns
+from agentgym.rollouts.metrics import success_share
+from agentgym.rollouts.players import ExpertPlayer
+from agentgym.training.rl import with_limit
+from agentgym.training.sft import demo_indices, expert_items, texts_of, tokenized
+from agentgym.types import Item
+
+
+def main() -> int:
+    set_threads()
+    cfg = load_config("params.yaml", sys.argv[1:])
+    splits = load_data(cfg)
+    checkpoint = imitate(cfg, splits)
+    with (
+        local_environment(cfg, False) as endpoints,
+        open_engine(cfg, checkpoint, endpoints, version=0) as engine,
+    ):
+        before = evaluate(cfg, engine, splits.test)
+        print(f"after imitation: success {before:.3f}", flush=True)
+        reinforce(cfg, splits, checkpoint, engine)
+        after = evaluate(cfg, engine, splits.test)
+        print(f"after reinforcement learning: success {after:.3f} ({after - before:+.3f})")
+    return 0
+
+
+def reinforce(cfg: RunConfig, splits: Splits, checkpoint: Checkpoint, engine: LocalEngine) -> None:
+    """The loop of the paper: generate, prepare experience, train."""
+    algorithm = with_limit(cfg, checkpoint)
+    learner = learner_of(checkpoint, cfg.optimizer, sum(cfg.horizon.stage_steps))
+    stream = train_stream(cfg, splits, {})
+    for step in range(1, sum(cfg.horizon.stage_steps) + 1):
+        # generate: groups of episodes, no longer than the horizon of this step
+        turns = max_turns(cfg.horizon, step)
+        episodes = engine.collect(
+            stream.next(cfg.rollout.items_per_step),
+            num_samples=cfg.rollout.group_size,
+            step=step,
+            max_turns=turns,
+            temperature=cfg.rollout.temperature,
+            seed=cfg.seed,
+        )
+        # prepare experience: what the learner thinks of each token, and how good it was
+        batch = to_batch(learnable(episodes, truncated=algorithm.truncated or "zero"))
+        experience = with_advantages(learner.prepare(batch, algorithm, step=step), algorithm)
+        # train
+        metrics = learner.update(experience, algorithm, step=step, seed=cfg.seed)
+        # the engine samples with what was learned, and proves it
+        engine.publish(learner, step)
+        print(
+            f"step {step:3}  max_turns {turns:2}  success {success_share(episodes):.2f}"
+            f"  KL of the update {metrics.get('actor/ratio_kl', 0.0):.1e}",
+            flush=True,
+        )
+
+
+def imitate(cfg: RunConfig, splits: Splits) -> Checkpoint:
+    """A small model that has seen an expert play: it stands in for a pretrained one."""
+    with (
+        local_environment(cfg, True) as endpoints,
+        open_pool(cfg, endpoints, allow_expert=True) as (pool, loop, instructions),
+    ):
+        settings = episode_settings(
+            cfg,
+            instructions=instructions,
+            seed=cfg.seed,
+            step=0,
+            max_turns=sys.maxsize,
+            temperature=1.0,
+        )
+        played = loop.run(
+            collect(
+                [(item, 0) for item in expert_items(cfg, splits)],
+                pool=pool,
+                player_of=lambda item, sample: ExpertPlayer(),
+                settings=settings,
+                concurrency=cfg.rollout.concurrency,
+                episode_timeout_s=cfg.rollout.episode_timeout_s,
+                max_attempts=cfg.rollout.max_attempts,
+                max_env_error_frac=0.0,
+            )
+        )
+    words = (text for episode in played for text in texts_of(episode))
+    tokenizer = train_tokenizer(words, cfg.model.vocab_size)
+    ids = {"eos_id": tokenizer.eos_token_id, "pad_id": tokenizer.pad_token_id}
+    model = new_model(cfg.model, vocab_size=len(tokenizer), seed=cfg.seed, **ids)
+    checkpoint = new_checkpoint(model, tokenizer)
+    demos = [tokenized(each, checkpoint.renderer, settings) for each in played if each.success]
+    start = cfg.warm_start
+    learner = learner_of(checkpoint, start.optimizer, start.steps)
+    for step in range(1, start.steps + 1):
+        chosen = demo_indices(cfg.seed, step, len(demos), start.batch_size)
+        learner.sft_step(to_batch([demos[index] for index in chosen]), step=step)
+    load_weights(checkpoint.model, learner.weights())
+    return checkpoint
+
+
+def learner_of(
+    checkpoint: Checkpoint, optimizer: OptimizerConfig, total_steps: int
+) -> LocalLearner:
+    """With weights of its own; the checkpoint's are the engine's."""
+    weights = weights_blob(checkpoint.model)
+    return LearnerPlan(checkpoint.architecture, weights, optimizer, total_steps).build()
+
+
+def evaluate(cfg: RunConfig, engine: LocalEngine, items: Sequence[Item]) -> float:
+    """Success on test items, one sample each."""
+    settings = cfg.evaluation
+    played = engine.collect(
+        items[: settings.num_items],
+        num_samples=1,
+        step=0,
+        max_turns=settings.max_turns,
+        temperature=settings.temperature,
+        seed=settings.seed,
+    )
+    return success_share(played)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

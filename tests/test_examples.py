@@ -1,0 +1,54 @@
+"""The loop alone learns the default task."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# runs the example and says which of these were imported
+DRIVER = """
+import runpy, sys
+sys.argv = ["examples/rl_loop.py", *sys.argv[1:]]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+print("imported:", sorted({"prefect", "mlflow", "dvc"} & sys.modules.keys()))
+"""
+BUDGET = ["horizon.stage_steps=[4,4,4]", "evaluation.num_items=96"]
+
+
+def test_the_loop_in_one_file_learns_the_default_task_without_prefect_store_or_mlflow(tmp_path):
+    assert len((ROOT / "examples/rl_loop.py").read_text().splitlines()) <= 150
+    for name, first, count in (
+        ("train/babyai_train.json", 0, 1200),
+        ("eval/babyai_test.json", 5000, 96),
+    ):
+        file = tmp_path / "data" / name
+        file.parent.mkdir(parents=True)
+        file.write_text(
+            json.dumps([{"item_id": f"babyai_{task}"} for task in range(first, first + count)])
+        )
+    place = [f"data.path={tmp_path / 'data'}", f"store.path={tmp_path / 'state/store'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, *BUDGET, *place],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "imported: []" in done.stdout
+    assert len(re.findall(r"^step +\d+  max_turns", done.stdout, re.M)) == 12
+    start, end = _ends(done.stdout)
+    assert end - start > 0.1, done.stdout
+    # the environment servers' log, and nothing that a run would keep
+    assert {path.name for path in (tmp_path / "state").iterdir()} == {"logs"}
+
+
+def _ends(told):
+    """Success after imitation, and after reinforcement learning."""
+    return [float(x) for x in re.findall(r"^after [\w ]+: success ([\d.]+)", told, re.M)]
