@@ -5,7 +5,8 @@ Writes docs/results/learn.json, .md and figures: the tables, a verdict on every 
 with its figures, and which of the published claims show at this scale.
 Every sentence is made from the figures.
 `--only-read` judges what the store holds, `--from-items` what an earlier run left in the folder of
-results: each item's outcome is kept there, in learn_items.json.gz.
+results: each item's outcome is kept there, in learn_items.json.gz. `--continue` runs only the cells
+that are not in that folder, so that the work of hours can be shared out over machines and days.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from pipeline import machine
 
 from agentgym.algorithms.recipe import RECIPES
@@ -73,6 +75,12 @@ def main() -> int:
         action="store_true",
         help="neither: compute it again from learn.json and learn_items.json.gz",
     )
+    parser.add_argument(
+        "--continue",
+        dest="goes_on",
+        action="store_true",
+        help="what an earlier run left there is not run again",
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for every cell")
     arguments = parser.parse_args()
@@ -82,17 +90,21 @@ def main() -> int:
     files = ["comparisons/learn.yaml"]
     if set(SUPERVISED) <= RECIPES.keys():
         files += ["comparisons/offline.yaml", "comparisons/unlock.yaml"]
-    if not (arguments.only_read or arguments.from_items):
-        for file in files:
-            run(file, arguments.parallel, arguments.overrides)
     rows: list[Row] = []
     tables = []
     for file in files:
         comparison = load_comparison(file)
         cells: Sequence[Cell] = cells_of(comparison, arguments.overrides)
-        found, missing = (
-            saved_rows(cells, arguments.out) if arguments.from_items else read_rows(cells)
-        )
+        saved: list[Row] = []
+        missing = list(cells)
+        if arguments.from_items or (arguments.goes_on and (arguments.out / ITEMS_FILE).exists()):
+            saved, missing = saved_rows(cells, arguments.out)
+        if not (arguments.only_read or arguments.from_items) and missing:
+            run(file, missing, arguments.parallel, arguments.overrides)
+        if not arguments.from_items:
+            played, missing = read_rows(missing)
+            saved = merged(cells, saved, played)
+        found = saved
         rows += found
         tables.append(table(comparison, cells, found, missing))
     verdicts, claims = judge(rows), published(rows)
@@ -108,14 +120,44 @@ def main() -> int:
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
 
-def run(file: str, parallel: int, overrides: Sequence[str]) -> None:
-    """All cells; one that fails leaves its row out, and its verdict says so."""
+def merged(cells: Sequence[Cell], *parts: Sequence[Row]) -> list[Row]:
+    """Rows in the cells' order, of results that lie in several places."""
+    known = {each.cell.title: each for rows in parts for row in rows for each in row.cells}
+    found: dict[str, list[CellResult]] = {}
+    for cell in cells:
+        if cell.title in known:
+            found.setdefault(cell.row, []).append(known[cell.title])
+    return [Row(name, tuple(results)) for name, results in found.items()]
+
+
+def only(file: str, missing: Sequence[Cell]) -> dict[str, Any]:
+    """The comparison of a file with these of its cells alone."""
+    tree: dict[str, Any] = yaml.safe_load((ROOT / file).read_text())
+    extra = {
+        each.get("name") or f"{each.get('recipe', '')} {each.get('horizon', '')}".strip(): each
+        for each in tree.get("cells", ())
+    }
+    seeds: dict[str, list[int]] = {}
+    for cell in missing:
+        seeds.setdefault(cell.row, []).append(cell.seed)
+        extra.setdefault(cell.row, {"recipe": cell.recipe, "horizon": cell.horizon})
+    tree["params"] = str((ROOT / file).parent / tree["params"])
+    tree["matrix"] = {"recipes": [], "horizons": []}
+    tree["cells"] = [{**extra[row], "seeds": each} for row, each in seeds.items()]
+    tree["contrasts"] = []
+    return tree
+
+
+def run(file: str, missing: Sequence[Cell], parallel: int, overrides: Sequence[str]) -> None:
+    """These cells; one that fails leaves its row out, and its verdict says so."""
     with tempfile.TemporaryDirectory() as out:
+        part = Path(out) / Path(file).name
+        part.write_text(yaml.safe_dump(only(file, missing)))
         command = [
             sys.executable,
             "-m",
             "flows.compare",
-            file,
+            str(part),
             "--parallel",
             str(parallel),
             "--out",

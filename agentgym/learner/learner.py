@@ -345,7 +345,7 @@ class LocalLearner:
         """One update of one network: the two halves of it, one after the other."""
         optimized.zero_grad()
         done = self.forward_backward(batch, sequences, loss_of, unit)
-        return {**done, "grad_norm": optimized.apply(step, done["loss"])}
+        return {**done, "grad_norm": optimized.optimizer_step(step, done["loss"])}
 
     def forward_backward(
         self, batch: Batch, sequences: Tensor, loss_of: LossFunction, unit: int = 1

@@ -74,7 +74,7 @@ class OptimizedNetwork:
     def zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def apply(self, step: int, loss: float) -> float:
+    def optimizer_step(self, step: int, loss: float) -> float:
         """Clip, check and take one step. Result: the gradient's norm before clipping.
 
         Errors: FloatingPointError where loss or gradient is not finite; the weights are then

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
-from agentgym.comparison.matrix import Cell, Comparison
+from agentgym.comparison.matrix import Cell, Comparison, cells_of, load_comparison
 from agentgym.comparison.results import CellResult, Checkpoint, Row, table
 from agentgym.config import RunConfig
 
@@ -132,6 +133,22 @@ def test_a_result_is_computed_again_from_what_it_left(learn, tmp_path, monkeypat
     (tmp_path / "learn.json").write_text(json.dumps({"tables": [before]}))
     again, missing = learn.saved_rows(cells, tmp_path)
     assert table(comparison, cells, again, missing) == before
+    # a third of them from elsewhere, in the order of the cells
+    first, rest = learn.saved_rows(cells[::3], tmp_path)[0], learn.saved_rows(cells, tmp_path)[0]
+    found = learn.merged(cells, rest, first)
+    assert [each.cell for part in found for each in part.cells] == cells
+
+
+def test_the_rest_of_a_comparison_is_made_of_the_same_cells(learn, tmp_path):
+    cells = cells_of(load_comparison(FOLDER.parent / "comparisons/learn.yaml"))
+    missing = [cell for cell in cells if (cell.row, cell.seed) != ("ppo long", 2)][7::9]
+    assert len(missing) > 10
+    (tmp_path / "rest.yaml").write_text(
+        yaml.safe_dump(learn.only("comparisons/learn.yaml", missing))
+    )
+    again = cells_of(load_comparison(tmp_path / "rest.yaml"))
+    assert {cell.title: cell.cfg for cell in again} == {cell.title: cell.cfg for cell in missing}
+    assert {cell.until for cell in again} == {cell.until for cell in missing}
 
 
 def test_the_horizon_is_chosen_by_validation_not_by_the_test(learn):
