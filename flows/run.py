@@ -14,13 +14,14 @@ from agentgym.console.progress import Bars
 from agentgym.console.terminal import PlainConsole
 from agentgym.deploy.local import local_environment
 from agentgym.pipeline.table import finished, open_store, steps_of
+from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Manifest
 from agentgym.types import Endpoints
 from services.recovery import begin_attempt
 from tasks.data import pull_data
 from tasks.steps import environments_down, environments_up, step_task
 
-Wanted = Callable[[str], bool]  # step name -> does this flow run it
+Wanted = Callable[[Step], bool]  # does this flow run it
 Override = Annotated[str, Field(pattern=r"^[\w.-]+=", examples=["optimizer.lr=3e-4"])]
 
 
@@ -52,22 +53,22 @@ def run_name() -> str:
     return " ".join([asked.params, *asked.overrides])[:120]
 
 
-def is_preparation(step: str) -> bool:
+def is_preparation(step: Step) -> bool:
     """Data, demonstrations, initial model, warm start."""
     return not is_training(step) and not is_evaluation(step)
 
 
-def is_training(step: str) -> bool:
+def is_training(step: Step) -> bool:
     """The stages of the curriculum."""
-    return step.startswith("stage-")
+    return step.stage is not None
 
 
-def is_evaluation(step: str) -> bool:
+def is_evaluation(step: Step) -> bool:
     """Evaluations and what is made of them: registered model and report."""
-    return step.startswith("evaluate-") or step in ("register", "report")
+    return step.kind in (Kind.EVALUATE, Kind.REGISTER, Kind.REPORT)
 
 
-def is_any(step: str) -> bool:
+def is_any(step: Step) -> bool:
     """The whole job."""
     return True
 
@@ -96,7 +97,7 @@ def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
             return {
                 name: str(step_task(step)(name, cfg, environment, bars))
                 for name, step in steps_of(cfg).items()
-                if wanted(name)
+                if wanted(step)
             }
         finally:
             environments_down(servers)
@@ -104,10 +105,13 @@ def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
 
 def check_parents(cfg: RunConfig, wanted: Wanted, done: dict[str, Manifest]) -> None:
     """Errors: ConfigError where a wanted step builds on one that is neither done nor wanted."""
-    for step in steps_of(cfg).values():
-        missing = [parent for parent in step.parents if parent not in done and not wanted(parent)]
-        if wanted(step.name) and missing:
-            flow = "flows.prepare" if is_preparation(missing[0]) else "flows.train"
+    table = steps_of(cfg)
+    for step in table.values():
+        missing = [
+            parent for parent in step.parents if parent not in done and not wanted(table[parent])
+        ]
+        if wanted(step) and missing:
+            flow = "flows.prepare" if is_preparation(table[missing[0]]) else "flows.train"
             raise ConfigError(
                 f"step {step.name} needs {', '.join(missing)} first; run `python -m {flow}` with"
                 " the same parameters"

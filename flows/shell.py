@@ -28,6 +28,7 @@ from agentgym.pipeline.run import confirm
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of
 from agentgym.private import STATE, private_state
 from agentgym.rollouts.pools import check_env_servers
+from agentgym.steps.step import Kind, Step
 from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.mlflow import check_server
@@ -62,7 +63,8 @@ def _run(
 ) -> int:
     cfg = load_config(params, overrides)
     private_state(cfg.state_dir)
-    names = [name for name in steps_of(cfg) if wanted(name)]
+    table = steps_of(cfg)
+    names = [name for name, step in table.items() if wanted(step)]
     num_done, num_steps = len(_done(cfg, wanted)), len(names)
     pace_s = None
     if num_done < num_steps:
@@ -83,7 +85,7 @@ def _run(
         console.print(
             f"[bold]{flow.name}[/bold]: all {num_done} steps are done and verified", highlight=False
         )
-    if "report" in names:
+    if any(table[name].kind is Kind.REPORT for name in names):
         summarise(cfg, done, console, pace_s)
     else:
         list_results(cfg, {name: done[name] for name in names}, console)
@@ -120,8 +122,9 @@ def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
         dataset_pointer(folder, setting)
     is_pulled = all(folder.is_dir() for folder in cfg.data_folders.values())
     finished_steps = finished(cfg, open_store(cfg)) if is_pulled else {}
-    done = {name: manifest for name, manifest in finished_steps.items() if wanted(name)}
-    if any(wanted(name) and name not in done for name in steps_of(cfg)):
+    asked = [name for name, step in steps_of(cfg).items() if wanted(step)]
+    done = {name: finished_steps[name] for name in asked if name in finished_steps}
+    if len(done) < len(asked):
         check_parents(cfg, wanted, finished_steps)
         for env in cfg.envs:
             check_local_env(env)
@@ -139,7 +142,7 @@ def _confirmed(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
     store = open_store(cfg)
     done = finished(cfg, store)
     for name, step in steps_of(cfg).items():
-        if wanted(name):
+        if wanted(step):
             confirm(cfg, store, step, done[name])
     return done
 
@@ -163,9 +166,10 @@ def summarise(
     """Success before and after, time per part, and where to look next.
     pace_s: what the reference work took.
     """
-    settings = cfg.evaluation
+    settings, steps = cfg.evaluation, steps_of(cfg)
+    of_kind = {steps[name].kind: manifest for name, manifest in done.items()}
     evaluations = {
-        name: manifest for name, manifest in done.items() if name.startswith("evaluate-")
+        name: manifest for name, manifest in done.items() if steps[name].kind is Kind.EVALUATE
     }
     average = f"avg_at_{settings.num_samples}"
     # pass@1 is avg@n under another name
@@ -185,11 +189,12 @@ def summarise(
             _percent(Interval(**manifest.results["summary"][key]))
             for key in sorted(keys, key=lambda key: key != "greedy")
         ]
-        shown = {"initialize": "untrained" if cfg.warm_start.enabled else "initial model"}.get(
-            manifest.results["checkpoint"]
-        )
+        judged = steps[manifest.results["checkpoint"]]
+        shown = judged.name.replace("-", " ")
+        if judged.kind is Kind.INITIALIZE:
+            shown = "untrained" if cfg.warm_start.enabled else "initial model"
         table.add_row(
-            shown or manifest.results["checkpoint"].replace("-", " "),
+            shown,
             *cells,
             _points(Interval(**gain)) if gain else "",
         )
@@ -203,21 +208,10 @@ def summarise(
     )
     for line in left_out(evaluations):
         console.print(f"[yellow]{line}[/yellow]", highlight=False)
-    parts = {
-        "warm start": ("initialize", "warm-start"),
-        "training": ("stage-",),
-        "evaluation": ("evaluate-",),
-    }
-    seconds = {
-        part: sum(
-            m.timings.get("wall_s", 0.0) for name, m in done.items() if name.startswith(names)
-        )
-        for part, names in parts.items()
-    }
-    seconds["other"] = sum(manifest.timings.get("wall_s", 0.0) for manifest in done.values()) - sum(
-        seconds.values()
-    )
-    registered = done["register"].results
+    seconds = dict.fromkeys(("warm start", "training", "evaluation", "other"), 0.0)
+    for name, manifest in done.items():
+        seconds[_part(steps[name])] += manifest.timings.get("wall_s", 0.0)
+    registered = of_kind[Kind.REGISTER].results
     run = f"r{run_key(cfg)[:12]}"
     rows = {"time": " · ".join(f"{part} {value:.0f} s" for part, value in seconds.items())}
     if pace_s is not None:
@@ -226,7 +220,7 @@ def summarise(
     rows |= {
         "model": f"{registered['model']} version {registered['version']}",
         "alias": f"{registered['alias']} {sentence(registered)}",
-        "report": str(_export_report(cfg, done["report"])),
+        "report": str(_export_report(cfg, of_kind[Kind.REPORT])),
         "compare": f"{_mlflow():<26} MLflow, run {run}",
         "check": f"agentgym audit {run}",
     }
@@ -234,6 +228,15 @@ def summarise(
         if title == "alias":
             text = textwrap.fill(text, 71).replace("\n", f"\n{'':9}")
         console.print(f"{title:<9}{text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _part(step: Step) -> str:
+    """Which part of the whole time it belongs to."""
+    if step.kind is Kind.EVALUATE:
+        return "evaluation"
+    if step.stage is not None:
+        return "training"
+    return "warm start" if step.kind in (Kind.INITIALIZE, Kind.TRAIN) else "other"
 
 
 def left_out(evaluations: Mapping[str, Manifest]) -> list[str]:
@@ -264,9 +267,11 @@ def _mlflow() -> str:
 
 
 def _baseline(evaluations: dict[str, Manifest]) -> str:
-    return next(
-        str(m.results["paired"]["baseline"]) for m in evaluations.values() if "paired" in m.results
-    ).removeprefix("evaluate-")
+    """The checkpoint that others are compared with."""
+    name = next(
+        m.results["paired"]["baseline"] for m in evaluations.values() if "paired" in m.results
+    )
+    return str(evaluations[name].results["checkpoint"])
 
 
 def _export_report(cfg: RunConfig, manifest: Manifest) -> Path:

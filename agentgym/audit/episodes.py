@@ -18,6 +18,7 @@ from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.engine import open_pool
 from agentgym.rollouts.episode import ending, extract_action
 from agentgym.rollouts.pools import EnvPools
+from agentgym.steps.step import Kind
 from agentgym.store.runstore import RunStore
 from agentgym.training.rl import reads_last
 from agentgym.types import Item, Status, Trajectory
@@ -25,11 +26,11 @@ from agentgym.types import Item, Status, Trajectory
 
 def check_episodes(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
     """Who was played, for which step, under which horizon and by which version of the weights."""
-    stage = record.stage(cfg)
+    stage = record.stage
     first = 0
     for commit in record.commits:
         episodes = record.episodes.get(commit.seq)
-        if episodes is None or record.name == "initialize":
+        if episodes is None or record.step.kind is Kind.INITIALIZE:
             continue
         where = record.at(commit)
         # version, item, sample, step, max_turns, temperature
@@ -138,11 +139,11 @@ def check_tokens(
     """Ids outside the policy's spans are what the renderer makes of the logged observations;
     inside, of the logged actions.
     """
-    checkpoint = load(store, record.final if record.name == "initialize" else record.checkpoint)
+    checkpoint = load(store, record.checkpoint or record.final)  # the first model is its own
     if checkpoint is None or not record.episodes:
         return
     renderer = checkpoint.renderer
-    bootstraps = record.stage(cfg) is not None and reads_last(cfg)
+    bootstraps = record.stage is not None and reads_last(cfg)
     start, bridge, text = cache(renderer.start), cache(renderer.bridge), cache(renderer.text)
     for commit in record.commits:
         for episode in record.episodes.get(commit.seq, ()):

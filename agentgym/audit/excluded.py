@@ -106,7 +106,7 @@ def _play_again(
     cfg: RunConfig, store: RunStore, record: StepRecord, checkpoint: Manifest, checks: Checks
 ) -> None:
     sources, again = weights_of_versions(cfg, record, checkpoint), _Again()
-    left_out, is_stage = _left_out(record), record.stage(cfg) is not None
+    left_out, is_stage = _left_out(record), record.stage is not None
     by_version: dict[int, list[Trajectory]] = {}
     for episode in left_out:
         version = int(checkpoint.state["global_step"])

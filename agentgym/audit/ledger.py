@@ -15,6 +15,7 @@ from agentgym.config import RunConfig
 from agentgym.evaluation.champion import decide
 from agentgym.evaluation.publish import headline_tags
 from agentgym.models.checkpoint import WEIGHTS
+from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import tracker_of
@@ -81,7 +82,7 @@ def _check_artifacts(
 ) -> None:
     """The report that people open in MLflow is the committed one."""
     report = next(
-        (record.final for record in steps if record.name == "report" and record.final is not None),
+        (each.final for each in steps if each.step.kind is Kind.REPORT and each.final is not None),
         None,
     )
     if report is None:
@@ -129,7 +130,7 @@ def _check_points(
 def check_registry(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    record = next((record for record in steps if record.name == "register"), None)
+    record = next((each for each in steps if each.step.kind is Kind.REGISTER), None)
     if record is None or record.final is None or record.checkpoint is None:
         return
     tracker = _existing_ledger(cfg)
@@ -148,11 +149,7 @@ def check_registry(
         return
     wanted = {"step_key": checkpoint.digest, "weights.sha256": checkpoint.blobs[WEIGHTS].digest}
     if version.tags.get("run_key") == key:
-        evaluation = next(
-            manifest
-            for parent, manifest in record.parents.items()
-            if parent.startswith("evaluate-")
-        )
+        evaluation = record.parents[record.step.evaluation]
         wanted |= {"evaluation": evaluation.digest, **headline_tags(evaluation)}
     else:
         # another run reached the same checkpoint and speaks of its own evaluation

@@ -25,6 +25,7 @@ from agentgym.pipeline.table import run_key, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.steps.context import METRICS, OUTCOMES
+from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.training.offline import (
@@ -47,7 +48,7 @@ def read_splits(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> Splits | None:
     """As the run recorded them, compared with the data it says it read."""
-    prepare = next((record.final for record in steps if record.name == "prepare"), None)
+    prepare = next((each.final for each in steps if each.step.kind is Kind.PREPARE), None)
     if prepare is None:
         return None
     try:
@@ -89,7 +90,8 @@ def check_numbers(
     """tables: of the evaluations so far; grows by this one's.
     The baseline of a later one is among them.
     """
-    if record.name == "initialize":
+    kind = record.step.kind
+    if kind is Kind.INITIALIZE:
         episodes = record.episodes.get(0, [])
         results, asked = record.commits[0].results, min(cfg.warm_start.num_demos, len(splits.train))
         num_solved = sum(episode.success for episode in episodes)
@@ -101,20 +103,20 @@ def check_numbers(
         checks.expect(
             record.at(record.commits[0]), "expert_success", solved, results["expert_success"]
         )
-    elif record.name == "warm-start":
+    elif kind is Kind.TRAIN and record.stage is None:
         _check_warm_start(cfg, record, checks)
-    elif record.stage(cfg) is not None and not samples_every_step(cfg):
+    elif kind is Kind.TRAIN and not samples_every_step(cfg):
         _check_offline_stage(cfg, store, record, checks)
-    elif record.stage(cfg) is not None:
+    elif kind is Kind.TRAIN:
         for commit in record.commits:
             _check_training(cfg, record, commit, checks)
-    elif record.name.startswith("evaluate-") and record.final is not None:
+    elif kind is Kind.EVALUATE and record.final is not None:
         _check_evaluation(cfg, store, record, splits, tables, checks)
-    elif record.name == "report" and record.final is not None:
+    elif kind is Kind.REPORT and record.final is not None:
         known = [
             other.final.results
             for other in steps
-            if other.name.startswith("evaluate-") and other.final
+            if other.step.kind is Kind.EVALUATE and other.final
         ]
         for side in ("before", "after"):
             checks.expect(
@@ -139,7 +141,7 @@ def _check_report(
             store,
             record.parents,
             run_key(cfg),
-            {name: step.title for name, step in steps_of(cfg).items()},
+            steps_of(cfg),
         )
         kept = {name: store.read(final, name) for name in made}
         for files in (made, kept):  # seconds are pinned, not proven: a step may have been run again
@@ -170,7 +172,7 @@ def _check_recorded(cfg: RunConfig, store: RunStore, record: StepRecord, checks:
     none is missing but those told.
     """
     commit, episodes = record.commits[0], record.episodes.get(0, [])
-    recorded = recorded_for(cfg, decode(store.read(record.parents["prepare"], RECORDED)))
+    recorded = recorded_for(cfg, decode(store.read(record.parents[record.step.data], RECORDED)))
     samples = [episode.sample for episode in episodes]
     checks.expect(record.at(commit), "order of the trajectories", sorted(set(samples)), samples)
     checks.expect(record.at(commit), "num_played", len(recorded), commit.results["num_played"])
@@ -234,9 +236,10 @@ def _check_training(cfg: RunConfig, record: StepRecord, commit: Manifest, checks
 def _check_offline_stage(
     cfg: RunConfig, store: RunStore, record: StepRecord, checks: Checks
 ) -> None:
-    stage = record.stage(cfg)
+    stage = record.stage
     assert stage is not None
-    demos = record.parents.get("initialize") if cfg.warm_start.source == "trajectories" else None
+    compares = cfg.warm_start.source == "trajectories"
+    demos = record.parents.get(record.step.demonstrations) if compares else None
     recorded = decode_trajectories(store.read(demos, DEMOS)) if demos else []
     logs = [episode for commit in record.commits for episode in record.episodes.get(commit.seq, ())]
     explored = [episode for episode in logs if episode.item.split == "train"]
@@ -303,8 +306,8 @@ def _check_evaluation(
     except ValueError as error:
         checks.fail(f"{where}: {error}")
         return
-    baseline = next((name for name in record.parents if name.startswith("evaluate-")), None)
-    if baseline is not None:
+    baseline = record.step.baseline
+    if baseline:
         base = dict(
             zip(("greedy", "samples"), tables.get(baseline, (greedy[:0], samples[:0])), strict=True)
         )
@@ -318,7 +321,7 @@ def _check_evaluation(
                 where, f"results {name} {key}", value, final.results.get(name, {}).get(key)
             )
     expected |= {
-        "checkpoint": record.name.removeprefix("evaluate-"),
+        "checkpoint": record.step.checkpoint,
         "num_items": len(items),
         "max_turns": settings.max_turns,
         "global_step": final.state["global_step"],

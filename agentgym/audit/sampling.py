@@ -58,7 +58,7 @@ def check_sampling(
         for commit in record.commits
         for e in record.episodes.get(commit.seq, ())
     ]
-    random_seed = cfg.seed if record.stage(cfg) is not None else cfg.evaluation.seed
+    random_seed = cfg.seed if record.stage is not None else cfg.evaluation.seed
     groups: dict[int, list[tuple[str, Trajectory]]] = {}
     for where, episode in logged:
         versions = {turn.version for turn in episode.turns}
@@ -86,7 +86,7 @@ def weights_of_versions(
 ) -> Mapping[int, Manifest]:
     """Version of the weights -> commit that holds them, of those a step's episodes may name."""
     sources = {int(checkpoint.state["global_step"]): checkpoint}
-    if record.stage(cfg) is not None:
+    if record.stage is not None:
         sources |= {
             int(commit.state["global_step"]): commit
             for commit in record.commits

@@ -18,7 +18,7 @@ from agentgym.data.items import Splits, train_stream
 from agentgym.models.checkpoint import Checkpoint, load_checkpoint
 from agentgym.pipeline.table import key_of, semantic_of, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
-from agentgym.rollouts.horizon import Stage, advance, max_turns, stages
+from agentgym.rollouts.horizon import Stage, advance, max_turns
 from agentgym.rollouts.metrics import success_share
 from agentgym.steps.context import METRICS
 from agentgym.steps.step import Step
@@ -53,19 +53,12 @@ class StepRecord:
     @property
     def checkpoint(self) -> Manifest | None:
         """The parent a training step starts from or an evaluation plays."""
-        wanted = self.name.removeprefix("evaluate-") if self.name.startswith("evaluate-") else None
-        found = [
-            m
-            for name, m in self.parents.items()
-            if (
-                name == wanted if wanted else name != "prepare" and not name.startswith("evaluate-")
-            )
-        ]
-        return found[0] if found else None
+        return self.parents.get(self.step.checkpoint)
 
-    def stage(self, cfg: RunConfig) -> Stage | None:
+    @property
+    def stage(self) -> Stage | None:
         """Which stage of the curriculum this step trains, if any."""
-        return next((stage for stage in stages(cfg.horizon) if stage.name == self.name), None)
+        return self.step.stage
 
     def at(self, commit: Manifest) -> str:
         return f"{self.name} commit {commit.seq}"
@@ -136,7 +129,7 @@ def check_lineage(
     cfg: RunConfig, record: StepRecord, splits: Splits | None, checks: Checks
 ) -> None:
     parents = {name: manifest.digest for name, manifest in record.parents.items()}
-    stage = record.stage(cfg)
+    stage = record.stage
     for index, commit in enumerate(record.commits):
         where = record.at(commit)
         checks.expect(where, "commit number", index, commit.seq)

@@ -34,6 +34,7 @@ from agentgym.config import (
 )
 from agentgym.deploy.owned import owned_process, tail
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of, with_parents
+from agentgym.steps.step import Kind
 from agentgym.store.files import discard, make_folder, write_temp
 
 logger = logging.getLogger(__name__)
@@ -145,7 +146,8 @@ class Cell:
     @property
     def evaluation(self) -> str:
         """The evaluation its numbers come from: the last one among its steps."""
-        return [name for name in self.steps if name.startswith("evaluate-")][-1]
+        table = steps_of(self.cfg)
+        return [name for name in self.steps if table[name].kind is Kind.EVALUATE][-1]
 
     def is_done(self) -> bool:
         return self.until in finished(self.cfg, open_store(self.cfg))
@@ -330,9 +332,11 @@ def _cell(comparison: Comparison, row: _Row, seed: int, overrides: Sequence[str]
         cfg = load_config(
             comparison.params, overrides, layers=(comparison.overrides, *row.layers, {"seed": seed})
         )
-        until = row.until or [name for name in steps_of(cfg) if name.startswith("evaluate-")][-1]
+        table = steps_of(cfg)
+        judging = [name for name, step in table.items() if step.kind is Kind.EVALUATE]
+        until = row.until or judging[-1]
         cell = Cell(row.name, row.recipe, row.horizon, row.group, seed, until, cfg)
-        if not any(name.startswith("evaluate-") for name in cell.steps):
+        if not set(judging) & set(cell.steps):
             raise ConfigError(
                 f"it ends with {until} and evaluates nothing; let it end with an evaluation"
             )

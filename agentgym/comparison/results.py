@@ -26,7 +26,7 @@ from agentgym.comparison.matrix import Cell, Comparison, comparison_key, contras
 from agentgym.comparison.report import AXES, CEILING, result_files
 from agentgym.evaluation.passk import FloatArray, Interval, per_item
 from agentgym.evaluation.seeds import Kind, crossed_interval
-from agentgym.pipeline.table import finished, open_store
+from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.steps.context import METRICS, OUTCOMES
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -280,7 +280,9 @@ def _row_json(row: Row) -> dict[str, Any]:
 def _read_cell(cell: Cell, store: RunStore, done: Mapping[str, Manifest]) -> CellResult:
     evaluation = done[cell.evaluation]
     baseline = evaluation.results.get("paired", {}).get("baseline")
-    trained = [name for name in cell.steps if name.startswith("stage-")]
+    trained = [
+        name for name, step in steps_of(cell.cfg).items() if step.stage and name in cell.steps
+    ]
     points = [point for name in trained for point in _points(store, done[name])]
     curve, cost = training_curve(points)
     evaluated = [

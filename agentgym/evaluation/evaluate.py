@@ -35,19 +35,19 @@ from agentgym.types import Item, Trajectory
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Manifest:
+def evaluate(ctx: StepContext) -> Manifest:
     """Play every item of the split once greedily and `num_samples` times sampled; commit a chunk
     of items at a time.
 
-    baseline: the evaluation step to compare with, item by item; it used the same items, horizon and
+    The step's baseline is compared with it, item by item; it used the same items, horizon and
     random numbers.
     Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows; what
     is committed stays.
     """
     set_threads()
-    cfg, settings = ctx.cfg, ctx.cfg.evaluation
-    parent = ctx.parents[checkpoint_step]
-    splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
+    cfg, settings, step = ctx.cfg, ctx.cfg.evaluation, ctx.step
+    parent = ctx.checkpoint
+    splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     items = getattr(splits, settings.split)[: settings.num_items]
     if len(items) < settings.num_items:
         raise ValueError(
@@ -58,7 +58,7 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
     num_done, num_out = (
         int(ctx.head.state[name]) if ctx.head else 0 for name in ("num_items", "num_failed")
     )
-    ctx.progress.start(f"evaluate {checkpoint_step}", len(items) * (1 + settings.num_samples))
+    ctx.progress.start(f"evaluate {step.checkpoint}", len(items) * (1 + settings.num_samples))
     ctx.progress.advance(num_done * (1 + settings.num_samples))
     checkpoint = load_checkpoint(ctx.store, parent)
     with (
@@ -99,17 +99,17 @@ def evaluate(ctx: StepContext, checkpoint_step: str, baseline: str | None) -> Ma
                 )
     earlier = [
         decode_trajectories(ctx.read(commit, TRAJECTORIES))
-        for commit in ctx.store.history(ctx.step, ctx.writer.key)
+        for commit in ctx.store.history(step.name, ctx.writer.key)
     ]
     everything = [trajectory for part in earlier for trajectory in part] + trajectories
     greedy, samples = outcomes(everything, items, settings.num_samples)
     results = score(greedy, samples, settings, [item.env for item in items])
-    if baseline is not None:
-        base = json.loads(ctx.read(ctx.parents[baseline], OUTCOMES))
+    if step.baseline:
+        base = json.loads(ctx.read(ctx.parents[step.baseline], OUTCOMES))
         gains = paired(base, greedy, samples, settings)
-        results["paired"] = {"baseline": baseline, **gains}
+        results["paired"] = {"baseline": step.baseline, **gains}
     results |= {
-        "checkpoint": checkpoint_step,
+        "checkpoint": step.checkpoint,
         "num_items": len(items),
         "max_turns": settings.max_turns,
         "global_step": version,

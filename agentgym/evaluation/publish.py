@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from agentgym.config import RunConfig
 from agentgym.evaluation import champion
@@ -26,6 +25,7 @@ from agentgym.models.model import save_pretrained
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS, OUTCOMES, StepContext
+from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import parent_run, tracker_of
@@ -33,27 +33,18 @@ from agentgym.tracking.points import LedgerError, decode_points
 from agentgym.tracking.registry import find_version, register_model
 from agentgym.types import Trajectory
 
-if TYPE_CHECKING:
-    from agentgym.steps.step import Step
-
-
 PAGE = "report.html"
 
 
-def register_policy(ctx: StepContext, checkpoint_step: str, run_key: str) -> Manifest:
+def register_policy(ctx: StepContext, run_key: str) -> Manifest:
     """Put the checkpoint into the registry, and move the alias to it where it is not worse than
     what holds it (see `champion`).
 
     Once per checkpoint, whatever is killed in between.
     """
     ctx.progress.start("register the model", 1)
-    version, decision = _register(
-        ctx.cfg,
-        ctx.store,
-        ctx.parents[checkpoint_step],
-        ctx.parents[f"evaluate-{checkpoint_step}"],
-        run_key,
-    )
+    evaluation = ctx.parents[ctx.step.evaluation]
+    version, decision = _register(ctx.cfg, ctx.store, ctx.checkpoint, evaluation, run_key)
     ctx.progress.advance()
     return ctx.commit(
         done=True,
@@ -63,7 +54,7 @@ def register_policy(ctx: StepContext, checkpoint_step: str, run_key: str) -> Man
             "model": ctx.cfg.registry.model_name,
             "version": version,
             "alias": ctx.cfg.registry.alias,
-            "checkpoint": checkpoint_step,
+            "checkpoint": ctx.step.checkpoint,
             "champion": decision,
         },
     )
@@ -73,7 +64,8 @@ def confirm_registration(
     cfg: RunConfig,
     store: RunStore,
     registered: Manifest,
-    done: Mapping[str, Manifest],
+    checkpoint: Manifest,
+    evaluation: Manifest,
     run_key: str,
 ) -> None:
     """Put the model back where the ledger was replaced since; the alias goes by the same rule,
@@ -81,10 +73,10 @@ def confirm_registration(
 
     Errors: LedgerError where it has another number there.
     """
-    name, checkpoint = cfg.registry.model_name, done[registered.results["checkpoint"]]
+    name = cfg.registry.model_name
     version = find_version(tracker_of(cfg), name, checkpoint.digest)
     if version is None:
-        version, _ = _register(cfg, store, checkpoint, done[f"evaluate-{checkpoint.step}"], run_key)
+        version, _ = _register(cfg, store, checkpoint, evaluation, run_key)
     if version != registered.results["version"]:
         raise LedgerError(
             f"{name}: MLflow has this checkpoint as version {version}, the store as version"
@@ -138,14 +130,12 @@ def headline_tags(evaluation: Manifest) -> dict[str, str]:
     }
 
 
-def write_report(ctx: StepContext, run_key: str, steps: Sequence[Step]) -> Manifest:
+def write_report(ctx: StepContext, run_key: str, steps: Mapping[str, Step]) -> Manifest:
     """Curves, table and example episodes as one page; MLflow gets them once they are committed."""
     ctx.progress.start("report", 1)
-    files = report_files(
-        ctx.cfg, ctx.store, ctx.parents, run_key, {step.name: step.title for step in steps}
-    )
+    files = report_files(ctx.cfg, ctx.store, ctx.parents, run_key, steps)
     ctx.progress.advance()
-    evaluations = _compared(ctx.parents)
+    evaluations = _compared(ctx.parents, steps)
     first, last = evaluations[0], evaluations[-1]
     return ctx.commit(
         done=True,
@@ -161,18 +151,13 @@ def report_files(
     store: RunStore,
     parents: Mapping[str, Manifest],
     run_key: str,
-    titles: Mapping[str, str],
+    steps: Mapping[str, Step],
 ) -> dict[str, bytes]:
-    """The page and its pictures, from what the steps before left in the store. titles: of
-    steps, by name.
-    """
-    titles = {name: title.removeprefix("evaluate ") for name, title in titles.items()}
-    compared = _compared(parents)
-    others = [
-        manifest
-        for name, manifest in parents.items()
-        if name.startswith("evaluate-") and manifest not in compared
-    ]
+    """The page and its pictures, from what the steps before left in the store. steps: by name."""
+    titles = {name: step.title.removeprefix("evaluate ") for name, step in steps.items()}
+    found = {step.kind: parents[name] for name, step in steps.items() if name in parents}
+    compared = _compared(parents, steps)
+    others = [each for each in _evaluations(parents, steps).values() if each not in compared]
     rows = {
         manifest.step: _row(manifest, titles[manifest.step]) for manifest in [*compared, *others]
     }
@@ -193,7 +178,7 @@ def report_files(
         ],
     )
     bars = evaluation_png([rows[manifest.step] for manifest in compared])
-    last, registered = compared[-1], parents["register"].results
+    last, registered = compared[-1], found[Kind.REGISTER].results
     page = report_html(
         f"{cfg.env_names} · {cfg.algorithm.recipe} · max_turns"
         f" {' > '.join(map(str, cfg.horizon.max_turns))}",
@@ -217,16 +202,20 @@ def report_files(
             for name, manifest in parents.items()
         },
         confidence=cfg.evaluation.confidence,
-        notes=parents["prepare"].results["warnings"],
+        notes=found[Kind.PREPARE].results["warnings"],
     )
     return {"learning_curve.png": curve, "evaluation.png": bars, PAGE: page.encode()}
 
 
-def _compared(parents: Mapping[str, Manifest]) -> list[Manifest]:
-    """The evaluation that others are compared with, and those, in order."""
-    evaluations = {
-        name: manifest for name, manifest in parents.items() if name.startswith("evaluate-")
+def _evaluations(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> dict[str, Manifest]:
+    return {
+        name: manifest for name, manifest in parents.items() if steps[name].kind is Kind.EVALUATE
     }
+
+
+def _compared(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> list[Manifest]:
+    """The evaluation that others are compared with, and those, in order."""
+    evaluations = _evaluations(parents, steps)
     baseline = next(
         m.results["paired"]["baseline"] for m in evaluations.values() if "paired" in m.results
     )

@@ -52,7 +52,7 @@ def _plan_step(
     if head is not None:
         reached = (
             head.state.get("global_step")
-            if step.name.startswith("stage-")
+            if step.stage
             else head.state.get("sft_step", head.state.get("num_items"))
         )
         return PlannedStep(step.name, step.title, "resume", f"at {reached} (commit {head.seq})")

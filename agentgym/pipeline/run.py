@@ -24,7 +24,7 @@ from agentgym.pipeline.table import (
     with_parents,
 )
 from agentgym.steps.context import METRICS, Environment, NoProgress, Progress, StepContext
-from agentgym.steps.step import Outcome, Step
+from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 WAIT_POLL_S = 0.5
 
 # whatever the compute: they need no accelerator
-STAYS_HERE = ("prepare", "initialize", "register", "report")
+STAYS_HERE = (Kind.PREPARE, Kind.INITIALIZE, Kind.REGISTER, Kind.REPORT)
 
 
 def run_step(
@@ -69,7 +69,7 @@ def run_step(
         return Outcome(step, done[name], "done")
     parents = {parent: done[parent] for parent in step.parents}
     key = key_of(step, cfg, done)
-    if cfg.compute == "ray-job" and name not in STAYS_HERE:
+    if cfg.compute == "ray-job" and step.kind not in STAYS_HERE:
         from agentgym.deploy.rayjobs import run_as_job
 
         head = store.head(name, key)
@@ -85,7 +85,7 @@ def run_step(
             store.verify(manifest)
         ctx = StepContext(
             cfg=cfg,
-            step=name,
+            step=step,
             config=semantic_of(step, cfg),
             store=store,
             writer=writer,
@@ -170,12 +170,22 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
     mark = cfg.state_dir / "delivered" / run_key(cfg)[:16] / f"{step.name}-{manifest.key[:16]}"
     if mark.is_file() and mark.read_text() == _mark(cfg, manifest):
         return
-    deliver_step(cfg, store, manifest, run_key(cfg), title=step.title, headline=step.headline)
-    if step.name == "register":
+    deliver_step(
+        cfg,
+        store,
+        manifest,
+        run_key(cfg),
+        title=step.title,
+        headline=step.headline,
+        is_report=step.kind is Kind.REPORT,
+    )
+    if step.kind is Kind.REGISTER:
         from agentgym.evaluation.publish import confirm_registration
 
+        done = finished(cfg, store)
+        checkpoint, evaluation = done[step.checkpoint], done[step.evaluation]
         with reaching(cfg.tracking_uri):
-            confirm_registration(cfg, store, manifest, finished(cfg, store), run_key(cfg))
+            confirm_registration(cfg, store, manifest, checkpoint, evaluation, run_key(cfg))
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(_mark(cfg, manifest))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from agentgym.data.trajectories import RECORDED, encode, input_digest
 from agentgym.rollouts.horizon import Stage, stages
 from agentgym.rollouts.policies.engines import engine_module
 from agentgym.steps.context import StepContext
-from agentgym.steps.step import Step
+from agentgym.steps.step import Kind, Step
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.manifest import Manifest
 from agentgym.store.posix import posix_store
@@ -52,71 +53,111 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
         "envs.server",
         *(source for env in cfg.envs if _is_module(source := f"envs.{env.name}")),
     )
-    data = ("agentgym.data.items", "agentgym.data.trajectories", *servers)
-    steps = [
-        Step("prepare", "prepare data", (), DATA, data, _prepare),
-        Step(
-            "initialize",
-            "demonstrations and initial model",
-            ("prepare",),
-            DEMONSTRATIONS,
-            (SFT, *servers),
-            _initialize,
-        ),
-    ]
     playing = (*servers, engine_module(cfg.rollout.engine))
-    start, title = "initialize", "evaluate the initial model"
+    steps = [*_preparation(servers)]
+    start, title = steps[-1].name, "evaluate the initial model"
     if cfg.warm_start.enabled:
-        untrained = _evaluation(start, "evaluate the untrained model", None, playing)
-        before, start, title = (start,), "warm-start", "evaluate the warm start"
-        steps += [
-            replace(untrained, headline=False),
-            Step(start, "warm start (SFT)", before, DEMONSTRATIONS, (SFT,), _warm_start),
-        ]
-    steps.append(_evaluation(start, title, None, playing))
+        untrained = _evaluation(start, "evaluate the untrained model", "", playing)
+        warm_start = Step(
+            name="warm-start",
+            title="warm start (SFT)",
+            kind=Kind.TRAIN,
+            run=_warm_start,
+            sections=DEMONSTRATIONS,
+            modules=(SFT,),
+            checkpoint=start,
+            demonstrations=start,
+        )
+        start, title = warm_start.name, "evaluate the warm start"
+        steps += [replace(untrained, headline=False), warm_start]
+    steps.append(_evaluation(start, title, "", playing))
     baseline, current, spans = steps[-1].name, start, stages(cfg.horizon)
     for stage in spans:
         steps.append(_training(cfg, stage, len(spans), current, start, playing))
         current, title = stage.name, f"evaluate stage {stage.index}/{len(spans)}"
         steps.append(_evaluation(current, title, baseline, playing))
+    steps += _conclusion(cfg, steps)
+    return {step.name: step for step in steps}
+
+
+def _preparation(servers: tuple[str, ...]) -> tuple[Step, Step]:
+    """The items; demonstrations and the first model."""
+    prepare = Step(
+        name="prepare",
+        title="prepare data",
+        kind=Kind.PREPARE,
+        run=_prepare,
+        sections=DATA,
+        modules=("agentgym.data.items", "agentgym.data.trajectories", *servers),
+    )
+    initialize = Step(
+        name="initialize",
+        title="demonstrations and initial model",
+        kind=Kind.INITIALIZE,
+        run=_initialize,
+        sections=DEMONSTRATIONS,
+        modules=(SFT, *servers),
+        data=prepare.name,
+    )
+    return prepare, initialize
+
+
+def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
+    """What is made of all steps before; the last one evaluates what is registered."""
 
     def register(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import register_policy
 
-        return register_policy(ctx, current, run_key(cfg))
+        return register_policy(ctx, run_key(cfg))
 
     def report(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import write_report
 
-        return write_report(ctx, run_key(cfg), tuple(steps))
+        return write_report(ctx, run_key(cfg), steps_of(cfg))
 
+    registration = Step(
+        name="register",
+        title="register the model",
+        kind=Kind.REGISTER,
+        run=register,
+        sections=("registry",),
+        modules=PUBLISH,
+        checkpoint=steps[-1].checkpoint,
+        evaluation=steps[-1].name,
+    )
     # checkpoints first, then evaluations
-    judged = sorted((step.name for step in steps), key=lambda name: name.startswith("evaluate-"))
-    parents = (current, f"evaluate-{current}")
-    steps += [
-        Step("register", "register the model", parents, ("registry",), PUBLISH, register),
-        Step("report", "report", (*judged, "register"), ("registry", "horizon"), PUBLISH, report),
-    ]
-    return {step.name: step for step in steps}
+    judged = sorted(steps, key=lambda step: step.kind is Kind.EVALUATE)
+    last = Step(
+        name="report",
+        title="report",
+        kind=Kind.REPORT,
+        run=report,
+        sections=("registry", "horizon"),
+        modules=PUBLISH,
+        told=tuple(step.name for step in judged),
+        registration=registration.name,
+    )
+    return registration, last
 
 
-def _evaluation(
-    checkpoint: str, title: str, baseline: str | None, playing: tuple[str, ...]
-) -> Step:
-    """baseline: the evaluation that this one is paired with."""
+def _evaluation(checkpoint: str, title: str, baseline: str, playing: tuple[str, ...]) -> Step:
+    """baseline: the evaluation that this one is paired with, if any."""
 
     def run(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.evaluate import evaluate
 
-        return evaluate(ctx, checkpoint, baseline)
+        return evaluate(ctx)
 
     return Step(
-        f"evaluate-{checkpoint}",
-        title,
-        ("prepare", checkpoint, *((baseline,) if baseline else ())),
-        EVALUATION,
-        ("agentgym.evaluation.evaluate", *playing),
-        run,
+        name=f"evaluate-{checkpoint}",
+        title=title,
+        kind=Kind.EVALUATE,
+        run=run,
+        sections=EVALUATION,
+        modules=("agentgym.evaluation.evaluate", *playing),
+        data="prepare",
+        checkpoint=checkpoint,
+        baseline=baseline,
         headline=True,
     )
 
@@ -138,17 +179,21 @@ def _training(
         else stage.max_turns
     )
     penalized = isinstance(algorithm, PolicyGradientConfig) and algorithm.kl_coef
-    needs_start = (penalized or loop.begins_anew) and start != before
-    needs_demos = loop.imitates or (loop.prefers and cfg.warm_start.source == "trajectories")
-    parents = (
-        "prepare",
-        before,
-        *((start,) if needs_start else ()),
-        *(("initialize",) if needs_demos else ()),
+    compares = loop.prefers and cfg.warm_start.source == "trajectories"
+    return Step(
+        name=stage.name,
+        title=f"stage {stage.index}/{num_stages} · max_turns {turns}",
+        kind=Kind.TRAIN,
+        run=run,
+        sections=TRAINING,
+        modules=(loop.trainer, *playing, *recipe_modules(algorithm.recipe)),
+        data="prepare",
+        checkpoint=before,
+        start=start if penalized or loop.begins_anew else "",
+        demonstrations="initialize" if loop.imitates or compares else "",
+        stage=stage,
+        headline=True,
     )
-    title = f"stage {stage.index}/{num_stages} · max_turns {turns}"
-    sources = (loop.trainer, *playing, *recipe_modules(algorithm.recipe))
-    return Step(stage.name, title, parents, TRAINING, sources, run, headline=True)
 
 
 def run_key(cfg: RunConfig) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from agentgym.config import RunConfig
 from agentgym.records import TRAJECTORIES, encode_trajectories
+from agentgym.steps.step import Step
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import RunStore, StepWriter
 from agentgym.tracking.points import Point, encode_points
@@ -47,7 +48,7 @@ class StepContext:
     """One open step. It alone may commit, under the lease its writer holds."""
 
     cfg: RunConfig
-    step: str
+    step: Step
     config: dict[str, Any]  # the semantic fields in the step's key
     store: RunStore
     writer: StepWriter
@@ -56,6 +57,25 @@ class StepContext:
     progress: Progress = field(default_factory=NoProgress)
     on_commit: Callable[[Manifest], None] = lambda _: None
     _opened_at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def data(self) -> Manifest:
+        """What prepared the items."""
+        return self.parents[self.step.data]
+
+    @property
+    def checkpoint(self) -> Manifest:
+        """The weights this step goes on with, plays or registers."""
+        return self.parents[self.step.checkpoint]
+
+    @property
+    def start(self) -> Manifest:
+        """The weights that a penalty or self-training goes back to."""
+        return self.parents[self.step.start]
+
+    @property
+    def demonstrations(self) -> Manifest:
+        return self.parents[self.step.demonstrations]
 
     @property
     def head(self) -> Manifest | None:

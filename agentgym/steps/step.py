@@ -4,23 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
 
-from agentgym.steps.context import StepContext
+from agentgym.rollouts.horizon import Stage
 from agentgym.store.manifest import Manifest
 
+if TYPE_CHECKING:
+    from agentgym.steps.context import StepContext
 
-@dataclass(frozen=True)
+
+class Kind(StrEnum):
+    """What a step does. Its name is for people and for the store."""
+
+    PREPARE = "prepare"  # the items
+    INITIALIZE = "initialize"  # demonstrations, and the model before any training
+    TRAIN = "train"  # a stage of the curriculum, or the warm start before it
+    EVALUATE = "evaluate"
+    REGISTER = "register"
+    REPORT = "report"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
-    """One resumable unit of work."""
+    """One resumable unit of work. What it builds on are names of other steps; empty: nothing."""
 
     name: str
     title: str
-    parents: tuple[str, ...]
+    kind: Kind
+    run: Callable[[StepContext], Manifest]
     sections: tuple[str, ...]  # of the configuration that change its result
     modules: tuple[str, ...]  # whose source computes it
-    run: Callable[[StepContext], Manifest]
+    data: str = ""  # the items
+    checkpoint: str = ""  # the weights it goes on with, plays or registers
+    start: str = ""  # the weights that a penalty or self-training goes back to
+    demonstrations: str = ""
+    baseline: str = ""  # the evaluation that this one is paired with
+    evaluation: str = ""  # of the checkpoint that is registered
+    told: tuple[str, ...] = ()  # what a report tells of, in its order
+    registration: str = ""
+    stage: Stage | None = None  # of the curriculum
     headline: bool = False  # its metrics also show on the parent run in MLflow
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """All it builds on, each once."""
+        built_on = (
+            self.data,
+            self.checkpoint,
+            self.start,
+            self.demonstrations,
+            self.baseline,
+            self.evaluation,
+            *self.told,
+            self.registration,
+        )
+        return tuple(dict.fromkeys(filter(None, built_on)))
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,14 @@ class Paced:
 
 
 def deliver_step(
-    cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: str, *, title: str, headline: bool
+    cfg: RunConfig,
+    store: RunStore,
+    manifest: Manifest,
+    run_key: str,
+    *,
+    title: str,
+    headline: bool,
+    is_report: bool = False,
 ) -> None:
     """Points up to the last commit, on the step's run and, for headline steps, on the parent; a
     finished step ends its run.
@@ -163,11 +170,20 @@ def deliver_step(
     Errors: LedgerUnavailable.
     """
     with reaching(cfg.tracking_uri):
-        _deliver_step(cfg, store, manifest, run_key, title=title, headline=headline)
+        _deliver_step(
+            cfg, store, manifest, run_key, title=title, headline=headline, is_report=is_report
+        )
 
 
 def _deliver_step(
-    cfg: RunConfig, store: RunStore, manifest: Manifest, run_key: str, *, title: str, headline: bool
+    cfg: RunConfig,
+    store: RunStore,
+    manifest: Manifest,
+    run_key: str,
+    *,
+    title: str,
+    headline: bool,
+    is_report: bool = False,
 ) -> None:
     tracker = tracker_of(cfg)
     parent_id = parent_run(cfg, run_key)
@@ -188,14 +204,16 @@ def _deliver_step(
         )
         # the other steps follow when they are confirmed: it is another ledger now
         tracker.supersede(parent_id)
-        _deliver_step(cfg, store, manifest, run_key, title=title, headline=headline)
+        _deliver_step(
+            cfg, store, manifest, run_key, title=title, headline=headline, is_report=is_report
+        )
         return
     if manifest.done:
         tracker.set_tags(
             child_id, {"manifest": manifest.digest, "records": manifest.records_digest}
         )
         tracker.end_run(child_id)
-        if manifest.step == "report":
+        if is_report:
             tracker.log_artifacts(
                 parent_id,
                 {name: store.read(manifest, name) for name in (*manifest.blobs, *manifest.records)},

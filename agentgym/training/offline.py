@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 COMMIT_EVERY = 10  # optimizer steps; steps with validation are committed, too
 Dataset = Sequence[tuple[Trajectory, ...]]
-START = "warm-start"  # where every iteration of agent_evol learns from anew
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
@@ -53,10 +52,10 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     """
     set_threads()
     cfg = ctx.cfg
-    start = next(manifest for name, manifest in ctx.parents.items() if name != "prepare")
+    start = ctx.checkpoint
     # else it still explores
     trained = ctx.head if ctx.head is not None and WEIGHTS in ctx.head.blobs else None
-    splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
+    splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     checkpoint = load_checkpoint(ctx.store, trained or start)
     items = explored_items(cfg, splits, start)
     position = int(start.state.get("stream_position", 0)) + len(items)
@@ -235,7 +234,7 @@ def _recorded(ctx: StepContext) -> list[Trajectory]:
     prefers = recipe_of(ctx.cfg.algorithm.recipe).loop.prefers
     if not prefers or ctx.cfg.warm_start.source != "trajectories":
         return []
-    return decode_trajectories(ctx.read(ctx.parents["initialize"], DEMOS))
+    return decode_trajectories(ctx.read(ctx.demonstrations, DEMOS))
 
 
 def _explore(
@@ -248,7 +247,9 @@ def _explore(
     if not isinstance(own, ExplorationConfig):
         return []
     earlier = [
-        commit for commit in ctx.store.history(ctx.step, ctx.writer.key) if commit.state["consumed"]
+        commit
+        for commit in ctx.store.history(ctx.step.name, ctx.writer.key)
+        if commit.state["consumed"]
     ]
     episodes = [
         episode
@@ -300,10 +301,10 @@ def _plan_learner(
     """
     cfg, loop = ctx.cfg, recipe_of(ctx.cfg.algorithm.recipe).loop
     anew = loop.begins_anew and trained is None
-    before = trained or (start if not loop.explores and start.step.startswith("stage-") else None)
+    before = trained or (start if not loop.explores and "stream_position" in start.state else None)
     return LearnerPlan(
         architecture=checkpoint.architecture,
-        weights=ctx.read(ctx.parents[START] if anew else trained or start, WEIGHTS),
+        weights=ctx.read(ctx.start if anew else trained or start, WEIGHTS),
         optimizer=optimizer_of(cfg),
         total_steps=rate_steps(cfg, stage),
         optimizer_states={} if before is None else {OPTIMIZER: ctx.read(before, OPTIMIZER)},

@@ -60,10 +60,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     """
     set_threads()
     cfg = ctx.cfg
-    start = ctx.head or next(
-        manifest for name, manifest in ctx.parents.items() if name != "prepare"
-    )
-    splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
+    start = ctx.head or ctx.checkpoint
+    splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     checkpoint = load_checkpoint(ctx.store, start)
     algorithm = with_limit(cfg, checkpoint)
     step, horizon = int(start.state["global_step"]), horizon_state(start)
@@ -318,12 +316,7 @@ def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> L
                 " too, or use a recipe without a critic"
             )
     if algorithm.kl_coef:
-        base = next(
-            manifest
-            for name, manifest in ctx.parents.items()
-            if name in ("warm-start", "initialize")
-        )
-        reference = ctx.read(base, WEIGHTS)
+        reference = ctx.read(ctx.start, WEIGHTS)
     states = {
         name: ctx.read(start, name)
         for name in (OPTIMIZER, CRITIC_OPTIMIZER)

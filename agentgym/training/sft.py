@@ -45,7 +45,7 @@ def initialize(ctx: StepContext) -> Manifest:
     """Demonstrations of train items, an expert's or others', and the model before any training."""
     set_threads()
     cfg = ctx.cfg
-    splits = splits_from_json(ctx.read(ctx.parents["prepare"], "splits.json"))
+    splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     is_expert = cfg.warm_start.source == "expert"
     played, settings = _played(ctx, splits) if cfg.warm_start.enabled else ([], None)
     if cfg.model.source == "hub":
@@ -105,7 +105,7 @@ def _played(ctx: StepContext, splits: Splits) -> tuple[list[Trajectory], Episode
         title, shown = "expert demonstrations", [(item, 0) for item in expert_items(cfg, splits)]
     else:
         title = "trajectories played again"
-        recorded = recorded_for(cfg, decode(ctx.read(ctx.parents["prepare"], RECORDED)))
+        recorded = recorded_for(cfg, decode(ctx.read(ctx.data, RECORDED)))
         for sample, each in enumerate(recorded):
             script[each.item, sample] = replies_of(each, rollout.action_format)
         shown = list(script)
@@ -178,9 +178,7 @@ def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]
 def demonstrations(ctx: StepContext) -> list[Trajectory]:
     """The successful ones, to imitate."""
     return [
-        demo
-        for demo in decode_trajectories(ctx.read(ctx.parents["initialize"], DEMOS))
-        if demo.success
+        demo for demo in decode_trajectories(ctx.read(ctx.demonstrations, DEMOS)) if demo.success
     ]
 
 
@@ -190,7 +188,7 @@ def warm_start(ctx: StepContext) -> Manifest:
     """
     set_threads()
     settings = ctx.cfg.warm_start
-    start = ctx.head or ctx.parents["initialize"]
+    start = ctx.head or ctx.checkpoint
     demos = demonstrations(ctx)
     checkpoint = load_checkpoint(ctx.store, start)
     step = int(start.state.get("sft_step", 0))

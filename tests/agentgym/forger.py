@@ -119,8 +119,7 @@ class Forger:
         """Page and pictures anew from what the store says now, in the store and in MLflow."""
         store, table = open_store(self.cfg), steps_of(self.cfg)
         finals = {name: self.commits(name)[-1] for name in table["report"].parents}
-        titles = {name: step.title for name, step in table.items()}
-        for name, data in report_files(self.cfg, store, finals, run_key(self.cfg), titles).items():
+        for name, data in report_files(self.cfg, store, finals, run_key(self.cfg), table).items():
             self.rewrite("report", 0, name, data)
             for path in (self.cfg.state_dir / "mlflow-artifacts").rglob(name):
                 path.write_bytes(data)

@@ -62,11 +62,11 @@ def test_prepare_train_and_evaluate_are_the_pipeline_and_can_run_in_that_order(w
         )
     )
     parts = [
-        [name for name in steps if wanted(name)]
+        [name for name, step in steps.items() if wanted(step)]
         for wanted in (is_preparation, is_training, is_evaluation)
     ]
     order = [name for part in parts for name in part]
-    assert sorted(order) == sorted(name for name in steps if is_any(name))
+    assert sorted(order) == sorted(name for name, step in steps.items() if is_any(step))
     done = set()
     for name in order:
         assert set(steps[name].parents) <= done | {name}

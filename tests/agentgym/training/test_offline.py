@@ -371,6 +371,7 @@ class Context:
     def __init__(self, cfg):
         self.cfg, self.store = cfg, open_store(cfg)
         self.parents = finished(cfg, self.store)
+        self.start = self.parents["warm-start"]
 
     def read(self, manifest, name):
         return self.store.read(manifest, name)
