@@ -75,10 +75,11 @@ def say(text: object, *, file: TextIO | None = None, end: str = "\n") -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
+    chosen = argparse.ArgumentParser(add_help=False)
+    chosen.add_argument(
         "--params", default="params.yaml", help="parameter file (default: params.yaml)"
     )
+    common = argparse.ArgumentParser(add_help=False, parents=[chosen])
     common.add_argument(
         "--set",
         action="append",
@@ -91,6 +92,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Multi-turn reinforcement learning as a pipeline you can trust.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    dvc = commands.add_parser(
+        "dvc", parents=[chosen], help="write dvc.yaml for the steps that a parameter file asks for"
+    )
+    dvc.set_defaults(run=_dvc, set=None, verbose=False)
 
     step = commands.add_parser(
         "step", parents=[common], help="one step of the pipeline, as dvc.yaml runs it"
@@ -249,10 +255,12 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.console.progress import Bars
     from agentgym.console.terminal import PlainConsole
     from agentgym.models.architecture import check_model
-    from agentgym.pipeline.run import pointer, run_when_free, run_with_parents
-    from agentgym.store.files import discard, write_temp
+    from agentgym.pipeline.dvc import files_of, require_current
+    from agentgym.pipeline.run import run_when_free, run_with_parents
     from agentgym.tracking.mlflow import check_server
 
+    if arguments.out is not None:
+        require_current(cfg, arguments.params)
     if arguments.owner_pipe:
         from agentgym.deploy.owned import end_with_owner
 
@@ -265,15 +273,32 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         else:
             outcomes = [run_when_free(arguments.name, cfg, wait_s=arguments.wait, progress=bars)]
     if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = write_temp(arguments.out.parent, f"{pointer(cfg, outcomes[-1])}\n".encode())
-        try:
-            temporary.replace(arguments.out)
-        finally:
-            discard(temporary)
+        for path, text in files_of(cfg, outcomes[-1], arguments.out).items():
+            _write(path, text)
     for outcome in outcomes:
         say(f"{outcome.step.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
     return 0
+
+
+def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.pipeline.dvc import FILE, dvc_yaml
+    from agentgym.pipeline.table import steps_of
+
+    _write(FILE, dvc_yaml(cfg, arguments.params).rstrip("\n"))
+    say(f"{FILE}: {len(steps_of(cfg))} stages of {arguments.params}; `dvc repro` runs them")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    from agentgym.store.files import discard, write_temp
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = write_temp(path.parent, f"{text}\n".encode())
+    try:
+        temporary.replace(path)
+    finally:
+        discard(temporary)
 
 
 def _doctor(cfg: RunConfig, arguments: argparse.Namespace) -> int:

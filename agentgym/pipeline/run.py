@@ -7,7 +7,6 @@ Prefect tasks, `agentgym step` and tests differ in nothing but how they show it.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from contextlib import AbstractContextManager
@@ -28,7 +27,7 @@ from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.deliver import Paced, curve, deliver_step, ledger_identity
+from agentgym.tracking.deliver import Paced, deliver_step, ledger_identity
 from agentgym.tracking.mlflow import reaching
 from agentgym.types import Endpoints
 
@@ -192,21 +191,3 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
 
 def _mark(cfg: RunConfig, manifest: Manifest) -> str:
     return sha256(f"{manifest.digest} {manifest.created_at!r} {ledger_identity(cfg)}".encode())
-
-
-def pointer(cfg: RunConfig, outcome: Outcome) -> str:
-    """What DVC keeps of a step: where its result lies, its digests, its numbers and their
-    course.
-    Never weights.
-    """
-    manifest, store = outcome.manifest, open_store(cfg)
-    identity = {
-        "step": manifest.step,
-        "key": manifest.key,
-        "digest": manifest.digest,
-        "store": store.root,
-    }
-    identity |= {"records_digest": manifest.records_digest, "run": run_key(cfg)}
-    # in a list, because `dvc metrics` takes for a metric whatever is not in one
-    content = {"manifest": [identity], "results": manifest.results, "curve": curve(store, manifest)}
-    return json.dumps(content, indent=1, sort_keys=True)

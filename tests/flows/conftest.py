@@ -70,6 +70,15 @@ class Project:
             for path in (self.folder / ".agentgym/store").glob("steps/*/manifests/*.json")
         }
 
+    def exported_model(self):
+        """The registered model as an ordinary folder, as a user would have one."""
+        found = sorted((self.folder / ".agentgym/mlflow-artifacts").rglob("config.json"))
+        tokenizer = next(path.parent for path in found[0].parents[1].rglob("tokenizer.json"))
+        for path in tokenizer.iterdir():
+            if path.parent != found[0].parent:
+                (found[0].parent / path.name).write_bytes(path.read_bytes())
+        return found[0].parent
+
     def processes(self):
         """Command lines of everything that runs in this project."""
         found = []

@@ -7,6 +7,7 @@ import re
 import shutil
 
 import pytest
+import yaml
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -15,6 +16,9 @@ GIT = {
     for who in ("AUTHOR", "COMMITTER")
     for what in ("NAME", "EMAIL")
 }
+
+
+CHECKPOINTS = ("initialize", "warm-start", "stage-1", "stage-2", "stage-3")
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +74,62 @@ def test_params_diff_names_the_changed_parameter_alone(experiment):
 
 def test_metrics_diff_compares_numbers_of_both_revisions(experiment):
     differences = json.loads(experiment.run("dvc", "metrics", "diff", "--json").stdout)
-    stage = differences["outputs/evaluate-stage-3.json"]
-    assert stage["results.num_items"] == {"old": 8, "new": 10, "diff": 2}
-    assert not any("digest" in metric or metric.endswith("key") for metric in stage)
+    assert set(differences) <= {f"outputs/{name}.metrics.json" for name in CHECKPOINTS}
     shown = json.loads(experiment.run("dvc", "metrics", "show", "--json").stdout)
     (workspace,) = shown.values()
-    assert (
-        "mean"
-        in workspace["data"]["outputs/evaluate-stage-3.json"]["data"]["results"]["summary"][
-            "greedy"
-        ]
-    )
+    numbers = workspace["data"]["outputs/stage-3.metrics.json"]["data"]
+    assert numbers.keys() == {"greedy", "avg_at_2", "pass_at_2", "gain", "coverage"}
+
+
+@pytest.mark.parametrize("command", ["show", "diff"])
+def test_metrics_fit_a_terminal_of_100_columns(experiment, command):
+    project = experiment
+    told = project.run("env", "COLUMNS=100", "dvc", "metrics", command)
+    assert told.returncode == 0, told.stderr
+    lines = told.stdout.rstrip().splitlines()
+    assert max(map(len, lines)) <= 100, told.stdout
+    if command == "show":
+        assert len(lines) == 1 + len(CHECKPOINTS)
+        assert lines[0].split() == ["Path", "avg_at_2", "coverage", "gain", "greedy", "pass_at_2"]
+
+
+SCHEDULES = {
+    "two stages": ["-S", "horizon.max_turns=[6,12]", "-S", "horizon.stage_steps=[1,2]"],
+    "fixed": [
+        *("-S", "horizon.kind=fixed", "-S", "horizon.max_turns=[12]"),
+        *("-S", "horizon.stage_steps=[2]"),
+    ],
+    "no warm start": ["-S", "warm_start.enabled=false", "-S", "model.source=hub"],
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_another_schedule_is_refused_until_its_file_is_made_and_then_runs(
+    experiment, tmp_path, name
+):
+    project = type(experiment)(tmp_path / "project", experiment.home)
+    shutil.copytree(experiment.folder, project.folder, ignore=shutil.ignore_patterns("plots-page"))
+    project.environment |= experiment.environment | {
+        "DVC_SITE_CACHE_DIR": str(project.folder / ".agentgym/dvc")
+    }
+    changes = list(SCHEDULES[name])
+    if name == "no warm start":
+        changes += ["-S", f"model.name={project.exported_model()}"]
+    refused = project.run("dvc", "exp", "run", *changes, timeout=300)
+    assert refused.returncode != 0
+    assert "dvc.yaml does not describe the run that params.yaml asks for" in refused.stderr
+    assert "Run `agentgym dvc`, then `dvc repro`" in refused.stderr
+    # the change is in the workspace, as DVC leaves it
+    made = project.run("agentgym", "dvc")
+    assert made.returncode == 0, made.stderr
+    ran = project.run("dvc", "repro", timeout=900)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    stages = yaml.safe_load((project.folder / "dvc.yaml").read_text())["stages"]
+    for each in stages:
+        assert (project.folder / f"outputs/{each}.json").is_file(), each
+    assert ("stage-3" in stages) is (name == "no warm start")
+    assert ("warm-start" in stages) is (name != "no warm start")
+    assert "Data and pipelines are up to date" in project.run("dvc", "status").stdout
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_ci_runs_the_two_commands():
 )
 def test_commands_of_the_readme_work(finished, command):
     if "path/to/model" in command:
-        command = command.replace("path/to/model", str(exported_model(finished)))
+        command = command.replace("path/to/model", str(finished.exported_model()))
     ended = finished.run(*shlex.split(command))
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
@@ -105,13 +105,3 @@ def answers(url, process, within_s=120, **headers):
         except (urllib.error.URLError, OSError):
             time.sleep(0.3)
     return False
-
-
-def exported_model(project):
-    """The registered model as an ordinary folder, as a user would have one."""
-    found = sorted((project.folder / ".agentgym/mlflow-artifacts").rglob("config.json"))
-    tokenizer = next(path.parent for path in found[0].parents[1].rglob("tokenizer.json"))
-    for path in tokenizer.iterdir():
-        if path.parent != found[0].parent:
-            (found[0].parent / path.name).write_bytes(path.read_bytes())
-    return found[0].parent

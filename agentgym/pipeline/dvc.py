@@ -1,0 +1,154 @@
+"""dvc.yaml made from the table of steps, and what `dvc` keeps of a step: pointers, few numbers.
+
+Torch-free and without DVC: these are texts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agentgym.config import ConfigError, RunConfig
+from agentgym.pipeline.table import open_store, run_key, steps_of
+from agentgym.steps.step import Kind, Outcome, Step
+from agentgym.tracking.deliver import curve
+
+FILE, FOLDER, PARAMS = Path("dvc.yaml"), Path("outputs"), "params.yaml"
+HEADER = """\
+# Made by `agentgym dvc` from the table of steps; for another schedule the same command makes
+# another. The steps are those of `make pipeline` and share one store: what one has done the other
+# finds done. Outputs are pointers (place, digest, numbers), never weights, and small enough for
+# git: they are not cached, so that no run-cache can bring one back without its result.
+"""
+
+
+def dvc_yaml(cfg: RunConfig, params: str = PARAMS) -> str:
+    """The whole file for a run of this configuration, which `params` describes."""
+    steps = steps_of(cfg)
+    stages = {name: _stage(step, cfg, params) for name, step in steps.items()}
+    tree = {"stages": stages, "plots": _plots(steps)}
+    return HEADER + yaml.safe_dump(tree, sort_keys=False, width=120)
+
+
+def require_current(cfg: RunConfig, params: str = PARAMS, file: Path = FILE) -> None:
+    """Errors: ConfigError where a dvc.yaml that is there has other stages than this run, as after
+    `dvc exp run -S horizon.stage_steps=[5]`: DVC would run steps that are none, or leave some out.
+    """
+    if not file.is_file():
+        return
+    try:
+        found = (yaml.safe_load(file.read_text()) or {}).get("stages", {})
+    except (yaml.YAMLError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); run `agentgym dvc`") from None
+    wanted = yaml.safe_load(dvc_yaml(cfg, params))["stages"]
+    if found == wanted:
+        return
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    changed = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
+    told = [
+        f"{', '.join(names)} {what}"
+        for names, what in (
+            (missing, "is missing in it"),
+            (unknown, "is no step of this run"),
+            (changed, "is another one in it"),
+        )
+        if names
+    ]
+    options = "" if params == PARAMS else f" --params {params}"
+    raise ConfigError(
+        f"{file} does not describe the run that {params} asks for: {'; '.join(told)}. Run `agentgym"
+        f" dvc{options}`, then `dvc repro`"
+    )
+
+
+def _stage(step: Step, cfg: RunConfig, params: str) -> dict[str, Any]:
+    options = "" if params == PARAMS else f" --params {params}"
+    inputs = [_out(parent) for parent in step.parents]
+    if step.kind is Kind.PREPARE:
+        place = "${data.path}" if params == PARAMS else str(cfg.data.path)
+        inputs = [place, "data/trajectories"]
+    stage: dict[str, Any] = {
+        "cmd": f"python -m agentgym step {step.name} --out {_out(step.name)}{options}",
+        "deps": [*inputs, "agentgym", "envs"],
+        # of another parameter file all: it may extend this one
+        "params": list(step.sections) if params == PARAMS else [{params: []}, {PARAMS: []}],
+        "outs": [{_out(step.name): {"cache": False}}],
+    }
+    if step.kind is Kind.EVALUATE:
+        stage["metrics"] = [{_metrics(step): {"cache": False}}]
+    return stage
+
+
+def _plots(steps: dict[str, Step]) -> list[dict[str, Any]]:
+    stages = [step.name for step in steps.values() if step.stage]
+    warm_starts = [
+        step.name for step in steps.values() if step.kind is Kind.TRAIN and not step.stage
+    ]
+    evaluations = [step.name for step in steps.values() if step.kind is Kind.EVALUATE]
+
+    def plot(title: str, names: list[str], value: str, label: str, **more: str) -> dict[str, Any]:
+        y = {_out(name): value for name in names}
+        return {title: {**more, "x": "step", "y": y, "x_label": "optimizer step", "y_label": label}}
+
+    plots = [
+        plot("success while training", stages, "rollout_success", "share of episodes"),
+        plot(
+            "validation success while training", stages, "validation_success", "share of episodes"
+        ),
+        plot("turns per episode", stages, "rollout_turns_mean", "turns"),
+        plot("success on test items", evaluations, "eval_pass_at_1", "pass@1", template="scatter"),
+    ]
+    if warm_starts:
+        plots.insert(
+            3, plot("loss of the warm start", warm_starts, "sft_loss", "nats per action token")
+        )
+    return plots
+
+
+def _out(name: str) -> str:
+    return f"{FOLDER}/{name}.json"
+
+
+def _metrics(step: Step) -> str:
+    return f"{FOLDER}/{step.checkpoint}.metrics.json"
+
+
+def files_of(cfg: RunConfig, outcome: Outcome, out: Path) -> dict[Path, str]:
+    """What DVC keeps of a step that is done, by file. out: of the pointer."""
+    files = {out: pointer(cfg, outcome)}
+    if outcome.step.kind is Kind.EVALUATE:
+        files[out.with_name(Path(_metrics(outcome.step)).name)] = metrics(outcome)
+    return files
+
+
+def metrics(outcome: Outcome) -> str:
+    """A few numbers of an evaluation, flat, so that they stand side by side in a terminal."""
+    results = outcome.manifest.results
+    numbers = {
+        name: interval["mean"]
+        for name, interval in results["summary"].items()
+        if name != "pass_at_1"  # avg@n under another name
+    }
+    average = next(name for name in numbers if name.startswith("avg"))
+    if "paired" in results:
+        numbers["gain"] = results["paired"][average]["mean"]
+    numbers["coverage"] = results["coverage"]
+    return json.dumps({name: round(value, 4) for name, value in numbers.items()}, indent=1)
+
+
+def pointer(cfg: RunConfig, outcome: Outcome) -> str:
+    """Where a step's result lies, its digests, its numbers and their course. Never weights."""
+    manifest, store = outcome.manifest, open_store(cfg)
+    identity = {
+        "step": manifest.step,
+        "key": manifest.key,
+        "digest": manifest.digest,
+        "store": store.root,
+        "records_digest": manifest.records_digest,
+        "run": run_key(cfg),
+    }
+    content = {"manifest": [identity], "results": manifest.results, "curve": curve(store, manifest)}
+    return json.dumps(content, indent=1, sort_keys=True)
