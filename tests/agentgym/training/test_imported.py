@@ -200,7 +200,7 @@ def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_compa
     assert sum(sum(demo.action_mask) for demo in demos) == sum(map(len, spans))
 
     class Context:
-        parents = done
+        demonstrations = done["initialize"]
 
         @staticmethod
         def read(manifest, name):
