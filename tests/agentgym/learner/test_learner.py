@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from agentgym.algorithms import losses as losses_module
 from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.losses import clip_fractions
-from agentgym.algorithms.recipe import RECIPES, RL
+from agentgym.algorithms.recipe import RECIPES, RL, Correction
 from agentgym.config import ActorCriticConfig, OptimizerConfig, algorithm_config
 from agentgym.learner import learner as learner_module
 from agentgym.learner.learner import LocalLearner
@@ -176,6 +177,54 @@ def test_loss_and_gradient_of_every_recipe_depend_neither_on_micro_batches_nor_o
     assert_same(all_gradients(whole), all_gradients(other), atol=1e-4, rtol=1e-3)
     assert metrics["actor/grad_norm"] > 1e-2
     assert metrics["actor/reference_kl"] > 1e-2
+
+
+@pytest.mark.parametrize("correction", get_args(Correction))
+@pytest.mark.parametrize("recipe", ["grpo", "gspo", "cispo"])
+def test_corrections_depend_neither_on_micro_batches_nor_on_packing(
+    make_whole, monkeypatch, recipe, correction
+):
+    config = everything(recipe, correction=correction, importance_cap=1.02)
+    off = 0.05 * torch.randn(29, generator=torch.Generator().manual_seed(5))
+    whole, packed, split = make_whole(), make_whole(), make_whole()
+    batch = on_policy(whole, batch_of())
+    batch = replace(batch, logprobs=batch.logprobs + off[: len(batch.logprobs)] * batch.action_mask)
+    metrics = train(whole, batch, config, step=1, seed=0)
+    weights = whole.prepare(batch, config, step=1).corrections
+    assert not torch.equal(weights, torch.ones_like(weights))
+    order = batch.select(torch.tensor([4, 0, 5, 2, 3, 1]))
+    others = {"packed": train(packed, order, config, step=1, seed=0)}
+    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 7)
+    others["split"] = train(split, batch, config, step=1, seed=0)
+    for other in others.values():
+        assert other == pytest.approx(metrics, abs=1e-4, rel=1e-5)
+    for learner in (packed, split):
+        assert_same(gradients(whole), gradients(learner), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", sorted(name for name, row in RECIPES.items() if row.loop is RL))
+def test_minibatches_share_out_the_loss_of_the_whole_batch(make_model, recipe):
+    """While the weights stand still, their mean is the loss of one: nothing counts twice or
+    drops out, whatever the aggregation.
+    """
+    losses = []
+    for minibatches in (1, 2, 3):
+        critic = networks.ValueNet(make_model(7))
+        with torch.no_grad():
+            critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+        learner = LocalLearner(
+            make_model(0),
+            OptimizerConfig(lr=1e-20, warmup_steps=0),
+            total_steps=10,
+            critic=critic,
+            reference=make_model(3),
+        )
+        config = everything(recipe, minibatches=minibatches)
+        metrics = train(learner, on_policy(learner, batch_of()), config, step=1, seed=0)
+        losses.append([value for name, value in metrics.items() if name.endswith("/loss")])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5, rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], abs=1e-5, rel=1e-5)
+    assert any(abs(value) > 1e-3 for value in losses[0])
 
 
 def test_what_a_recipe_needs_and_was_not_given_is_named(make_learner):
