@@ -13,7 +13,8 @@ from agentgym.audit.report import Checks
 from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.evaluation.publish import PAGE
-from agentgym.pipeline.run import pointer, run_step
+from agentgym.pipeline.dvc import pointer
+from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.policies.torch import TorchPolicy

@@ -13,7 +13,8 @@ from agentgym.audit import audit
 from agentgym.config import ConfigError, load_config
 from agentgym.data.check import load_data
 from agentgym.evaluation.champion import DECISION, OUTCOMES
-from agentgym.pipeline.run import pointer, run_step, run_with_parents
+from agentgym.pipeline.dvc import pointer
+from agentgym.pipeline.run import run_step, run_with_parents
 from agentgym.pipeline.table import finished, open_store, semantic_of, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.steps.context import METRICS
