@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ FACTS = (
     "at most 6 turns",
     "512 test items, 12 turns, greedy and 4 samples at temperature 1; 95% intervals",
     "Python 3.11 or 3.12",
-    "ten recipes from PPO to DPO",
+    "thirteen recipes from PPO to DPO",
     "one machine or a Ray cluster",
     "thirty science tasks",
     "AgentGym's 40 levels",
@@ -141,6 +142,14 @@ def below_grpo():
     return [re.match(r"GRPO minus SFT \+([\d.]+) ", verdict["figures"])[1], rl_success()[0]]
 
 
+def losses():
+    rows = {row["recipe"]: row for row in result("losses")["rows"]}
+    (start,) = {percent(row["start"]["avg_at_4"]["mean"]) for row in rows.values()}
+    (seeds,) = {len(row["seeds"]) for row in rows.values()}
+    ends = [percent(rows[n]["success"]["avg_at_4"]["mean"], 1) for n in ("gspo", "cispo", "grpo")]
+    return [start, *ends, str(seeds)]
+
+
 def unlock():
     """Of the locked door: starts and ends, the two contrasts and what they cost."""
     found = result("unlock")
@@ -234,6 +243,11 @@ BOUND = [
         r"\([^)]*\)\), judged on (\d+)\s",
         unlock(),
     ),
+    (
+        r"from (\d+) % sampled success, `gspo` ends at ([\d.]+)\sand `cispo` at ([\d.]+) % beside"
+        r" ([\d.]+) % of `grpo` \((\d) seeds,",
+        losses(),
+    ),
     (r"of (\d+) faults\sof (\d+) kinds (\d+) left a run that passes every check\.", faults()),
 ]
 
@@ -297,6 +311,7 @@ def test_the_plain_facts_are_those_of_the_default_run():
         1.0,
     )
     assert settings.confidence == 0.95
+    assert len(RECIPES) == 13
     model = cfg.model
     head = model.hidden_size // model.num_heads
     attention = model.hidden_size * head * (2 * model.num_heads + 2 * model.num_kv_heads) + head * (
