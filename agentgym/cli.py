@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from agentgym.defaults import set_process_defaults
 
@@ -75,10 +75,7 @@ def say(text: object, *, file: TextIO | None = None, end: str = "\n") -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    chosen = argparse.ArgumentParser(add_help=False)
-    chosen.add_argument(
-        "--params", default="params.yaml", help="parameter file (default: params.yaml)"
-    )
+    chosen = _chosen()
     common = argparse.ArgumentParser(add_help=False, parents=[chosen])
     common.add_argument(
         "--set",
@@ -93,11 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    dvc = commands.add_parser(
-        "dvc", parents=[chosen], help="write dvc.yaml for the steps that a parameter file asks for"
-    )
-    dvc.set_defaults(run=_dvc, set=None, verbose=False)
-
+    _add_dvc(commands, chosen)
     step = commands.add_parser(
         "step", parents=[common], help="one step of the pipeline, as dvc.yaml runs it"
     )
@@ -237,6 +230,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     validate.set_defaults(run=_validate)
     return parser
+
+
+def _chosen() -> argparse.ArgumentParser:
+    """Which parameter file."""
+    chosen = argparse.ArgumentParser(add_help=False)
+    chosen.add_argument(
+        "--params", default="params.yaml", help="parameter file (default: params.yaml)"
+    )
+    return chosen
+
+
+def _add_dvc(commands: Any, chosen: argparse.ArgumentParser) -> None:
+    dvc = commands.add_parser(
+        "dvc", parents=[chosen], help="write dvc.yaml for the steps that a parameter file asks for"
+    )
+    dvc.set_defaults(run=_dvc, set=None, verbose=False)
 
 
 def positive(text: str) -> int:
