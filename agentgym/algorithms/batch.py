@@ -195,9 +195,12 @@ def to_batch(
     penalties = [penalty(trajectory) for trajectory in trajectories]
     rewards = torch.zeros(sum(lengths))
     for start, trajectory, added in zip(starts.tolist(), trajectories, penalties, strict=False):
+        # summed before they are rounded to float32
+        placed = {_last_action(trajectory): added}
         for place, reward in _paid(trajectory, turn_rewards):
-            rewards[start + place] += reward
-        rewards[start + _last_action(trajectory)] += added
+            placed[place] = reward + placed.get(place, 0.0)
+        for place, reward in placed.items():
+            rewards[start + place] = reward
     batch = Batch(
         input_ids=torch.tensor([token for t in trajectories for token in t.input_ids]),
         starts=starts,

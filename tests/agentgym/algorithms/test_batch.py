@@ -179,6 +179,13 @@ def test_a_penalty_is_part_of_the_outcome_and_lies_where_it_lies():
     assert batch.rewards.tolist() == [0, 0.75, 0]
 
 
+def test_a_penalty_is_added_before_rounding():
+    # in float32 1 - 0.7 is 0.3000000119, and float32(1) - float32(0.7) is 0.3000000715
+    batch = to_batch([trajectory([7, 8, 9], [0, 1, 0], reward=1.0)], penalty=lambda _: -0.7)
+    assert batch.rewards[1] == torch.tensor(1.0 - 0.7)
+    assert batch.rewards[1] != torch.tensor(1.0) - torch.tensor(0.7)  # negative control
+
+
 def test_cut_episodes_are_marked():
     ends = (Status.TERMINATED, Status.MAX_TURNS, Status.MAX_TOKENS, Status.ENV_LIMIT)
     sequences = [trajectory([1, 2], [0, 1], status=status) for status in ends]
