@@ -180,10 +180,10 @@ def test_a_penalty_is_part_of_the_outcome_and_lies_where_it_lies():
 
 
 def test_a_penalty_is_added_before_rounding():
-    # in float32 1 - 0.7 is 0.3000000119, and float32(1) - float32(0.7) is 0.3000000715
-    batch = to_batch([trajectory([7, 8, 9], [0, 1, 0], reward=1.0)], penalty=lambda _: -0.7)
-    assert batch.rewards[1] == torch.tensor(1.0 - 0.7)
-    assert batch.rewards[1] != torch.tensor(1.0) - torch.tensor(0.7)  # negative control
+    # 2/3 in float32 is 0.66666669; of float32(1) and float32(1/3) the difference is 0.66666663
+    batch = to_batch([trajectory([7, 8, 9], [0, 1, 0], reward=1.0)], penalty=lambda _: -1 / 3)
+    assert batch.rewards[1] == torch.tensor(1 - 1 / 3)
+    assert batch.rewards[1] != torch.tensor(1.0) - torch.tensor(1 / 3)  # negative control
 
 
 def test_cut_episodes_are_marked():
