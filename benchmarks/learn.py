@@ -104,9 +104,8 @@ def main() -> int:
         if not arguments.from_items:
             played, missing = read_rows(missing)
             saved = merged(cells, saved, played)
-        found = saved
-        rows += found
-        tables.append(table(comparison, cells, found, missing))
+        rows += saved
+        tables.append(table(comparison, cells, saved, missing))
     verdicts, claims = judge(rows), published(rows)
     save_items(rows, arguments.out)
     write(

@@ -17,21 +17,20 @@ from agentgym.data.items import Splits, train_stream
 from agentgym.deploy.local import local_environment
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.plan import LearnerPlan
-from agentgym.models.checkpoint import Checkpoint, new_checkpoint
-from agentgym.models.model import (
-    load_weights,
-    new_model,
-    set_threads,
-    train_tokenizer,
-    weights_blob,
-)
-from agentgym.rollouts.collect import collect
-from agentgym.rollouts.engine import LocalEngine, episode_settings, open_engine, open_pool
+from agentgym.models.checkpoint import Checkpoint
+from agentgym.models.model import load_weights, set_threads, weights_blob
+from agentgym.rollouts.engine import LocalEngine, open_engine
 from agentgym.rollouts.horizon import max_turns
 from agentgym.rollouts.metrics import success_share
 from agentgym.rollouts.players import ExpertPlayer
 from agentgym.training.rl import with_limit
-from agentgym.training.sft import demo_indices, expert_items, texts_of, tokenized
+from agentgym.training.sft import (
+    demo_indices,
+    demonstrate,
+    expert_items,
+    first_checkpoint,
+    tokenized,
+)
 from agentgym.types import Item
 
 
@@ -84,35 +83,12 @@ def reinforce(cfg: RunConfig, splits: Splits, checkpoint: Checkpoint, engine: Lo
 
 def imitate(cfg: RunConfig, splits: Splits) -> Checkpoint:
     """A small model that has seen an expert play: it stands in for a pretrained one."""
-    with (
-        local_environment(cfg, True) as endpoints,
-        open_pool(cfg, endpoints, allow_expert=True) as (pool, loop, instructions),
-    ):
-        settings = episode_settings(
-            cfg,
-            instructions=instructions,
-            seed=cfg.seed,
-            step=0,
-            max_turns=sys.maxsize,
-            temperature=1.0,
+    shown = [(item, 0) for item in expert_items(cfg, splits)]
+    with local_environment(cfg, True) as endpoints:
+        played, settings = demonstrate(
+            cfg, endpoints, shown, lambda item, sample: ExpertPlayer(), allow_expert=True
         )
-        played = loop.run(
-            collect(
-                [(item, 0) for item in expert_items(cfg, splits)],
-                pool=pool,
-                player_of=lambda item, sample: ExpertPlayer(),
-                settings=settings,
-                concurrency=cfg.rollout.concurrency,
-                episode_timeout_s=cfg.rollout.episode_timeout_s,
-                max_attempts=cfg.rollout.max_attempts,
-                max_env_error_frac=0.0,
-            )
-        )
-    words = (text for episode in played for text in texts_of(episode))
-    tokenizer = train_tokenizer(words, cfg.model.vocab_size)
-    ids = {"eos_id": tokenizer.eos_token_id, "pad_id": tokenizer.pad_token_id}
-    model = new_model(cfg.model, vocab_size=len(tokenizer), seed=cfg.seed, **ids)
-    checkpoint = new_checkpoint(model, tokenizer)
+    checkpoint = first_checkpoint(cfg, played)
     demos = [tokenized(each, checkpoint.renderer, settings) for each in played if each.success]
     start = cfg.warm_start
     learner = learner_of(checkpoint, start.optimizer, start.steps)

@@ -17,7 +17,7 @@ from prefect import flow
 from prefect.futures import PrefectFuture, as_completed
 from prefect.logging.handlers import PrefectConsoleHandler
 
-from agentgym.cli import guarded, positive
+from agentgym.commands.parser import positive
 from agentgym.comparison.matrix import (
     DEFAULT,
     Cell,
@@ -28,6 +28,7 @@ from agentgym.comparison.matrix import (
 )
 from agentgym.comparison.report import table_markdown
 from agentgym.comparison.results import write_comparison
+from agentgym.console.guard import guarded
 from agentgym.console.progress import Bars
 from agentgym.console.terminal import PlainConsole
 from agentgym.data.check import load_data

@@ -14,8 +14,8 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 from rich.table import Table
 
-from agentgym.cli import guarded
 from agentgym.config import RunConfig, load_config
+from agentgym.console.guard import guarded
 from agentgym.console.reference import reference_s
 from agentgym.console.terminal import PlainConsole
 from agentgym.data.check import load_data, load_recorded

@@ -306,3 +306,31 @@ def serving():
             assert not thread.is_alive()
 
     return serve
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """install(module, source, group, name, value) -> its file: a package of one module, whose
+    entry point `name` of that group is `value`.
+    """
+    from agentgym.store.keys import source_digest
+
+    forget = source_digest.__globals__["_digest_once"].cache_clear
+    modules = []
+
+    def place(module, source, group, name, value):
+        site = tmp_path / "site"
+        info = site / f"{module}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
+        file = site / f"{module}.py"
+        file.write_text(source)
+        monkeypatch.syspath_prepend(str(site))
+        modules.append(module)
+        return file
+
+    yield place
+    for module in modules:
+        sys.modules.pop(module, None)
+    forget()

@@ -64,7 +64,7 @@ def with_advantages(experience: Experience, settings: AlgorithmSettings) -> Expe
     return replace(experience, advantages=advantages, targets=targets)
 
 
-def grpo(experience: Experience, _: object = None) -> tuple[Tensor, None]:
+def grpo(experience: Experience, _: object) -> tuple[Tensor, None]:
     """[n]: each return standardized within its group, equal for all action tokens of a sequence.
 
     The deviation is the sample one (n - 1).
@@ -79,12 +79,12 @@ def grpo(experience: Experience, _: object = None) -> tuple[Tensor, None]:
     return (centred / (variances.sqrt()[groups] + EPS))[experience.sequence], None
 
 
-def dr_grpo(experience: Experience, _: object = None) -> tuple[Tensor, None]:
+def dr_grpo(experience: Experience, _: object) -> tuple[Tensor, None]:
     """Each return minus its group's mean: [n]. Source: arXiv:2503.20783."""
     return _centred(experience)[0][experience.sequence], None
 
 
-def rloo(experience: Experience, _: object = None) -> tuple[Tensor, None]:
+def rloo(experience: Experience, _: object) -> tuple[Tensor, None]:
     """Each return minus the mean of the others in its group: [n]; a group of one gets zero.
     Source: arXiv:2402.14740.
     """
@@ -103,7 +103,7 @@ def reinforce_plus_plus(experience: Experience, settings: Discounting) -> tuple[
     return _whitened(experience, following), None
 
 
-def reinforce_plus_plus_baseline(experience: Experience, _: object = None) -> tuple[Tensor, None]:
+def reinforce_plus_plus_baseline(experience: Experience, _: object) -> tuple[Tensor, None]:
     """Each return minus its group's mean, whitened over the global batch's tokens: [n].
     Source: arXiv:2501.03262.
     """

@@ -22,7 +22,8 @@ class Experience:
     # [n] float32: the batch's rewards, plus what is paid per token
     rewards: Tensor
     corrections: Tensor  # [n] what each token's loss is multiplied by: learner against engine
-    reference: Tensor | None = None  # [n] log-probabilities of the model training began with
+    # [n] log-probabilities of the model training began with, where the loss holds the policy to it
+    reference: Tensor | None = None
     values: Tensor | None = None  # [n] of the state each token is chosen in
     # [B] of the state after the last action: 0 where the episode was over
     end_values: Tensor | None = None

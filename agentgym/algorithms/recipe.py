@@ -4,7 +4,7 @@ Torch-free, so that configuration can be checked without it.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
@@ -17,24 +17,6 @@ Correction = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
 ]
 ENTRY_POINT_GROUP = "agentgym.recipes"
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """What a stage of training does with its optimizer steps."""
-
-    trainer: str  # module with `train_stage`
-    samples_every_step: bool = False  # else it learns from a set fixed at the start of the stage
-    explores: bool = False  # that set is made of train items sampled when the stage begins
-    imitates: bool = False  # the demonstrations are part of that set
-    prefers: bool = False  # it is made of pairs
-    begins_anew: bool = False  # each stage starts from the first weights, not from the last
-
-
-RL = Loop("agentgym.training.rl", samples_every_step=True)
-SFT = Loop("agentgym.training.offline", imitates=True)
-DPO = Loop("agentgym.training.offline", explores=True, prefers=True)
-EVOLVE = Loop("agentgym.training.offline", explores=True, imitates=True, begins_anew=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +47,6 @@ class Recipe:
     truncated: Truncated = "zero"
     kl_estimator: KlEstimator = "k3"
     kl_place: KlPlace = "loss"
-    loop: Loop = RL
 
     @property
     def standardises_groups(self) -> bool:
@@ -121,11 +102,11 @@ RECIPES: dict[str, Recipe] = {
         kl_place="reward",
     ),
     # supervised learning on the demonstrations, continued: what further imitation alone would give
-    "sft": Recipe("", "", needs_groups=False, settings="imitation", loop=SFT),
+    "sft": Recipe("", "", needs_groups=False, settings="imitation"),
     # arXiv:2305.18290, pairs of trajectories of one item as in ETO, arXiv:2403.02502
-    "dpo": Recipe("", "", needs_groups=True, settings="preference", loop=DPO),
+    "dpo": Recipe("", "", needs_groups=True, settings="preference"),
     # arXiv:2406.04151
-    "agent_evol": Recipe("", "", needs_groups=False, settings="self_training", loop=EVOLVE),
+    "agent_evol": Recipe("", "", needs_groups=False, settings="self_training"),
 }
 
 
@@ -172,12 +153,11 @@ def named(table: dict[str, Any], name: str) -> Any:
     """
     if name in table:
         return table[name]
-    module, separator, attribute = name.partition(":")
-    if not separator:
+    if ":" not in name:
         raise ValueError(
             f"a recipe names {name!r}, which is neither one of {', '.join(table)} nor module:name"
         )
-    return getattr(importlib.import_module(module), attribute)
+    return pkgutil.resolve_name(name)
 
 
 def _offered() -> dict[str, EntryPoint]:

@@ -10,7 +10,7 @@ from functools import cache
 
 from agentgym.algorithms.batch import TRUNCATED
 from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord, draw, load, place, samples_every_step
+from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits
 from agentgym.deploy.local import local_environment
@@ -41,7 +41,7 @@ def check_episodes(cfg: RunConfig, record: StepRecord, splits: Splits, checks: C
             items = [by_id[item_id] for item_id in commit.state["consumed"] if item_id in by_id]
             turns = int(commit.state["max_turns"])  # lineage checks it
             # the step its train episodes are for
-            played = step if samples_every_step(cfg) else stage.first_step
+            played = step if cfg.algorithm.loop.samples_every_step else stage.first_step
             expected = [
                 (played - 1, item, sample, played, turns, rollout.temperature)
                 for item in items

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from agentgym.algorithms.recipe import recipe_of
 from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord, samples_every_step
+from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
 from agentgym.data.check import load_data, load_recorded
 from agentgym.data.items import Splits, splits_from_json
@@ -105,7 +104,7 @@ def check_numbers(
         )
     elif kind is Kind.TRAIN and record.stage is None:
         _check_warm_start(cfg, record, checks)
-    elif kind is Kind.TRAIN and not samples_every_step(cfg):
+    elif kind is Kind.TRAIN and not cfg.algorithm.loop.samples_every_step:
         _check_offline_stage(cfg, store, record, checks)
     elif kind is Kind.TRAIN:
         for commit in record.commits:
@@ -245,7 +244,7 @@ def _check_offline_stage(
     explored = [episode for episode in logs if episode.item.split == "train"]
     step, rate = (
         stage.first_step - 1,
-        ("dpo/lr" if recipe_of(cfg.algorithm.recipe).loop.prefers else "sft/lr"),
+        ("dpo/lr" if cfg.algorithm.loop.prefers else "sft/lr"),
     )
     for commit in record.commits:
         for point in record.points.get(commit.seq, ()):

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from agentgym.algorithms.recipe import recipe_of
 from agentgym.audit.report import Checks
 from agentgym.config import RunConfig, max_refills
 from agentgym.data.items import Splits, train_stream
@@ -120,11 +119,6 @@ def _check_content(store: RunStore, record: StepRecord, commit: Manifest, checks
             )
 
 
-def samples_every_step(cfg: RunConfig) -> bool:
-    """Whether each optimizer step of its stages learns from episodes of its own."""
-    return recipe_of(cfg.algorithm.recipe).loop.samples_every_step
-
-
 def check_lineage(
     cfg: RunConfig, record: StepRecord, splits: Splits | None, checks: Checks
 ) -> None:
@@ -141,7 +135,7 @@ def check_lineage(
         )
         checks.expect(where, "digests of its parents", parents, commit.parents)
         checks.expect(where, "configuration", semantic_of(record.step, cfg), commit.config)
-        if stage is None or splits is None or not samples_every_step(cfg):
+        if stage is None or splits is None or not cfg.algorithm.loop.samples_every_step:
             continue
         step, asked = stage.first_step + index, cfg.rollout.items_per_step
         before = record.commits[index - 1] if index else record.checkpoint
@@ -163,7 +157,7 @@ def check_lineage(
         for name, value in expected.items():
             checks.expect(where, name, value, commit.state.get(name))
         checks.expect(where, "done at the stage's last step", step == stage.last_step, commit.done)
-    if stage is not None and splits is not None and not samples_every_step(cfg):
+    if stage is not None and splits is not None and not cfg.algorithm.loop.samples_every_step:
         _check_offline_stage(cfg, record, stage, splits, checks)
     if stage is not None and record.checkpoint is not None:
         start = int(record.checkpoint.state["global_step"])

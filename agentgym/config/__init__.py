@@ -11,6 +11,7 @@ from agentgym.config.algorithm import (
     PolicyGradientConfig,
     PreferenceConfig,
     algorithm_config,
+    family_of,
     max_refills,
 )
 from agentgym.config.load import (
@@ -22,16 +23,16 @@ from agentgym.config.load import (
     read_tree,
     settings,
 )
-from agentgym.config.run import (
+from agentgym.config.run import RunConfig
+from agentgym.config.section import ConfigError, Section
+from agentgym.config.sections import (
     EnvConfig,
     EvaluationConfig,
     HorizonConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
-    RunConfig,
 )
-from agentgym.config.section import ConfigError, Section
 
 __all__ = [
     "RENAMED",
@@ -54,6 +55,7 @@ __all__ = [
     "Setting",
     "algorithm_config",
     "config_digest",
+    "family_of",
     "first_line",
     "load_config",
     "max_refills",

@@ -4,9 +4,9 @@ means nothing to a recipe is refused.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -19,17 +19,31 @@ from agentgym.algorithms.recipe import (
     named,
     recipe_of,
 )
-from agentgym.config.section import Section, operational, setting
+from agentgym.config.section import Section, operational, setting, unknown_key
 
 DEFAULT_RECIPE = "grpo"
 
 
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What a stage of training does with its optimizer steps."""
+
+    trainer: str  # module with `train_stage`
+    samples_every_step: bool = False  # else it learns from a set fixed at the start of the stage
+    imitates: bool = False  # the demonstrations are part of that set
+    prefers: bool = False  # it is made of pairs
+    begins_anew: bool = False  # each stage starts from the first weights, not from the last
+
+
 class AlgorithmConfig(Section):
+    loop: ClassVar[Loop]
     recipe: str = setting(DEFAULT_RECIPE, "algorithm: a row of agentgym/algorithms/recipe.py")
 
 
 class PolicyGradientConfig(AlgorithmConfig):
     """Of recipes that sample episodes for every optimizer step."""
+
+    loop = Loop("agentgym.training.rl", samples_every_step=True)
 
     truncated: Truncated | None = setting(
         None,
@@ -211,6 +225,8 @@ class TurnActorCriticConfig(ActorCriticConfig):
 class ImitationConfig(AlgorithmConfig):
     """Of supervised learning on the demonstrations: they and the optimizer say it all."""
 
+    loop = Loop("agentgym.training.offline", imitates=True)
+
 
 class ExplorationConfig(AlgorithmConfig):
     """Of recipes that learn from episodes sampled when a stage begins."""
@@ -237,6 +253,8 @@ class ExplorationConfig(AlgorithmConfig):
 class PreferenceConfig(ExplorationConfig):
     """Of learning from pairs."""
 
+    loop = Loop("agentgym.training.offline", prefers=True)
+
     pairs_per_step: PositiveInt = setting(32, "pairs of one optimizer step")
     lr: PositiveFloat = setting(
         1e-4,
@@ -253,6 +271,8 @@ class PreferenceConfig(ExplorationConfig):
 
 class SelfTrainingConfig(ExplorationConfig):
     """Of learning from demonstrations and successes of one's own."""
+
+    loop = Loop("agentgym.training.offline", imitates=True, begins_anew=True)
 
 
 FAMILIES: dict[str, type[AlgorithmConfig]] = {
@@ -288,9 +308,7 @@ def algorithm_config(recipe: str = DEFAULT_RECIPE, **settings: Any) -> Algorithm
             raise ValueError(
                 f"algorithm.{name} means nothing to recipe {recipe}; its settings: {own}"
             )
-        near = difflib.get_close_matches(name, family.model_fields, n=1)
-        hint = f"did you mean algorithm.{near[0]}?" if near else f"settings of {recipe}: {own}"
-        raise ValueError(f"unknown key algorithm.{name}; {hint}")
+        raise ValueError(unknown_key(("algorithm",), name, family.model_fields))
     return family(recipe=recipe, **settings)
 
 

@@ -4,7 +4,6 @@ is wrong in them.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from agentgym.config.algorithm import DEFAULT_RECIPE, algorithm_config, carried_over
 from agentgym.config.run import RunConfig
-from agentgym.config.section import ConfigError, Section, is_operational
+from agentgym.config.section import ConfigError, Section, is_operational, unknown_key
 from agentgym.trust import untrusted_address
 
 MAX_VALUES = 100_000  # of one parameter file
@@ -206,15 +205,8 @@ def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str
     where = [str(part) for part in problem["loc"]]
     path = ".".join(where)
     if problem["type"] == "extra_forbidden":
-        known = _known_keys(where[:-1], root)
-        sought = RENAMED.get(where[-1], where[-1])
-        near = difflib.get_close_matches(sought, known, n=1, cutoff=0.6)
-        hint = (
-            f"did you mean {'.'.join([*where[:-1], near[0]])}?"
-            if near
-            else f"known: {', '.join(known)}"
-        )
-        return f"unknown key {path}; {hint}"
+        known, name = _known_keys(where[:-1], root), where[-1]
+        return unknown_key(where[:-1], name, known, sought=RENAMED.get(name, ""))
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     came = json.dumps(problem["input"], default=str)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,6 +15,19 @@ class ConfigError(ValueError):
     """One line that says what was expected, what came and what to do.
     Exit code 2; nothing was started.
     """
+
+
+def unknown_key(place: Sequence[str], name: str, known: Collection[str], sought: str = "") -> str:
+    """What to say of a key that is none. place: the sections it stands in; sought: what it may be
+    called today.
+    """
+    near = difflib.get_close_matches(sought or name, known, n=1, cutoff=0.6)
+    hint = (
+        f"did you mean {'.'.join([*place, near[0]])}?"
+        if near
+        else f"known: {', '.join(sorted(known))}"
+    )
+    return f"unknown key {'.'.join([*place, name])}; {hint}"
 
 
 def setting(default: Any, description: str, **constraints: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentgym.algorithms.recipe import recipe_of
 from agentgym.config import ConfigError, EnvConfig, ExplorationConfig, RunConfig, max_refills
 from agentgym.data.items import (
     SPLITS,
@@ -95,10 +94,10 @@ def _check_draws(cfg: RunConfig, splits: Splits) -> None:
     """Errors: ConfigError where one optimizer step could draw an item twice: equal keys give
     equal samples.
     """
-    loop, asked = recipe_of(cfg.algorithm.recipe).loop, cfg.rollout.items_per_step
+    asked = cfg.rollout.items_per_step
     rounds = 1 + max_refills(cfg.algorithm)
     most = train_stream(cfg, splits, {}).most_distinct()
-    if loop.samples_every_step and asked * rounds > most:
+    if cfg.algorithm.loop.samples_every_step and asked * rounds > most:
         refills = f" x {rounds} rounds (algorithm.max_refills)" if rounds > 1 else ""
         raise ConfigError(
             f"rollout.items_per_step {asked}{refills} is more than the {most} items that"

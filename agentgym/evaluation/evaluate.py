@@ -46,7 +46,6 @@ def evaluate(ctx: StepContext) -> Manifest:
     """
     set_threads()
     cfg, settings, step = ctx.cfg, ctx.cfg.evaluation, ctx.step
-    parent = ctx.checkpoint
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     items = getattr(splits, settings.split)[: settings.num_items]
     if len(items) < settings.num_items:
@@ -54,54 +53,13 @@ def evaluate(ctx: StepContext) -> Manifest:
             f"evaluation.num_items {settings.num_items} is more than the {len(items)}"
             f" {settings.split} items of {cfg.env_names}; lower it"
         )
-    version = int(parent.state["global_step"])
-    num_done, num_out = (
-        int(ctx.head.state[name]) if ctx.head else 0 for name in ("num_items", "num_failed")
-    )
-    ctx.progress.start(f"evaluate {step.checkpoint}", len(items) * (1 + settings.num_samples))
-    ctx.progress.advance(num_done * (1 + settings.num_samples))
-    checkpoint = load_checkpoint(ctx.store, parent)
-    with (
-        ctx.environment(False) as endpoints,
-        open_engine(cfg, checkpoint, endpoints, version=version) as engine,
-    ):
-        for first in range(num_done, len(items), settings.chunk_items):
-            chunk = items[first : first + settings.chunk_items]
-            trajectories: list[Trajectory] = []
-            for temperature, num_samples, first_sample in (
-                (0.0, 1, 0),
-                (settings.temperature, settings.num_samples, 1),
-            ):
-                trajectories += engine.collect(
-                    chunk,
-                    num_samples=num_samples,
-                    step=0,
-                    max_turns=settings.max_turns,
-                    temperature=temperature,
-                    seed=settings.seed,
-                    first_sample=first_sample,
-                    progress=ctx.progress.advance,
-                )
-            num_out += sum(not trajectory.status.is_valid for trajectory in trajectories)
-            require_coverage(
-                num_out, len(items) * (1 + settings.num_samples), settings.min_coverage
-            )
-            if first + len(chunk) < len(items):
-                ctx.commit(
-                    done=False,
-                    state={
-                        "global_step": version,
-                        "num_items": first + len(chunk),
-                        "num_failed": num_out,
-                    },
-                    blobs={},
-                    trajectories=trajectories,
-                )
+    version = int(ctx.checkpoint.state["global_step"])
+    last = _play(ctx, items, version)
     earlier = [
         decode_trajectories(ctx.read(commit, TRAJECTORIES))
         for commit in ctx.store.history(step.name, ctx.writer.key)
     ]
-    everything = [trajectory for part in earlier for trajectory in part] + trajectories
+    everything = [trajectory for part in earlier for trajectory in part] + last
     greedy, samples = outcomes(everything, items, settings.num_samples)
     results = score(greedy, samples, settings, [item.env for item in items])
     if step.baseline:
@@ -130,8 +88,52 @@ def evaluate(ctx: StepContext) -> Manifest:
         },
         results=results,
         points=[Point(version, now_ms(), evaluation_metrics(results, everything))],
-        trajectories=trajectories,
+        trajectories=last,
     )
+
+
+def _play(ctx: StepContext, items: Sequence[Item], version: int) -> list[Trajectory]:
+    """The episodes of the last chunk; those before it are committed here."""
+    cfg, settings = ctx.cfg, ctx.cfg.evaluation
+    num_episodes = len(items) * (1 + settings.num_samples)
+    num_done, num_out = (
+        int(ctx.head.state[name]) if ctx.head else 0 for name in ("num_items", "num_failed")
+    )
+    ctx.progress.start(f"evaluate {ctx.step.checkpoint}", num_episodes)
+    ctx.progress.advance(num_done * (1 + settings.num_samples))
+    checkpoint = load_checkpoint(ctx.store, ctx.checkpoint)
+    with (
+        ctx.environment(False) as endpoints,
+        open_engine(cfg, checkpoint, endpoints, version=version) as engine,
+    ):
+        for first in range(num_done, len(items), settings.chunk_items):
+            chunk = items[first : first + settings.chunk_items]
+            trajectories: list[Trajectory] = []
+            for temperature, num_samples, first_sample in (
+                (0.0, 1, 0),
+                (settings.temperature, settings.num_samples, 1),
+            ):
+                trajectories += engine.collect(
+                    chunk,
+                    num_samples=num_samples,
+                    step=0,
+                    max_turns=settings.max_turns,
+                    temperature=temperature,
+                    seed=settings.seed,
+                    first_sample=first_sample,
+                    progress=ctx.progress.advance,
+                )
+            num_out += sum(not trajectory.status.is_valid for trajectory in trajectories)
+            require_coverage(num_out, num_episodes, settings.min_coverage)
+            played = first + len(chunk)
+            if played < len(items):
+                ctx.commit(
+                    done=False,
+                    state={"global_step": version, "num_items": played, "num_failed": num_out},
+                    blobs={},
+                    trajectories=trajectories,
+                )
+    return trajectories
 
 
 def outcomes(

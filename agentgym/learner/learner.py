@@ -149,6 +149,7 @@ class LocalLearner:
             if (config.kl_place or recipe.kl_place) == "reward":
                 estimator = config.kl_estimator or recipe.kl_estimator
                 rewards = rewards - config.kl_coef * kl_penalty(old, reference, estimator)
+                reference = None  # the loss needs it no more
         values = ends = None
         if isinstance(config, ActorCriticConfig):
             if self._critic is None:
@@ -158,7 +159,16 @@ class LocalLearner:
             values, ends = self._estimate(batch)
             goes_on = batch.truncated & ((config.truncated or recipe.truncated) == "bootstrap")
             ends = torch.where(goes_on, ends, 0.0)
-        return Experience(batch, old, rewards, weights, reference, values, ends, metrics=metrics)
+        return Experience(
+            batch=batch,
+            logprobs=old,
+            rewards=rewards,
+            corrections=weights,
+            reference=reference,
+            values=values,
+            end_values=ends,
+            metrics=metrics,
+        )
 
     def update(
         self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
@@ -175,9 +185,9 @@ class LocalLearner:
             raise ValueError("an experience without advantages; see `with_advantages`")
         num_sequences, sequence = experience.batch.num_sequences, experience.sequence
         carrying = torch.unique(sequence[experience.advantages != 0])
-        signal = carrying
-        if self._every_sequence_counts(experience, config):
-            signal = torch.arange(num_sequences, device=sequence.device)
+        has_more = experience.targets is not None or experience.reference is not None
+        # what they have but an advantage counts for all
+        signal = _all(experience.batch) if has_more or config.entropy_coef else carrying
         num_minibatches = min(config.minibatches, max(len(signal), 1))
         # over the whole batch: where few groups carry signal, few tokens must not count for all of
         # it
@@ -217,12 +227,6 @@ class LocalLearner:
             **_critic_metrics(experience),
         }
 
-    def _every_sequence_counts(self, experience: Experience, config: PolicyGradientConfig) -> bool:
-        """Whether those without an advantage have a loss, too."""
-        place = config.kl_place or recipe_of(config.recipe).kl_place
-        held = experience.reference is not None and place == "loss"
-        return experience.targets is not None or bool(config.entropy_coef) or held
-
     def _policy_loss(
         self, experience: Experience, config: PolicyGradientConfig, weights: Tensor
     ) -> LossFunction:
@@ -231,8 +235,6 @@ class LocalLearner:
         loss_of: PolicyLoss = named(POLICY_LOSSES, recipe.policy_loss)
         advantages, reference = experience.advantages, experience.reference
         assert advantages is not None
-        if (config.kl_place or recipe.kl_place) == "reward":
-            reference = None
         estimator = config.kl_estimator or recipe.kl_estimator
 
         def policy_loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -57,21 +57,19 @@ def require_current(cfg: RunConfig, params: str = PARAMS, file: Path = FILE) -> 
         )
         if names
     ]
-    options = "" if params == PARAMS else f" --params {params}"
     raise ConfigError(
         f"{file} does not describe the run that {params} asks for: {'; '.join(told)}. Run `agentgym"
-        f" dvc{options}`, then `dvc repro`"
+        f" dvc{_options(params)}`, then `dvc repro`"
     )
 
 
 def _stage(step: Step, cfg: RunConfig, params: str) -> dict[str, Any]:
-    options = "" if params == PARAMS else f" --params {params}"
     inputs = [_out(parent) for parent in step.parents]
     if step.kind is Kind.PREPARE:
         place = "${data.path}" if params == PARAMS else str(cfg.data.path)
         inputs = [place, "data/trajectories"]
     stage: dict[str, Any] = {
-        "cmd": f"python -m agentgym step {step.name} --out {_out(step.name)}{options}",
+        "cmd": f"python -m agentgym step {step.name} --out {_out(step.name)}{_options(params)}",
         "deps": [*inputs, "agentgym", "envs"],
         # of another parameter file all: it may extend this one
         "params": list(step.sections) if params == PARAMS else [{params: []}, {PARAMS: []}],
@@ -106,6 +104,11 @@ def _plots(steps: dict[str, Step]) -> list[dict[str, Any]]:
             3, plot("loss of the warm start", warm_starts, "sft_loss", "nats per action token")
         )
     return plots
+
+
+def _options(params: str) -> str:
+    """Of `agentgym`, to have it read this file."""
+    return "" if params == PARAMS else f" --params {params}"
 
 
 def _out(name: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from agentgym.algorithms.recipe import recipe_modules, recipe_of
+from agentgym.algorithms.recipe import recipe_modules
 from agentgym.config import ConfigError, PolicyGradientConfig, RunConfig, config_digest
 from agentgym.data.check import compare_tasks, load_data, load_recorded
 from agentgym.data.trajectories import RECORDED, encode, input_digest
@@ -168,7 +168,7 @@ def _training(
     """before: the step whose weights it goes on with; start: the one whose weights a penalty or
     self-training goes back to.
     """
-    algorithm, loop = cfg.algorithm, recipe_of(cfg.algorithm.recipe).loop
+    algorithm, loop = cfg.algorithm, cfg.algorithm.loop
 
     def run(ctx: StepContext) -> Manifest:
         return cast(Manifest, importlib.import_module(loop.trainer).train_stage(ctx, stage))

@@ -22,6 +22,7 @@ STATE_ONLY = (
     "agentgym.tracking",
     "agentgym.deploy",
     "agentgym.cli",
+    "agentgym.commands",
     "agentgym.config",
     "agentgym.steps.context",
     "agentgym.private",

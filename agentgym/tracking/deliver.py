@@ -170,55 +170,43 @@ def deliver_step(
     Errors: LedgerUnavailable.
     """
     with reaching(cfg.tracking_uri):
-        _deliver_step(
-            cfg, store, manifest, run_key, title=title, headline=headline, is_report=is_report
-        )
-
-
-def _deliver_step(
-    cfg: RunConfig,
-    store: RunStore,
-    manifest: Manifest,
-    run_key: str,
-    *,
-    title: str,
-    headline: bool,
-    is_report: bool = False,
-) -> None:
-    tracker = tracker_of(cfg)
-    parent_id = parent_run(cfg, run_key)
-    child_id = child_run(cfg, parent_id, manifest, title)
-    try:
-        deliver_committed(
-            tracker,
-            store,
-            manifest.step,
-            manifest.key,
-            [child_id, *([parent_id] if headline else [])],
-        )
-    except StaleRun as stale:
-        logger.warning(
-            "%s; its pipeline is set aside there (tag kind=%s) and written again as a new run",
-            stale,
-            SUPERSEDED,
-        )
-        # the other steps follow when they are confirmed: it is another ledger now
-        tracker.supersede(parent_id)
-        _deliver_step(
-            cfg, store, manifest, run_key, title=title, headline=headline, is_report=is_report
-        )
-        return
-    if manifest.done:
-        tracker.set_tags(
-            child_id, {"manifest": manifest.digest, "records": manifest.records_digest}
-        )
-        tracker.end_run(child_id)
-        if is_report:
-            tracker.log_artifacts(
-                parent_id,
-                {name: store.read(manifest, name) for name in (*manifest.blobs, *manifest.records)},
+        tracker = tracker_of(cfg)
+        parent_id = parent_run(cfg, run_key)
+        child_id = child_run(cfg, parent_id, manifest, title)
+        try:
+            deliver_committed(
+                tracker,
+                store,
+                manifest.step,
+                manifest.key,
+                [child_id, *([parent_id] if headline else [])],
             )
-            tracker.end_run(parent_id)
+        except StaleRun as stale:
+            logger.warning(
+                "%s; its pipeline is set aside there (tag kind=%s) and written again as a new run",
+                stale,
+                SUPERSEDED,
+            )
+            # the other steps follow when they are confirmed: it is another ledger now
+            tracker.supersede(parent_id)
+            deliver_step(
+                cfg, store, manifest, run_key, title=title, headline=headline, is_report=is_report
+            )
+            return
+        if manifest.done:
+            tracker.set_tags(
+                child_id, {"manifest": manifest.digest, "records": manifest.records_digest}
+            )
+            tracker.end_run(child_id)
+            if is_report:
+                tracker.log_artifacts(
+                    parent_id,
+                    {
+                        name: store.read(manifest, name)
+                        for name in (*manifest.blobs, *manifest.records)
+                    },
+                )
+                tracker.end_run(parent_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
         dataset = dataset_of(cfg, stage, episodes, _recorded(ctx))
         if episodes and not dataset:
             raise nothing_to_learn(cfg, stage, episodes)
-        update_fn = _preferring if recipe_of(cfg.algorithm.recipe).loop.prefers else _imitating
+        update_fn = _preferring if cfg.algorithm.loop.prefers else _imitating
         learn = update_fn(ctx, stage, start, learner, dataset)
         ctx.progress.start(
             f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1
@@ -155,7 +155,7 @@ def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item
 
 
 def _explores(cfg: RunConfig) -> bool:
-    return recipe_of(cfg.algorithm.recipe).loop.explores
+    return isinstance(cfg.algorithm, ExplorationConfig)
 
 
 def preference_pairs(
@@ -202,14 +202,14 @@ def dataset_of(
     recorded: trajectories of others, which dpo compares with each other and with its own episodes
     of the same item.
     """
-    own, recipe = cfg.algorithm, recipe_of(cfg.algorithm.recipe)
+    own = cfg.algorithm
     if not isinstance(own, ExplorationConfig):
         return []
     usable, theirs = (
-        learnable(each, truncated=own.truncated or recipe.truncated)
+        learnable(each, truncated=own.truncated or recipe_of(own.recipe).truncated)
         for each in (episodes, recorded)
     )
-    if not recipe.loop.prefers:
+    if not own.loop.prefers:
         return [(trajectory,) for trajectory in successes(usable, per_item=own.per_item)]
     # one batch, one temperature
     alike = [replace(each, temperature=cfg.rollout.temperature) for each in theirs]
@@ -231,8 +231,7 @@ def exploration_metrics(
 
 def _recorded(ctx: StepContext) -> list[Trajectory]:
     """What others did, for dpo; agent_evol and sft imitate it as demonstrations."""
-    prefers = recipe_of(ctx.cfg.algorithm.recipe).loop.prefers
-    if not prefers or ctx.cfg.warm_start.source != "trajectories":
+    if not ctx.cfg.algorithm.loop.prefers or ctx.cfg.warm_start.source != "trajectories":
         return []
     return decode_trajectories(ctx.read(ctx.demonstrations, DEMOS))
 
@@ -299,9 +298,9 @@ def _plan_learner(
 
     sft goes on with weights and optimizer from stage to stage.
     """
-    cfg, loop = ctx.cfg, recipe_of(ctx.cfg.algorithm.recipe).loop
-    anew = loop.begins_anew and trained is None
-    before = trained or (start if not loop.explores and "stream_position" in start.state else None)
+    cfg = ctx.cfg
+    anew = cfg.algorithm.loop.begins_anew and trained is None
+    before = trained or (start if not _explores(cfg) and "stream_position" in start.state else None)
     return LearnerPlan(
         architecture=checkpoint.architecture,
         weights=ctx.read(ctx.start if anew else trained or start, WEIGHTS),
@@ -314,7 +313,7 @@ def _plan_learner(
 def nothing_to_learn(cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory]) -> RuntimeError:
     """What to say of a stage whose own episodes hold nothing that its recipe learns from."""
     assert isinstance(cfg.algorithm, ExplorationConfig)
-    prefers = recipe_of(cfg.algorithm.recipe).loop.prefers
+    prefers = cfg.algorithm.loop.prefers
     lacking = "pair of different rewards" if prefers else "success"
     return RuntimeError(
         f"stage {stage.index}: no {lacking} among {len(episodes)} episodes of"

@@ -5,21 +5,15 @@ curriculum at a time.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-
-import numpy as np
-import torch
-from torch import Tensor
+from dataclasses import asdict, dataclass
 
 from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import Batch, overlong_penalty, to_batch, why_not
-from agentgym.algorithms.experience import Experience
 from agentgym.algorithms.recipe import recipe_of
-from agentgym.compute.placement import Engine, Learner, open_compute, play_validation
+from agentgym.compute.placement import Engine, open_compute, play_validation
 from agentgym.config import (
     ActorCriticConfig,
     ConfigError,
@@ -46,12 +40,12 @@ from agentgym.rollouts.policies.engines import tolerance_of
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
-from agentgym.types import Item, Learned, Trajectory
+from agentgym.training.learned import with_reasons
+from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED = 10  # optimizer steps in a row without an episode to learn from
-BYTES_PER_TOKEN = 24  # of three numbers as text, before compression
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
@@ -120,7 +114,9 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             if cfg.validation.every and step % cfg.validation.every == 0:
                 validation = play_validation(cfg, engine, splits.validation, step)
                 metrics |= validation_metrics(validation)
-            records = recorded(cfg, rollouts, experience, learner, step)
+            records = with_reasons(
+                cfg, rollouts.trajectories, rollouts.reasons, experience, learner, step
+            )
             metrics |= {
                 "time/generate_s": rollouts.seconds,
                 "time/wait_s": waited,
@@ -232,69 +228,6 @@ def nothing_to_learn(
         f" {success_share(trajectories):.2f}); every group had equal rewards or"
         " was cut. Use easier or harder items, a longer horizon, or another recipe"
     )
-
-
-def recorded(
-    cfg: RunConfig,
-    rollouts: Rollouts,
-    experience: Experience | None,
-    learner: Learner,
-    step: int,
-) -> list[Trajectory]:
-    """All episodes of a step as they are kept: those that were not learned from with the reason,
-    of some of the others what the update made of each token.
-    """
-    kept = [
-        replace(each, learned=Learned(excluded=reason)) if reason else each
-        for each, reason in zip(rollouts.trajectories, rollouts.reasons, strict=True)
-    ]
-    if experience is None:
-        return kept
-    episodes = rollouts.learned
-    drawn = shown(cfg, [sum(each.action_mask) for each in episodes], step)
-    if not drawn:
-        return kept
-    learned = dict(zip(drawn, learned_of(experience, learner, drawn), strict=True))
-    places = [place for place, reason in enumerate(rollouts.reasons) if not reason]
-    for index, numbers in learned.items():
-        kept[places[index]] = replace(kept[places[index]], learned=numbers)
-    return kept
-
-
-def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:
-    """Ascending indices of the episodes whose tokens' numbers are kept: a drawn share of them,
-    as far as their room goes. num_tokens: action tokens of each.
-    """
-    settings, count = cfg.rollout, len(num_tokens)
-    room = 1024 * settings.token_numbers_kib
-    order = np.random.Generator(np.random.Philox(key=[cfg.seed, step + 4_000_000]))
-    wanted = order.permutation(count)[: math.ceil(settings.token_numbers_frac * count)]
-    drawn = []
-    for index in wanted.tolist():
-        room -= num_tokens[index] * BYTES_PER_TOKEN
-        if room < 0:
-            break
-        drawn.append(index)
-    return sorted(drawn)
-
-
-def learned_of(experience: Experience, learner: Learner, sequences: Sequence[int]) -> list[Learned]:
-    """What the update made of these sequences of the batch, token by token."""
-    assert experience.advantages is not None
-    part = experience.batch.select(torch.tensor(sequences))
-    now = learner.score(part)[part.action_mask.cpu()]
-    of_token, of_part = experience.sequence.cpu(), part.sequence[part.action_mask].cpu()
-    result = []
-    for index, sequence in enumerate(sequences):
-        own = of_token == sequence
-        before, gain = (each.cpu()[own] for each in (experience.logprobs, experience.advantages))
-        ratio = (now[of_part == index] - before).exp()
-        result.append(Learned(_rounded(before), _rounded(gain), _rounded(ratio)))
-    return result
-
-
-def _rounded(numbers: Tensor) -> tuple[float, ...]:
-    return tuple(round(number, 4) for number in numbers.tolist())
 
 
 def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> LearnerPlan:

@@ -5,7 +5,7 @@ from the other.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -18,7 +18,13 @@ from agentgym.data.items import Splits, interleave, splits_from_json
 from agentgym.data.trajectories import RECORDED, Recorded, chosen, decode
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.chat import ChatRenderer
-from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, load_checkpoint, new_checkpoint
+from agentgym.models.checkpoint import (
+    OPTIMIZER,
+    WEIGHTS,
+    Checkpoint,
+    load_checkpoint,
+    new_checkpoint,
+)
 from agentgym.models.model import load_hub, new_model, set_threads, train_tokenizer
 from agentgym.records import decode_trajectories, encode_trajectories
 from agentgym.rollouts.collect import collect
@@ -31,11 +37,11 @@ from agentgym.rollouts.episode import (
     extract_action,
     reply_naming,
 )
-from agentgym.rollouts.players import ExpertPlayer, ScriptedPlayer
+from agentgym.rollouts.players import ExpertPlayer, PlayerOf, ScriptedPlayer
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
-from agentgym.types import Completion, Item, Trajectory
+from agentgym.types import Completion, Endpoints, Item, Trajectory
 
 DEMOS = "demos.jsonl.gz"
 COMMIT_EVERY = 20  # optimizer steps
@@ -48,26 +54,7 @@ def initialize(ctx: StepContext) -> Manifest:
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     is_expert = cfg.warm_start.source == "expert"
     played, settings = _played(ctx, splits) if cfg.warm_start.enabled else ([], None)
-    if cfg.model.source == "hub":
-        model, tokenizer = load_hub(cfg.model)
-    else:
-        if not played:
-            raise ValueError(
-                "model.source tiny trains its tokenizer on demonstrations; set warm_start.enabled"
-                " or use model.source hub"
-            )
-        # each distinct text once per occurrence keeps frequent words whole
-        tokenizer = train_tokenizer(
-            (text for episode in played for text in texts_of(episode)), cfg.model.vocab_size
-        )
-        model = new_model(
-            cfg.model,
-            vocab_size=len(tokenizer),
-            eos_id=tokenizer.eos_token_id,
-            pad_id=tokenizer.pad_token_id,
-            seed=cfg.seed,
-        )
-    checkpoint = new_checkpoint(model, tokenizer)
+    checkpoint = first_checkpoint(cfg, played)
     demos = [tokenized(each, checkpoint.renderer, settings) for each in played if settings]
     if not is_expert:
         demos = [demo for demo in demos if len(demo.input_ids) <= cfg.model.context_tokens]
@@ -83,8 +70,8 @@ def initialize(ctx: StepContext) -> Manifest:
         results={
             "num_demos": num_solved,
             "expert_success": num_solved / len(demos) if demos else 0.0,
-            "vocab_size": len(tokenizer),
-            "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "vocab_size": len(checkpoint.tokenizer),
+            "num_parameters": sum(parameter.numel() for parameter in checkpoint.model.parameters()),
             **(
                 {}
                 if is_expert
@@ -114,16 +101,32 @@ def _played(ctx: StepContext, splits: Splits) -> tuple[list[Trajectory], Episode
     def player_of(item: Item, sample: int) -> Player:
         return ExpertPlayer() if is_expert else ScriptedPlayer(script[item, sample])
 
-    with (
-        ctx.environment(is_expert) as endpoints,
-        open_pool(cfg, endpoints, allow_expert=is_expert) as (pool, loop, instructions),
-    ):
+    with ctx.environment(is_expert) as endpoints:
+        return demonstrate(
+            cfg, endpoints, shown, player_of, allow_expert=is_expert, progress=ctx.progress.advance
+        )
+
+
+def demonstrate(
+    cfg: RunConfig,
+    endpoints: Endpoints,
+    shown: Sequence[tuple[Item, int]],
+    player_of: PlayerOf,
+    *,
+    allow_expert: bool,
+    progress: Callable[[int], None] = lambda _: None,
+) -> tuple[list[Trajectory], EpisodeSettings]:
+    """Each (item, sample) played by its player until it or the environment ends the episode, and
+    the settings that tokens of it are made under. Errors: RolloutError for a failed episode.
+    """
+    rollout = cfg.rollout
+    with open_pool(cfg, endpoints, allow_expert=allow_expert) as (pool, loop, instructions):
         settings = episode_settings(
             cfg,
             instructions=instructions,
             seed=cfg.seed,
             step=0,
-            max_turns=sys.maxsize,  # until the environment or the player ends it
+            max_turns=sys.maxsize,
             temperature=1.0,
         )
         played = loop.run(
@@ -136,10 +139,34 @@ def _played(ctx: StepContext, splits: Splits) -> tuple[list[Trajectory], Episode
                 episode_timeout_s=rollout.episode_timeout_s,
                 max_attempts=rollout.max_attempts,
                 max_env_error_frac=0.0,  # a demonstration left out would change what is learned
-                progress=ctx.progress.advance,
+                progress=progress,
             )
         )
         return played, settings
+
+
+def first_checkpoint(cfg: RunConfig, played: Sequence[Trajectory]) -> Checkpoint:
+    """The model before any training, with its tokenizer; a tiny one's is trained on these
+    episodes. Errors: ValueError where there are none to do so.
+    """
+    if cfg.model.source == "hub":
+        return new_checkpoint(*load_hub(cfg.model))
+    if not played:
+        raise ValueError(
+            "model.source tiny trains its tokenizer on demonstrations; set warm_start.enabled"
+            " or use model.source hub"
+        )
+    # each distinct text once per occurrence keeps frequent words whole
+    words = (text for episode in played for text in texts_of(episode))
+    tokenizer = train_tokenizer(words, cfg.model.vocab_size)
+    model = new_model(
+        cfg.model,
+        vocab_size=len(tokenizer),
+        eos_id=tokenizer.eos_token_id,
+        pad_id=tokenizer.pad_token_id,
+        seed=cfg.seed,
+    )
+    return new_checkpoint(model, tokenizer)
 
 
 def _require_success(cfg: RunConfig, demos: Sequence[Trajectory]) -> None:

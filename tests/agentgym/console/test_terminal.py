@@ -10,8 +10,8 @@ import pytest
 from rich.progress import Progress
 from rich.table import Table
 
-from agentgym.cli import guarded
 from agentgym.config import ConfigError
+from agentgym.console.guard import guarded
 from agentgym.console.terminal import PlainConsole
 from envs.plain import PlainFormatter, plain
 

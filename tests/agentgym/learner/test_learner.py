@@ -13,8 +13,14 @@ from agentgym.algorithms import losses as losses_module
 from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.losses import clip_fractions
-from agentgym.algorithms.recipe import RECIPES, RL, Correction
-from agentgym.config import ActorCriticConfig, OptimizerConfig, algorithm_config
+from agentgym.algorithms.recipe import RECIPES, Correction
+from agentgym.config import (
+    ActorCriticConfig,
+    OptimizerConfig,
+    PolicyGradientConfig,
+    algorithm_config,
+    family_of,
+)
 from agentgym.learner import learner as learner_module
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.optimizer import learning_rate
@@ -25,6 +31,8 @@ from agentgym.types import EngineMismatch
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
 ONE_UPDATE = algorithm_config(minibatches=1)
+# recipes that sample at every optimizer step
+SAMPLING = sorted(name for name in RECIPES if issubclass(family_of(name), PolicyGradientConfig))
 # two groups of three; actions at scattered places, observations between and after them
 ROWS = [
     ([5, 9, 33, 12, 40, 41], [0, 0, 1, 1, 0, 1]),
@@ -159,7 +167,7 @@ def all_gradients(learner):
     return gradients(learner) | {name: gradient.clone() for name, gradient in critic.items()}
 
 
-@pytest.mark.parametrize("recipe", sorted(name for name, row in RECIPES.items() if row.loop is RL))
+@pytest.mark.parametrize("recipe", SAMPLING)
 @pytest.mark.parametrize("how", ["micro-batches", "order"])
 def test_loss_and_gradient_of_every_recipe_depend_neither_on_micro_batches_nor_on_packing(
     make_whole, monkeypatch, recipe, how
@@ -202,7 +210,7 @@ def test_corrections_depend_neither_on_micro_batches_nor_on_packing(
         assert_same(gradients(whole), gradients(learner), atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("recipe", sorted(name for name, row in RECIPES.items() if row.loop is RL))
+@pytest.mark.parametrize("recipe", SAMPLING)
 def test_minibatches_share_out_the_loss_of_the_whole_batch(make_model, recipe):
     """While the weights stand still, their mean is the loss of one: nothing counts twice or
     drops out, whatever the aggregation.

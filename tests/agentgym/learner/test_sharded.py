@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from agentgym.algorithms.batch import Batch
-from agentgym.algorithms.recipe import RECIPES, RL, Correction
-from agentgym.config import OptimizerConfig, algorithm_config
+from agentgym.algorithms.recipe import RECIPES, Correction
+from agentgym.config import OptimizerConfig, PolicyGradientConfig, algorithm_config, family_of
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.model import weights_blob
@@ -113,8 +113,8 @@ CORRECTIONS = get_args(Correction)
 OTHERS = {
     **{
         name: algorithm_config(name, constant_length=9)
-        for name, row in RECIPES.items()
-        if row.loop is RL
+        for name in RECIPES
+        if issubclass(family_of(name), PolicyGradientConfig)
     },
     **{
         each: algorithm_config("gspo", correction=each, importance_cap=1.02, aggregation="token")

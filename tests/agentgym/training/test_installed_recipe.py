@@ -1,7 +1,5 @@
 """A recipe from an installed package trains like a built-in one; its settings are its own."""
 
-import sys
-
 import pytest
 
 from agentgym.algorithms.recipe import known_recipes, recipe_modules
@@ -46,18 +44,8 @@ recipe = Recipe(
 
 
 @pytest.fixture
-def median(tmp_path, monkeypatch):
-    """Such a package is installed."""
-    site = tmp_path / "site"
-    info = site / "median_recipe-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "median_recipe.py").write_text(MEDIAN)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: median-recipe\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[agentgym.recipes]\nmedian = median_recipe:recipe\n")
-    monkeypatch.syspath_prepend(str(site))
-    yield site / "median_recipe.py"
-    sys.modules.pop("median_recipe", None)
-    source_digest.__globals__["_digest_once"].cache_clear()
+def median(install):
+    return install("median_recipe", MEDIAN, "agentgym.recipes", "median", "median_recipe:recipe")
 
 
 def test_an_installed_recipe_trains_with_its_own_functions_and_settings(

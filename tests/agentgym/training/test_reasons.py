@@ -9,7 +9,7 @@ from agentgym.config import load_config
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories
-from agentgym.training.rl import BYTES_PER_TOKEN, Rollouts, recorded, shown
+from agentgym.training.learned import BYTES_PER_TOKEN, shown, with_reasons
 from agentgym.types import Item, Status, Trajectory, Turn
 
 
@@ -34,7 +34,7 @@ def test_each_reason_is_told_and_what_was_learned_from_has_none():
     episodes = [each for each, _ in told]
     reasons = why_not(episodes, truncated="mask", signal=True)
     cfg = load_config(overrides=["rollout.token_numbers_frac=0"])
-    marked = recorded(cfg, Rollouts([], episodes, reasons, 0, 0.0), None, None, 1)
+    marked = with_reasons(cfg, episodes, reasons, None, None, 1)
     reasons = [each.learned.excluded if each.learned else "" for each in marked]
     assert reasons == [reason for _, reason in told]
     assert [replace(each, learned=None) for each in marked] == episodes

@@ -72,20 +72,8 @@ class Slow:
 
 
 @pytest.fixture
-def slow(tmp_path, monkeypatch):
-    """Such a package is installed."""
-    site = tmp_path / "site"
-    info = site / "slow_engine-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "slow_engine.py").write_text(SLOW)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-engine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[agentgym.engines]\nslow = slow_engine:Slow\n")
-    monkeypatch.syspath_prepend(str(site))
-    yield site / "slow_engine.py"
-    import sys
-
-    sys.modules.pop("slow_engine", None)
-    source_digest.__globals__["_digest_once"].cache_clear()
+def slow(install):
+    return install("slow_engine", SLOW, "agentgym.engines", "slow", "slow_engine:Slow")
 
 
 def test_an_installed_engine_trains_and_is_audited_by_its_own_tolerance(

@@ -1,0 +1,1 @@
+"""What `agentgym COMMAND` does, by what the commands are about."""

@@ -1,0 +1,145 @@
+"""`agentgym data ...`: bringing datasets and looking at them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentgym.commands.parser import Commands
+from agentgym.config import ConfigError, EnvConfig, RunConfig
+from agentgym.console.guard import say
+
+if TYPE_CHECKING:
+    from agentgym.data.items import Splits
+
+
+def add(commands: Commands) -> None:
+    data = commands.group("data", "the dataset")
+    importing = data.add(
+        "import", _import, "import the published lists at a revision, with `dvc import`"
+    )
+    importing.add_argument(
+        "--rev", required=True, help="commit id, tag or branch; the commit it means is pinned"
+    )
+    importing.add_argument(
+        "--url", help="git repository (default: AgentGym-RL-Data-ID on the Hugging Face Hub)"
+    )
+    importing.add_argument(
+        "--out",
+        type=Path,
+        default=Path("data/hub/AgentGym-RL-Data-ID"),
+        help="folder (default: %(default)s)",
+    )
+    others = data.add(
+        "import-trajectories",
+        _import_trajectories,
+        "bring trajectories of others, in AgentGym's published layout, under DVC",
+    )
+    others.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="a JSON list of {item_id, conversations}",
+    )
+    others.add_argument(
+        "--out", type=Path, help="folder, replaced where it exists (default: data.trajectories)"
+    )
+    others.add_argument(
+        "--drop-refused",
+        action="store_true",
+        help="leave out rows that cannot be learned from, and say which",
+    )
+    data.add("validate", _validate, "check files, schema, splits and leakage")
+
+
+def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.data.items import PUBLISHED_COUNTS, DataError, load_splits
+    from agentgym.data.published import HUB_URL, import_dataset
+
+    imported = import_dataset(arguments.url or HUB_URL, arguments.rev, arguments.out)
+    said = "imported into" if imported.is_new else "was imported already into"
+    say(f"{imported.url} at {imported.sha} {said} {imported.path}")
+    say(f"licence: {imported.licence or 'not known here; see its repository'}")
+    for env in dict.fromkeys((*cfg.env_weights, *PUBLISHED_COUNTS)):
+        try:
+            splits = load_splits(
+                imported.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
+            )
+        except DataError as error:
+            if env in cfg.env_weights:
+                raise
+            say(f"warning: {error}")
+            continue
+        _describe(env, splits)
+    say(f"keep in git: {imported.pointer}; to train on it: --set data.path={imported.path}")
+    return 0
+
+
+def _import_trajectories(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.data.published import track_folder
+    from agentgym.data.trajectories import FILE, read_files, write
+
+    out = arguments.out or cfg.data.trajectories
+    rows, left_out = read_files(arguments.files, cfg, drop_refused=arguments.drop_refused)
+    for refusal in left_out:
+        say(f"left out: {refusal}")
+    pointer, counts = track_folder(
+        out, lambda folder: write(folder, rows), pattern=FILE.format(env="*")
+    )
+    for env, count in counts.items():
+        say(f"{env}: {count} trajectories")
+    say(
+        f"keep in git: {pointer}; to learn from them: --set warm_start.source=trajectories --set"
+        f" data.trajectories={out}"
+    )
+    return 0
+
+
+def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    """The run's own items must be in order; of the other lists beside them it is told what is
+    not.
+    """
+    from agentgym.data.check import compare_tasks, load_data, load_recorded
+    from agentgym.data.items import PUBLISHED_COUNTS, load_splits
+    from agentgym.data.published import check_pin
+
+    splits = load_data(cfg)
+    num_recorded = len(load_recorded(cfg))
+    for folder in cfg.data_folders.values():
+        check_pin(folder)
+    repeated, unknown = compare_tasks(cfg.envs, splits)
+    _describe(cfg.env_names, replace(splits, warnings=(*splits.warnings, *repeated, *unknown)))
+    if num_recorded:
+        say(
+            f"{cfg.env_names}: {num_recorded} trajectories of train items in"
+            f" {cfg.data.trajectories}"
+        )
+    for name in PUBLISHED_COUNTS:
+        if name in cfg.env_weights or not (cfg.data.path / "train" / f"{name}_train.json").exists():
+            continue
+        try:
+            other = load_splits(
+                cfg.data.path, name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
+            )
+            found = [
+                warning
+                for part in compare_tasks((EnvConfig(name=name),), other)
+                for warning in part
+            ]
+            _describe(name, replace(other, warnings=(*other.warnings, *found)))
+        except ConfigError as error:
+            say(f"warning: {error}")
+    return 1 if repeated else 0
+
+
+def _describe(env: str, splits: Splits) -> None:
+    for warning in splits.warnings:
+        say(f"warning: {warning}")
+    sizes = (
+        f"{len(splits.train)} train, {len(splits.validation)} validation, {len(splits.test)} test"
+        " items"
+    )
+    say(f"{env}: {sizes}, sha256 {splits.digest[:12]}")

@@ -1,0 +1,55 @@
+"""`agentgym config | doctor`: every setting, and what this machine lacks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from agentgym.commands.parser import Commands
+from agentgym.config import RunConfig, settings
+from agentgym.console.guard import say
+
+MEANINGS_AT = 40  # column of `agentgym config`
+
+
+def add(commands: Commands) -> None:
+    config = commands.add("config", _config, "every setting, its value, default and meaning")
+    config.add_argument("--json", action="store_true")
+    doctor = commands.add("doctor", _doctor, "what is missing on this machine")
+    doctor.add_argument("--json", action="store_true")
+
+
+def _config(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    every = list(settings(cfg))
+    if arguments.json:
+        say(json.dumps([asdict(each) for each in every], indent=1))
+        return 0
+    say("* changes results; what has none changes where and how fast they are computed")
+    section = ""
+    for each in every:
+        if each.section != section:
+            section = each.section
+            say(f"\n{section}")
+        value, default = (json.dumps(what) for what in (each.value, each.default))
+        changed = "" if value == default else f" (default {default})"
+        mark = "*" if each.changes_results else " "
+        shown = f"{mark} {each.name:<21}{value + changed}"
+        if len(shown) >= MEANINGS_AT:
+            say(shown)
+            shown = ""
+        say(f"{shown:<{MEANINGS_AT}}{each.description}")
+    return 0
+
+
+def _doctor(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.console.doctor import examine
+
+    findings = examine(cfg)
+    if arguments.json:
+        say(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        for finding in findings:
+            state = "ok" if finding.ok else "MISSING" if finding.needed else "absent"
+            say(f"{finding.name:<12}{state:<9}{finding.text}")
+    return 0 if all(finding.ok for finding in findings if finding.needed) else 1

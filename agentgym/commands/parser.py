@@ -1,0 +1,59 @@
+"""What the commands share: where their settings come from, and types of arguments."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, Self
+
+from agentgym.config import RunConfig
+
+
+class Commands:
+    """The commands of a parser, each with the options all of them have."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def group(self, name: str, told: str) -> Self:
+        """`agentgym NAME COMMAND`."""
+        return type(self)(self._commands.add_parser(name, help=told))
+
+    def add(
+        self,
+        name: str,
+        run: Callable[[RunConfig, argparse.Namespace], int],
+        told: str,
+        *,
+        params: bool = True,
+        overrides: bool = True,
+    ) -> argparse.ArgumentParser:
+        """params: it reads a parameter file; overrides: whose values can be set beside it."""
+        command: argparse.ArgumentParser = self._commands.add_parser(name, help=told)
+        command.add_argument("-v", "--verbose", action="store_true")
+        command.set_defaults(run=run, params=None, set=())
+        if params:
+            command.add_argument(
+                "--params", default="params.yaml", help="parameter file (default: params.yaml)"
+            )
+        if overrides:
+            command.add_argument(
+                "--set",
+                action="append",
+                default=[],
+                metavar="key.path=value",
+                help="over the parameter file; may be repeated",
+            )
+        return command
+
+
+def positive(text: str) -> int:
+    """An argument's type. Errors: ArgumentTypeError."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
+
+
+def some(text: str) -> int | None:
+    """An argument's type: a number, or None for all. Errors: ArgumentTypeError."""
+    return None if text == "all" else positive(text)

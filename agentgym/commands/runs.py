@@ -1,0 +1,112 @@
+"""`agentgym audit | compare`: what runs have left in the store."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from agentgym.commands.parser import Commands, some
+from agentgym.config import RunConfig
+from agentgym.console.guard import say
+
+
+def add(commands: Commands) -> None:
+    audit = commands.add("audit", _audit, "is a run what it says it is")
+    audit.add_argument(
+        "run_name",
+        nargs="?",
+        metavar="RUN",
+        help="the run's name, r and 12 hex digits (default: the configured one)",
+    )
+    every = "or all (default: %(default)s)"
+    audit.add_argument(
+        "--episodes",
+        type=some,
+        default=32,
+        metavar="N",
+        help=f"logged episodes to replay per step, {every}",
+    )
+    audit.add_argument(
+        "--rescore",
+        type=some,
+        default="all",
+        metavar="N",
+        help=f"episodes to rescore per set of weights, {every}",
+    )
+    audit.add_argument(
+        "--seed",
+        type=int,
+        help="of the draws, to repeat an audit (default: a new one, which is printed)",
+    )
+    audit.add_argument(
+        "--pointers",
+        type=Path,
+        default=Path("outputs"),
+        help="folder of DVC's pointers (default: %(default)s)",
+    )
+    audit.add_argument("--json", action="store_true")
+
+    compare = commands.add(
+        "compare",
+        _compare,
+        "the table of a comparison, from what its runs left in the store",
+        params=False,
+    )
+    compare.add_argument(
+        "words",
+        nargs="*",
+        metavar="FILE | key.path=value",
+        help="the comparison (default: comparisons/default.yaml); overrides, as for flows.compare",
+    )
+    compare.add_argument("--json", action="store_true")
+
+
+def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.audit import audit
+    from agentgym.console.progress import Bars
+    from agentgym.console.terminal import PlainConsole
+
+    with Bars(PlainConsole(stderr=True)) as bars:
+        report = audit(
+            cfg,
+            run=arguments.run_name,
+            num_episodes=arguments.episodes,
+            num_rescored=arguments.rescore,
+            seed=arguments.seed,
+            pointers=arguments.pointers,
+            progress=bars,
+        )
+    if arguments.json:
+        say(json.dumps(report.to_json(), indent=1))
+    else:
+        for check in report.checks:
+            found = (
+                f"not checked: {check.not_checked}"
+                if check.not_checked
+                else f"{check.counted:<8}{check.note}".rstrip()
+            )
+            say(
+                f"{'FAILED' if not check.ok else '-     ' if check.not_checked else 'ok    '} "
+                f" {check.name:<12} {found}"
+            )
+            for failure in check.failures:
+                say(f"        {failure}")
+        say(f"audit {'passed' if report.ok else 'FAILED'}; to repeat it: --seed {report.seed}")
+    return 0 if report.ok else 1
+
+
+def _compare(_: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.comparison.matrix import cells_of, file_and_overrides, load_comparison
+    from agentgym.comparison.report import table_markdown
+    from agentgym.comparison.results import read_rows, table
+
+    file, overrides = file_and_overrides(arguments.words)
+    comparison = load_comparison(file)
+    cells = cells_of(comparison, (*overrides, *arguments.set))
+    result = table(comparison, cells, *read_rows(cells))
+    say(
+        json.dumps(result, indent=1) if arguments.json else table_markdown(result),
+        end="\n" if arguments.json else "",
+    )
+    return 0

@@ -1,0 +1,110 @@
+"""`agentgym step | plan | dvc`: the steps of a pipeline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from agentgym.commands.parser import Commands
+from agentgym.config import RunConfig
+from agentgym.console.guard import say
+
+
+def add(commands: Commands) -> None:
+    step = commands.add("step", _step, "one step of the pipeline, as dvc.yaml runs it")
+    step.add_argument("name")
+    step.add_argument(
+        "--out",
+        type=Path,
+        help="also write a pointer to the result (URI, digest, numbers) to this file",
+    )
+    step.add_argument(
+        "--with-parents", action="store_true", help="first bring the steps it needs to their end"
+    )
+    step.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds to wait for a step another process runs (default: 0)",
+    )
+    step.add_argument(
+        "--owner-pipe",
+        action="store_true",
+        help="end when standard input closes, so that no owner leaves it behind",
+    )
+    plan = commands.add("plan", _plan, "what would run, resume or be skipped, and why")
+    plan.add_argument("--json", action="store_true")
+    commands.add(
+        "dvc", _dvc, "write dvc.yaml for the steps that a parameter file asks for", overrides=False
+    )
+
+
+def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.console.progress import Bars
+    from agentgym.console.terminal import PlainConsole
+    from agentgym.models.architecture import check_model
+    from agentgym.pipeline.dvc import files_of, require_current
+    from agentgym.pipeline.run import run_when_free, run_with_parents
+    from agentgym.tracking.mlflow import check_server
+
+    if arguments.out is not None:
+        require_current(cfg, arguments.params)
+    if arguments.owner_pipe:
+        from agentgym.deploy.owned import end_with_owner
+
+        end_with_owner()
+    check_server(cfg.tracking_uri)
+    check_model(cfg.model)
+    with Bars(PlainConsole(stderr=True)) as bars:
+        if arguments.with_parents:
+            outcomes = run_with_parents(arguments.name, cfg, wait_s=arguments.wait, progress=bars)
+        else:
+            outcomes = [run_when_free(arguments.name, cfg, wait_s=arguments.wait, progress=bars)]
+    if arguments.out is not None:
+        for path, text in files_of(cfg, outcomes[-1], arguments.out).items():
+            _write(path, text)
+    for outcome in outcomes:
+        say(f"{outcome.step.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
+    return 0
+
+
+def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.pipeline.dvc import FILE, dvc_yaml
+    from agentgym.pipeline.table import steps_of
+
+    _write(FILE, dvc_yaml(cfg, arguments.params).rstrip("\n"))
+    say(f"{FILE}: {len(steps_of(cfg))} stages of {arguments.params}; `dvc repro` runs them")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    from agentgym.store.files import discard, write_temp
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = write_temp(path.parent, f"{text}\n".encode())
+    try:
+        temporary.replace(path)
+    finally:
+        discard(temporary)
+
+
+def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.pipeline.plan import plan
+    from agentgym.pipeline.table import run_key
+
+    steps = plan(cfg)
+    if arguments.json:
+        say(
+            json.dumps(
+                {"run": f"r{run_key(cfg)[:12]}", "steps": [step.to_json() for step in steps]},
+                indent=1,
+            )
+        )
+        return 0
+    say(f"run r{run_key(cfg)[:12]}")
+    for step in steps:
+        say(f"  {step.action:<7}{step.name:<22}{step.why}")
+    return 0

@@ -1,0 +1,315 @@
+"""Every section of params.yaml but `algorithm`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from agentgym.config.section import Section, operational, setting
+
+
+class DataConfig(Section):
+    path: Path = operational(
+        Path("data/AgentGym-RL-Data-ID"),
+        "folder of the item lists; their digest is in the keys, not their place",
+    )
+    trajectories: Path = operational(
+        Path("data/trajectories/imported"),
+        "folder of others' trajectories, read where warm_start.source says so",
+    )
+    validation_fraction: float = setting(
+        0.1, "share of the train items kept for validation", gt=0, lt=0.5
+    )
+
+
+class EnvConfig(Section):
+    name: str = setting("babyai", "the environment's name", pattern="^[a-z0-9-]+$")
+    options: dict[str, Any] = setting(
+        {}, "handed to the environment; what is left out is its own default"
+    )
+    weight: PositiveFloat = setting(
+        1.0, "share of the items, against the other environments of the run"
+    )
+    endpoints: tuple[str, ...] = operational(
+        (), "running servers; a host name stands for all its addresses; empty: one local process"
+    )
+    dialect: Literal["native", "agentgym", "openenv"] = setting(
+        "native",
+        "what the endpoints speak: agentgym, AgentGym's own servers; openenv, OpenEnv's contract",
+    )
+    max_sessions: PositiveInt = operational(256, "sessions of one server")
+    session_ttl_s: PositiveFloat = operational(
+        300.0, "seconds after which an idle session is closed"
+    )
+    request_timeout_s: PositiveFloat = operational(30.0, "seconds for one request to a server")
+    start_timeout_s: PositiveFloat = operational(120.0, "seconds until a local server is ready")
+
+
+class ModelConfig(Section):
+    source: Literal["tiny", "hub"] = setting(
+        "tiny", "tiny: from a seed, with its own tokenizer; hub: name a pretrained model"
+    )
+    name: str = setting(
+        "", "source hub: repository or folder, for example Qwen/Qwen2.5-7B-Instruct"
+    )
+    revision: str | None = setting(None, "source hub: branch, tag or commit")
+    context_tokens: PositiveInt = setting(512, "tokens of the longest episode")
+    vocab_size: PositiveInt = setting(512, "source tiny: upper bound for the trained tokenizer")
+    hidden_size: PositiveInt = setting(96, "source tiny: width")
+    num_layers: PositiveInt = setting(2, "source tiny: layers")
+    num_heads: PositiveInt = setting(3, "source tiny: attention heads")
+    num_kv_heads: PositiveInt = setting(1, "source tiny: heads of keys and values")
+    mlp_size: PositiveInt = setting(288, "source tiny: width of the feed-forward layers")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.source == "hub" and not self.name:
+            raise ValueError(
+                "model.name is empty; with source hub name a repository or folder, e.g."
+                " Qwen/Qwen2.5-7B-Instruct"
+            )
+        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads < 32:
+            raise ValueError(
+                f"model.hidden_size {self.hidden_size} / num_heads {self.num_heads} must be a whole"
+                " head dimension >= 32 (vLLM)"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads {self.num_heads} must be a multiple of num_kv_heads"
+                f" {self.num_kv_heads}"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = setting(5e-4, "learning rate of AdamW after the warm-up")
+    warmup_steps: NonNegativeInt = setting(10, "optimizer steps over which the rate grows from 0")
+    schedule: Literal["constant", "cosine", "linear"] = setting(
+        "constant", "course of the learning rate after the warm-up"
+    )
+    final_lr_fraction: float = setting(
+        0.1, "share of lr that is left at the last step (cosine, linear)", ge=0, le=1
+    )
+    betas: tuple[float, float] = setting(
+        (0.9, 0.99), "AdamW's: what a step keeps of the average gradient, and of its square"
+    )
+    weight_decay: float = setting(0.0, "weight decay of AdamW", ge=0)
+    grad_clip: PositiveFloat = setting(0.3, "largest global norm of a gradient")
+
+
+class WarmStartConfig(Section):
+    enabled: bool = setting(
+        True, "off: training starts from the model as it comes (real pretrained models)"
+    )
+    source: Literal["expert", "trajectories"] = setting(
+        "expert",
+        "expert: the environment's own; trajectories: those in data.trajectories, played again,"
+        " among which dpo prefers, too",
+    )
+    num_demos: PositiveInt = setting(300, "expert episodes, or trajectories")
+    steps: PositiveInt = setting(80, "optimizer steps on demonstrations")
+    batch_size: PositiveInt = setting(32, "demonstrations per optimizer step")
+    optimizer: OptimizerConfig = setting(
+        OptimizerConfig(
+            lr=2e-3,
+            warmup_steps=20,
+            schedule="cosine",
+            betas=(0.9, 0.98),
+            weight_decay=0.01,
+            grad_clip=1.0,
+        ),
+        "of the warm start; training has its own",
+    )
+
+
+class RolloutConfig(Section):
+    items_per_step: PositiveInt = setting(16, "items of one optimizer step")
+    group_size: PositiveInt = setting(8, "episodes sampled of each item")
+    temperature: PositiveFloat = setting(1.0, "temperature of sampling while training")
+    max_new_tokens: PositiveInt = setting(6, "tokens of one action, at most")
+    observation_tokens: PositiveInt = setting(
+        32, "tokens of one observation; to check that the horizon fits the context"
+    )
+    instructions: bool = setting(False, "episodes begin with the environment's instructions")
+    action_format: Literal["plain", "react"] = setting(
+        "plain", 'plain: the reply is the action; react: the text after "Action:"'
+    )
+    engine: str = setting(
+        "torch",
+        "what samples: torch, or one that an installed package offers as an entry point of"
+        " agentgym.engines",
+    )
+    token_numbers_frac: float = setting(
+        0.05,
+        "share of the episodes learned from whose log-probabilities, advantages and ratios are"
+        " recorded token by token",
+        ge=0,
+        le=1,
+    )
+    token_numbers_kib: NonNegativeInt = setting(
+        64, "KiB, before compression, of such numbers in one optimizer step, at most"
+    )
+    concurrency: PositiveInt = operational(256, "episodes in flight")
+    episode_timeout_s: PositiveFloat = setting(
+        120.0, "seconds; a longer episode has failed, like one whose environment fails"
+    )
+    max_attempts: PositiveInt = setting(3, "attempts at an episode whose environment fails")
+    max_env_error_frac: float = setting(
+        0.1, "share of failed episodes above which the run stops", ge=0, le=1
+    )
+    max_staleness: int = setting(
+        0, "updates the sampling weights may lag; 1: rollouts overlap the update", ge=0, le=1
+    )
+
+
+class HorizonConfig(Section):
+    kind: Literal["fixed", "stepwise", "adaptive"] = setting(
+        "stepwise",
+        "stepwise is ScalingInter: one stage per value of max_turns; adaptive: one stage, the next"
+        " value when success stops growing",
+    )
+    max_turns: tuple[PositiveInt, ...] = setting(
+        (6, 9, 12), "turns an episode may have, by stage", min_length=1
+    )
+    stage_steps: tuple[PositiveInt, ...] = setting((15, 15, 20), "optimizer steps per stage")
+    window: PositiveInt = setting(
+        5, "adaptive: optimizer steps whose mean success is compared with that of as many before"
+    )
+    min_gain: float = setting(0.02, "adaptive: a smaller gain ends the present horizon", ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "fixed" and len(self.max_turns) != 1:
+            raise ValueError(
+                f"horizon.max_turns {list(self.max_turns)} has {len(self.max_turns)} values; a"
+                " fixed horizon takes one"
+            )
+        if self.kind == "adaptive":
+            if list(self.max_turns) != sorted(set(self.max_turns)):
+                raise ValueError(
+                    f"horizon.max_turns {list(self.max_turns)} of an adaptive horizon must grow"
+                    " from value to value"
+                )
+            if len(self.stage_steps) != 1:
+                raise ValueError(
+                    f"horizon.stage_steps {list(self.stage_steps)} has {len(self.stage_steps)}"
+                    " values; an adaptive horizon is one stage"
+                )
+            return self
+        if list(self.max_turns) != sorted(self.max_turns):
+            raise ValueError(
+                f"horizon.max_turns {list(self.max_turns)} must not decrease; sort it or use a"
+                " fixed horizon"
+            )
+        if len(self.stage_steps) != len(self.max_turns):
+            raise ValueError(
+                f"horizon.stage_steps {list(self.stage_steps)} has {len(self.stage_steps)} values"
+                f" for {len(self.max_turns)} stages; give one number of steps per value of"
+                " horizon.max_turns"
+            )
+        return self
+
+
+class EvaluationConfig(Section):
+    max_turns: PositiveInt = setting(12, "turns an episode may have, the same for every checkpoint")
+    split: Literal["test", "validation"] = setting(
+        "test", "items to evaluate on; validation: to choose settings by"
+    )
+    num_items: PositiveInt = setting(512, "items of the split")
+    num_samples: PositiveInt = setting(4, "samples of each item, beside one greedy episode")
+    temperature: PositiveFloat = setting(1.0, "temperature of the samples")
+    k: tuple[PositiveInt, ...] = setting((1, 4), "each k of pass@k", min_length=1)
+    confidence: float = setting(0.95, "level of every interval", gt=0.5, lt=1)
+    num_bootstrap: PositiveInt = setting(2000, "draws of a bootstrap interval")
+    seed: NonNegativeInt = setting(1, "seed of the samples and of the bootstrap")
+    min_coverage: float = setting(
+        0.95,
+        "share of episodes that must count, not failed; below it there is no result",
+        ge=0,
+        le=1,
+    )
+    chunk_items: PositiveInt = operational(256, "items committed at a time")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if max(self.k) > self.num_samples:
+            raise ValueError(
+                f"evaluation.k {list(self.k)} needs num_samples >= {max(self.k)}, got"
+                f" {self.num_samples}; pass@k is undefined for n < k"
+            )
+        return self
+
+
+class ValidationConfig(Section):
+    """Success on validation items while training; never used to update weights."""
+
+    every: NonNegativeInt = setting(5, "optimizer steps; 0: never")
+    num_items: PositiveInt = setting(64, "validation items, one sample each")
+    max_turns: PositiveInt = setting(12, "turns an episode of validation may have")
+    temperature: PositiveFloat = setting(1.0, "temperature of sampling")
+
+
+class RegistryConfig(Section):
+    model_name: str = setting("agentgym-babyai", "name in the registry", pattern=r"^[\w .-]+$")
+    alias: str = setting("champion", "alias that moves to a new version which is not worse")
+
+
+class TrackingConfig(Section):
+    uri: str = operational("", "MLflow's; empty: SQLite beside the store")
+    experiment: str = operational("agentgym-babyai", "MLflow's experiment")
+
+
+class StoreConfig(Section):
+    path: Path = operational(
+        Path(".agentgym/store"), "folder of all results; logs and other local state lie beside it"
+    )
+    uri: str = operational(
+        "",
+        "s3://bucket/prefix; empty: the folder `path`",
+        pattern=r"^$|^s3://[a-z0-9][a-z0-9.-]+(/[\w.-]+)*$",
+    )
+    keep_checkpoints: PositiveInt = operational(2, "resumable commits kept per unfinished step")
+    lease_ttl_s: PositiveFloat = operational(
+        30.0, "seconds after which a silent holder on another host is fenced off"
+    )
+
+
+class RayConfig(Section):
+    """Where a run's actors live (compute ray) or its jobs go (compute ray-job).
+    CPUs and GPUs are what Ray sets aside.
+    """
+
+    address: str = operational(
+        "",
+        "ray: GCS of a cluster this machine is a node of (host:port, auto); empty: a local one that"
+        " ends with the step. ray-job: the dashboard of a cluster, http://host:8265",
+    )
+    num_workers: PositiveInt = operational(1, "processes that play episodes")
+    num_ranks: PositiveInt = operational(1, "processes that hold the trained weights")
+    worker_cpus: NonNegativeFloat = operational(1.0, "CPUs of one worker")
+    worker_gpus: NonNegativeFloat = operational(0.0, "GPUs of one worker")
+    rank_cpus: NonNegativeFloat = operational(
+        1.0, "CPUs of one rank, and of a job that trains in its own process"
+    )
+    rank_gpus: NonNegativeFloat = operational(0.0, "GPUs of one rank, and of such a job")
+    max_lost_workers: NonNegativeInt = operational(
+        8, "lost workers replaced within one step of the pipeline; one more ends it"
+    )
+    placement_timeout_s: PositiveFloat = operational(
+        120.0, "seconds until the cluster has room, and again until a process is there"
+    )
+    rank_timeout_s: PositiveFloat = operational(
+        1800.0, "seconds of one call of the ranks, and of each exchange between them"
+    )
+    job_attempts: PositiveInt = operational(
+        2, "attempts at one step as a job, each under a name of its own"
+    )
+    job_timeout_s: PositiveFloat = operational(24 * 3600.0, "seconds of one job")

@@ -1,0 +1,38 @@
+"""How a command ends: one line and an exit code, nothing that steers the terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TextIO
+
+from agentgym.config import ConfigError
+from envs.plain import plain
+
+
+def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
+    """Run a command; its failures become one line and the exit code every command here has: see
+    `agentgym.cli.main`.
+    SIGTERM is Ctrl-C.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return command()
+    except ConfigError as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last commit", file=sys.stderr)
+        return 130
+    except Exception as error:  # the last resort: whoever called hears of it by the code
+        if show_traceback:
+            say(traceback.format_exc(), file=sys.stderr, end="")
+        say(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def say(text: object, *, file: TextIO | None = None, end: str = "\n") -> None:
+    """`print` for text that came from elsewhere: none of it steers the terminal."""
+    print(plain(str(text)), file=file or sys.stdout, end=end)
