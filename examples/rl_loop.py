@@ -14,7 +14,7 @@ from agentgym.algorithms.batch import learnable, to_batch
 from agentgym.config import OptimizerConfig, RunConfig, load_config
 from agentgym.data.check import load_data
 from agentgym.data.items import Splits, train_stream
-from agentgym.deploy.local import local_environment
+from agentgym.deploy.environment import local_environment
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint

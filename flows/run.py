@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
-from prefect import runtime
+from prefect import Task, runtime
+from prefect.futures import PrefectFuture
+from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentgym.config import ConfigError, RunConfig, load_config
 from agentgym.console.progress import Bars
 from agentgym.console.terminal import PlainConsole
-from agentgym.deploy.local import local_environment
+from agentgym.deploy.environment import local_environment
 from agentgym.pipeline.table import finished, open_store, steps_of
-from agentgym.steps.step import Kind, Step
+from agentgym.steps.context import Environment
+from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.manifest import Manifest
 from agentgym.types import Endpoints
 from services.recovery import begin_attempt
 from tasks.data import pull_data
-from tasks.steps import environments_down, environments_up, step_task
+from tasks.steps import child_task, environments_down, environments_up, step_task
 
 Wanted = Callable[[Step], bool]  # does this flow run it
 Override = Annotated[str, Field(pattern=r"^[\w.-]+=", examples=["optimizer.lr=3e-4"])]
@@ -94,13 +98,42 @@ def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
             return local_environment(cfg, True) if expert else nullcontext(endpoints)
 
         try:
-            return {
-                name: str(step_task(step)(name, cfg, environment, bars))
-                for name, step in steps_of(cfg).items()
-                if wanted(step)
-            }
+            steps = [step for step in steps_of(cfg).values() if wanted(step)]
+            return _run_in_order(steps, cfg, environment, bars)
         finally:
             environments_down(servers)
+
+
+def _run_in_order(
+    steps: Sequence[Step], cfg: RunConfig, environment: Environment, bars: Bars
+) -> dict[str, str]:
+    """Each after its parents. With `pipeline.parallel` above 1 an evaluation runs beside what
+    follows; one that fails ends the run at the next step.
+    """
+    runs: dict[str, Any] = {}  # states of those that ran here, futures of those beside
+    stop, beside = threading.Event(), cfg.pipeline.parallel - 1
+    with ThreadPoolTaskRunner[Outcome](max_workers=max(1, beside)) as others:
+        try:
+            for step in steps:
+                parents = [runs[name] for name in step.parents if name in runs]
+                if beside and step.kind is Kind.EVALUATE:
+                    task: Task[Any, Outcome] = child_task(step)
+                    asked = {"name": step.name, "cfg": cfg, "stop": stop}
+                    runs[step.name] = others.submit(task, asked, wait_for=parents)
+                    continue
+                for other in runs.values():  # a failure is told as soon as it is known
+                    if isinstance(other, PrefectFuture) and (
+                        other in parents or other.state.is_final()
+                    ):
+                        other.result()
+                state: Any = step_task(step)(
+                    step.name, cfg, environment, bars, wait_for=parents, return_state=True
+                )
+                state.result()
+                runs[step.name] = state
+            return {name: str(run.result()) for name, run in runs.items()}
+        finally:
+            stop.set()  # for those that still run, because this process was interrupted
 
 
 def check_parents(cfg: RunConfig, wanted: Wanted, done: dict[str, Manifest]) -> None:

@@ -10,19 +10,11 @@ from typing import Any
 from prefect import Task, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
 
-from agentgym.comparison.matrix import Cell, Comparison, Stopped, run_cell
+from agentgym.comparison.matrix import Cell, Comparison, run_cell
 from agentgym.comparison.report import literal, table_markdown
 from agentgym.comparison.results import write_comparison
-from agentgym.config import ConfigError
-
-
-async def _may_help(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """A wrong configuration stays so, and what was stopped stays stopped; anything else goes on
-    from the last commit.
-    """
-    return not isinstance(await state.aresult(raise_on_failure=False), ConfigError | Stopped)
+from tasks.retries import may_help
 
 
 def cell_task(cell: Cell) -> Task[Any, None]:
@@ -36,7 +28,7 @@ def cell_task(cell: Cell) -> Task[Any, None]:
     retry_delay_seconds=2,
     cache_policy=NO_CACHE,
     persist_result=False,
-    retry_condition_fn=_may_help,
+    retry_condition_fn=may_help,
 )
 def _run_cell(cell: Cell, wait_s: float, stop: threading.Event) -> None:
     run_cell(cell, wait_s=wait_s, stop=stop)

@@ -8,12 +8,13 @@ from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 
 from agentgym.config import ConfigError
+from agentgym.pipeline.child import Stopped
 from agentgym.store.lease import LeaseHeld
 
 
 async def may_help(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """A wrong configuration and a step somebody else runs stay so; anything else goes on from
-    the last commit.
+    """A wrong configuration, a step somebody else runs and what was stopped stay so; anything
+    else goes on from the last commit.
     """
     result = await state.aresult(raise_on_failure=False)
-    return not isinstance(result, ConfigError | LeaseHeld)
+    return not isinstance(result, ConfigError | LeaseHeld | Stopped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,8 +10,10 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import RunConfig
-from agentgym.deploy.local import local_environment
+from agentgym.deploy.environment import local_environment
+from agentgym.pipeline.child import run_child
 from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store, run_key, steps_of
 from agentgym.steps.context import Environment, NoProgress, Progress
 from agentgym.steps.step import Outcome, Step
 from agentgym.types import Endpoints
@@ -38,6 +41,29 @@ def _run(
 ) -> Outcome:
     with progress_artifact(name, progress or NoProgress()) as shown:
         outcome = run_step(name, cfg, environment=environment, progress=shown)
+    result_artifact(cfg, outcome)
+    return outcome
+
+
+def child_task(step: Step) -> Task[Any, Outcome]:
+    """The task of one step that runs in a process of its own, under the step's own title."""
+    return _run_beside.with_options(name=step.title, task_run_name=step.title)
+
+
+@task(
+    retries=1,
+    retry_delay_seconds=2,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retry_condition_fn=may_help,
+)
+def _run_beside(name: str, cfg: RunConfig, stop: threading.Event) -> Outcome:
+    """Its process has servers of its own: nothing it does reaches the step it runs beside."""
+    run = run_key(cfg)[:12]
+    run_child(
+        name, cfg, title=name, place=f"steps/r{run}-{name}", stop=stop, timeout_s=STEP_TIMEOUT_S
+    )
+    outcome = Outcome(steps_of(cfg)[name], finished(cfg, open_store(cfg))[name], "ran")
     result_artifact(cfg, outcome)
     return outcome
 

@@ -13,7 +13,7 @@ from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits
-from agentgym.deploy.local import local_environment
+from agentgym.deploy.environment import local_environment
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.engine import open_pool
 from agentgym.rollouts.episode import ending, extract_action

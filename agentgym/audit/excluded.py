@@ -16,7 +16,7 @@ from agentgym.audit.report import Checks
 from agentgym.audit.sampling import weights_of_versions
 from agentgym.audit.steps import StepRecord, load
 from agentgym.config import RunConfig
-from agentgym.deploy.local import local_environment
+from agentgym.deploy.environment import local_environment
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.engine import episode_settings, open_engine

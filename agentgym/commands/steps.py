@@ -47,6 +47,7 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.models.architecture import check_model
     from agentgym.pipeline.dvc import files_of, require_current
     from agentgym.pipeline.run import run_when_free, run_with_parents
+    from agentgym.store.files import write_whole
     from agentgym.tracking.mlflow import check_server
 
     if arguments.out is not None:
@@ -64,7 +65,7 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             outcomes = [run_when_free(arguments.name, cfg, wait_s=arguments.wait, progress=bars)]
     if arguments.out is not None:
         for path, text in files_of(cfg, outcomes[-1], arguments.out).items():
-            _write(path, text)
+            write_whole(path, f"{text}\n".encode())
     for outcome in outcomes:
         say(f"{outcome.step.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
     return 0
@@ -73,22 +74,11 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.dvc import FILE, dvc_yaml
     from agentgym.pipeline.table import steps_of
+    from agentgym.store.files import write_whole
 
-    _write(FILE, dvc_yaml(cfg, arguments.params).rstrip("\n"))
+    write_whole(FILE, dvc_yaml(cfg, arguments.params).encode())
     say(f"{FILE}: {len(steps_of(cfg))} stages of {arguments.params}; `dvc repro` runs them")
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    from agentgym.store.files import discard, write_temp
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = write_temp(path.parent, f"{text}\n".encode())
-    try:
-        temporary.replace(path)
-    finally:
-        discard(temporary)
 
 
 def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:

@@ -11,16 +11,13 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import Field, NonNegativeInt, PositiveFloat, ValidationError, model_validator
 
 from agentgym.config import (
@@ -32,24 +29,14 @@ from agentgym.config import (
     load_config,
     read_tree,
 )
-from agentgym.deploy.owned import owned_process, tail
+from agentgym.pipeline.child import run_child
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of, with_parents
 from agentgym.steps.step import Kind
-from agentgym.store.files import discard, make_folder, write_temp
 
 logger = logging.getLogger(__name__)
 
 Layer = dict[str, Any]  # shaped like params.yaml
 Seeds = tuple[NonNegativeInt, ...]
-
-
-class Stopped(RuntimeError):
-    """A cell was ended before its end; what it committed stays."""
-
-
-BAD_INPUT = 2  # exit code of the command line
-POLL_S = 0.1
-CELL_TIMEOUT_S = 24 * 3600.0
 
 
 DEFAULT = "comparisons/default.yaml"
@@ -229,51 +216,17 @@ def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[s
     return list(dict.fromkeys(pairs))
 
 
-def run_cell(
-    cell: Cell,
-    *,
-    wait_s: float,
-    stop: threading.Event | None = None,
-    timeout_s: float = CELL_TIMEOUT_S,
-) -> None:
-    """Bring a cell to its end in a process of its own: `agentgym step` with the cell's parameters
-    written out.
-
-    stop: once set, the process is ended; what it committed stays.
-    Errors: ConfigError, RuntimeError with the end of the log, both naming the cell; Stopped.
-    """
-    state = cell.cfg.state_dir
-    params = state / "cells" / f"{cell.slug}.yaml"
-    write_file(params, yaml.safe_dump(cell.cfg.model_dump(mode="json"), sort_keys=False).encode())
-    log_path = state / "logs" / "cells" / f"{cell.slug}.log"
-    command = [sys.executable, "-m", "agentgym", "step", cell.until, "--params", str(params)]
-    command += ["--with-parents", "--wait", str(wait_s), "--owner-pipe"]
-    deadline = time.monotonic() + timeout_s
-    with owned_process(command, log_path=log_path, env={}) as process:
-        while process.poll() is None:
-            if stop is not None and stop.wait(POLL_S):
-                raise Stopped(
-                    f"{cell.title} was stopped; the same command goes on from its last commit"
-                )
-            if stop is None:
-                time.sleep(POLL_S)
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{cell.title} did not end within {timeout_s:g} s\n{tail(log_path)}"
-                )
-    if process.returncode:
-        kind = ConfigError if process.returncode == BAD_INPUT else RuntimeError
-        raise kind(f"{cell.title}: {_last_line(log_path)}; its log is {log_path}")
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
-    make_folder(path.parent)
-    temporary = write_temp(path.parent, data)
-    try:
-        temporary.replace(path)
-    finally:
-        discard(temporary)
+def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None) -> None:
+    """Bring a cell to its end in a process of its own. Errors: see `run_child`, naming the cell."""
+    run_child(
+        cell.until,
+        cell.cfg,
+        title=cell.title,
+        place=f"cells/{cell.slug}",
+        with_parents=True,
+        wait_s=wait_s,
+        stop=stop,
+    )
 
 
 @dataclass(frozen=True)
@@ -370,10 +323,3 @@ def _check_comparable(a: Cell, b: Cell) -> None:
             f"contrasts: {a.row} is evaluated on validation items, which differ from seed to seed;"
             " compare test results"
         )
-
-
-def _last_line(log_path: Path) -> str:
-    lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
-    return (
-        lines[-1].removeprefix("failed: ").removeprefix("error: ") if lines else "it said nothing"
-    )

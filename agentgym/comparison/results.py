@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from agentgym.comparison.matrix import Cell, Comparison, comparison_key, contrast_rows, write_file
+from agentgym.comparison.matrix import Cell, Comparison, comparison_key, contrast_rows
 from agentgym.comparison.report import AXES, CEILING, result_files
 from agentgym.evaluation.passk import FloatArray, Interval, per_item
 from agentgym.evaluation.seeds import Kind, crossed_interval
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.steps.context import METRICS, OUTCOMES
+from agentgym.store.files import write_whole
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import CellPoints, deliver_comparison
@@ -335,7 +336,7 @@ def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -
     result = table(comparison, cells, rows, missing)
     files = result_files(result)
     for name, content in files.items():
-        write_file(out / name, content)
+        write_whole(out / name, content)
     if rows:
         publish(comparison, result["key"], rows, files)
     return result

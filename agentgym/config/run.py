@@ -17,6 +17,7 @@ from agentgym.config.sections import (
     HorizonConfig,
     ModelConfig,
     OptimizerConfig,
+    PipelineConfig,
     RayConfig,
     RegistryConfig,
     RolloutConfig,
@@ -58,6 +59,7 @@ class RunConfig(Section):
     horizon: HorizonConfig = HorizonConfig()
     validation: ValidationConfig = ValidationConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     registry: RegistryConfig = RegistryConfig()
     tracking: TrackingConfig = TrackingConfig()
     store: StoreConfig = StoreConfig()

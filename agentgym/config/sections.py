@@ -51,6 +51,9 @@ class EnvConfig(Section):
     )
     request_timeout_s: PositiveFloat = operational(30.0, "seconds for one request to a server")
     start_timeout_s: PositiveFloat = operational(120.0, "seconds until a local server is ready")
+    keep_s: PositiveFloat = operational(
+        24 * 3600.0, "seconds after which a server that envs-up started ends by itself"
+    )
 
 
 class ModelConfig(Section):
@@ -255,6 +258,12 @@ class ValidationConfig(Section):
     num_items: PositiveInt = setting(64, "validation items, one sample each")
     max_turns: PositiveInt = setting(12, "turns an episode of validation may have")
     temperature: PositiveFloat = setting(1.0, "temperature of sampling")
+
+
+class PipelineConfig(Section):
+    parallel: PositiveInt = operational(
+        1, "steps at a time: beside training, evaluations of the checkpoints before it"
+    )
 
 
 class RegistryConfig(Section):

@@ -4,7 +4,6 @@ its owner.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import secrets
@@ -19,10 +18,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from agentgym.config import ConfigError, EnvConfig, RunConfig
+from agentgym.config import ConfigError, EnvConfig
 from agentgym.deploy.owned import owned_process, tail
-from agentgym.private import token_of
-from agentgym.types import Endpoint, Endpoints
+from agentgym.types import Endpoint
 from envs.wire import TOKEN_VARIABLE, ErrorKind, ErrorReply
 
 logger = logging.getLogger(__name__)
@@ -171,24 +169,3 @@ def _readiness(endpoint: str) -> ErrorReply | None:
             )
     except OSError as error:
         return ErrorReply(kind=ErrorKind.NOT_READY, message=f"{endpoint}/readyz: {error}")
-
-
-@contextlib.contextmanager
-def local_environment(cfg: RunConfig, expert: bool) -> Iterator[Endpoints]:
-    """The configured servers of each environment, or one local process for as long as it is
-    needed.
-    """
-    from agentgym.deploy.local import local_env
-
-    with contextlib.ExitStack() as stack:
-        endpoints: dict[str, Sequence[str]] = {}
-        for env in cfg.envs:
-            if env.endpoints and not expert:
-                # for workers elsewhere
-                endpoints[env.name] = [Endpoint(url, token_of(url)) for url in env.endpoints]
-            else:
-                log_path = cfg.state_dir / "logs" / f"{env.name}{'-expert' if expert else ''}.log"
-                endpoints[env.name] = stack.enter_context(
-                    local_env(env, expert=expert, log_path=log_path)
-                )
-        yield endpoints

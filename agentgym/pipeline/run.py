@@ -12,7 +12,7 @@ import time
 from contextlib import AbstractContextManager
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.deploy.local import local_environment
+from agentgym.deploy.environment import local_environment
 from agentgym.pipeline.table import (
     finished,
     key_of,

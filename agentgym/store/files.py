@@ -96,5 +96,15 @@ def make_folder(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Under its name stands all of it or what stood there before."""
+    make_folder(path.parent)
+    temporary = write_temp(path.parent, data)
+    try:
+        temporary.replace(path)
+    finally:
+        discard(temporary)
+
+
 def discard(path: Path) -> None:
     path.unlink(missing_ok=True)

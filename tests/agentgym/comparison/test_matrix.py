@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from agentgym.comparison.matrix import (
-    Stopped,
     cells_of,
     comparison_key,
     contrast_rows,
@@ -19,6 +18,7 @@ from agentgym.comparison.matrix import (
     run_cell,
 )
 from agentgym.config import ConfigError, load_config
+from agentgym.pipeline.child import Stopped
 from agentgym.pipeline.run import run_step, run_with_parents
 from agentgym.pipeline.table import finished, open_store, with_parents
 from agentgym.store.lease import LeaseHeld

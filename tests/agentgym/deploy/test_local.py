@@ -13,7 +13,8 @@ import pytest
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.deploy import local, owned
-from agentgym.deploy.local import local_env, local_environment
+from agentgym.deploy.environment import local_environment
+from agentgym.deploy.local import local_env
 from agentgym.private import token_of
 
 

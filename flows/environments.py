@@ -1,0 +1,69 @@
+"""Environment servers that outlive a run: with them a run starts at once, and several share one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from prefect import flow
+
+from agentgym.console.guard import guarded, say
+from agentgym.private import private_state
+from flows.run import RunRequest, run_name
+from services.prefect_server import prefect_api
+from tasks.environments import end_environments, keep_environment, servers_artifact
+
+
+@flow(name="envs-up", flow_run_name=run_name, persist_result=False)
+def envs_up(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
+    """Start a server of each environment of this run and leave it running; runs with the same
+    `env.options` play on it. One that runs already stays. Result: where they are.
+    """
+    cfg = run.config()
+    private_state(cfg.state_dir)
+    servers = [keep_environment(cfg, env) for env in cfg.envs if not env.endpoints]
+    servers_artifact(servers, "Servers that stay until the flow envs-down, or for `env.keep_s`.")
+    return {each.env: each.url for each in servers}
+
+
+@flow(name="envs-down", flow_run_name=run_name, persist_result=False)
+def envs_down(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
+    """End every server that envs-up has started for this state folder. Result: where they were."""
+    servers = end_environments(run.config().state_dir)
+    servers_artifact(servers, "Servers that were ended.")
+    return {each.env: each.url for each in servers}
+
+
+FLOWS: dict[str, Any] = {"up": envs_up, "down": envs_down}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes as everywhere; see `agentgym.cli.main`."""
+    parser = argparse.ArgumentParser(prog="python -m flows.environments")
+    parser.add_argument("what", choices=FLOWS)
+    parser.add_argument(
+        "--params", default="params.yaml", help="parameter file (default: params.yaml)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="over the parameter file"
+    )
+    arguments = parser.parse_args(argv)
+    asked = RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
+
+    def run() -> int:
+        cfg = asked.config()  # its errors come before anything starts
+        private_state(cfg.state_dir)
+        with prefect_api(cfg.state_dir):
+            servers = FLOWS[arguments.what](asked)
+        for env, url in servers.items():
+            say(f"{arguments.what:<6}{env} at {url}")
+        if not servers:
+            say("no server was kept")
+        return 0
+
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
