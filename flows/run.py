@@ -18,7 +18,7 @@ from agentgym.console.terminal import PlainConsole
 from agentgym.deploy.environment import local_environment
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.steps.context import Environment
-from agentgym.steps.step import Kind, Outcome, Step
+from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Manifest
 from agentgym.types import Endpoints
 from services.recovery import begin_attempt
@@ -112,12 +112,12 @@ def _run_in_order(
     """
     runs: dict[str, Any] = {}  # states of those that ran here, futures of those beside
     stop, beside = threading.Event(), cfg.pipeline.parallel - 1
-    with ThreadPoolTaskRunner[Outcome](max_workers=max(1, beside)) as others:
+    with ThreadPoolTaskRunner[str](max_workers=max(1, beside)) as others:
         try:
             for step in steps:
                 parents = [runs[name] for name in step.parents if name in runs]
                 if beside and step.kind is Kind.EVALUATE:
-                    task: Task[Any, Outcome] = child_task(step)
+                    task: Task[Any, str] = child_task(step)
                     asked = {"name": step.name, "cfg": cfg, "stop": stop}
                     runs[step.name] = others.submit(task, asked, wait_for=parents)
                     continue
@@ -131,7 +131,7 @@ def _run_in_order(
                 )
                 state.result()
                 runs[step.name] = state
-            return {name: str(run.result()) for name, run in runs.items()}
+            return {name: run.result() for name, run in runs.items()}
         finally:
             stop.set()  # for those that still run, because this process was interrupted
 

@@ -23,7 +23,7 @@ from tasks.retries import may_help
 STEP_TIMEOUT_S = 24 * 3600.0
 
 
-def step_task(step: Step) -> Task[Any, Outcome]:
+def step_task(step: Step) -> Task[Any, str]:
     """The task of one step, under the step's own title."""
     return _run.with_options(name=step.title, task_run_name=step.title)
 
@@ -38,14 +38,14 @@ def step_task(step: Step) -> Task[Any, Outcome]:
 )
 def _run(
     name: str, cfg: RunConfig, environment: Environment | None, progress: Progress | None
-) -> Outcome:
+) -> str:
     with progress_artifact(name, progress or NoProgress()) as shown:
         outcome = run_step(name, cfg, environment=environment, progress=shown)
     result_artifact(cfg, outcome)
-    return outcome
+    return _told(outcome)
 
 
-def child_task(step: Step) -> Task[Any, Outcome]:
+def child_task(step: Step) -> Task[Any, str]:
     """The task of one step that runs in a process of its own, under the step's own title."""
     return _run_beside.with_options(name=step.title, task_run_name=step.title)
 
@@ -57,7 +57,7 @@ def child_task(step: Step) -> Task[Any, Outcome]:
     persist_result=False,
     retry_condition_fn=may_help,
 )
-def _run_beside(name: str, cfg: RunConfig, stop: threading.Event) -> Outcome:
+def _run_beside(name: str, cfg: RunConfig, stop: threading.Event) -> str:
     """Its process has servers of its own: nothing it does reaches the step it runs beside."""
     run = run_key(cfg)[:12]
     run_child(
@@ -65,7 +65,14 @@ def _run_beside(name: str, cfg: RunConfig, stop: threading.Event) -> Outcome:
     )
     outcome = Outcome(steps_of(cfg)[name], finished(cfg, open_store(cfg))[name], "ran")
     result_artifact(cfg, outcome)
-    return outcome
+    return _told(outcome)
+
+
+def _told(outcome: Outcome) -> str:
+    """A text of its own for each: Prefect draws an edge between tasks that hold the same object,
+    and the parts of an outcome are shared.
+    """
+    return f"{outcome} · manifest {outcome.manifest.digest[:12]}"
 
 
 @task(

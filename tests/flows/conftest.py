@@ -1,10 +1,13 @@
 """A copy of this repository with a run small enough for a test, as a user would have cloned it."""
 
+import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -22,6 +25,12 @@ TINY = {
 }
 
 
+class TaskRun(NamedTuple):
+    began: str  # times sort as texts
+    ended: str
+    waited_for: set[str]
+
+
 class Project:
     """A clone and the commands typed in it."""
 
@@ -35,6 +44,7 @@ class Project:
         self.environment = {
             **inherited,
             "HOME": str(home),
+            "PWD": str(folder),  # as a shell has it; prefect.yaml reads it
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "COLUMNS": "120",
         }
@@ -68,6 +78,24 @@ class Project:
         return {
             path: path.read_bytes()
             for path in (self.folder / ".agentgym/store").glob("steps/*/manifests/*.json")
+        }
+
+    def task_runs(self):
+        """name -> its task run, as Prefect's database has it."""
+        database = self.folder / ".agentgym/prefect/prefect.db"
+        with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+            rows = connection.execute(
+                "select id, name, start_time, end_time, task_inputs from task_run"
+            ).fetchall()
+        names = {id_.replace("-", ""): name for id_, name, *_ in rows}
+        return {
+            name: TaskRun(
+                start,
+                end,
+                {names[each["id"].replace("-", "")] for each in json.loads(said)["wait_for"]},
+            )
+            for _, name, start, end, said in rows
+            if "wait_for" in json.loads(said)
         }
 
     def exported_model(self):

@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import yaml
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -531,6 +532,141 @@ def test_a_wrong_parameter_fails_at_once_with_one_line_and_is_not_tried_again(de
     assert "data.path nowhere does not exist" in seen["message"]
     assert [(name, state) for name, state, _ in seen["tasks"]] == [("pull data", "Failed")]
     assert seen["attempts"] == 1
+
+
+@pytest.fixture
+def switched_on(deployed):
+    """switched_on(deployment, switch): its switch in prefect.yaml is on, until the test ends."""
+    file = deployed.project.folder / "prefect.yaml"
+    before = file.read_text()
+
+    def switch_on(deployment, switch):
+        tree = yaml.safe_load(before)
+        for each in tree["deployments"]:
+            if each["entrypoint"].endswith(f":{deployment}") and each["name"] == "local":
+                for entry in (*each.get("schedules", ()), *each.get("triggers", ())):
+                    assert entry[switch] is False
+                    entry[switch] = True
+        file.write_text(yaml.safe_dump(tree, sort_keys=False))
+        deployed.prefect("deploy", "--name", f"{deployment}/local")
+
+    yield switch_on
+    file.write_text(before)
+    deployed.prefect("deploy", "--all")
+
+
+def test_a_nightly_run_is_off_until_it_is_switched_on(deployed, switched_on):
+    def schedules(state=None):
+        found = deployed.api("deployments/name/pipeline/local")
+        planned = deployed.api(
+            "flow_runs/filter",
+            {
+                "deployments": {"id": {"any_": [found["id"]]}},
+                "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
+            },
+        )
+        return found["schedules"], [run["expected_start_time"] for run in planned]
+
+    ((off,), planned) = schedules()
+    assert (off["active"], off["schedule"]["cron"], planned) == (False, "0 2 * * *", [])
+    switched_on("pipeline", "active")
+    deadline = time.monotonic() + 120
+    while not schedules()[1]:
+        assert time.monotonic() < deadline, deployed.log("prefect")
+        time.sleep(1)
+    ((on,), planned) = schedules()
+    assert on["active"]
+    assert {time_of_day[11:16] for time_of_day in planned} == {"02:00"}
+
+
+class _Inbox(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.received.append(json.loads(body))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_): ...
+
+
+@pytest.fixture
+def inbox():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Inbox)
+    server.received = []
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+MAKE_BLOCK = """
+import sys
+from prefect.blocks.notifications import CustomWebhookNotificationBlock as Webhook
+Webhook(name="failures", url=sys.argv[1], json_data={"subject": "{{subject}}", "text": "{{body}}"}
+).save("agentgym-failures", overwrite=True)
+"""
+
+
+def test_people_are_told_of_a_failed_run_once_that_is_switched_on(deployed, switched_on, inbox):
+    (rule,) = (
+        each
+        for each in deployed.api("automations/filter", {})
+        if each["name"] == "agentgym: people are told of a failed run"
+    )
+    assert rule["enabled"] is False
+    address = f"http://127.0.0.1:{inbox.server_port}/"
+    made = deployed.project.run("python", "-c", MAKE_BLOCK, address)
+    assert made.returncode == 0, made.stderr
+    switched_on("notify", "enabled")
+    nobody = deployed.submit("train/local", "data.path=elsewhere")  # the block it names is none
+    deployed.wait(nobody, "Failed")
+    deadline = time.monotonic() + 120
+    while not any(
+        "'slack-webhook/agentgym-failures', which cannot be used" in str(each["state"]["message"])
+        for each in deployed.api("flow_runs/filter", {"flows": {"name": {"any_": ["notify"]}}})
+    ):
+        assert time.monotonic() < deadline, deployed.log("prefect")
+        time.sleep(1)
+
+    file = deployed.project.folder / "prefect.yaml"
+    file.write_text(file.read_text().replace("slack-webhook/", "custom-webhook/"))
+    deployed.prefect("deploy", "--name", "notify/local")
+    run = deployed.submit("train/local", "data.path=nowhere")
+    deployed.wait(run, "Failed")
+    deadline = time.monotonic() + 120
+    while not inbox.received:
+        assert time.monotonic() < deadline, deployed.log("prefect")
+        time.sleep(1)
+    ((subject, text),) = (each.values() for each in inbox.received)
+    assert subject == "agentgym: params.yaml data.path=nowhere failed"
+    assert "failed: pull data: " in text
+    assert "data.path nowhere does not exist" in text
+    assert f"{deployed.services['prefect']}/runs/flow-run/{run}" in text
+    assert f"prefect flow-run retry {run}" in text
+
+
+def test_environments_that_are_up_serve_the_next_run_and_go_down_on_request(deployed):
+    up = deployed.submit("envs-up/local")
+    seen = deployed.wait(up, "Completed", "Failed")
+    assert seen["state"] == "Completed", seen["message"]
+    ((key, kind, _, table),) = seen["artifacts"]
+    assert (key, kind) == ("environments", "table")
+    (server,) = json.loads(table)
+    file = next((deployed.project.folder / ".agentgym/environments").iterdir())
+    assert json.loads(file.read_bytes())["token"] not in str(deployed.look(up))
+    log = deployed.project.folder / ".agentgym/logs/babyai.log"
+    before = log.read_bytes()
+    run = deployed.submit("evaluate/local", "evaluation.seed=77")
+    seen = deployed.wait(run, "Completed", "Failed")
+    assert seen["state"] == "Completed", seen["message"]
+    assert log.read_bytes() == before  # no server of its own
+    assert server["process"] in deployed.pids("agentgym.deploy.kept")
+    down = deployed.submit("envs-down/local")
+    assert deployed.wait(down, "Completed", "Failed")["state"] == "Completed"
+    deadline = time.monotonic() + 30
+    while deployed.pids("agentgym.deploy.kept", "envs serve"):
+        assert time.monotonic() < deadline, processes(deployed.project)
+        time.sleep(0.2)
 
 
 def test_a_flow_typed_in_a_terminal_uses_the_running_server(deployed):

@@ -8,6 +8,9 @@ import time
 import pytest
 from mlflow import MlflowClient
 
+from agentgym.config import load_config
+from agentgym.pipeline.table import steps_of
+
 STEPS = 13
 
 
@@ -38,6 +41,16 @@ def test_one_command_runs_every_step_and_says_what_came_out(finished):
     assert "://" not in re.sub(r"data:image/png;base64,[^\"]*", "", page).replace(
         "http://www.w3.org", ""
     )
+
+
+def test_prefect_shows_each_step_after_the_steps_it_builds_on(finished):
+    steps = steps_of(load_config(finished.folder / "params.yaml"))
+    ran = finished.task_runs()
+    assert {name: ran[step.title].waited_for for name, step in steps.items()} == {
+        name: {steps[parent].title for parent in step.parents} for name, step in steps.items()
+    }
+    ends = [ran[step.title].ended for step in steps.values()]
+    assert ends == sorted(ends)  # one after the other
 
 
 def test_a_second_run_finds_everything_done_and_starts_nothing(finished):
