@@ -6,7 +6,8 @@ WORKERS ?= 2
 STATE  := $(CURDIR)/.agentgym
 BIN    := .venv/bin
 INSTALLED := .venv/.installed
-ENVS   := babyai sciworld searchqa textcraft webarena
+# those that ship as an image, as each one's README tells
+ENVS   := $(patsubst envs/%/README.md,%,$(wildcard envs/*/README.md))
 SBOM   := --output-reproducible --short-PURLs --output-format JSON
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
