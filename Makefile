@@ -20,7 +20,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline test slow ray chaos chaos-short hostile honest coverage drift unchanged check up down ui lock sbom clean
+.PHONY: install pipeline test slow ray chaos chaos-short hostile honest coverage drift unchanged check site up down ui lock sbom clean
 
 install: $(INSTALLED)
 
@@ -72,6 +72,10 @@ check: install  ## format, lint, types, layers, fast tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory test
+
+site: install  ## the documents and the reference as pages, into .agentgym/site; fails on a broken link
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "$(STATE)/site/index.html"
 
 up: install  ## Prefect server, worker and MLflow of this project; ports: make up PREFECT_PORT=4200 MLFLOW_PORT=5000
 	@$(BIN)/python -m services up $(if $(PREFECT_PORT),--prefect-port $(PREFECT_PORT)) $(if $(MLFLOW_PORT),--mlflow-port $(MLFLOW_PORT))

@@ -82,9 +82,7 @@ def test_what_plan_says_and_services_log_is_quoted_as_it_is(sources):
     assert len(said) == 8
     for text in said:
         assert is_said(text, sources), text
-    others = [
-        quoted(found) for found in re.findall(r"`` .*? ``|`[^`]+`", SECTIONS["Services"])
-    ]
+    others = [quoted(found) for found in re.findall(r"`` .*? ``|`[^`]+`", SECTIONS["Services"])]
     others = [text for text in others if GAP in text]
     assert len(others) == 2
     assert all(is_said(text, sources) for text in others)
