@@ -6,7 +6,8 @@ WORKERS ?= 2
 STATE  := $(CURDIR)/.agentgym
 BIN    := .venv/bin
 INSTALLED := .venv/.installed
-ENVS   := babyai sciworld searchqa textcraft webarena
+# those that ship as an image, as each one's README tells
+ENVS   := $(patsubst envs/%/README.md,%,$(wildcard envs/*/README.md))
 SBOM   := --output-reproducible --short-PURLs --output-format JSON
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -19,7 +20,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline test slow ray chaos chaos-short hostile honest coverage drift unchanged check up down ui lock sbom clean
+.PHONY: install pipeline test slow ray chaos chaos-short hostile honest coverage drift unchanged check site up down ui lock sbom clean
 
 install: $(INSTALLED)
 
@@ -71,6 +72,10 @@ check: install  ## format, lint, types, layers, fast tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory test
+
+site: install  ## the documents and the reference as pages, into .agentgym/site; fails on a broken link
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "$(STATE)/site/index.html"
 
 up: install  ## Prefect server, worker and MLflow of this project; ports: make up PREFECT_PORT=4200 MLFLOW_PORT=5000
 	@$(BIN)/python -m services up $(if $(PREFECT_PORT),--prefect-port $(PREFECT_PORT)) $(if $(MLFLOW_PORT),--mlflow-port $(MLFLOW_PORT))

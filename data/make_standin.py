@@ -5,7 +5,8 @@ Same layout and schema as the set on the Hub, other ids: of each environment's i
 whose sha256 sorts first, each task once: where two ids name one task of the environment (as it is
 by default), a later id stands in for the second.
 Equal output on every machine and Python version.
-Run it from anywhere: `python data/make_standin.py`, then `dvc add`.
+Run it from anywhere: `python data/make_standin.py`, of some environments alone with their names,
+then `dvc add`.
 It also writes `textcraft-invented`, small enough for git: made-up goals of TextCraft to learn from,
 the game's own for the test.
 """
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -107,9 +109,9 @@ def _in_hash_order(env: str, indices: range) -> list[str]:
     )
 
 
-def write(root: Path = ROOT) -> None:
-    """Replace the ten files under `root`."""
-    for env in SIZES:
+def write(root: Path = ROOT, envs: Iterable[str] = SIZES) -> None:
+    """Replace the two files of each environment under `root`."""
+    for env in envs:
         _write(root, env, *ids(env))
 
 
@@ -126,5 +128,6 @@ def _write(root: Path, env: str, train: list[str], test: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    write()
-    write_invented()
+    write(envs=sys.argv[1:] or SIZES)
+    if not sys.argv[1:]:
+        write_invented()

@@ -5,16 +5,20 @@ entry point group `agentgym.envs`.
 from __future__ import annotations
 
 import difflib
+import pkgutil
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+import envs
 from envs.env import EnvSpec
 
 ENTRY_POINT_GROUP = "agentgym.envs"
+# each package of this folder is an environment, and makes its `EnvSpec` with `spec`
 BUILT_IN = {
-    name: f"envs.{name}:spec"
-    for name in ("babyai", "sciworld", "searchqa", "textcraft", "webarena")
+    found.name: f"envs.{found.name}:spec"
+    for found in pkgutil.iter_modules(envs.__path__)
+    if found.ispkg
 }
 
 

@@ -59,7 +59,8 @@ def run_name() -> str:
 
 def is_preparation(step: Step) -> bool:
     """Data, demonstrations, initial model, warm start."""
-    return not is_training(step) and not is_evaluation(step)
+    before = (Kind.PREPARE, Kind.INITIALIZE, Kind.TRAIN)
+    return step.kind in before and not is_training(step)
 
 
 def is_training(step: Step) -> bool:
@@ -68,8 +69,8 @@ def is_training(step: Step) -> bool:
 
 
 def is_evaluation(step: Step) -> bool:
-    """Evaluations and what is made of them: registered model and report."""
-    return step.kind in (Kind.EVALUATE, Kind.REGISTER, Kind.REPORT)
+    """Evaluations and what is made of them: registered model, report, steps added later."""
+    return not is_preparation(step) and not is_training(step)
 
 
 def is_any(step: Step) -> bool:

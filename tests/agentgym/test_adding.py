@@ -1,0 +1,330 @@
+"""The guides of docs/adding.md, followed word by word on a copy of the sources."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from agentgym.config import load_config
+from agentgym.pipeline.table import open_store
+from agentgym.steps.context import METRICS
+from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.points import decode_points
+
+ROOT = Path(__file__).parents[2]
+GUIDES = dict(
+    re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/adding.md").read_text(), re.S | re.M)
+)
+# one instruction: where, in a sentence, then the block that goes there
+BLOCK = re.compile(
+    r"(?P<where>[^\n]*:)\n\n```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+PLACE = re.compile(
+    r"(?:^|\. )(?:New file `(?P<new>[^`]+)`|In `(?P<file>[^`]+)`,"
+    r" (?:(?P<how>before|after|in place of) the line `(?P<line>.+)`|at its end)):$"
+)
+COPIED = (
+    "agentgym",
+    "envs",
+    "sites",
+    "services",
+    "tasks",
+    "flows",
+    "tests",
+    "data/make_standin.py",
+)
+SHORT = {
+    "deterministic": True,  # what is learned does not depend on how busy the machine is
+    "warm_start": {"num_demos": 60, "steps": 80, "batch_size": 16, "optimizer": {"lr": 0.005}},
+    "horizon": {"kind": "fixed", "max_turns": [5], "stage_steps": [2]},
+    "evaluation": {"num_items": 6, "num_samples": 1, "k": [1], "max_turns": 5, "num_bootstrap": 20},
+    "validation": {"every": 0},
+}
+# each command of the program, until one fails: what they printed
+MAIN = """
+import ast, contextlib, io, json, sys
+from agentgym.cli import main
+printed = []
+for words in ast.literal_eval(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = main(words)
+    printed.append(said.getvalue())
+    if code:
+        sys.exit(f"{words}: {code}: {said.getvalue()}")
+print(json.dumps(printed))
+"""
+
+
+@dataclass
+class Copy:
+    """The sources as a reader of the guides has them."""
+
+    folder: Path
+    touched: set[str] = field(default_factory=set)
+    commands: list[str] = field(default_factory=list)
+
+    def follow(self, guide):
+        """Put every block where its sentence says, then format as the page asks."""
+        for block in BLOCK.finditer(GUIDES[guide]):
+            if block["language"] == "sh":
+                self.commands += block["text"].splitlines()
+                continue
+            place = PLACE.search(block["where"])
+            assert place, f"{guide}: this says not where its block goes: {block['where']}"
+            path = self.folder / (place["new"] or place["file"])
+            if place["new"]:
+                assert not path.exists()
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(block["text"])
+            else:
+                path.write_text(inserted(path.read_text(), place, block["text"]))
+            self.touched.add(str(path.relative_to(self.folder)))
+        self.run(f"ruff format --quiet {self.python()}")
+        return self
+
+    def python(self):
+        return " ".join(name for name in sorted(self.touched) if name.endswith(".py"))
+
+    def counted(self):
+        """What a guide's row in the page's table counts."""
+        return {name for name in self.touched if not name.startswith("tests/")}
+
+    def run(self, command, code=0, **more):
+        """One line as the page has it. Result: what it printed."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.folder),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        }
+        ended = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", command],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            **more,
+        )
+        assert ended.returncode == code, f"{command}\n{ended.stdout}{ended.stderr}"
+        return ended.stdout
+
+    def run_all(self):
+        """Result: what each command printed, by its first words. Those of `agentgym` run one
+        after the other in one process, so that its imports are paid for once.
+        """
+        others = [line for line in self.commands if not line.startswith("agentgym ")]
+        said = {" ".join(line.split()[:2]): self.run(line) for line in others}
+        ours = [shlex.split(line)[1:] for line in self.commands if line not in others]
+        printed = json.loads(self.run(f"python -c {shlex.quote(MAIN)} {shlex.quote(repr(ours))}"))
+        return said | {
+            f"agentgym {words[0]}": text for words, text in zip(ours, printed, strict=True)
+        }
+
+    def points(self, *overrides, step="stage-1"):
+        """The metrics of a step's commits, in order."""
+        cfg = load_config(self.folder / "params.yaml", overrides)
+        store = open_store(cfg)
+        (head,) = store.keys(step)
+        return [
+            point.metrics
+            for commit in store.history(step, head.key)
+            for point in decode_points(store.read(commit, METRICS))
+        ]
+
+
+def inserted(text, place, block):
+    if place["how"] is None:
+        return f"{text}\n\n{block}"
+    lines = text.splitlines(keepends=True)
+    (at,) = (number for number, line in enumerate(lines) if line.strip() == place["line"])
+    first, last = {"before": (at, at), "after": (at + 1, at + 1), "in place of": (at, at + 1)}[
+        place["how"]
+    ]
+    return "".join([*lines[:first], block, *lines[last:]])
+
+
+@pytest.fixture(scope="session")
+def ledger(tmp_path_factory):
+    """An empty MLflow database, made once: its tables take seconds."""
+    path = tmp_path_factory.mktemp("ledger") / "mlflow.db"
+    assert Tracker(f"sqlite:///{path}", "none", path.parent).client
+    return path
+
+
+@pytest.fixture
+def copy(tmp_path, tiny_params, ledger):
+    folder = tmp_path / "project"
+    for name in COPIED:
+        source, target = ROOT / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target)  # with what Python compiled of it
+        else:
+            shutil.copy(source, target)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copy(ledger, folder)
+    tiny_params(folder, **SHORT)
+    return Copy(folder)
+
+
+def test_an_advantage_is_two_files_and_trains(copy):
+    copy.follow("An advantage")
+    assert copy.counted() == {"agentgym/algorithms/advantages.py", "agentgym/algorithms/recipe.py"}
+    said = copy.run_all()
+    assert "1 passed" in said["python -m"]
+    assert "stage-1: ran" in said["agentgym step"]
+    assert any(row.get("actor/grad_norm", 0.0) > 0 for row in copy.points())
+
+
+def test_a_loss_is_two_files_and_trains(copy):
+    copy.follow("A loss")
+    assert copy.counted() == {"agentgym/algorithms/losses.py", "agentgym/algorithms/recipe.py"}
+    said = copy.run_all()
+    assert "1 passed" in said["python -m"]
+    assert "stage-1: ran" in said["agentgym step"]
+    rows = copy.points()
+    assert any(row.get("actor/grad_norm", 0.0) > 0 and "actor/clip_frac" in row for row in rows)
+
+
+def test_a_training_loop_is_three_files_and_its_run_passes_the_audit(copy):
+    copy.follow("A training loop")
+    assert copy.counted() == {
+        "agentgym/algorithms/recipe.py",
+        "agentgym/config/algorithm.py",
+        "agentgym/training/rejection.py",
+    }
+    said = copy.run_all()
+    assert "stage-1: ran" in said["agentgym step"]
+    assert "audit passed" in said["agentgym audit"]
+    rows = copy.points()
+    assert len(rows) == 2
+    assert any(row["actor/num_kept"] > 0 and row["sft/grad_norm"] > 0 for row in rows)
+
+
+def test_an_environment_is_three_files_is_served_and_trained_on(copy, tiny_params):
+    tiny_params(copy.folder, **SHORT, data={"path": "data/AgentGym-RL-Data-ID"})
+    copy.follow("An environment")
+    assert copy.counted() == {
+        "data/make_standin.py",
+        "envs/hanoi/README.md",
+        "envs/hanoi/__init__.py",
+    }
+    said = copy.run_all()
+    first, last, beyond = json.loads(said["echo '[0,"])
+    assert first != last
+    assert beyond is None  # four discs have 80 tasks
+    assert "stage-1: ran" in said["agentgym step"]
+    train, test = (
+        [each["item_id"] for each in json.loads((copy.folder / "data" / name).read_text())]
+        for name in (
+            "AgentGym-RL-Data-ID/train/hanoi_train.json",
+            "AgentGym-RL-Data-ID/eval/hanoi_test.json",
+        )
+    )
+    assert sorted(train + test) == sorted(f"hanoi_{task}" for task in range(80))
+
+
+def test_the_new_environment_plays_an_episode_over_http(copy):
+    copy.follow("An environment")
+    server = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "envs",
+            *["serve", "hanoi", "--expert", "--owner-pipe", "--port-file", "port"],
+        ],
+        cwd=copy.folder,
+        env={**os.environ, "PYTHONPATH": str(copy.folder)},
+        stdin=subprocess.PIPE,
+    )
+    try:
+        copy.run("until test -s port; do sleep 0.1; done", timeout=60)
+        address = f"http://127.0.0.1:{(copy.folder / 'port').read_text().strip()}"
+        opened = ask(f"{address}/create", request_key="one", task_id=0)
+        assert opened["observation"].endswith("pegs of discs 1 to 4: 1 1 1 1")
+        session, turn = opened["session_id"], 0
+        wrong = ask(f"{address}/step", session_id=session, turn=1, action="move 2 3")
+        assert wrong["observation"] == "invalid action"
+        reply = wrong
+        for turn in range(2, 17):  # 2^4 - 1 moves
+            assert not reply["terminated"]
+            action = ask(f"{address}/expert", session_id=session)["action"]
+            reply = ask(f"{address}/step", session_id=session, turn=turn, action=action)
+        assert reply["success"]
+        assert reply["reward"] == 1.0
+    finally:
+        server.stdin.close()
+        server.wait(30)
+
+
+def ask(url, **message):
+    request = urllib.request.Request(
+        url, json.dumps(message).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+        request, timeout=30
+    ) as r:
+        return json.load(r)
+
+
+def test_a_step_is_in_the_table_runs_once_and_is_in_dvc_yaml(copy):
+    copy.follow("A step")
+    assert copy.counted() == {
+        "agentgym/evaluation/unsolved.py",
+        "agentgym/pipeline/table.py",
+        "agentgym/steps/step.py",
+    }
+    said = copy.run_all()
+    assert re.search(r"run +unsolved +after evaluate-stage-1", said["agentgym plan"])
+    assert "unsolved: ran" in said["agentgym step"]
+    assert "python -m agentgym step unsolved" in (copy.folder / "dvc.yaml").read_text()
+    (row,) = copy.points(step="unsolved")
+    assert 0.0 <= row["unsolved/frac"] <= 1.0
+    assert re.search(r"skip +unsolved +done", copy.run("agentgym plan"))
+
+
+def test_a_metric_is_one_file_and_arrives_in_the_points_of_the_step(copy):
+    copy.follow("A metric")
+    assert copy.counted() == {"agentgym/rollouts/metrics.py"}
+    said = copy.run_all()
+    assert "audit passed" in said["agentgym audit"]
+    rows = copy.points()
+    assert len(rows) == 2
+    assert all(0.0 <= row["rollout/repeat_frac"] <= 1.0 for row in rows)
+
+
+def test_the_table_says_how_many_files_each_guide_touches(copy):
+    page = (ROOT / "docs/adding.md").read_text()
+    counts = {}
+    for guide in GUIDES:
+        before = copy.counted()
+        copy.follow(guide)
+        blocks = BLOCK.finditer(GUIDES[guide])
+        places = [PLACE.search(block["where"]) for block in blocks if block["language"] != "sh"]
+        files = {place["new"] or place["file"] for place in places}
+        counts[guide] = len([name for name in files if not name.startswith("tests/")])
+        assert before <= copy.counted()
+    told = re.findall(r"^\| an? (?:built-in )?(.+?) \| (\d) \|", page, re.MULTILINE)
+    assert {name: int(count) for name, count in told} == {
+        guide.partition(" ")[2]: count for guide, count in counts.items()
+    }
+    assert counts["An advantage"] == counts["A loss"] == 2
+    assert counts["A training loop"] == counts["An environment"] == 3
+    # all guides together, as they stand after `ruff format`
+    copy.run(f"ruff check {copy.python()}")
+    copy.run("lint-imports")
+
+
+@pytest.mark.slow
+def test_what_the_guides_write_is_typed(copy):
+    for guide in GUIDES:
+        copy.follow(guide)
+    copy.run(f"mypy --cache-dir {ROOT}/.mypy_cache")

@@ -1,0 +1,155 @@
+"""docs/operations.md: its commands work, and what it quotes is in the sources."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentgym.config import load_config
+from agentgym.pipeline.table import finished, open_store, steps_of
+from envs.sessions import STATUS
+from envs.wire import ErrorKind
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/operations.md").read_text()
+SECTIONS = dict(re.findall(r"^##+ (.+?)\n(.*?)(?=^##+ |\Z)", PAGE, re.S | re.M))
+ROOMS = ("agentgym", "envs", "services", "tasks", "flows")
+GAP = "…"
+
+
+@pytest.fixture(scope="module")
+def sources():
+    """(every text of the sources, with a gap for what is filled in; names of classes)."""
+    texts, classes = set(), {"RuntimeError", "FloatingPointError"}
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                texts.add(
+                    "".join(p.value if isinstance(p, ast.Constant) else GAP for p in node.values)
+                )
+            elif isinstance(node, ast.ClassDef):
+                classes.add(node.name)
+    return texts, classes
+
+
+def quoted(text):
+    """What stands between one backtick, or two, which may hold others."""
+    found = re.fullmatch(r"`` (.*) ``|`([^`]*)`", text.strip())
+    return found[1] or found[2]
+
+
+def is_said(text, sources):
+    """Whether the sources say it; logging's and f-strings' places are gaps alike."""
+    return any(text in re.sub(r"%(?:\.\d+)?[a-z]", GAP, each) for each in sources[0])
+
+
+def rows(section, columns):
+    found = re.findall(r"^\| " + r" \| ".join(["(.+?)"] * columns) + r" \|$", section, re.MULTILINE)
+    return [row for row in found if not row[0].startswith(("---", "class", "kind", "number"))]
+
+
+ALARMS = [
+    row[:2]
+    for title, section in SECTIONS.items()
+    if title.startswith("Exit code")
+    for row in rows(section, 3)
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), ALARMS, ids=[text[:40] for _, text in ALARMS])
+def test_an_alarm_is_one_the_sources_raise(kind, text, sources):
+    assert quoted(kind) in sources[1]
+    assert is_said(quoted(text), sources)
+
+
+def test_alarms_of_every_part_are_there_and_a_text_nobody_says_is_found(sources):
+    assert len(ALARMS) > 30
+    assert {"LeaseHeld", "LedgerUnavailable", "RolloutError", "ConfigError", "StoreFull"} <= {
+        quoted(kind) for kind, _ in ALARMS
+    }
+    assert not is_said("… is held by …; please come back later", sources)
+
+
+def test_what_plan_says_and_services_log_is_quoted_as_it_is(sources):
+    said = [quoted(row[0]) for row in rows(SECTIONS["Upgrade"], 2)[1:]]
+    assert len(said) == 8
+    for text in said:
+        assert is_said(text, sources), text
+    others = [quoted(found) for found in re.findall(r"`` .*? ``|`[^`]+`", SECTIONS["Services"])]
+    others = [text for text in others if GAP in text]
+    assert len(others) == 2
+    assert all(is_said(text, sources) for text in others)
+    assert is_said("… has schema_version …, this agentgym reads up to …", sources)
+
+
+def test_every_kind_of_the_wire_is_explained_with_its_status():
+    told = {quoted(row[0]): int(row[1]) for row in rows(PAGE, 4)}
+    assert told == {kind.value: STATUS[kind] for kind in ErrorKind}
+
+
+def test_every_number_to_watch_is_measured(sources):
+    (watched,) = re.findall(r"^\| number .*?(?=^\n)", SECTIONS["A nightly run"], re.S | re.M)
+    names = re.findall(r"`([a-z_]+(?:/[a-z_]+)?)`", "\n".join(r[0] for r in rows(watched, 3)))
+    assert len(names) == 9
+    for name in names:
+        prefix, _, last = name.partition("/")
+        # by its whole name, under the prefix of its section, or without what Prometheus adds
+        known = (name, f"{GAP}/{last}", f"{prefix}/{GAP}", name.removesuffix("_total"))
+        assert any(each in sources[0] for each in known), name
+
+
+def test_a_setting_it_names_exists():
+    tree = load_config(ROOT / "params.yaml").model_dump()
+    sections = [name for name, value in tree.items() if isinstance(value, dict)]
+    named = set(re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_]+)`", PAGE))
+    assert len(named) > 10
+    # of recipes that explore
+    named -= {"algorithm.num_items"}
+    assert [
+        path for path in named if path.partition(".")[2] not in tree[path.partition(".")[0]]
+    ] == []
+
+
+def test_a_store_that_was_deleted_comes_back_from_its_backup(whole_run, tmp_path, tiny_params):
+    project = tmp_path / "project"
+    params = tiny_params(project, deterministic=True, store={"path": ".agentgym/store"})
+    shutil.copytree(whole_run, project / ".agentgym", ignore=shutil.ignore_patterns("half"))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+    def run(title):
+        (script,) = re.findall(r"```sh\n(.*?)```", SECTIONS[title], re.DOTALL)
+        command = ["bash", "-e", "-c", script]
+        ended = subprocess.run(
+            command, cwd=project, env=environment, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    cfg = load_config(params, [f"store.path={project}/.agentgym/store"])
+    before = {name: manifest.digest for name, manifest in finished(cfg, open_store(cfg)).items()}
+    assert list(before) == list(steps_of(cfg))
+    run("Backup")
+    assert (project / "backup").stat().st_mode & 0o077 == 0
+    shutil.rmtree(project / ".agentgym")
+    assert finished(cfg, open_store(cfg)) == {}
+    said = run("Restore")
+    assert len(re.findall(r"^  skip +\S+ +done, manifest", said, re.MULTILINE)) == len(before)
+    store = open_store(cfg)
+    after = finished(cfg, store)
+    assert {name: manifest.digest for name, manifest in after.items()} == before
+    for manifest in after.values():
+        store.verify(manifest)
+    names = {path.name for path in (project / ".agentgym").iterdir()}
+    assert {"store", "mlflow.db", "mlflow-artifacts"} <= names
+    assert (project / ".agentgym").stat().st_mode & 0o077 == 0

@@ -1,0 +1,130 @@
+"""The documents as a site: every link leads somewhere, nothing is loaded from a network, and the
+reference has every public function that says what it does.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+# tag -> the attribute by which a page loads something
+LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+
+
+def build(folder, site):
+    """`mkdocs build --strict` where a network would be met with refusal. Result: (code, output)."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        env={
+            **os.environ,
+            "NO_MKDOCS_2_WARNING": "1",
+            **dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9"),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    code, said = build(ROOT, folder)
+    assert code == 0, said
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page loads, and where in it one can point."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.loads, self.ids = [], set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        named = dict(attrs)
+        if "id" in named:
+            self.ids.add(named["id"])
+        if named.get(LOADS.get(tag, "")) and named.get("rel") not in ("canonical", "next", "prev"):
+            self.loads.append(named[LOADS[tag]])
+
+
+def test_no_page_loads_anything_from_another_host(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    loaded = {address for page in pages for address in Page(page).loads}
+    assert any(address.endswith(".js") for address in loaded)
+    assert any(address.endswith(".css") for address in loaded)
+    foreign = re.compile(r"^(?:\w+:)?//")
+    assert [address for address in loaded if foreign.match(address)] == []
+    assert foreign.match("//fonts.googleapis.com/css")
+    styles = "".join(path.read_text() for path in site.rglob("*.css"))
+    assert re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//[^)\"']+", styles) == []
+    # loaded by the theme's script where a page has a diagram, from a host of its own
+    assert [page for page in pages if 'class="mermaid"' in page.read_text()] == []
+
+
+def test_every_public_function_that_says_what_it_does_is_in_the_reference(site):
+    ids = {each for page in site.glob("reference/*/index.html") for each in Page(page).ids}
+    wanted = set()
+    for path in (ROOT / "agentgym").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(part for part in parts if part != "__init__")
+        if "__main__" in module:
+            continue
+        for node in ast.parse(path.read_bytes()).body:
+            is_named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if is_named and not node.name.startswith("_") and ast.get_docstring(node):
+                wanted.add(f"{module}.{node.name}")
+    assert len(wanted) > 400
+    assert sorted(wanted - ids) == []
+    assert "agentgym.algorithms.advantages._centred" not in ids
+
+
+def test_the_documents_themselves_are_pages_with_their_headings(site):
+    home = Page(site / "index.html")
+    assert {"step-by-step", "layout"} <= home.ids
+    for path, heading in {
+        "docs/architecture": "promises",
+        "docs/adding": "a-training-loop",
+        "docs/operations": "restore",
+        "SECURITY": "ray",
+        "docs/results/learn": "",
+    }.items():
+        page = Page(site / path / "index.html")
+        assert not heading or heading in page.ids
+
+
+def test_a_broken_link_and_a_broken_anchor_fail_the_build(tmp_path):
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md", "docs", "mkdocs.yml"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for name in listed.stdout.splitlines():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    settings = yaml.safe_load((tmp_path / "mkdocs.yml").read_text())
+    # the reference takes most of the time
+    settings["plugins"] = []
+    settings["nav"].append({"New": "NEW.md"})
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "NEW.md").write_text("# New\n\n[a](docs/nowhere.md) [b](docs/adding.md#nowhere)\n")
+    code, said = build(tmp_path, tmp_path / "site")
+    assert code == 1
+    assert "contains a link 'docs/nowhere.md', but the target is not found" in said
+    assert re.search(r"contains a link 'docs/adding.md#nowhere', but the .* does not contain", said)
