@@ -26,6 +26,7 @@ from prefect.settings import (
     PREFECT_SERVER_API_AUTH_STRING,
     temporary_settings,
 )
+from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -140,6 +141,24 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
+def lock_first() -> None:
+    """Every transaction of the server that may write takes SQLite's lock when it begins.
+
+    As Prefect has it, most begin by reading, and fail at once (`database is locked`) where another
+    has written in between: an event is then lost to the automations, which bring crashed runs back.
+    """
+    from prefect.server.database.configurations import AioSqliteConfiguration
+
+    begin = AioSqliteConfiguration.begin_transaction
+
+    def begin_immediately(
+        self: AioSqliteConfiguration, session: AsyncSession, with_for_update: bool = False
+    ) -> contextlib.AbstractAsyncContextManager[AsyncSessionTransaction]:
+        return begin(self, session, with_for_update=True)
+
+    AioSqliteConfiguration.begin_transaction = begin_immediately  # type: ignore[assignment,method-assign]
+
+
 def make_app(login: str) -> ASGIApp:
     """Prefect's server and pages behind our gate.
     Its own authentication stays on, and guards the WebSockets.
@@ -167,4 +186,5 @@ def make_app(login: str) -> ASGIApp:
 if __name__ == "__main__":
     known = PREFECT_SERVER_API_AUTH_STRING.value()
     assert known is not None
+    lock_first()
     serve(make_app(known), socket.socket(fileno=int(sys.argv[1])))

@@ -169,6 +169,7 @@ def deployed(tmp_path_factory, finished):
         yield Deployed(project)
     finally:
         ended = make(project, "down")
+    assert "database is locked" not in (project.folder / ".agentgym/logs/prefect.log").read_text()
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("stopped")
     assert processes(project) == {}
