@@ -170,9 +170,17 @@ def forger_of():
     return module.Forger
 
 
+@pytest.fixture(scope="session")
+def tiny_endpoint(serving):
+    """A server of a tiny run's environment; whoever does not name it starts one as a process."""
+    with serving("babyai", TINY["env"]["options"]) as (endpoint, _):
+        yield endpoint
+
+
 @pytest.fixture
-def forger(forger_of, whole_run, tmp_path, tiny_params):
+def forger(forger_of, whole_run, tmp_path, tiny_params, tiny_endpoint):
     from agentgym.config import load_config
 
     shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("half"))
-    return forger_of(load_config(tiny_params(tmp_path, deterministic=True)))
+    params = tiny_params(tmp_path, deterministic=True)
+    return forger_of(load_config(params, [f"env.endpoints=[{tiny_endpoint!r}]"]))
