@@ -23,6 +23,8 @@ from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import Item, Status
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 BEFORE = ("prepare", "initialize", "warm-start")
 SMALL = {
@@ -247,19 +249,24 @@ def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(par
 
 
 @pytest.mark.usefixtures("java")
-def test_science_and_a_grid_world_are_learned_in_one_run(params):
+def test_science_and_a_grid_world_are_learned_in_one_run(params, serving):
     longer = {
         "horizon": {"kind": "stepwise", "max_turns": [7, 9], "stage_steps": [2, 1]},
         "warm_start": {**SMALL["warm_start"], "num_demos": 32},
         "evaluation": {**SMALL["evaluation"], "num_items": 4, "max_turns": 9},
     }
-    cfg = params(
-        BABYAI,
-        SCIWORLD,
-        rollout={**ROLLOUT, "max_new_tokens": 40, "observation_tokens": 64},
-        **longer,
-    )
-    metrics, done = train(cfg)
+    served = {"max_sessions": 32}  # by Java processes that last
+    with (
+        serving("babyai", BABYAI["options"], **served) as (grid, _),
+        serving("sciworld", SCIWORLD["options"], **served) as (science, _),
+    ):
+        cfg = params(
+            {**BABYAI, "endpoints": [grid]},
+            {**SCIWORLD, "endpoints": [science]},
+            rollout={**ROLLOUT, "max_new_tokens": 40, "observation_tokens": 64},
+            **longer,
+        )
+        metrics, done = train(cfg)
     assert len(metrics) == 3
     assert done["initialize"].results["expert_success"] > 0.7  # nine turns do not always do
     for row in metrics:

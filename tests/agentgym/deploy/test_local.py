@@ -16,6 +16,8 @@ from agentgym.deploy import local, owned
 from agentgym.deploy.local import local_env, local_environment
 from agentgym.private import token_of
 
+pytestmark = pytest.mark.integration
+
 
 def children():
     return [

@@ -110,6 +110,7 @@ def play_hosted(stub, endpoint, items, key_variable="", max_retries=4, **changes
     return asyncio.run(asyncio.wait_for(main(), 240))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("env", ENVS)
 def test_expert_script_chance_and_a_hosted_model_play_every_environment(serving, env, request):
     if env in NEEDS:
