@@ -5,7 +5,8 @@
 The test of agentgym/store/keys.py is tests/agentgym/store/test_keys.py; that of a package's own
 code is test_<package>.py, in the package's room or beside it. Each runs by itself under coverage,
 without what is slow or needs a GPU or Ray; what other processes run for it does not count.
-Writes docs/results/like_named.json, which tests/test_suite.py bounds; with --only it prints alone.
+A test that fails runs nothing. Writes docs/results/like_named.json, which tests/test_suite.py
+bounds; with --only the other rows stay.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from pipeline import machine
 
@@ -33,15 +35,18 @@ LIMIT_S = 1200
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="modules whose path holds this")
+    parser.add_argument("--only", default="", help="measure modules whose path holds this anew")
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
-    found = {path: like_named(path) for path in modules() if asked.only in path}
-    tests = sorted({path for path in found.values() if path})
+    found = {path: like_named(path) for path in modules()}
+    tests = sorted({test for path, test in found.items() if test and asked.only in path})
     with ThreadPoolExecutor(asked.jobs) as pool:
         ran = dict(zip(tests, pool.map(lines_run, tests), strict=True))
+    before = {row["module"]: row for row in known()}
     rows = [
-        {"module": path, "test": test, "share": ran[test].get(path, 0.0) if test else 0.0}
+        before[path]
+        if asked.only not in path and path in before and before[path]["test"] == test
+        else {"module": path, "test": test, "share": ran.get(test, {}).get(path, 0.0)}
         for path, test in found.items()
     ]
     for row in sorted(rows, key=lambda row: row["share"]):
@@ -49,18 +54,23 @@ def main() -> int:
     enough = sum(row["share"] >= ENOUGH for row in rows)
     share = round(enough / len(rows), 3)
     sys.stdout.write(f"{enough} of {len(rows)} modules: {share:.1%}\n")
-    if not asked.only:
-        result = {
-            "machine": machine(),
-            "command": "python benchmarks/like_named.py",
-            "enough": ENOUGH,
-            "num_modules": len(rows),
-            "num_enough": enough,
-            "share": share,
-            "modules": rows,
-        }
-        OUT.write_text(json.dumps(result, indent=1) + "\n")
+    result = {
+        "machine": machine(),
+        "command": "python benchmarks/like_named.py",
+        "enough": ENOUGH,
+        "num_modules": len(rows),
+        "num_enough": enough,
+        "share": share,
+        "modules": rows,
+    }
+    OUT.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def known() -> list[dict[str, Any]]:
+    """What was measured last."""
+    rows: list[dict[str, Any]] = json.loads(OUT.read_text())["modules"] if OUT.exists() else []
+    return rows
 
 
 def modules(packages: Sequence[str] = PACKAGES) -> list[str]:
@@ -92,9 +102,7 @@ def like_named(module: str) -> str | None:
 
 
 def lines_run(test: str) -> dict[str, float]:
-    """Of each module, the share of its lines that a test file runs in its own process.
-    Errors: RuntimeError where the test fails.
-    """
+    """Of each module, the share of its lines that a test file runs in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         data = f"--data-file={folder}/data"
         command = [sys.executable, "-m", "coverage", "run", data]
@@ -108,7 +116,9 @@ def lines_run(test: str) -> dict[str, float]:
             timeout=LIMIT_S,
         )
         if told.returncode not in (0, 5):  # 5: nothing in it runs without what is left out
-            raise RuntimeError(f"{' '.join(command)}\n{(told.stdout + told.stderr)[-3000:]}")
+            sys.stderr.write(f"{test} failed\n{(told.stdout + told.stderr)[-3000:]}\n")
+            return {}
+        sys.stderr.write(f"{test}\n")
         report = [sys.executable, "-m", "coverage", "json", data, "--quiet", "-o"]
         subprocess.run([*report, f"{folder}/json"], cwd=ROOT, check=True, timeout=LIMIT_S)
         files = json.loads(Path(folder, "json").read_text())["files"]

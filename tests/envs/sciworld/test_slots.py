@@ -113,7 +113,7 @@ def check_isolation(step, limit):
 
 
 def test_games_interleaved_over_slots_are_the_games_alone_also_in_another_process():
-    check_isolation(step=4, limit=10)
+    check_isolation(step=8, limit=10)
 
 
 @pytest.mark.slow
