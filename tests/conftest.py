@@ -114,7 +114,7 @@ def once(tmp_path_factory):
     processes came first. Copy it, leave it whole.
     """
     shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if "PYTEST_XDIST_WORKER" in os.environ or "AGENTGYM_TEST_SHARED" in os.environ:
         shared = shared.parent
 
     def make(name, build):

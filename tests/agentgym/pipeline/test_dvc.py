@@ -14,7 +14,7 @@ from agentgym.pipeline.dvc import dvc_yaml, metrics, require_current
 from agentgym.pipeline.table import steps_of
 from agentgym.steps.step import Kind
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 SCHEDULES = {
     "default": [],
     "two stages": ["horizon.max_turns=[6,12]", "horizon.stage_steps=[15,15]"],
