@@ -2,7 +2,6 @@
 PYTHON ?= python3
 # pip's own choice of build; another is yours to name: make TORCH="torch==2.13.0 --index-url URL" pipeline
 TORCH  ?= torch==2.13.0
-WORKERS ?= 3
 STATE  := $(CURDIR)/.agentgym
 BIN    := .venv/bin
 INSTALLED := .venv/.installed
@@ -35,9 +34,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 pipeline: install  ## the whole job; run it again to go on where it stopped. Overrides: make pipeline ARGS="optimizer.lr=5e-4"
 	@$(BIN)/python -m flows.pipeline $(ARGS)
 
+test: WORKERS ?= 3
 test: install  ## the tests, three at a time on two cores; one after the other: make test WORKERS=0
 	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray" --numprocesses $(WORKERS) $(ARGS)
 
+quick: WORKERS ?= 2
 quick: install  ## those that start no process, train nothing and open no browser; at each edit
 	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not integration" --numprocesses $(WORKERS) $(ARGS)
 

@@ -39,7 +39,7 @@ LIBRARIES = (
     "uvicorn",
     "boto3",
 )
-SHARED = tempfile.mkdtemp(prefix="like-named-")  # logs, and what several tests prepare once
+SHARED = "AGENTGYM_TEST_SHARED"  # names the folder of logs, and of what several tests prepare once
 
 
 def main() -> int:
@@ -83,13 +83,13 @@ def measured(tests: Sequence[str], jobs: int) -> dict[str, dict[str, float]]:
     for name in LIBRARIES:
         importlib.import_module(name)
     ran: dict[str, dict[str, float]] = {}
-    os.environ["AGENTGYM_TEST_SHARED"] = SHARED
+    os.environ[SHARED] = shared = tempfile.mkdtemp(prefix="like-named-")
     context = multiprocessing.get_context("fork")
     with context.Pool(jobs, maxtasksperchild=1) as pool:
         waiting = {test: pool.apply_async(lines_run, (test,)) for test in tests}
         for test, each in waiting.items():
             ran[test] = each.get(LIMIT_S)
-            sys.stderr.write(f"{test}{'' if ran[test] else ' FAILED: ' + SHARED}\n")
+            sys.stderr.write(f"{test}{'' if ran[test] else ' FAILED: ' + shared}\n")
     sys.path.insert(0, str(Path(__file__).parent))
     return ran
 
@@ -137,9 +137,9 @@ def lines_run(test: str) -> dict[str, float]:
 
     os.chdir(ROOT)
     sys.path[0] = str(ROOT)
-    name = test.replace("/", ".")
-    command = ["-m", FEW, "-p", "no:cacheprovider", "--basetemp", f"{SHARED}/{name}", test]
-    with open(f"{SHARED}/{name}.log", "wb") as log:
+    shared, name = os.environ[SHARED], test.replace("/", ".")
+    command = ["-m", FEW, "--basetemp", f"{shared}/{name}", test]
+    with open(f"{shared}/{name}.log", "wb") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
     measured = Coverage(data_file=None, source=PACKAGES)
@@ -148,8 +148,8 @@ def lines_run(test: str) -> dict[str, float]:
     measured.stop()
     if ended not in (0, 5):  # 5: nothing in it runs without what is left out
         return {}
-    measured.json_report(outfile=f"{SHARED}/{name}.json")
-    files = json.loads(Path(f"{SHARED}/{name}.json").read_text())["files"]
+    measured.json_report(outfile=f"{shared}/{name}.json")
+    files = json.loads(Path(f"{shared}/{name}.json").read_text())["files"]
     return {
         path: round(each["summary"]["covered_lines"] / max(each["summary"]["num_statements"], 1), 3)
         for path, each in files.items()

@@ -4,6 +4,7 @@ bounds, and what was measured then is still there.
 
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -17,13 +18,13 @@ LIKE_NAMED = json.loads((ROOT / "docs/results/like_named.json").read_text())
 @pytest.mark.parametrize(("target", "most_s"), [("quick", 120), ("test", 600)])
 def test_a_target_ends_in_its_time(target, most_s):
     measured = SUITE[target]
-    assert measured["seconds"] <= most_s
+    assert measured.get("seconds", math.inf) <= most_s, f"python benchmarks/suite.py {target}"
     assert measured["tests"] == sum(each["tests"] for each in measured["files"].values())
-    assert SUITE["machine"]["cores"] <= 2
+    assert SUITE["machine"]["cores"] == 2
 
 
 def test_no_test_was_lost_since_it_was_measured(num_tests):
-    assert num_tests >= SUITE["test"]["tests"]
+    assert num_tests >= sum(each["tests"] for each in SUITE["test"]["files"].values())
 
 
 def test_check_runs_what_is_quick():
