@@ -2,7 +2,6 @@
 PYTHON ?= python3
 # pip's own choice of build; another is yours to name: make TORCH="torch==2.13.0 --index-url URL" pipeline
 TORCH  ?= torch==2.13.0
-WORKERS ?= 2
 STATE  := $(CURDIR)/.agentgym
 BIN    := .venv/bin
 INSTALLED := .venv/.installed
@@ -20,7 +19,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline test slow ray chaos chaos-short hostile honest coverage drift unchanged check site up down ui lock sbom clean
+.PHONY: install pipeline quick test suite like-named slow ray chaos chaos-short hostile honest coverage drift unchanged check site up down ui lock sbom clean
 
 install: $(INSTALLED)
 
@@ -36,8 +35,19 @@ $(INSTALLED): pyproject.toml constraints.txt
 pipeline: install  ## the whole job; run it again to go on where it stopped. Overrides: make pipeline ARGS="optimizer.lr=5e-4"
 	@$(BIN)/python -m flows.pipeline $(ARGS)
 
-test: install  ## the tests, two at a time; one after the other: make test WORKERS=0
+test: WORKERS ?= 3
+test: install  ## the tests, three at a time on two cores; one after the other: make test WORKERS=0
 	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray" --numprocesses $(WORKERS) $(ARGS)
+
+quick: WORKERS ?= 2
+quick: install  ## those that start no process, train nothing and open no browser; at each edit
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not integration" --numprocesses $(WORKERS) $(ARGS)
+
+suite: install  ## how long the two take; on an idle machine, writes docs/results/suite.json
+	@$(BIN)/python benchmarks/suite.py $(ARGS)
+
+like-named: install  ## which modules have a test of their name that runs most of their lines; half an hour, writes docs/results/like_named.json
+	@$(BIN)/python benchmarks/like_named.py $(ARGS)
 
 slow: install  ## what takes minutes
 	@$(BIN)/python -m pytest -m "slow" $(ARGS)
@@ -66,12 +76,12 @@ drift: install  ## ten runs of the default recipe and of the former one, judged 
 unchanged: install  ## do two commits compute the same weights and outcomes: make unchanged ARGS="BEFORE AFTER"; half an hour, writes docs/results/unchanged.json
 	@$(BIN)/python benchmarks/unchanged.py $(ARGS)
 
-check: install  ## format, lint, types, layers, fast tests
+check: install  ## format, lint, types, layers, quick tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory quick
 
 site: install  ## the documents and the reference as pages, into .agentgym/site; fails on a broken link
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -4,8 +4,10 @@ project, environment servers.
 
 import contextlib
 import copy
+import fcntl
 import hashlib
 import importlib.util
+import json
 import os
 import secrets
 import shutil
@@ -43,19 +45,90 @@ def skip_without(find):
         pytest.skip(str(error))
 
 
+# fixtures and rooms whose tests start processes, train or open a browser: not of `make quick`
+INTEGRATION = {
+    "chromium",
+    "dvc_project",
+    "empty_dvc_project",
+    "hub",
+    "java",
+    "openenv",
+    "ray_cluster",
+    "s3_endpoint",
+    "whole_run",
+}
+PROCESSES = ("tests/flows/", "tests/services/")
+ROOT = Path(__file__).parents[1]
+SUITE = ROOT / "docs/results/suite.json"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Of several test processes one gets a whole file, and one all of tests/flows: they share a
-    finished run and the usual ports.
-    """
+    """Of several test processes one gets a whole file: its tests share what they prepare."""
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # by the number of tests
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            file, _, _ = nodeid.partition("::")
-            return "tests/flows" if file.startswith("tests/flows/") else file
+            return nodeid.partition("::")[0]
 
     return ByFile(config, log)
+
+
+COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before marks select
+
+
+def file_of(item):
+    return item.nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks select
+def pytest_collection_modifyitems(config, items):
+    """Marks what starts processes or trains, and has the longest file begin first where several
+    processes share the work: none is left to one of them at the end.
+    """
+    config.stash[COLLECTED] = list(items)
+    for item in items:
+        if INTEGRATION & set(item.fixturenames) or file_of(item).startswith(PROCESSES):
+            item.add_marker("integration")
+    if hasattr(config, "workerinput") and SUITE.exists():
+        seconds = json.loads(SUITE.read_text())["test"]["files"]
+        items.sort(key=lambda item: -seconds.get(file_of(item), {"seconds": 1.0})["seconds"])
+
+
+@pytest.fixture(scope="session")
+def num_tests(request):
+    """How many tests `make test` has. Skips where not all files were collected."""
+    items = request.config.stash[COLLECTED]
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    if not files <= {file_of(item) for item in items}:
+        pytest.skip("a part of the tests is run alone")
+    left_out = ("slow", "gpu", "ray")
+    return sum(not any(map(item.get_closest_marker, left_out)) for item in items)
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """once(name, build) -> the folder that build(folder) filled, by whichever of the test
+    processes came first. Copy it, leave it whole.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ or "AGENTGYM_TEST_SHARED" in os.environ:
+        shared = shared.parent
+
+    def make(name, build):
+        folder, done = shared / f"once-{name}", shared / f"once-{name}.done"
+        with (shared / f"once-{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of one that failed
+                folder.mkdir()
+                build(folder)
+                done.touch()
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -204,11 +277,10 @@ def openenv(request):
         subprocess.run(install, check=True, timeout=240)
         with contextlib.suppress(OSError):  # another process has been faster
             partial.rename(folder)
-    root = Path(__file__).parents[1]
 
     def command(*arguments):
         peer = [sys.executable, "-P", str(Path(__file__).with_name("openenv_peer.py")), *arguments]
-        return peer, {"PYTHONPATH": os.pathsep.join((str(folder), str(root)))}
+        return peer, {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
 
     return command
 
@@ -245,22 +317,24 @@ def hub(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def empty_dvc_project(tmp_path_factory):
+def empty_dvc_project(once):
     from agentgym.data.published import run_dvc
 
-    folder = tmp_path_factory.mktemp("dvc") / "project"
-    folder.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        subprocess.run(["git", "init", "-q"], check=True)
-        run_dvc("init", "-q", timeout_s=120)
-        for name, value in (
-            ("analytics", "false"),
-            ("check_update", "false"),
-            ("site_cache_dir", ".dvc/tmp/site"),
-        ):
-            run_dvc("config", f"core.{name}", value, timeout_s=120)
-    return folder
+    def build(folder):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            subprocess.run(["git", "init", "-q"], check=True)
+            run_dvc("init", "-q", timeout_s=120)
+            settings = (
+                "analytics = false",
+                "check_update = false",
+                "site_cache_dir = .dvc/tmp/site",
+            )
+            Path(".dvc/config").write_text(
+                "[core]\n" + "".join(f"    {each}\n" for each in settings)
+            )
+
+    return once("dvc", build)
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from agentgym.data.items import load_splits
 from agentgym.types import Item
 from envs.registry import load_spec
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).resolve().parents[1]
 DATASET = "data/AgentGym-RL-Data-ID"
 

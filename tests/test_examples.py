@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[1]
 # runs the example and says which of these were imported
 DRIVER = """
@@ -17,7 +21,7 @@ except SystemExit as end:
     assert not end.code, end.code
 print("imported:", sorted({"prefect", "mlflow", "dvc"} & sys.modules.keys()))
 """
-BUDGET = ["horizon.stage_steps=[4,4,4]", "evaluation.num_items=96"]
+BUDGET = ["horizon.stage_steps=[4,4,4]", "evaluation.num_items=64"]
 
 
 def test_the_loop_in_one_file_learns_the_default_task_without_prefect_store_or_mlflow(tmp_path):

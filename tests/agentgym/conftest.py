@@ -54,7 +54,7 @@ TINY = {
 @pytest.fixture(scope="session")
 def tiny_params(tmp_path_factory):
     """path, {dotted name: value} -> a params file of a tiny run whose state lies beside the
-    file.
+    file. endpoint: of a running server of its environment; without it each step starts a process.
     """
     data = tmp_path_factory.mktemp("data")
     for name, first, count in (
@@ -66,8 +66,10 @@ def tiny_params(tmp_path_factory):
             json.dumps([{"item_id": f"babyai_{task}"} for task in range(first, first + count)])
         )
 
-    def write(folder, **changes):
+    def write(folder, endpoint=None, **changes):
         folder.mkdir(parents=True, exist_ok=True)
+        if endpoint is not None:
+            changes["env"] = {**changes.get("env", TINY["env"]), "endpoints": [endpoint]}
         algorithm = changes.get("algorithm", {})
         tree = {
             "extends": str(ROOT / "params.yaml"),
@@ -83,7 +85,7 @@ def tiny_params(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def whole_run(tmp_path_factory, tiny_params):
+def whole_run(once, tiny_params):
     """The folder of a deterministic tiny run that nobody touched; `half` in it is the same run
     after stage 1.
     Copy it, leave it whole.
@@ -92,13 +94,14 @@ def whole_run(tmp_path_factory, tiny_params):
     from agentgym.pipeline.run import run_step
     from agentgym.pipeline.table import steps_of
 
-    folder = tmp_path_factory.mktemp("whole")
-    cfg = load_config(tiny_params(folder, deterministic=True))
-    for name in steps_of(cfg):
-        assert str(run_step(name, cfg)) == "ran"
-        if name == "stage-1":
-            shutil.copytree(folder, folder / "half")
-    return folder
+    def build(folder):
+        cfg = load_config(tiny_params(folder, deterministic=True))
+        for name in steps_of(cfg):
+            assert str(run_step(name, cfg)) == "ran"
+            if name == "stage-1":
+                shutil.copytree(folder, folder / "half")
+
+    return once("whole", build)
 
 
 @pytest.fixture(scope="session")
@@ -170,9 +173,17 @@ def forger_of():
     return module.Forger
 
 
+@pytest.fixture(scope="session")
+def tiny_endpoint(serving):
+    """A server of a tiny run's environment; a step that is not given it starts one as a process."""
+    with serving("babyai", TINY["env"]["options"]) as (endpoint, _):
+        yield endpoint
+
+
 @pytest.fixture
-def forger(forger_of, whole_run, tmp_path, tiny_params):
+def forger(forger_of, whole_run, tmp_path, tiny_params, tiny_endpoint):
     from agentgym.config import load_config
 
     shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("half"))
-    return forger_of(load_config(tiny_params(tmp_path, deterministic=True)))
+    params = tiny_params(tmp_path, endpoint=tiny_endpoint, deterministic=True)
+    return forger_of(load_config(params))

@@ -23,6 +23,8 @@ from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import Item, Status
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 BEFORE = ("prepare", "initialize", "warm-start")
 SMALL = {
@@ -116,15 +118,20 @@ def train(cfg):
     ids=["babyai", "textcraft", "searchqa"],
 )
 def test_three_updates_on_each_environment_pass_the_audit(
-    params, env, max_new_tokens, observation_tokens, entropy_coef
+    params, serving, env, max_new_tokens, observation_tokens, entropy_coef
 ):
     rollout = {
         **ROLLOUT,
         "max_new_tokens": max_new_tokens,
         "observation_tokens": observation_tokens,
     }
-    cfg = params(env, rollout=rollout, algorithm={"entropy_coef": entropy_coef})
-    metrics, done = train(cfg)
+    with serving(env["name"], env["options"]) as (endpoint, _):
+        cfg = params(
+            {**env, "endpoints": [endpoint]},
+            rollout=rollout,
+            algorithm={"entropy_coef": entropy_coef},
+        )
+        metrics, done = train(cfg)
     assert len(metrics) == 3
     # one short document does not always hold the answer
     assert done["initialize"].results["expert_success"] > 0.7
@@ -247,23 +254,34 @@ def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(par
 
 
 @pytest.mark.usefixtures("java")
-def test_science_and_a_grid_world_are_learned_in_one_run(params):
+def test_science_and_a_grid_world_are_learned_in_one_run(params, serving):
     longer = {
         "horizon": {"kind": "stepwise", "max_turns": [7, 9], "stage_steps": [2, 1]},
         "warm_start": {**SMALL["warm_start"], "num_demos": 32},
         "evaluation": {**SMALL["evaluation"], "num_items": 4, "max_turns": 9},
     }
-    cfg = params(
-        BABYAI,
-        SCIWORLD,
-        rollout={**ROLLOUT, "max_new_tokens": 40, "observation_tokens": 64},
-        **longer,
-    )
-    metrics, done = train(cfg)
+    served = {"max_sessions": 16}  # by Java processes that last
+    with (
+        serving("babyai", BABYAI["options"], **served) as (grid, _),
+        serving("sciworld", SCIWORLD["options"], **served) as (science, _),
+    ):
+        cfg = params(
+            {**BABYAI, "endpoints": [grid]},
+            {**SCIWORLD, "endpoints": [science], **served},
+            rollout={
+                **ROLLOUT,
+                "items_per_step": 4,
+                "concurrency": 16,
+                "max_new_tokens": 40,
+                "observation_tokens": 64,
+            },
+            **longer,
+        )
+        metrics, done = train(cfg)
     assert len(metrics) == 3
     assert done["initialize"].results["expert_success"] > 0.7  # nine turns do not always do
     for row in metrics:
-        assert row["rollout/babyai/num_episodes"] == row["rollout/sciworld/num_episodes"] == 3 * 4
+        assert row["rollout/babyai/num_episodes"] == row["rollout/sciworld/num_episodes"] == 2 * 4
         assert row["rollout/env_error_frac"] == 0
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)
 

@@ -8,21 +8,15 @@ import numpy as np
 import pytest
 
 from agentgym.audit import audit
-from agentgym.audit.excluded import MAX_CHANCE, _check_chance, at_most
-from agentgym.audit.report import Checks
 from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.evaluation.publish import PAGE
-from agentgym.pipeline.dvc import pointer
 from agentgym.pipeline.run import run_step
-from agentgym.pipeline.table import finished, open_store, steps_of
+from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.policies.torch import TorchPolicy
-from agentgym.steps.context import METRICS
-from agentgym.steps.step import Outcome
-from agentgym.store.manifest import Manifest, ManifestError
-from agentgym.tracking.points import decode_points, encode_points
-from agentgym.types import Item, Status, Trajectory, Turn
+from agentgym.store.manifest import ManifestError
+from agentgym.types import Status
 
 LAST = "evaluate-stage-2"
 
@@ -72,29 +66,6 @@ def success_in_last_turns_that_no_replay_looked_at(forger):
     forger.reevaluate(LAST, changed)
     (seq, _), episode = next(iter(changed.items()))
     return named(seq, episode)
-
-
-def failures_relabelled_as_crashes(forger):
-    """With the last action left without an answer, as an honest crash leaves it."""
-
-    def crashed(e):
-        told = "http://127.0.0.1:1/step session 01234567: unreachable: connection refused"
-        end = e.turns[-1].end
-        cut = {name: getattr(e, name)[:end] for name in ("input_ids", "action_mask", "logprobs")}
-        attempts = forger.cfg.rollout.max_attempts
-        return replace(
-            e,
-            turns=e.turns[:-1],
-            status=Status.ENV_ERROR,
-            reward=None,
-            num_attempts=attempts,
-            error=told,
-            **cut,
-        )
-
-    changed = {(seq, i): crashed(e) for seq, i, e in failures(forger)}
-    forger.reevaluate(LAST, changed)
-    return LAST
 
 
 def copies_of_a_successful_sample(forger):
@@ -187,7 +158,6 @@ def higher_numbers_on_the_registered_model(forger):
 
 FORGERIES = {
     success_in_last_turns_that_no_replay_looked_at: {"replay"},
-    failures_relabelled_as_crashes: {"excluded"},
     copies_of_a_successful_sample: {"sampling"},
     greedy_episodes_that_were_samples: {"sampling"},
     a_success_of_another_item: {"sampling", "replay"},
@@ -290,214 +260,6 @@ def test_an_engine_that_does_not_repeat_its_draws_is_said_to_be_unchecked(
     assert (
         "-       sampling     not checked: engine torch does not repeat its draws"
         in capsys.readouterr().out
-    )
-
-
-def test_what_was_left_out_is_held_to_the_limit_and_played_to_its_real_end(forger):
-    failures_relabelled_as_crashes(forger)
-    report = audit(forger.cfg, num_episodes=1)
-    excluded = next(check for check in report.checks if check.name == "excluded")
-    assert any(
-        f"{LAST} commit" in each and "rollout.max_env_error_frac is 0.1" in each
-        for each in excluded.failures
-    )
-    num = sum(not e.status.is_valid for _, _, e in forger.evaluation(LAST))
-    assert f"{num} env_error, 0 timeout of " in excluded.note
-    assert (
-        f"{LAST}: of {num} left out, played again 0 succeed, {num} do not, 0 fail again, 0"
-        " cannot be" in excluded.note
-    )
-    assert "100.0% of what counts" in excluded.note
-    assert f"{num} env_error replayed to their end" in next(
-        check.note for check in report.checks if check.name == "replay"
-    )
-
-
-def test_a_crash_after_the_environment_had_ended_the_task_is_none(forger):
-    """A failure under another name, in an episode that had come to its end."""
-    seq, index, episode = next(
-        each for each in forger.evaluation(LAST) if each[2].status is Status.TERMINATED
-    )
-    attempts = forger.cfg.rollout.max_attempts
-    crashed = replace(
-        episode,
-        status=Status.ENV_ERROR,
-        reward=None,
-        success=False,
-        num_attempts=attempts,
-        error="unreachable",
-    )
-    forger.reevaluate(LAST, {(seq, index): crashed})
-    said = {
-        check.name: " | ".join(check.failures)
-        for check in audit(forger.cfg, num_episodes=1).checks
-        if not check.ok
-    }
-    assert (
-        f"{named(seq, episode)}: env_error of an episode that the environment ended"
-        in said["replay"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"num_attempts": 1}, "attempts, all of rollout.max_attempts: expected 3, got 1"),
-        ({"error": None}, "an error that says what failed"),
-        ({"success": True}, "success of an episode that is left out"),
-    ],
-)
-def test_a_crash_that_no_collection_would_have_recorded_is_none(forger, changes, told):
-    seq, index, episode = failures(forger)[0]
-    crash = {
-        "status": Status.ENV_ERROR,
-        "reward": None,
-        "num_attempts": 3,
-        "error": "unreachable",
-        "turns": episode.turns[:-1],
-    }
-    where = forger.edit(LAST, seq, index, **{**crash, **changes})
-    said = {
-        check.name: " | ".join(check.failures)
-        for check in audit(forger.cfg, num_episodes=1).checks
-        if not check.ok
-    }
-    assert f"{where}: {told}" in said["episodes"]
-
-
-def an_episode(task, status, success, num_turns):
-    turns = tuple(Turn("left", "", 0.0, 1, 2, 0) for _ in range(num_turns))
-    return Trajectory(
-        Item("babyai", task, "test"),
-        1,
-        0,
-        12,
-        status,
-        1.0 if success else 0.0,
-        success,
-        "",
-        turns,
-        (),
-        (),
-        (),
-    )
-
-
-def test_crashes_that_fall_on_failures_alone_are_somebodys_choice():
-    """As in the run that was forged: 301 of 2,560 relabelled, 91.6 % success became 100 %."""
-    valid = [an_episode(task, Status.TERMINATED, True, 6) for task in range(500)]
-    left_out = [an_episode(task, Status.ENV_ERROR, False, 11) for task in range(60)]
-    checks = Checks("excluded")
-    _check_chance(
-        LAST,
-        Status.ENV_ERROR,
-        {f"babyai_{task}": [False] for task in range(60)},
-        left_out,
-        valid,
-        checks,
-    )
-    assert (
-        "env_error on 60 items, of which played again 0 would have succeeded" in checks.failures[0]
-    )
-
-
-def test_crashes_that_fall_as_chance_has_it_are_none():
-    """A server that dies takes neighbours with it: all samples of few items, failures or not."""
-    valid = [
-        an_episode(task, Status.TERMINATED, task % 3 > 0, 4 if task % 3 else 12)
-        for task in range(300)
-    ]
-    left_out = [an_episode(task, Status.ENV_ERROR, False, 5) for task in range(8)]
-    for outcomes in ([False] * 4, [True] * 4, [True, False, True, True]):
-        checks = Checks("excluded")
-        _check_chance(
-            LAST,
-            Status.ENV_ERROR,
-            {f"babyai_{task}": outcomes for task in range(8)},
-            left_out,
-            valid,
-            checks,
-        )
-        assert checks.num_failures == 0, checks.failures
-
-
-def test_deadlines_pass_in_long_episodes_which_fail():
-    short = [an_episode(task, Status.TERMINATED, True, 3) for task in range(400)]
-    long = [an_episode(task, Status.MAX_TURNS, False, 12) for task in range(40)]
-    left_out = [an_episode(task, Status.TIMEOUT, False, 11) for task in range(30)]
-    checks = Checks("excluded")
-    _check_chance(
-        LAST,
-        Status.TIMEOUT,
-        {f"babyai_{task}": [False] for task in range(30)},
-        left_out,
-        [*short, *long],
-        checks,
-    )
-    assert checks.num_failures == 0, checks.failures
-
-
-def test_the_chance_of_few_hits_is_that_of_a_binomial():
-    assert at_most(0, 3, 0.5) == pytest.approx(1 / 8)
-    assert at_most(1, 3, 0.5) == pytest.approx(4 / 8)
-    assert at_most(3, 3, 0.2) == pytest.approx(1.0)
-    assert at_most(0, 20, 0.5) < MAX_CHANCE < at_most(0, 19, 0.5)
-
-
-def test_a_pointer_in_git_pins_what_the_first_digest_leaves_out(forger, tmp_path):
-    """Clock times were made shorter, and every digest and tag was put right."""
-    kept = tmp_path / "outputs"
-    kept.mkdir()
-    done, table = finished(forger.cfg, open_store(forger.cfg)), steps_of(forger.cfg)
-    for name in ("prepare", "stage-1"):
-        (kept / f"{name}.json").write_text(
-            pointer(forger.cfg, Outcome(table[name], done[name], "done"))
-        )
-    honest = audit(forger.cfg, num_episodes=1, pointers=kept)
-    assert honest.ok, [check for check in honest.checks if not check.ok]
-    assert "2 pointers in" in next(check.note for check in honest.checks if check.name == "records")
-    points = decode_points(forger.blob("stage-1", 0, METRICS).read_bytes())
-    points[0].metrics["time/step_s"] /= 2
-    for table_name in ("metrics", "latest_metrics"):
-        values = (points[0].metrics["time/step_s"], points[0].time_ms)
-        forger.sql(
-            f"update {table_name} set value = ? where key = 'time/step_s' and timestamp = ?",
-            *values,
-        )
-    forger.rewrite("stage-1", 0, METRICS, encode_points(points))
-    forger.report()
-    assert audit(forger.cfg, num_episodes=1).ok  # a store speaks for itself
-    said = {
-        check.name: check.failures
-        for check in audit(forger.cfg, num_episodes=1, pointers=kept).checks
-        if not check.ok
-    }
-    assert list(said) == ["records"]
-    assert f"{kept / 'stage-1.json'}: records_digest: expected" in said["records"][0]
-
-
-def test_a_commit_that_was_exchanged_breaks_the_chain(forger):
-    path = forger.folder("stage-1") / "manifests" / "000000.json"
-    path.write_bytes(forger.commits("stage-1")[0].model_copy(update={"created_at": 1.0}).to_bytes())
-    records = next(
-        check for check in audit(forger.cfg, num_episodes=1).checks if check.name == "records"
-    )
-    assert "stage-1 commit 1: records digest of the commit before: expected" in records.failures[0]
-
-
-def test_a_store_from_before_the_second_digest_is_told_from_one_that_has_it(forger):
-    for path in forger.steps.glob("*/manifests/*.json"):
-        tree = json.loads(path.read_bytes())
-        del tree["follows"], tree["records_digest"]
-        path.write_text(json.dumps(tree))
-        assert Manifest.from_bytes(path.read_bytes()).digest == tree["digest"]
-    report = audit(forger.cfg, num_episodes=1)
-    assert report.ok, [check for check in report.checks if not check.ok]
-    note = next(check.note for check in report.checks if check.name == "records")
-    num = len(report.steps)
-    assert (
-        f"not pinned: {num} of {num} steps, prepare first; they were written before manifests had a"
-        " records digest" in note
     )
 
 

@@ -25,6 +25,8 @@ from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import stages
 from agentgym.store.lease import LeaseHeld
 
+pytestmark = pytest.mark.integration
+
 GONE_WITHIN_S = 30.0
 OWNER = "AGENTGYM_TEST_OWNER"  # in the environment of every process a driver starts
 MOMENTS = {  # in the order in which one run meets them

@@ -14,6 +14,8 @@ from agentgym.deploy.local import local_env
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 
+pytestmark = pytest.mark.integration
+
 NATIVE_CHECKS = ",".join(
     (
         "not_a_server_error",
@@ -69,16 +71,16 @@ def num_refused(endpoint):
 
 
 @pytest.mark.parametrize(
-    ("env", "examples"),
+    ("env", "examples", "least"),  # of each operation, and requests that are refused in all
     [
-        ("textcraft", 150),
+        ("textcraft", 20, 130),
         *(
-            pytest.param(env, 150, marks=pytest.mark.slow)
-            for env in ("babyai", "sciworld", "searchqa")
+            pytest.param(env, 150, 1000, marks=pytest.mark.slow)
+            for env in ("textcraft", "babyai", "sciworld", "searchqa")
         ),
     ],
 )
-def test_a_thousand_malformed_requests_break_nothing(env, examples, tmp_path):
+def test_malformed_requests_break_nothing(env, examples, least, tmp_path):
     async def expert_actions(pool, task, number):
         """An undisturbed episode: its actions and observations."""
         async with pool.session(Item(env, task), f"alone {number}") as session:
@@ -125,5 +127,5 @@ def test_a_thousand_malformed_requests_break_nothing(env, examples, tmp_path):
 
     log = tmp_path / "log"
     with local_env(EnvConfig(name=env, max_sessions=4096), expert=True, log_path=log) as endpoints:
-        assert asyncio.run(play(endpoints)) >= 1000
+        assert asyncio.run(play(endpoints)) >= least
     assert "Traceback" not in log.read_text()

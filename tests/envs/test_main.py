@@ -11,6 +11,8 @@ import urllib.request
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 SERVE = [sys.executable, "-m", "envs", "serve"]
 
 

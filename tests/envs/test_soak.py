@@ -12,6 +12,8 @@ from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 from envs.wire import CreateReply, CreateRequest
 
+pytestmark = pytest.mark.integration
+
 ACTIONS = {
     "babyai": ["turn left", "move forward", "pickup", "nonsense", "turn right"],
     "textcraft": [

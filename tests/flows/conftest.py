@@ -6,7 +6,9 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -148,18 +150,80 @@ def make_clone():
     return clone
 
 
+def copied(folder: Path, place: Path) -> Project:
+    """A clone's own copy: MLflow's database knows artifacts by where they lie."""
+    project = Project(place / "project", place / "home")
+    shutil.copytree(folder / "project", project.folder, symlinks=True)
+    project.home.mkdir()
+    database = project.folder / ".agentgym/mlflow.db"
+    if database.exists():
+        with closing(sqlite3.connect(database)) as connection, connection:
+            for table, column in ARTIFACTS:
+                connection.execute(
+                    f"update {table} set {column} = replace({column}, ?, ?)",
+                    (str(folder / "project"), str(project.folder)),
+                )
+    return project
+
+
+ARTIFACTS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
+
+
 @pytest.fixture
-def fresh(tmp_path):
+def fresh(once, tmp_path):
     """A clone in which nothing ran."""
-    return clone(tmp_path)
+    return copied(once("clone", clone), tmp_path)
+
+
+@pytest.fixture
+def pulled(once, tmp_path):
+    """A clone with the dataset, in which nothing else ran."""
+
+    def build(folder):
+        assert clone(folder).run("dvc", "pull").returncode == 0
+
+    return copied(once("pulled", build), tmp_path)
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory):
+def finished(once, tmp_path_factory):
     """A clone in which the pipeline ran once, and what it printed.
     Tests that change it must change it back.
     """
-    project = clone(tmp_path_factory.mktemp("finished"))
-    project.first = project.pipeline()
-    assert project.first.returncode == 0, project.first.stdout + project.first.stderr
+
+    def build(folder):
+        first = clone(folder).pipeline()
+        assert first.returncode == 0, first.stdout + first.stderr
+        said = {"stdout": first.stdout, "stderr": first.stderr, "returncode": first.returncode}
+        (folder / "first.json").write_text(json.dumps(said))
+
+    original = once("finished", build)
+    project = copied(original, tmp_path_factory.mktemp("finished"))
+    project.first = SimpleNamespace(**json.loads((original / "first.json").read_text()))
     return project
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    """typed(project, main, *words) -> the end of a command that runs in this process, where
+    nothing depends on its having one of its own.
+    """
+
+    def run(project, main, *words):
+        monkeypatch.chdir(project.folder)
+        monkeypatch.setenv("HOME", str(project.home))
+        capsys.readouterr()
+        try:
+            code = main(list(words))
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=said.out, stderr=said.err)
+
+    return run

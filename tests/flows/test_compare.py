@@ -8,6 +8,8 @@ import yaml
 from mlflow import MlflowClient
 
 from agentgym.algorithms.recipe import RECIPES
+from agentgym.cli import main as agentgym
+from flows.compare import main
 
 SMALL = {
     "name": "small",
@@ -31,17 +33,11 @@ BROKEN = {
 }  # in no key: it shares what the others do
 
 
+WORDS = ("comparisons/small.yaml", "--out", "out")
+
+
 def compare(project, *arguments):
-    return project.run(
-        "python",
-        "-m",
-        "flows.compare",
-        "comparisons/small.yaml",
-        "--out",
-        "out",
-        *arguments,
-        timeout=800,
-    )
+    return project.run("python", "-m", "flows.compare", *WORDS, *arguments, timeout=800)
 
 
 def steps_in(manifests):
@@ -226,27 +222,26 @@ def ledger(client):
         ),
     ],
 )
-def test_a_wrong_comparison_is_one_line_and_starts_nothing(fresh, changes, arguments, line):
+def test_a_wrong_comparison_is_one_line_and_starts_nothing(fresh, typed, changes, arguments, line):
     (fresh.folder / "comparisons/small.yaml").write_text(
         yaml.safe_dump({**SMALL, **changes}, sort_keys=False)
     )
-    ended = compare(fresh, *arguments)
+    ended = typed(fresh, main, *WORDS, *arguments)
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
     assert line in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     assert not (fresh.folder / ".agentgym/store").exists()
 
 
-def test_comparisons_of_the_repository_are_valid(fresh):
-    assert fresh.run("dvc", "pull").returncode == 0
-    files = sorted((fresh.folder / "comparisons").glob("*.yaml"))
+def test_comparisons_of_the_repository_are_valid(pulled, typed):
+    files = sorted((pulled.folder / "comparisons").glob("*.yaml"))
     assert files
     for file in files:
         named = {
             recipe["algorithm"]["recipe"]
             for recipe in yaml.safe_load(file.read_text())["recipes"].values()
         }
-        shown = fresh.run("agentgym", "compare", str(file))
+        shown = typed(pulled, agentgym, "compare", str(file))
         if named <= RECIPES.keys():
             assert shown.returncode == 0, shown.stderr
             assert "No cell is done." in shown.stdout

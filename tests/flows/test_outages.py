@@ -90,17 +90,16 @@ def warm_started(project, *overrides):
 @pytest.mark.parametrize(
     "command", [("python", "-m", "flows.pipeline"), ("agentgym", "step", "prepare", "--set")]
 )
-def test_an_mlflow_server_out_of_reach_is_named_before_anything_starts(fresh, command):
-    assert fresh.run("dvc", "pull").returncode == 0
+def test_an_mlflow_server_out_of_reach_is_named_before_anything_starts(pulled, command):
     uri = f"http://127.0.0.1:{closed_port()}"
     began = time.monotonic()
-    ended = fresh.run(*command, f"tracking.uri={uri}")
+    ended = pulled.run(*command, f"tracking.uri={uri}")
     assert time.monotonic() - began < 60
     assert ended.returncode == 1
     assert f"no MLflow server answers at tracking.uri {uri}" in ended.stderr
     assert "start it, or correct tracking.uri" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
-    assert not (fresh.folder / ".agentgym/store/steps").exists()
+    assert not (pulled.folder / ".agentgym/store/steps").exists()
 
 
 def test_an_environment_server_out_of_reach_is_named_before_anything_starts(fresh):

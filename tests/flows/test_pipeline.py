@@ -8,6 +8,7 @@ import time
 import pytest
 from mlflow import MlflowClient
 
+from agentgym.cli import main as agentgym
 from agentgym.config import load_config
 from agentgym.pipeline.table import steps_of
 
@@ -106,9 +107,9 @@ def test_dvc_repro_after_it_trains_nothing_and_a_second_one_runs_no_stage(finish
     assert "up to date" in second.stdout
 
 
-def test_another_evaluation_parameter_runs_evaluations_alone(finished):
+def test_another_evaluation_parameter_runs_evaluations_alone(finished, typed):
     plan = json.loads(
-        finished.run("agentgym", "plan", "--json", "--set", "evaluation.num_items=10").stdout
+        typed(finished, agentgym, "plan", "--json", "--set", "evaluation.num_items=10").stdout
     )["steps"]
     actions = {step["name"]: step["action"] for step in plan}
     assert {name for name, action in actions.items() if action == "run"} == {
@@ -128,9 +129,9 @@ def test_another_evaluation_parameter_runs_evaluations_alone(finished):
     assert "version 1" in ran.stdout
 
 
-def test_another_learning_rate_never_touches_the_old_checkpoint(finished):
+def test_another_learning_rate_never_touches_the_old_checkpoint(finished, typed):
     plan = json.loads(
-        finished.run("agentgym", "plan", "--json", "--set", "optimizer.lr=0.0002").stdout
+        typed(finished, agentgym, "plan", "--json", "--set", "optimizer.lr=0.0002").stdout
     )["steps"]
     assert (
         next(step for step in plan if step["name"] == "stage-1")["why"]
@@ -147,12 +148,12 @@ def test_another_learning_rate_never_touches_the_old_checkpoint(finished):
     assert all(path.read_bytes() == content for path, content in old.items())
 
 
-def test_the_run_passes_its_audit_from_the_command_line(finished):
+def test_the_run_passes_its_audit_from_the_command_line(finished, typed):
     name = re.search(r"agentgym audit (r[0-9a-f]{12})", finished.first.stdout).group(1)
     audit = finished.run("agentgym", "audit", name, "--episodes", "4")
     assert audit.returncode == 0, audit.stdout + audit.stderr
     assert re.search(r"audit passed; to repeat it: --seed \d+\n$", audit.stdout)
-    other = finished.run("agentgym", "audit", "r000000000000")
+    other = typed(finished, agentgym, "audit", "r000000000000")
     assert other.returncode == 2
     assert name in other.stderr
 

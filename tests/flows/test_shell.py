@@ -1,8 +1,16 @@
 """Bad input ends with one line and exit code 2 before anything starts."""
 
 import json
+from functools import partial
 
 import pytest
+
+from agentgym.cli import main as agentgym
+from flows import shell
+from flows.pipeline import pipeline
+from flows.run import is_any
+
+PIPELINE = partial(shell.main, "flows.pipeline", pipeline, is_any)
 
 
 @pytest.mark.parametrize(
@@ -43,33 +51,38 @@ import pytest
         ),
     ],
 )
-def test_a_wrong_parameter_is_one_line_and_starts_nothing(fresh, override, line):
-    ended = fresh.pipeline(*override.split())
-    assert ended.returncode == 2
-    assert ended.stdout == ""
+def test_a_wrong_parameter_is_one_line_and_starts_nothing(fresh, typed, override, line):
+    ended = typed(fresh, PIPELINE, *override.split())
+    assert (ended.returncode, ended.stdout) == (2, "")
     assert line in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     assert not (fresh.folder / ".agentgym/store").exists()
 
 
-def test_an_eval_item_in_the_train_file_is_named_and_starts_nothing(fresh):
-    assert fresh.run("dvc", "pull").returncode == 0
-    train = fresh.folder / "data/AgentGym-RL-Data-ID/train/babyai_train.json"
+def test_a_wrong_parameter_is_one_line_of_the_command_too(fresh):
+    ended = fresh.pipeline("data.path=nowhere")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: data.path nowhere does not exist")
+    assert len(ended.stderr.splitlines()) == 1
+    assert {path.name for path in (fresh.folder / ".agentgym").iterdir()} <= {"prefect"}
+
+
+def test_an_eval_item_in_the_train_file_is_named_and_starts_nothing(pulled, typed):
+    train = pulled.folder / "data/AgentGym-RL-Data-ID/train/babyai_train.json"
     items = json.loads(train.read_text())
     leaked = json.loads(
-        (fresh.folder / "data/AgentGym-RL-Data-ID/eval/babyai_test.json").read_text()
+        (pulled.folder / "data/AgentGym-RL-Data-ID/eval/babyai_test.json").read_text()
     )[3]
     train.write_text(json.dumps([*items, leaked]))
-    ended = fresh.pipeline()
+    ended = typed(pulled, PIPELINE)
     assert ended.returncode == 2
     assert leaked["item_id"] in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
-    assert not (fresh.folder / ".agentgym/store").exists()
+    assert not (pulled.folder / ".agentgym/store").exists()
 
 
-def test_more_test_items_than_there_are_start_nothing(fresh):
-    assert fresh.run("dvc", "pull").returncode == 0
-    ended = fresh.pipeline("evaluation.num_items=1000")
+def test_more_test_items_than_there_are_start_nothing(pulled, typed):
+    ended = typed(pulled, PIPELINE, "evaluation.num_items=1000")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (
         ended.stderr
@@ -77,16 +90,15 @@ def test_more_test_items_than_there_are_start_nothing(fresh):
     )
 
 
-def test_what_cannot_be_written_leaves_nothing_beside_it(fresh):
-    assert fresh.run("dvc", "pull").returncode == 0
-    (fresh.folder / "taken").mkdir()
-    before = set(fresh.folder.iterdir())
-    assert fresh.run("agentgym", "step", "prepare", "--out", "taken").returncode == 1
-    assert set(fresh.folder.iterdir()) - before <= {fresh.folder / ".agentgym"}
+def test_what_cannot_be_written_leaves_nothing_beside_it(pulled, typed):
+    (pulled.folder / "taken").mkdir()
+    before = set(pulled.folder.iterdir())
+    assert typed(pulled, agentgym, "step", "prepare", "--out", "taken").returncode == 1
+    assert set(pulled.folder.iterdir()) - before <= {pulled.folder / ".agentgym"}
 
 
-def test_an_audit_of_no_episode_is_refused(fresh):
-    ended = fresh.run("agentgym", "audit", "--episodes", "0")
+def test_an_audit_of_no_episode_is_refused(fresh, typed):
+    ended = typed(fresh, agentgym, "audit", "--episodes", "0")
     assert ended.returncode == 2
     assert "0 is not positive" in ended.stderr
 
@@ -102,15 +114,14 @@ def test_two_pipelines_may_start_at_once(fresh):
         assert process.returncode == 0, said
 
 
-def test_a_step_whose_parent_is_not_done_says_which_to_run(fresh):
-    assert fresh.run("dvc", "pull").returncode == 0
-    ended = fresh.run("agentgym", "step", "stage-2")
+def test_a_step_whose_parent_is_not_done_says_which_to_run(pulled, typed):
+    ended = typed(pulled, agentgym, "step", "stage-2")
     assert ended.returncode == 2
     assert "step stage-2 needs prepare, stage-1 first; run `agentgym step prepare`" in ended.stderr
 
 
-def test_a_dataset_that_was_not_pulled_is_named_with_the_command_that_pulls_it(fresh):
-    ended = fresh.run("agentgym", "plan")
+def test_a_dataset_that_was_not_pulled_is_named_with_the_command_that_pulls_it(fresh, typed):
+    ended = typed(fresh, agentgym, "plan")
     assert ended.returncode == 2
     assert "dataset not pulled" in ended.stderr
     assert "dvc pull data/AgentGym-RL-Data-ID.dvc" in ended.stderr

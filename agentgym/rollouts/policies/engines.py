@@ -5,7 +5,6 @@ group `agentgym.engines`. Nothing else names one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self, cast
 
@@ -68,16 +67,12 @@ def tolerance_of(name: str, dtype: torch.dtype) -> Tolerance:
 
 
 def _entry(name: str) -> EntryPoint:
-    known = _known()
-    if name not in known:
+    if name in BUILT_IN:  # to look through all that is installed takes longer than a small batch
+        return EntryPoint(name, BUILT_IN[name], ENTRY_POINT_GROUP)
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in found:
+        known = {*found, *BUILT_IN}
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
         raise ConfigError(f"rollout.engine: unknown engine {name!r}; {hint}")
-    return known[name]
-
-
-def _known() -> Mapping[str, EntryPoint]:
-    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    return found | {
-        name: EntryPoint(name, target, ENTRY_POINT_GROUP) for name, target in BUILT_IN.items()
-    }
+    return found[name]

@@ -233,6 +233,7 @@ def test_the_key_names_what_changes_the_table_and_not_its_title(described):
     assert len(set(keys)) == 3
 
 
+@pytest.mark.integration
 def test_a_step_with_its_parents_waits_for_the_process_that_runs_a_shared_one(
     tmp_path, tiny_params
 ):
@@ -281,6 +282,7 @@ def test_steps_of_a_run_are_those_asked_for_and_what_they_need(tmp_path, tiny_pa
         with_parents(cfg, "stage-1", "nothing")
 
 
+@pytest.mark.integration
 def test_a_cell_that_fails_is_named_with_its_last_words_and_its_log(described):
     cell = cells_of(described(overrides={"rollout": {"episode_timeout_s": 1e-6}}))[0]
     with pytest.raises(
@@ -290,6 +292,7 @@ def test_a_cell_that_fails_is_named_with_its_last_words_and_its_log(described):
         run_cell(cell, wait_s=1)
 
 
+@pytest.mark.integration
 def test_a_stopped_cell_leaves_no_process(described):
     cell = cells_of(described())[0]
     stop = threading.Event()

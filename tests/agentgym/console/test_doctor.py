@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from agentgym.cli import main
+
+pytestmark = pytest.mark.integration
 
 
 def test_everything_the_run_needs_is_named(tiny_params, tmp_path, capsys):

@@ -17,6 +17,8 @@ from agentgym.deploy.environment import local_environment
 from agentgym.deploy.local import local_env
 from agentgym.private import token_of
 
+pytestmark = pytest.mark.integration
+
 
 def children():
     return [

@@ -23,10 +23,8 @@ from agentgym.config import (
 )
 from agentgym.learner import learner as learner_module
 from agentgym.learner.learner import LocalLearner
-from agentgym.learner.optimizer import learning_rate
 from agentgym.models import checkpoint, networks
 from agentgym.models.model import load_weights, weights_of
-from agentgym.models.networks import PolicyNet
 from agentgym.types import EngineMismatch
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
@@ -92,40 +90,6 @@ def assert_same(first, second, **tolerance):
         torch.testing.assert_close(
             tensor, second[name], **(tolerance or {"atol": 0, "rtol": 0}), msg=name
         )
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_equal_a_plain_forward_of_each_row(make_learner, plain, temperature):
-    learner = make_learner()
-    batch = batch_of(temperature=temperature)
-    twin = plain(learner.model)
-    expected, shifted = [], []
-    for ids, mask in ROWS:
-        with torch.no_grad():
-            logp = torch.log_softmax(twin(torch.tensor([ids])).logits[0] / temperature, -1)
-        positions = [index for index, m in enumerate(mask) if m]
-        expected += [float(logp[index - 1, ids[index]]) for index in positions]
-        shifted += [float(logp[index, ids[index]]) for index in positions]  # off by one
-    got = PolicyNet(learner.model)(batch)[0].tolist()
-    assert got == pytest.approx(expected, abs=1e-4)
-    assert got != pytest.approx(shifted, abs=1e-1)
-    scores = learner.score(batch)
-    assert scores[batch.action_mask].tolist() == pytest.approx(expected, abs=1e-4)
-    assert not scores[~batch.action_mask].any()
-
-
-def test_entropies_are_those_of_the_distributions(make_learner, plain):
-    learner = make_learner()
-    ids, mask = ROWS[1]
-    with torch.no_grad():
-        logp = torch.log_softmax(plain(learner.model)(torch.tensor([ids])).logits[0, 1], -1)
-    entropy = PolicyNet(learner.model)(batch_of([(ids, mask)], [1.0], (0,)))[1]
-    assert entropy.tolist() == pytest.approx([float(-(logp.exp() * logp).sum())], abs=1e-4)
-
-
-def test_an_action_without_anything_before_it_is_a_bug(make_learner):
-    with pytest.raises(AssertionError, match="a sequence's first token"):
-        make_learner().score(batch_of([([5, 6], [1, 1])], [1.0], (0,)))
 
 
 EVERYTHING = {
@@ -254,26 +218,6 @@ def test_a_batch_without_action_tokens_reaches_no_loss(make_whole):
         with pytest.raises(ValueError, match="without a single action token"):
             train(learner, batch, algorithm_config(recipe=recipe), step=1, seed=0)
     assert_same(before, weights(learner))
-
-
-def test_the_critic_values_the_state_before_each_action_and_where_each_row_was_cut(
-    make_model, plain
-):
-    model = make_model(0)
-    critic = networks.ValueNet(model)
-    with torch.no_grad():
-        critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
-        critic.head.bias.fill_(0.5)
-    values, ends = critic(batch_of())
-    expected, last = [], []
-    for ids, mask in ROWS:
-        hidden = plain(model).get_decoder()(torch.tensor([ids])).last_hidden_state[0]
-        of = (hidden @ critic.head.weight[0] + 0.5).tolist()
-        expected += [of[index - 1] for index, action in enumerate(mask) if action]
-        # where nothing follows an action, no value was ever trained
-        last.append(of[-2] if mask[-1] else of[-1])
-    assert values.tolist() == pytest.approx(expected, abs=1e-3)
-    assert ends.tolist() == pytest.approx(last, abs=1e-3)
 
 
 def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_critic_knows(
@@ -455,189 +399,6 @@ def test_the_first_update_follows_the_plain_policy_gradient(make_learner, plain)
     assert_same(gradients(learner), expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("chunk", [1, 4])
-def test_a_chunked_head_equals_the_whole(make_learner, monkeypatch, chunk):
-    whole, chunked = make_learner(), make_learner()
-    batch = batch_of()
-    expected = PolicyNet(whole.model)(batch)
-    monkeypatch.setattr(networks, "HEAD_CHUNK_TOKENS", chunk)
-    got = PolicyNet(chunked.model)(batch)
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    (expected[0] ** 2).sum().backward()
-    (got[0] ** 2).sum().backward()
-    assert_same(gradients(whole), gradients(chunked), atol=1e-3, rtol=1e-4)
-
-
-def test_a_saved_optimizer_continues_to_the_bit(make_learner):
-    whole, resumed = make_learner(), make_learner(seed=1)
-    for step in (1, 2):
-        whole.sft_step(batch_of(), step=step)
-    blob = whole.blobs()[checkpoint.OPTIMIZER]
-    for name, parameter in resumed.model.named_parameters():
-        parameter.data.copy_(weights_of(whole.model)[name])
-    forgetful = make_learner(seed=1)
-    forgetful.model.load_state_dict(whole.model.state_dict())
-    resumed.load_optimizers({checkpoint.OPTIMIZER: blob})
-    assert resumed.blobs()[checkpoint.OPTIMIZER] == blob
-    metrics = [learner.sft_step(batch_of(), step=3) for learner in (whole, resumed, forgetful)]
-    assert metrics[0] == metrics[1]
-    assert_same(weights(whole), weights(resumed))
-    # negative control
-    assert not torch.equal(
-        weights(whole)["model.norm.weight"], weights(forgetful)["model.norm.weight"]
-    )
-
-
-def rounded(model):
-    """The model in float32 with weights that bfloat16 holds exactly."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16())
-    return model
-
-
-def masters(learner):
-    return {name: master.detach().clone() for name, master in learner._policy._masters.items()}
-
-
-def distance(first, second):
-    return math.sqrt(
-        sum(
-            float(((tensor.float() - second[name].float()) ** 2).sum())
-            for name, tensor in first.items()
-        )
-    )
-
-
-def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_model):
-    config = OptimizerConfig(lr=1e-6, warmup_steps=0)
-    twin = LocalLearner(rounded(make_model()), config, total_steps=60)
-    narrow = LocalLearner(rounded(make_model()).bfloat16(), config, total_steps=60)
-    # negative control: AdamW on the weights themselves
-    plain = LocalLearner(rounded(make_model()).bfloat16(), config, total_steps=60)
-    plain._policy._masters = dict(plain.model.named_parameters())
-    before = weights(twin)
-    for step in range(1, 61):
-        for learner in (twin, narrow, plain):
-            learner.sft_step(batch_of(), step=step)
-    assert distance(masters(narrow), weights(twin)) < 0.15 * distance(weights(twin), before)
-    assert distance(masters(narrow), before) == pytest.approx(
-        distance(weights(twin), before), rel=0.02
-    )
-    assert distance(weights(plain), before) < 0.15 * distance(weights(twin), before)
-    assert_same(
-        weights(narrow), {name: master.bfloat16() for name, master in masters(narrow).items()}
-    )
-
-    def gain(moved):
-        """Of the log-probability of the actions, in float32 whatever the weights are in."""
-        scores = []
-        for given in (before, moved):
-            model = make_model()
-            load_weights(model, given)
-            scores.append(float(LocalLearner(model, config, total_steps=1).score(batch_of()).sum()))
-        return scores[1] - scores[0]
-
-    assert gain(masters(narrow)) == pytest.approx(gain(weights(twin)), rel=0.05)
-    assert gain(weights(plain)) < 0.05 * gain(weights(twin))
-
-
-def test_gradients_of_bfloat16_weights_add_up_in_float32(make_model, monkeypatch):
-    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 1)
-    learner = LocalLearner(make_model().bfloat16(), OPTIMIZER, total_steps=10)
-    learner.sft_step(batch_of(), step=1)
-    assert all(parameter.grad is None for parameter in learner.model.parameters())
-    assert {master.grad.dtype for master in learner._policy._masters.values()} == {torch.float32}
-    sums = learner._policy._masters["model.norm.weight"].grad
-    assert not torch.equal(sums, sums.bfloat16().float())
-
-
-@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
-def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, recipe):
-    def make():
-        critic = networks.ValueNet(make_model(7).bfloat16())
-        return LocalLearner(
-            make_model().bfloat16(),
-            OptimizerConfig(lr=1e-5, warmup_steps=0),
-            total_steps=10,
-            critic=critic,
-        )
-
-    config = everything(recipe, minibatches=2, kl_coef=0.0)
-    whole, resumed, forgetful = make(), make(), make()
-    batch = on_policy(whole, batch_of())
-    train(whole, batch, config, step=1, seed=0)
-    blobs = whole.blobs()
-    assert {tensor.dtype for tensor in load_safetensors(blobs[checkpoint.WEIGHTS]).values()} == {
-        torch.bfloat16
-    }
-    for learner in (resumed, forgetful):
-        load_weights(learner.model, load_safetensors(blobs[checkpoint.WEIGHTS]))
-        load_weights(learner._critic, load_safetensors(blobs[checkpoint.CRITIC]))
-    resumed.load_optimizers(blobs)
-    assert resumed.blobs() == blobs
-    for learner in (whole, resumed):
-        train(learner, replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
-    assert resumed.blobs() == whole.blobs()
-    # negative control
-    assert forgetful.blobs()[checkpoint.OPTIMIZER] != blobs[checkpoint.OPTIMIZER]
-    with pytest.raises(
-        ValueError,
-        match=r"master weight .* does not round to its weight; take both from one commit",
-    ):
-        forgetful.load_optimizers(whole.blobs())
-
-
-def test_float32_weights_have_no_second_copy(make_learner):
-    learner = make_learner()
-    learner.sft_step(batch_of(), step=1)
-    assert all(
-        learner._policy._masters[name] is parameter
-        for name, parameter in learner.model.named_parameters()
-    )
-    keys = {
-        name.rpartition(":")[2] for name in load_safetensors(learner.blobs()[checkpoint.OPTIMIZER])
-    }
-    assert keys == {"step", "exp_avg", "exp_avg_sq"}
-    narrow = LocalLearner(learner.model.bfloat16(), OPTIMIZER, total_steps=10)
-    with pytest.raises(
-        ValueError, match=r"has no master weight of .*; it is of a model in float32"
-    ):
-        narrow.load_optimizers(learner.blobs())
-
-
-def test_learning_rates_of_each_schedule():
-    def rates(schedule, steps, warmup=2):
-        config = OptimizerConfig(
-            lr=1.0, warmup_steps=warmup, schedule=schedule, final_lr_fraction=0.1
-        )
-        return [learning_rate(config, step, 10) for step in steps]
-
-    assert rates("constant", [1, 2, 3, 10, 99]) == pytest.approx([0.5, 1, 1, 1, 1])
-    # progress of step 6 of 2 .. 10 is one half: 0.1 + 0.9 * 0.5
-    assert rates("linear", [1, 2, 6, 10, 99]) == pytest.approx([0.5, 1, 0.55, 0.1, 0.1])
-    # progress 1/4: 0.5 * (1 + cos(pi / 4)) = 0.853553, 0.1 + 0.9 * 0.853553
-    assert rates("cosine", [1, 2, 4, 6, 10]) == pytest.approx([0.5, 1, 0.868198, 0.55, 0.1])
-    assert rates("constant", [1], warmup=0) == [1]
-
-
-def test_the_rate_of_the_step_is_the_one_applied(make_learner):
-    slow, fast = (
-        make_learner(OptimizerConfig(lr=1e-2, warmup_steps=warmup, weight_decay=0.0))
-        for warmup in (10, 0)
-    )
-    before = weights(slow)
-    metrics = [learner.sft_step(batch_of(), step=1) for learner in (slow, fast)]
-    assert [m["sft/lr"] for m in metrics] == pytest.approx([1e-3, 1e-2])
-    # Adam's first step moves each weight by the rate, whatever the gradient
-    moved = [
-        (weights(learner)["model.norm.weight"] - before["model.norm.weight"]).abs().max()
-        for learner in (slow, fast)
-    ]
-    assert [float(distance) for distance in moved] == pytest.approx([1e-3, 1e-2], rel=1e-2)
-
-
 def test_a_supervised_batch_without_actions_is_refused(make_learner):
     learner = make_learner()
     before = weights(learner)
@@ -647,22 +408,6 @@ def test_a_supervised_batch_without_actions_is_refused(make_learner):
     with pytest.raises(ValueError, match="without a single action token"):
         learner.sft_step(batch, step=1)
     assert_same(before, weights(learner))
-
-
-def test_a_gradient_that_is_not_finite_leaves_the_weights_unchanged(make_learner):
-    learner = make_learner()
-    before = weights(learner)
-    hook = learner.model.model.layers[0].mlp.up_proj.weight.register_hook(
-        lambda gradient: gradient * math.nan
-    )
-    with pytest.raises(
-        FloatingPointError, match="gradient norm nan is not finite; the weights were not changed"
-    ):
-        learner.sft_step(batch_of(), step=1)
-    assert_same(before, weights(learner))
-    hook.remove()
-    learner.sft_step(batch_of(), step=1)  # nothing of it is left behind
-    assert all(torch.isfinite(tensor).all() for tensor in weights(learner).values())
 
 
 def test_logged_probabilities_of_another_policy_stop_the_run(make_learner):

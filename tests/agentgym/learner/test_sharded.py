@@ -20,6 +20,8 @@ from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.model import weights_blob
 
+pytestmark = pytest.mark.integration
+
 LR = 1e-3
 CONFIG = algorithm_config(
     recipe="ppo",

@@ -12,6 +12,8 @@ from agentgym.models import template
 from agentgym.models.chat import ChatRenderer
 from agentgym.models.template import CHAT_TEMPLATE
 
+pytestmark = pytest.mark.integration
+
 HONEST = CHAT_TEMPLATE + "{# from elsewhere #}"
 
 

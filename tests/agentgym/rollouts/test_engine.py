@@ -8,7 +8,6 @@ from agentgym.learner.learner import LocalLearner
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.models.tolerance import TORCH
-from agentgym.rollouts.canary import canary_sequences
 from agentgym.rollouts.engine import LocalEngine
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies.torch import TorchPolicy
@@ -85,10 +84,3 @@ def test_one_damaged_tensor_is_seen(pair, monkeypatch, name):
     monkeypatch.setattr(engine.policy, "publish", damaging)
     with pytest.raises(EngineMismatch, match="did not reach the engine"):
         engine.publish(learner, 1)
-
-
-def test_canary_sequences_are_fixed_and_inside_the_vocabulary(tokenizer):
-    rows = canary_sequences(tokenizer)
-    assert rows == canary_sequences(tokenizer)
-    assert all(0 <= token < len(tokenizer) for row in rows for token in row)
-    assert len({tuple(row) for row in rows}) == 4

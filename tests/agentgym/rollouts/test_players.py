@@ -3,7 +3,6 @@ five environments.
 """
 
 import asyncio
-import json
 
 import pytest
 from aiohttp import web
@@ -11,7 +10,7 @@ from aiohttp import web
 from agentgym.rollouts.collect import collect, samples
 from agentgym.rollouts.episode import EpisodeSettings, Said
 from agentgym.rollouts.players import ExpertPlayer, RandomPlayer, ScriptedPlayer
-from agentgym.rollouts.policies.hosted import Endpoint, HostedError, HostedModel
+from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item, Status
 
@@ -111,6 +110,7 @@ def play_hosted(stub, endpoint, items, key_variable="", max_retries=4, **changes
     return asyncio.run(asyncio.wait_for(main(), 240))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("env", ENVS)
 def test_expert_script_chance_and_a_hosted_model_play_every_environment(serving, env, request):
     if env in NEEDS:
@@ -154,74 +154,6 @@ def test_an_expert_that_gives_up_and_a_script_that_ends_are_cut_not_failed(servi
         assert (cut.status, len(cut.turns), cut.success) == (Status.MAX_TURNS, 1, False)
         with pytest.raises(RuntimeError, match="1 of 1 episodes failed"):
             play(endpoint, [Item("babyai", 0)], lambda *_: ExpertPlayer())  # it offers none
-
-
-def test_an_endpoint_in_trouble_is_asked_again_within_bounds(serving):
-    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
-        stub = Stub(trouble=[429, 500, b"no json", b"{}", 503], reply="turn left")
-        (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_retries=8, max_turns=2)
-        assert [turn.action for turn in episode.turns] == ["turn left", "turn left"]
-        assert len(stub.asked) == 7
-        # a request that is repeated can be told from a new one
-        keys = [head["Idempotency-Key"] for head in stub.heads]
-        assert keys[:6] == [keys[0]] * 6
-        assert keys[6] != keys[0]
-        stub = Stub(trouble=[500] * 3)
-        with pytest.raises(HostedError, match=r"model m at http://127.0.0.1.*status 500"):
-            play_hosted(stub, endpoint, [Item("babyai", 0)], max_retries=2)
-        assert len(stub.asked) == 3
-        stub = Stub(trouble=[401])
-        with pytest.raises(HostedError, match="status 401"):
-            play_hosted(stub, endpoint, [Item("babyai", 0)])
-        assert len(stub.asked) == 1
-        stub = Stub(trouble=[302])
-        with pytest.raises(HostedError, match="status 302"):
-            play_hosted(stub, endpoint, [Item("babyai", 0)])
-
-
-def test_the_wait_an_endpoint_asks_for_is_kept(serving):
-    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
-        stub = Stub(trouble=[429], wait="1", reply="turn left")
-        (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_turns=1)
-        assert episode.turns[0].generate_s >= 1
-
-
-def test_a_context_that_is_full_cuts_the_episode_as_it_does_for_tokens(serving):
-    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
-        item = [Item("babyai", 0)]
-        (told,) = play_hosted(Stub(reply="turn left", trouble=[400]), endpoint, item)
-        assert (told.status, told.turns) == (Status.MAX_TOKENS, ())
-        (counted,) = play_hosted(
-            Stub(reply="turn left", usage=90), endpoint, item, context_tokens=150
-        )
-        assert (counted.status, len(counted.turns)) == (Status.MAX_TOKENS, 1)
-
-
-def test_a_reply_that_was_cut_off_is_played_as_it_is(serving):
-    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
-        stub = Stub(reply="Thought: the ball is\nAction: turn le", finish="length")
-        (episode,) = play_hosted(
-            stub, endpoint, [Item("babyai", 0)], max_turns=1, action_format="react"
-        )
-        (turn,) = episode.turns
-        assert (turn.action, turn.reply) == ("turn le", stub.reply)
-
-
-def test_a_key_comes_from_the_environment_alone_and_only_from_variables_meant_for_it(
-    serving, monkeypatch
-):
-    with pytest.raises(ValueError, match="begin with AGENTGYM_SECRET_"):
-        Endpoint("http://127.0.0.1/v1", "m", "AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(ValueError, match="is not set"):
-        Endpoint("http://127.0.0.1/v1", "m", "AGENTGYM_SECRET_NOBODY")
-    with pytest.raises(ValueError, match="is no endpoint"):
-        Endpoint("file:///etc/passwd", "m")
-    monkeypatch.setenv("AGENTGYM_SECRET_TEST", "k-123")
-    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
-        stub = Stub(reply="turn left")
-        play_hosted(stub, endpoint, [Item("babyai", 0)], "AGENTGYM_SECRET_TEST", max_turns=1)
-        assert stub.heads[0]["Authorization"] == "Bearer k-123"
-        assert "k-123" not in json.dumps(stub.asked)
 
 
 def test_an_environment_that_tells_no_actions_says_so(serving):

@@ -27,7 +27,7 @@ from agentgym.types import Status
 from envs.env import ExpertFailed
 from envs.registry import load_spec
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 OPTIONS = {
     "babyai": {

@@ -11,6 +11,8 @@ from agentgym.steps.context import METRICS
 from agentgym.store.keys import source_digest
 from agentgym.tracking.points import decode_points
 
+pytestmark = pytest.mark.integration
+
 MEDIAN = """
 import torch
 

@@ -279,7 +279,7 @@ def test_a_stage_that_would_meet_an_item_twice_is_bad_input(tmp_path, tiny_param
 
 
 @pytest.fixture
-def begin(whole_run, tmp_path, tiny_params):
+def begin(whole_run, tmp_path, tiny_params, tiny_endpoint):
     """begin(name) -> params of a deterministic run that is done up to its first stage, whose
     every optimizer step commits.
     """
@@ -288,7 +288,11 @@ def begin(whole_run, tmp_path, tiny_params):
         shutil.copytree(whole_run / "half", tmp_path / name)
         validation = {"every": 1, "num_items": 4, "max_turns": 7}
         params = tiny_params(
-            tmp_path / name, deterministic=True, algorithm={"recipe": recipe}, validation=validation
+            tmp_path / name,
+            endpoint=tiny_endpoint,
+            deterministic=True,
+            algorithm={"recipe": recipe},
+            validation=validation,
         )
         assert {str(run_step(each, load_config(params))) for each in BEFORE} == {"done"}
         return params

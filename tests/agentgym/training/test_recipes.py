@@ -19,6 +19,8 @@ from agentgym.steps.context import METRICS, StepContext
 from agentgym.tracking.points import decode_points
 from agentgym.types import Status
 
+pytestmark = pytest.mark.integration
+
 ALGORITHM = {"critic_warmup_steps": 1}
 BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
 
@@ -34,14 +36,14 @@ def started(tmp_path_factory, tiny_params):
 
 
 @pytest.fixture
-def begin(started, tmp_path, tiny_params):
+def begin(started, tmp_path, tiny_params, tiny_endpoint):
     """begin(**changes) -> the configuration of a run that goes on from `started`."""
 
     def make(**changes):
         folder = tmp_path / "run"
         if not folder.exists():
             shutil.copytree(started, folder)
-        return load_config(tiny_params(folder, **changes))
+        return load_config(tiny_params(folder, endpoint=tiny_endpoint, **changes))
 
     return make
 
@@ -133,7 +135,9 @@ def test_options_of_training_pass_the_audit_too(begin, changes):
         assert [point.metrics["sync/staleness_max"] for point in points(cfg, "stage-1")] == [0, 1]
 
 
-def test_bootstrapped_episodes_cut_by_the_context_pass_the_audit(tmp_path, tiny_params):
+def test_bootstrapped_episodes_cut_by_the_context_pass_the_audit(
+    tmp_path, tiny_params, tiny_endpoint
+):
     small = [
         "warm_start.num_demos=20",
         "warm_start.steps=10",
@@ -143,7 +147,9 @@ def test_bootstrapped_episodes_cut_by_the_context_pass_the_audit(tmp_path, tiny_
     # the observations take more than they say
     narrow = ["model.context_tokens=104", "rollout.observation_tokens=7"]
     params = tiny_params(
-        tmp_path, algorithm={"recipe": "ppo", "truncated": "bootstrap", **ALGORITHM}
+        tmp_path,
+        endpoint=tiny_endpoint,
+        algorithm={"recipe": "ppo", "truncated": "bootstrap", **ALGORITHM},
     )
     cfg = load_config(params, [*small, *narrow])
     for name in ("prepare", "initialize", "warm-start", "stage-1"):
@@ -163,7 +169,7 @@ def test_bootstrapped_episodes_cut_by_the_context_pass_the_audit(tmp_path, tiny_
 
 
 def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
-    started, tmp_path, tiny_params, monkeypatch
+    started, tmp_path, tiny_params, tiny_endpoint, monkeypatch
 ):
     warm = load_config(tiny_params(started))
     checkpoint = load_checkpoint(open_store(warm), finished(warm, open_store(warm))["warm-start"])
@@ -184,7 +190,7 @@ def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
         raise KeyboardInterrupt
 
     for killed in (False, True):
-        cfg = load_config(tiny_params(tmp_path / str(killed)), changes)
+        cfg = load_config(tiny_params(tmp_path / str(killed), endpoint=tiny_endpoint), changes)
         for name in ("prepare", "initialize"):
             run_step(name, cfg)
         if killed:

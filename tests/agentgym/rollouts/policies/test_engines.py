@@ -18,6 +18,8 @@ from agentgym.store.keys import source_digest
 from agentgym.tracking.points import decode_points
 from agentgym.types import EngineMismatch
 
+pytestmark = pytest.mark.integration
+
 SLOW = '''
 import torch
 from agentgym.models.attention import PackedSequences

@@ -10,7 +10,7 @@ import torch
 from agentgym.models.attention import PackedSequences
 from agentgym.models.model import weights_of
 from agentgym.models.tolerance import TORCH
-from agentgym.rollouts.policies.draw import Distribution, sample, uniforms
+from agentgym.rollouts.policies.draw import Distribution, uniforms
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import SampleKey, Sampling
 
@@ -179,45 +179,6 @@ def test_two_requests_with_one_key_and_one_prompt_are_both_answered(make_policy)
     assert len({completion.ids for completion in completions}) == 1
 
 
-def test_draws_follow_the_softmax():
-    """Chi-square over 5 classes, 20,000 draws at evenly spread quantiles and at random ones; 4
-    degrees of freedom, 18.5 is p = 0.001.
-    """
-    logits = torch.tensor([0.3, -1.0, 2.0, 0.0, -3.0])
-    count = 20_000
-    for temperature in (1.0, 0.5):
-        expected = torch.softmax(logits / temperature, -1)
-        uniform = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        tokens, logprobs = sample(
-            logits.expand(count, 5), torch.full((count,), temperature), uniform
-        )
-        seen = torch.bincount(tokens, minlength=5)
-        assert float(((seen - count * expected) ** 2 / (count * expected)).sum()) < 18.5
-        assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-5)
-        other = torch.softmax(logits, -1) if temperature != 1 else torch.softmax(logits / 0.5, -1)
-        # negative control
-        assert float(((seen - count * other) ** 2 / (count * other)).sum()) > 1000
-
-
-def test_a_draw_inverts_the_distribution_and_never_leaves_it():
-    logits = torch.tensor([[0.25, 0.5, 0.25]]).log().expand(6, 3)
-    tokens, _ = sample(
-        logits,
-        torch.ones(6),
-        torch.tensor([0.0, 0.2, 0.3, 0.7, 0.8, 1 - 2**-53], dtype=torch.float64),
-    )
-    assert tokens.tolist() == [0, 0, 1, 1, 2, 2]
-
-
-def test_temperature_zero_takes_the_largest_logit_whatever_the_draw():
-    tokens, logprobs = sample(
-        torch.tensor([[0.0, 3.0, 1.0]] * 2), torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.999])
-    )
-    assert tokens.tolist() == [1, 1]
-    # 3 - ln(1 + e^3 + e) = 3 - 3.16985
-    assert logprobs.tolist() == pytest.approx([-0.169846] * 2, abs=1e-5)
-
-
 def test_an_action_ends_with_the_stop_token_or_at_its_length(make_policy):
     async def main():
         policy = make_policy()
@@ -332,17 +293,6 @@ def test_few_requests_wait_for_those_that_run_and_as_many_join_them(make_policy)
     assert sum(sizes) == 3 * 6 + 3 * 2
 
 
-def test_the_numbers_of_a_key_are_even_and_do_not_depend_on_how_many_are_asked():
-    few, many = uniforms(key(), 3), uniforms(key(), 20_000)
-    assert (few == many[:3]).all()
-    assert len(set(many)) == len(many)
-    assert many.min() >= 0
-    assert many.max() < 1
-    counts = [((many >= tenth / 10) & (many < (tenth + 1) / 10)).sum() for tenth in range(10)]
-    assert all(1_800 < count < 2_200 for count in counts)
-    assert not set(many) & set(uniforms(key(turn=1), 20_000))
-
-
 def test_an_older_version_is_refused(make_policy, make_model):
     async def main():
         policy, weights = make_policy(), weights_of(make_model())
@@ -441,27 +391,6 @@ def test_scores_are_log_probabilities_of_each_next_token(make_policy, plain, mod
         assert scores.tolist() == pytest.approx(
             [float(logp[i, token]) for i, token in enumerate(row[1:])], abs=1e-5
         )
-
-
-def test_the_distance_to_a_draw_is_what_lies_between_the_uniform_and_the_tokens_interval():
-    logits = torch.log(torch.tensor([[0.2, 0.5, 0.3]] * 6))
-    uniform = torch.tensor([0.1, 0.1, 0.1, 0.9, 0.9, 0.45], dtype=torch.float64)
-    outside, below = Distribution(logits, torch.ones(6)).distance(
-        uniform, torch.tensor([0, 1, 2, 0, 2, 1])
-    )
-    assert outside.tolist() == pytest.approx([0.0, 0.1, 0.6, 0.7, 0.0, 0.0], abs=1e-6)
-    assert below.tolist() == [0.0] * 6
-    drawn, _ = sample(logits, torch.ones(6), uniform)
-    assert Distribution(logits, torch.ones(6)).distance(uniform, drawn)[0].tolist() == [0.0] * 6
-
-
-def test_the_distance_of_a_greedy_token_is_how_far_it_lies_below_the_largest():
-    logits = torch.tensor([[0.0, 3.0, 1.0]] * 3)
-    outside, below = Distribution(logits, torch.zeros(3)).distance(
-        torch.full((3,), 0.5, dtype=torch.float64), torch.tensor([1, 2, 0])
-    )
-    assert outside.tolist() == [0.0] * 3
-    assert below.tolist() == pytest.approx([0.0, 2.0, 3.0])
 
 
 @pytest.mark.parametrize("dtype", list(TORCH), ids=str)

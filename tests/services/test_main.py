@@ -1,22 +1,17 @@
-"""The supervisor's bookkeeping; that everything comes up, recovers and ends is in
-tests/flows/test_deployments.py.
-"""
+"""`python -m services`: what up, down and status say and end."""
 
 import json
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from agentgym.config import ConfigError
 from agentgym.store.lease import process_start
-from services import supervisor
-from services.__main__ import _listener, down, status, up
-from services.state import TOML, TOML_MARK, is_stale, running
-from services.supervisor import MAX_RESTARTS, Service
+from services.__main__ import _listener, down, up
+from services.state import running
 
 
 @pytest.fixture
@@ -74,25 +69,6 @@ def test_a_second_up_says_what_runs_and_starts_nothing(state, sleeper, capsys):
     assert "is being restarted" in said
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}'])
-def test_a_damaged_state_file_counts_as_nothing_running(state, content, capsys):
-    (state / "services.json").write_text(content)
-    assert running(state) is None
-    assert status(state) == 1
-    assert capsys.readouterr().out == "nothing is running; `make up` starts it\n"
-
-
-def test_a_prefect_toml_of_ones_own_is_neither_removed_nor_called_stale(state):
-    TOML.write_text('[api]\nurl = "http://elsewhere/api"\n')
-    assert not is_stale(state)
-    assert down(state) == 0
-    assert TOML.exists()
-    TOML.write_text(f"{TOML_MARK}\n")
-    assert is_stale(state)
-    assert down(state) == 0
-    assert not TOML.exists()
-
-
 def test_a_port_that_was_asked_for_and_is_taken_is_an_error_the_usual_one_is_replaced():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -104,23 +80,3 @@ def test_a_port_that_was_asked_for_and_is_taken_is_an_error_the_usual_one_is_rep
             _listener(taken, 4200, "PREFECT_PORT")
         with _listener(None, taken, "PREFECT_PORT") as bound:
             assert bound.getsockname()[1] not in (0, taken)
-
-
-def test_a_service_that_dies_is_started_again_and_stays_down_when_it_dies_too_often(
-    tmp_path, monkeypatch
-):
-    now = [0.0]
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
-    service = Service(
-        "broken", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], tmp_path / "log", {}
-    )
-    starts = 0
-    for _ in range(40):
-        if service.keep() and service.process is not None:
-            starts += 1
-            service.process.wait(30)
-        now[0] += 10
-    assert starts == MAX_RESTARTS + 1
-    assert service.given_up
-    assert service.process is None
-    assert (tmp_path / "log").read_text() == "why\n" * starts

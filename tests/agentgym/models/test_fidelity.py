@@ -5,9 +5,8 @@ import pytest
 import torch
 import transformers
 
-from agentgym.config import ConfigError, ModelConfig, OptimizerConfig
+from agentgym.config import ModelConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
-from agentgym.models.architecture import check_model
 from agentgym.models.attention import RAGGED, PackedSequences
 from agentgym.models.fidelity import differences, require_faithful
 from agentgym.models.model import load_hub, weights_blob
@@ -143,17 +142,6 @@ def test_two_scores_of_one_batch_are_equal_in_a_model_with_dropout():
         ).last_hidden_state
 
     assert torch.equal(states(), states())
-
-
-def test_what_is_missing_of_a_handed_over_model_is_told_before_anything_starts(tmp_path):
-    with pytest.raises(ConfigError, match="it holds no weights"):
-        check_model(ModelConfig(source="hub", name=str(tmp_path)))
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match="neither a folder with a model nor a repository"):
-        check_model(ModelConfig(source="hub", name=str(tmp_path)))
-    build(*REFUSED["llama-dynamic"][:2]).config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="rope_type 'dynamic' depends on"):
-        check_model(ModelConfig(source="hub", name=str(tmp_path)))
 
 
 def test_a_handed_over_model_is_checked_before_anything_starts(tmp_path, tokenizer):

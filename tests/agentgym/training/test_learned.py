@@ -41,6 +41,7 @@ def test_each_reason_is_told_and_what_was_learned_from_has_none():
     assert decode_trajectories(encode_trajectories(marked)) == marked
 
 
+@pytest.mark.integration
 def test_of_a_drawn_share_of_the_episodes_each_tokens_numbers_are_kept(tiny_params, tmp_path):
     cfg = load_config(tiny_params(tmp_path), ["rollout.token_numbers_frac=0.5"])
     for name in ("prepare", "initialize", "warm-start", "stage-1"):

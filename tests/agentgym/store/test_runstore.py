@@ -400,6 +400,7 @@ def test_a_live_holder_is_named_and_an_error_inside_gives_the_lease_back(store: 
         assert writer.epoch == 2
 
 
+@pytest.mark.integration
 def test_another_process_that_lives_keeps_its_lease_and_one_that_was_killed_loses_it_at_once(
     place: Place, store: RunStore
 ) -> None:
@@ -424,6 +425,7 @@ def test_another_process_that_lives_keeps_its_lease_and_one_that_was_killed_lose
     child.communicate()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "where", ["before the blobs", "between the blobs", "before the manifest", "before it counts"]
 )
@@ -466,6 +468,7 @@ def test_a_kill_before_the_last_write_leaves_the_previous_commit(
     assert not [name for name in place.names() if ".tmp-" in name]
 
 
+@pytest.mark.integration
 def test_of_eight_processes_that_race_for_a_step_one_wins(place: Place, store: RunStore) -> None:
     script = """
 say("ready")
@@ -488,6 +491,7 @@ except LeaseHeld:
     assert [manifest.epoch for manifest in store.history("stage-1", KEY)] == [1]
 
 
+@pytest.mark.integration
 def test_a_holder_on_another_host_is_waited_for_while_its_heart_beats(place: Place) -> None:
     store = place.store(ttl_s=2.0)
     script = """

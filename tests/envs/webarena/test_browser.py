@@ -20,7 +20,6 @@ import psutil
 import pytest
 
 from envs.webarena import browser as browsers
-from envs.webarena import keeper
 from envs.webarena.browser import BrowserLost
 from envs.webarena.tabs import Refusal
 
@@ -311,32 +310,3 @@ def test_what_a_killed_browser_leaves_behind_is_ended_with_its_server(short_path
         process.wait(30)
         assert not psutil.wait_procs(children, timeout=20)[1]
         assert gone(folder)
-
-
-SLEEPER = """import subprocess, sys, time
-open("/proc/self/comm", "wb").write("браузер".encode()[:15])  # a name cut within a letter
-subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], env={})
-time.sleep(60)"""
-
-
-def test_the_keeper_ends_a_session_of_the_browsers_own_and_no_other_that_got_its_number(tmp_path):
-    folder = str(tmp_path)
-    command = [sys.executable, "-c", SLEEPER, folder]
-    leader = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-    follower = subprocess.Popen(command, stdout=subprocess.PIPE)
-    try:
-        for process in (leader, follower):
-            process.stdout.readline()  # its child runs
-        (child,) = psutil.Process(leader.pid).children()
-        browser = keeper.checked(leader.pid, folder)
-        assert browser is not None
-        assert keeper.checked(follower.pid, folder) is None  # its session is ours
-        assert keeper.checked(leader.pid, "/another") is None
-        assert sorted(keeper.left(folder, browser)) == sorted([leader.pid, follower.pid, child.pid])
-        assert keeper.left("/another", (browser[0], browser[1] + 1)) == []
-    finally:
-        for process in (leader, follower):
-            for each in [*psutil.Process(process.pid).children(), process]:
-                each.kill()
-            process.wait()
-            process.stdout.close()

@@ -1,0 +1,93 @@
+"""How long `make quick` and `make test` take, and where the time goes.
+
+    python benchmarks/suite.py [quick test]
+
+Each runs as a contributor runs it, on an otherwise idle machine, but for tests/test_suite.py:
+that one bounds what is written here, docs/results/suite.json, by which the tests' processes also
+share the files among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from pipeline import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "docs/results/suite.json"
+LIMIT_S = 3600
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("targets", nargs="*", default=["quick", "test"], choices=("quick", "test"))
+    asked = parser.parse_args()
+    result = json.loads(OUT.read_text()) if OUT.exists() else {}
+    result |= {"machine": machine(), "command": "python benchmarks/suite.py"}
+    for target in asked.targets:
+        found = measured(target)
+        sys.stdout.write(
+            f"make {target}: {found['tests']} tests in {found['seconds']} s"
+            f" ({found['cpu_seconds']} s of CPU)\n"
+        )
+        result[target] = found
+    OUT.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def measured(target: str) -> dict[str, Any]:
+    """Errors: RuntimeError where a test fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        report, before = Path(folder, "report.xml"), resource.getrusage(resource.RUSAGE_CHILDREN)
+        began = time.monotonic()
+        told = subprocess.run(
+            [
+                *("make", "--old-file=.venv/.installed", target),
+                f"ARGS=--junit-xml={report} --deselect=tests/test_suite.py",
+            ],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        seconds, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        if told.returncode:
+            raise RuntimeError(f"make {target}\n{(told.stdout + told.stderr)[-5000:]}")
+        files: dict[str, list[float]] = defaultdict(list)
+        for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314  (our own)
+            files[file_of(case.attrib["classname"])].append(float(case.attrib["time"]))
+    spent = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
+    return {
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(spent, 1),
+        "tests": sum(map(len, files.values())),
+        "skipped": int((re.findall(r"(\d+) skipped", told.stdout) or [0])[-1]),
+        "files": {
+            name: {"seconds": round(sum(times), 1), "tests": len(times)}
+            for name, times in sorted(files.items(), key=lambda each: -sum(each[1]))
+        },
+    }
+
+
+def file_of(classname: str) -> str:
+    """tests.flows.test_run -> tests/flows/test_run.py; the last words may be a class."""
+    words = classname.split(".")
+    last = max(place for place, word in enumerate(words) if word.startswith("test_"))
+    return "/".join(words[: last + 1]) + ".py"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

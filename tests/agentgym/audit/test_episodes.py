@@ -1,0 +1,60 @@
+"""A forged episode contradicts itself, its token ids or the environment that plays it again."""
+
+from dataclasses import replace
+
+from agentgym.rollouts.metrics import rollout_metrics
+from agentgym.types import Status
+
+
+def played(forger, step="stage-1", seq=0, status=Status.MAX_TURNS):
+    """An episode that failed by its horizon: index, episode."""
+    return next(
+        (i, e)
+        for i, e in enumerate(forger.episodes(step, seq))
+        if e.status is status and len(e.turns) > 2
+    )
+
+
+def test_a_forged_reward_contradicts_the_metrics_and_the_environment(forger):
+    index, episode = played(forger)
+    turns = (*episode.turns[:-1], replace(episode.turns[-1], reward=1.0))
+    where = forger.edit("stage-1", 0, index, turns=turns, reward=1.0, success=True)
+    said = forger.caught("numbers", "replay", "episodes")
+    assert f"{where} turn {len(turns)}: (observation, reward)" in said["replay"]
+    assert "stage-1 commit 0: rollout/reward_mean" in said["numbers"]
+
+
+def test_a_forged_reward_with_forged_metrics_everywhere_contradicts_the_environment(forger):
+    index, episode = played(forger)
+    turns = (*episode.turns[:-1], replace(episode.turns[-1], reward=1.0))
+    where = forger.edit("stage-1", 0, index, turns=turns, reward=1.0, success=True)
+    forger.metric(
+        "stage-1",
+        0,
+        **rollout_metrics([e for e in forger.episodes("stage-1", 0) if e.item.split == "train"]),
+    )
+    assert where in forger.caught("replay", "episodes")["replay"]
+
+
+def test_a_forged_token_alone_is_not_its_action(forger):
+    index, episode = played(forger, "evaluate-stage-1", 1)
+    ids = list(episode.input_ids)
+    ids[episode.turns[0].start] = 90 if ids[episode.turns[0].start] != 90 else 91
+    where = forger.edit("evaluate-stage-1", 1, index, input_ids=tuple(ids))
+    assert f"{where} turn 1: action" in forger.caught("tokens", "rescore", "sampling")["tokens"]
+
+
+def test_a_forged_observation_is_neither_what_was_read_nor_what_was_answered(forger):
+    index, episode = played(forger)
+    turns = (replace(episode.turns[0], observation="you win"), *episode.turns[1:])
+    where = forger.edit("stage-1", 0, index, turns=turns)
+    said = forger.caught("tokens", "replay")
+    assert f"{where} turn 1: (observation, reward)" in said["replay"]
+    assert f"{where}: token ids as rendered" in said["tokens"]
+
+
+def test_a_forged_last_observation_that_nobody_read_contradicts_the_environment(forger):
+    index, episode = played(forger, "evaluate-stage-2", 0)
+    turns = (*episode.turns[:-1], replace(episode.turns[-1], observation="you win"))
+    where = forger.edit("evaluate-stage-2", 0, index, turns=turns)
+    assert where in forger.caught("replay")["replay"]

@@ -1,0 +1,66 @@
+"""What MLflow holds is what was committed: a forged point, metric or model contradicts it."""
+
+import shutil
+
+import pytest
+
+from agentgym.audit import audit
+from agentgym.config import load_config
+from agentgym.steps.context import METRICS
+from agentgym.tracking.points import decode_points
+
+
+def test_a_forged_metric_contradicts_the_ledger(forger):
+    forger.metric("stage-2", 0, ledger=False, **{"actor/loss": 0.987})
+    assert "actor/loss at step 3: 0.987" in forger.caught("ledger")["ledger"]
+
+
+@pytest.mark.parametrize("how", ["altered", "delivered twice", "removed", "added"])
+def test_a_forged_point_in_the_ledger_is_not_of_any_commit(forger, how):
+    row = forger.sql(
+        "select run_uuid, timestamp, value from metrics where key = 'rollout/success' and step = 3"
+    )[0]
+    where = "where key = 'rollout/success' and step = 3 and run_uuid = ?"
+    if how == "altered":
+        forger.sql(f"update metrics set value = 0.987 {where}", row[0])
+    elif how == "delivered twice":
+        forger.sql(
+            "insert into metrics select key, value, timestamp + 1, run_uuid, step, is_nan from"
+            f" metrics {where}",
+            row[0],
+        )
+    elif how == "removed":
+        forger.sql(f"delete from metrics {where}", row[0])
+    else:
+        forger.sql(
+            "insert into metrics select key, value, timestamp, run_uuid, 99, is_nan from metrics"
+            f" {where}",
+            row[0],
+        )
+    said = forger.caught("ledger")["ledger"]
+    assert f"rollout/success at step {99 if how == 'added' else 3}" in said
+    assert ("is missing" in said) is (how in ("altered", "removed"))
+    assert ("not of any commit, or more than once" in said) is (how != "removed")
+
+
+@pytest.mark.parametrize("waiting", [2, 1])
+def test_only_the_newest_commits_of_an_unfinished_step_may_wait_for_their_delivery(
+    whole_run, tmp_path, tiny_params, forger_of, waiting
+):
+    shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
+    forger = forger_of(load_config(tiny_params(tmp_path, deterministic=True)))
+    forger.save(forger.commits("stage-1")[1].model_copy(update={"done": False}))
+    for point in decode_points(forger.blob("stage-1", waiting - 1, METRICS).read_bytes()):
+        forger.sql("delete from metrics where timestamp = ?", point.time_ms)
+    ledger = next(
+        check for check in audit(forger.cfg, num_episodes=1).checks if check.name == "ledger"
+    )
+    assert ledger.ok is (waiting == 2), ledger.failures
+
+
+def test_a_ledger_that_is_not_there_fails_and_is_not_created(forger):
+    path = forger.cfg.state_dir / "mlflow.db"
+    path.unlink()
+    report = audit(forger.cfg)
+    assert [check.name for check in report.checks if not check.ok] == ["ledger"]
+    assert not path.exists()

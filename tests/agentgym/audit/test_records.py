@@ -1,0 +1,68 @@
+"""What a first digest leaves out, a second one, a pointer in git and the chain of commits pin."""
+
+import json
+
+from agentgym.audit import audit
+from agentgym.pipeline.dvc import pointer
+from agentgym.pipeline.table import finished, open_store, steps_of
+from agentgym.steps.context import METRICS
+from agentgym.steps.step import Outcome
+from agentgym.store.manifest import Manifest
+from agentgym.tracking.points import decode_points, encode_points
+
+
+def test_a_pointer_in_git_pins_what_the_first_digest_leaves_out(forger, tmp_path):
+    """Clock times were made shorter, and every digest and tag was put right."""
+    kept = tmp_path / "outputs"
+    kept.mkdir()
+    done, table = finished(forger.cfg, open_store(forger.cfg)), steps_of(forger.cfg)
+    for name in ("prepare", "stage-1"):
+        (kept / f"{name}.json").write_text(
+            pointer(forger.cfg, Outcome(table[name], done[name], "done"))
+        )
+    honest = audit(forger.cfg, num_episodes=1, pointers=kept)
+    assert honest.ok, [check for check in honest.checks if not check.ok]
+    assert "2 pointers in" in next(check.note for check in honest.checks if check.name == "records")
+    points = decode_points(forger.blob("stage-1", 0, METRICS).read_bytes())
+    points[0].metrics["time/step_s"] /= 2
+    for table_name in ("metrics", "latest_metrics"):
+        values = (points[0].metrics["time/step_s"], points[0].time_ms)
+        forger.sql(
+            f"update {table_name} set value = ? where key = 'time/step_s' and timestamp = ?",
+            *values,
+        )
+    forger.rewrite("stage-1", 0, METRICS, encode_points(points))
+    forger.report()
+    assert audit(forger.cfg, num_episodes=1).ok  # a store speaks for itself
+    said = {
+        check.name: check.failures
+        for check in audit(forger.cfg, num_episodes=1, pointers=kept).checks
+        if not check.ok
+    }
+    assert list(said) == ["records"]
+    assert f"{kept / 'stage-1.json'}: records_digest: expected" in said["records"][0]
+
+
+def test_a_commit_that_was_exchanged_breaks_the_chain(forger):
+    path = forger.folder("stage-1") / "manifests" / "000000.json"
+    path.write_bytes(forger.commits("stage-1")[0].model_copy(update={"created_at": 1.0}).to_bytes())
+    records = next(
+        check for check in audit(forger.cfg, num_episodes=1).checks if check.name == "records"
+    )
+    assert "stage-1 commit 1: records digest of the commit before: expected" in records.failures[0]
+
+
+def test_a_store_from_before_the_second_digest_is_told_from_one_that_has_it(forger):
+    for path in forger.steps.glob("*/manifests/*.json"):
+        tree = json.loads(path.read_bytes())
+        del tree["follows"], tree["records_digest"]
+        path.write_text(json.dumps(tree))
+        assert Manifest.from_bytes(path.read_bytes()).digest == tree["digest"]
+    report = audit(forger.cfg, num_episodes=1)
+    assert report.ok, [check for check in report.checks if not check.ok]
+    note = next(check.note for check in report.checks if check.name == "records")
+    num = len(report.steps)
+    assert (
+        f"not pinned: {num} of {num} steps, prepare first; they were written before manifests had a"
+        " records digest" in note
+    )

@@ -1,0 +1,70 @@
+"""Tokens and log-probabilities that the weights did not sample are found."""
+
+from dataclasses import replace
+
+import torch
+from safetensors.torch import load, save
+
+from agentgym.audit import audit
+from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
+from agentgym.pipeline.table import open_store
+from agentgym.store.manifest import Blob
+from agentgym.types import Status
+
+
+def played(forger, step="stage-1", seq=0, status=Status.MAX_TURNS):
+    """An episode that failed by its horizon: index, episode."""
+    return next(
+        (i, e)
+        for i, e in enumerate(forger.episodes(step, seq))
+        if e.status is status and len(e.turns) > 2
+    )
+
+
+def test_a_forged_token_with_its_action_is_not_what_the_weights_sampled(forger):
+    index, episode = played(forger)
+    turn = episode.turns[1]
+    renderer = load_checkpoint(open_store(forger.cfg), forger.commits("warm-start")[-1]).renderer
+    ids = list(episode.input_ids)
+    ids[turn.start] = next(
+        token
+        for token in range(100, 300)
+        if token != ids[turn.start]
+        and renderer.action_ids(renderer.text([token, *ids[turn.start + 1 : turn.end]]).strip())
+    )
+    action = renderer.text(ids[turn.start : turn.end]).strip()
+    turns = (episode.turns[0], replace(turn, action=action), *episode.turns[2:])
+    where = forger.edit("stage-1", 0, index, input_ids=tuple(ids), turns=turns)
+    said = {
+        check.name: " | ".join(check.failures) for check in audit(forger.cfg).checks if not check.ok
+    }
+    assert said.keys() - {"replay"} == {"rescore", "sampling"}
+    assert (
+        f"{where} turn 2 token {turn.start} (id {ids[turn.start]}): log-probability"
+        in said["rescore"]
+    )
+
+
+def test_a_forged_log_probability_is_not_the_weights(forger):
+    index, episode = played(forger, "evaluate-warm-start", 0)
+    logprobs = list(episode.logprobs)
+    place = episode.turns[1].start
+    logprobs[place] -= 0.01
+    where = forger.edit("evaluate-warm-start", 0, index, logprobs=tuple(logprobs))
+    assert f"{where} turn 2 token {place} " in forger.caught("rescore")["rescore"]
+
+
+def test_forged_weights_did_not_sample_the_evaluation_and_are_not_the_registered_model(forger):
+    weights = load(forger.blob("stage-2", 1, WEIGHTS).read_bytes())
+    name = next(name for name in weights if "mlp.down_proj" in name)
+    weights[name] = weights[name] + 0.1 * torch.randn(
+        weights[name].shape, generator=torch.Generator().manual_seed(0)
+    )
+    data = save(weights)
+    forger.rewrite("stage-2", 1, WEIGHTS, data)
+    old = forger.sql("select value from model_version_tags where key = 'weights.sha256'")[0][0]
+    forger.sql("update model_version_tags set value = ? where value = ?", Blob.of(data).digest, old)
+    said = forger.caught("rescore", "sampling", "registry")
+    # its validation episodes; the evaluation comes behind the first ten
+    assert "stage-2 commit 1" in said["rescore"]
+    assert f"{name} as in stage-2 commit 1" in said["registry"]

@@ -1,0 +1,92 @@
+"""A run's configuration as a whole: whom it trusts, what is in its keys, and that it stays."""
+
+import pytest
+from pydantic import ValidationError
+
+from agentgym.config import (
+    ConfigError,
+    config_digest,
+    load_config,
+)
+
+
+def refusal(path, *overrides):
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("compute=ray", "ray.address=203.0.113.5:6379"),
+        ("compute=ray", "ray.address='[2001:db8::5]:6379'"),
+        ("compute=ray", "ray.address=cluster.example:6379"),
+        ("compute=ray-job", "ray.address=http://cluster.example:8265/"),
+    ],
+)
+def test_a_cluster_elsewhere_must_be_named_by_the_machine_too(write, monkeypatch, overrides):
+    path, address = write("seed: 1"), overrides[1].partition("=")[2].strip("'/")
+    assert f"ray.address {address} is on another machine" in refusal(path, *overrides)
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+    assert f"if you trust it, export RAY_ADDRESS={address}" in refusal(path, *overrides)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    load_config(path, overrides)
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:6379", "localhost:6379", "auto", "'[::1]:6379'", "''"]
+)
+def test_a_cluster_of_this_machine_is_not_asked_for_twice(write, address):
+    load_config(write("compute: ray"), [f"ray.address={address}"])
+
+
+def test_credentials_go_to_no_mlflow_server_of_a_files_choice(write, monkeypatch):
+    path = write("tracking: {uri: 'https://mlflow.example'}")
+    load_config(path)
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t")
+    assert (
+        "tracking.uri https://mlflow.example is on another machine and would get the credentials"
+        in refusal(path)
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example/")
+    load_config(path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    load_config(path, ["tracking.uri=http://127.0.0.1:5000"])
+
+
+def test_what_changes_only_where_or_how_fast_stays_out_of_the_keys(write):
+    path = write("seed: 1")
+    reference = config_digest(load_config(path).semantic())
+    for override in (
+        "store.path=/elsewhere",
+        "rollout.concurrency=3",
+        "env.endpoints=[x]",
+        "tracking.uri=x",
+        "data.path=x",
+        "evaluation.chunk_items=1",
+    ):
+        assert config_digest(load_config(path, [override]).semantic()) == reference, override
+    for override in (
+        "seed=2",
+        "optimizer.lr=1",
+        "env.options={a: 1}",
+        "rollout.group_size=3",
+        "deterministic=true",
+        "horizon.max_turns=[1,2,3]",
+        "rollout.episode_timeout_s=5",
+        "rollout.max_attempts=1",
+        "rollout.max_env_error_frac=0.5",
+        "evaluation.min_coverage=0.5",
+    ):
+        assert config_digest(load_config(path, [override]).semantic()) != reference, override
+    semantic = load_config(path).semantic()
+    assert "path" not in semantic["data"]
+    assert "concurrency" not in semantic["rollout"]
+
+
+def test_a_loaded_configuration_cannot_change(write):
+    with pytest.raises(ValidationError, match="frozen"):
+        load_config(write("seed: 1")).seed = 2

@@ -1,0 +1,110 @@
+"""Items that cannot be what a run asks of them are refused before it starts."""
+
+import json
+import shutil
+
+import pytest
+
+from agentgym.config import ConfigError, load_config
+from agentgym.data.check import load_data
+from agentgym.pipeline.run import run_step
+
+
+@pytest.fixture
+def run(whole_run, tmp_path, tiny_params):
+    """A finished run of one's own: its registered model lies where the ledger says, in the
+    original's folder.
+    """
+    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
+    return load_config(tiny_params(tmp_path, deterministic=True))
+
+
+@pytest.mark.parametrize("key", ["evaluation.num_items", "rollout.items_per_step"])
+def test_more_items_than_there_are_is_bad_input(tmp_path, tiny_params, key):
+    cfg = load_config(tiny_params(tmp_path), [f"{key}=1000"])
+    with pytest.raises(
+        ConfigError,
+        match=rf"^{key} 1000 is more than the \d+ (test|train) items of babyai; lower it$",
+    ):
+        load_data(cfg)
+
+
+def test_a_test_task_that_is_trained_on_under_another_id_is_told_by_the_run(
+    tmp_path, tiny_params, caplog
+):
+    for name, tasks in (
+        ("train/babyai_train.json", range(60)),
+        ("eval/babyai_test.json", [*range(1000, 1012), 135]),
+    ):
+        (tmp_path / "data" / name).parent.mkdir(parents=True)
+        (tmp_path / "data" / name).write_text(
+            json.dumps([{"item_id": f"babyai_{task}"} for task in tasks])
+        )
+    # of these two, babyai_53 and babyai_135 are one world
+    options = {"levels": ["GoToObj", "GoToRedBallNoDists"]}
+    cfg = load_config(
+        tiny_params(
+            tmp_path / "run", data={"path": str(tmp_path / "data")}, env={"options": options}
+        )
+    )
+    manifest = run_step("prepare", cfg).manifest
+    expected = (
+        "babyai: 1 of 13 test items are the same task as a train item: babyai_135 = babyai_53; test"
+        " is not held out"
+    )
+    assert [warning for warning in manifest.results["warnings"] if "same task" in warning] == [
+        expected
+    ]
+    assert expected in caplog.text
+
+
+def test_items_the_environment_does_not_have_stop_the_run_before_it_starts(tmp_path, tiny_params):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "train/sciworld_train.json").write_text(
+        json.dumps([{"item_id": f"sciworld_{task}"} for task in range(60)])
+    )
+    (tmp_path / "eval/sciworld_test.json").write_text(
+        json.dumps([{"item_id": f"sciworld_{task}"} for task in range(4630, 4645)])
+    )
+    cfg = load_config(
+        tiny_params(
+            tmp_path / "run", data={"path": str(tmp_path)}, env={"name": "sciworld", "options": {}}
+        )
+    )
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"sciworld: sciworld_4639, .* and 1 more name no task of the environment as it is set"
+        ),
+    ):
+        run_step("prepare", cfg)
+
+
+def test_a_step_that_could_draw_an_item_twice_is_bad_input(tmp_path, tiny_params):
+    """Of 240 train items about 216 are not for validation; a third of them is the most a step
+    may draw.
+    """
+    params = tiny_params(tmp_path)
+    most = len(load_data(load_config(params)).train) // 3
+    assert load_data(load_config(params, [f"rollout.items_per_step={most}"]))
+    twice = (
+        rf"^rollout.items_per_step {most + 1} is more than the {most} items that .* token for"
+        rf" token; lower it to {most}, or add items$"
+    )
+    with pytest.raises(ConfigError, match=twice):
+        load_data(load_config(params, [f"rollout.items_per_step={most + 1}"]))
+    dynamic = [
+        "algorithm.recipe=dapo",
+        "algorithm.max_refills=2",
+        f"rollout.items_per_step={most // 3 + 1}",
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=rf"items_per_step {most // 3 + 1} x 3 rounds .* lower it to {most // 3}, or",
+    ):
+        load_data(load_config(params, dynamic))
+    # draws demonstrations
+    assert load_data(
+        load_config(params, ["algorithm.recipe=sft", f"rollout.items_per_step={most + 1}"])
+    )

@@ -1,0 +1,278 @@
+"""AdamW on master weights: its rates, its state, and what it does to weights in bfloat16."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load as load_safetensors
+
+from agentgym.algorithms.advantages import with_advantages
+from agentgym.algorithms.batch import Batch
+from agentgym.config import (
+    ActorCriticConfig,
+    OptimizerConfig,
+    algorithm_config,
+)
+from agentgym.learner import learner as learner_module
+from agentgym.learner.learner import LocalLearner
+from agentgym.learner.optimizer import learning_rate
+from agentgym.models import checkpoint, networks
+from agentgym.models.model import load_weights, weights_of
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
+# two groups of three; actions at scattered places, observations between and after them
+ROWS = [
+    ([5, 9, 33, 12, 40, 41], [0, 0, 1, 1, 0, 1]),
+    ([5, 9, 12], [0, 0, 1]),
+    ([5, 9, 18, 19, 20, 21, 22, 23], [0, 0, 1, 0, 0, 1, 1, 0]),
+    ([6, 30, 31], [0, 1, 1]),
+    ([6, 30, 7, 8, 50], [0, 1, 0, 0, 1]),
+    ([6, 35], [0, 1]),
+]
+REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+
+
+def batch_of(rows=ROWS, rewards=REWARDS, groups=(0, 0, 0, 1, 1, 1), temperature=1.0):
+    starts = torch.cumsum(torch.tensor([0, *(len(ids) for ids, _ in rows)]), 0)
+    mask = torch.tensor([bool(m) for _, masks in rows for m in masks])
+    placed = torch.zeros(len(mask))
+    for row, (_, masks) in enumerate(rows):
+        placed[int(starts[row]) + max(index for index, m in enumerate(masks) if m)] = rewards[row]
+    ids = torch.tensor([token for ids, _ in rows for token in ids])
+    return Batch(
+        ids,
+        starts,
+        mask,
+        placed,
+        torch.zeros(len(mask)),
+        torch.tensor(groups),
+        torch.zeros(len(rows), dtype=torch.bool),
+        temperature,
+    )
+
+
+def train(learner, batch, config, *, step, seed):
+    """The three verbs; all metrics together."""
+    experience = with_advantages(learner.prepare(batch, config, step=step), config)
+    return experience.metrics | learner.update(experience, config, step=step, seed=seed)
+
+
+def on_policy(learner, batch):
+    return replace(batch, logprobs=learner.score(batch))
+
+
+@pytest.fixture
+def make_learner(make_model):
+    return lambda config=OPTIMIZER, seed=0: LocalLearner(make_model(seed), config, total_steps=10)
+
+
+def weights(learner):
+    return {name: tensor.clone() for name, tensor in weights_of(learner.model).items()}
+
+
+def assert_same(first, second, **tolerance):
+    for name, tensor in first.items():
+        torch.testing.assert_close(
+            tensor, second[name], **(tolerance or {"atol": 0, "rtol": 0}), msg=name
+        )
+
+
+EVERYTHING = {
+    "kl_coef": 0.1,
+    "entropy_coef": 0.05,
+    "minibatches": 1,
+    "constant_length": 6,
+}
+
+
+def everything(recipe, **more):
+    """Its settings, with everything on that a learner can do, and a critic that does not wait."""
+    config = algorithm_config(recipe, **EVERYTHING | more)
+    has_critic = isinstance(config, ActorCriticConfig)
+    return config.model_copy(update={"critic_warmup_steps": 0}) if has_critic else config
+
+
+def test_a_saved_optimizer_continues_to_the_bit(make_learner):
+    whole, resumed = make_learner(), make_learner(seed=1)
+    for step in (1, 2):
+        whole.sft_step(batch_of(), step=step)
+    blob = whole.blobs()[checkpoint.OPTIMIZER]
+    for name, parameter in resumed.model.named_parameters():
+        parameter.data.copy_(weights_of(whole.model)[name])
+    forgetful = make_learner(seed=1)
+    forgetful.model.load_state_dict(whole.model.state_dict())
+    resumed.load_optimizers({checkpoint.OPTIMIZER: blob})
+    assert resumed.blobs()[checkpoint.OPTIMIZER] == blob
+    metrics = [learner.sft_step(batch_of(), step=3) for learner in (whole, resumed, forgetful)]
+    assert metrics[0] == metrics[1]
+    assert_same(weights(whole), weights(resumed))
+    # negative control
+    assert not torch.equal(
+        weights(whole)["model.norm.weight"], weights(forgetful)["model.norm.weight"]
+    )
+
+
+def rounded(model):
+    """The model in float32 with weights that bfloat16 holds exactly."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def masters(learner):
+    return {name: master.detach().clone() for name, master in learner._policy._masters.items()}
+
+
+def distance(first, second):
+    return math.sqrt(
+        sum(
+            float(((tensor.float() - second[name].float()) ** 2).sum())
+            for name, tensor in first.items()
+        )
+    )
+
+
+def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_model):
+    config = OptimizerConfig(lr=1e-6, warmup_steps=0)
+    twin = LocalLearner(rounded(make_model()), config, total_steps=60)
+    narrow = LocalLearner(rounded(make_model()).bfloat16(), config, total_steps=60)
+    # negative control: AdamW on the weights themselves
+    plain = LocalLearner(rounded(make_model()).bfloat16(), config, total_steps=60)
+    plain._policy._masters = dict(plain.model.named_parameters())
+    before = weights(twin)
+    for step in range(1, 61):
+        for learner in (twin, narrow, plain):
+            learner.sft_step(batch_of(), step=step)
+    assert distance(masters(narrow), weights(twin)) < 0.15 * distance(weights(twin), before)
+    assert distance(masters(narrow), before) == pytest.approx(
+        distance(weights(twin), before), rel=0.02
+    )
+    assert distance(weights(plain), before) < 0.15 * distance(weights(twin), before)
+    assert_same(
+        weights(narrow), {name: master.bfloat16() for name, master in masters(narrow).items()}
+    )
+
+    def gain(moved):
+        """Of the log-probability of the actions, in float32 whatever the weights are in."""
+        scores = []
+        for given in (before, moved):
+            model = make_model()
+            load_weights(model, given)
+            scores.append(float(LocalLearner(model, config, total_steps=1).score(batch_of()).sum()))
+        return scores[1] - scores[0]
+
+    assert gain(masters(narrow)) == pytest.approx(gain(weights(twin)), rel=0.05)
+    assert gain(weights(plain)) < 0.05 * gain(weights(twin))
+
+
+def test_gradients_of_bfloat16_weights_add_up_in_float32(make_model, monkeypatch):
+    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 1)
+    learner = LocalLearner(make_model().bfloat16(), OPTIMIZER, total_steps=10)
+    learner.sft_step(batch_of(), step=1)
+    assert all(parameter.grad is None for parameter in learner.model.parameters())
+    assert {master.grad.dtype for master in learner._policy._masters.values()} == {torch.float32}
+    sums = learner._policy._masters["model.norm.weight"].grad
+    assert not torch.equal(sums, sums.bfloat16().float())
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, recipe):
+    def make():
+        critic = networks.ValueNet(make_model(7).bfloat16())
+        return LocalLearner(
+            make_model().bfloat16(),
+            OptimizerConfig(lr=1e-5, warmup_steps=0),
+            total_steps=10,
+            critic=critic,
+        )
+
+    config = everything(recipe, minibatches=2, kl_coef=0.0)
+    whole, resumed, forgetful = make(), make(), make()
+    batch = on_policy(whole, batch_of())
+    train(whole, batch, config, step=1, seed=0)
+    blobs = whole.blobs()
+    assert {tensor.dtype for tensor in load_safetensors(blobs[checkpoint.WEIGHTS]).values()} == {
+        torch.bfloat16
+    }
+    for learner in (resumed, forgetful):
+        load_weights(learner.model, load_safetensors(blobs[checkpoint.WEIGHTS]))
+        load_weights(learner._critic, load_safetensors(blobs[checkpoint.CRITIC]))
+    resumed.load_optimizers(blobs)
+    assert resumed.blobs() == blobs
+    for learner in (whole, resumed):
+        train(learner, replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
+    assert resumed.blobs() == whole.blobs()
+    # negative control
+    assert forgetful.blobs()[checkpoint.OPTIMIZER] != blobs[checkpoint.OPTIMIZER]
+    with pytest.raises(
+        ValueError,
+        match=r"master weight .* does not round to its weight; take both from one commit",
+    ):
+        forgetful.load_optimizers(whole.blobs())
+
+
+def test_float32_weights_have_no_second_copy(make_learner):
+    learner = make_learner()
+    learner.sft_step(batch_of(), step=1)
+    assert all(
+        learner._policy._masters[name] is parameter
+        for name, parameter in learner.model.named_parameters()
+    )
+    keys = {
+        name.rpartition(":")[2] for name in load_safetensors(learner.blobs()[checkpoint.OPTIMIZER])
+    }
+    assert keys == {"step", "exp_avg", "exp_avg_sq"}
+    narrow = LocalLearner(learner.model.bfloat16(), OPTIMIZER, total_steps=10)
+    with pytest.raises(
+        ValueError, match=r"has no master weight of .*; it is of a model in float32"
+    ):
+        narrow.load_optimizers(learner.blobs())
+
+
+def test_learning_rates_of_each_schedule():
+    def rates(schedule, steps, warmup=2):
+        config = OptimizerConfig(
+            lr=1.0, warmup_steps=warmup, schedule=schedule, final_lr_fraction=0.1
+        )
+        return [learning_rate(config, step, 10) for step in steps]
+
+    assert rates("constant", [1, 2, 3, 10, 99]) == pytest.approx([0.5, 1, 1, 1, 1])
+    # progress of step 6 of 2 .. 10 is one half: 0.1 + 0.9 * 0.5
+    assert rates("linear", [1, 2, 6, 10, 99]) == pytest.approx([0.5, 1, 0.55, 0.1, 0.1])
+    # progress 1/4: 0.5 * (1 + cos(pi / 4)) = 0.853553, 0.1 + 0.9 * 0.853553
+    assert rates("cosine", [1, 2, 4, 6, 10]) == pytest.approx([0.5, 1, 0.868198, 0.55, 0.1])
+    assert rates("constant", [1], warmup=0) == [1]
+
+
+def test_the_rate_of_the_step_is_the_one_applied(make_learner):
+    slow, fast = (
+        make_learner(OptimizerConfig(lr=1e-2, warmup_steps=warmup, weight_decay=0.0))
+        for warmup in (10, 0)
+    )
+    before = weights(slow)
+    metrics = [learner.sft_step(batch_of(), step=1) for learner in (slow, fast)]
+    assert [m["sft/lr"] for m in metrics] == pytest.approx([1e-3, 1e-2])
+    # Adam's first step moves each weight by the rate, whatever the gradient
+    moved = [
+        (weights(learner)["model.norm.weight"] - before["model.norm.weight"]).abs().max()
+        for learner in (slow, fast)
+    ]
+    assert [float(distance) for distance in moved] == pytest.approx([1e-3, 1e-2], rel=1e-2)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_unchanged(make_learner):
+    learner = make_learner()
+    before = weights(learner)
+    hook = learner.model.model.layers[0].mlp.up_proj.weight.register_hook(
+        lambda gradient: gradient * math.nan
+    )
+    with pytest.raises(
+        FloatingPointError, match="gradient norm nan is not finite; the weights were not changed"
+    ):
+        learner.sft_step(batch_of(), step=1)
+    assert_same(before, weights(learner))
+    hook.remove()
+    learner.sft_step(batch_of(), step=1)  # nothing of it is left behind
+    assert all(torch.isfinite(tensor).all() for tensor in weights(learner).values())

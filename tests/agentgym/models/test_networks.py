@@ -1,0 +1,127 @@
+"""The two networks that are trained, against plain forwards row by row."""
+
+import pytest
+import torch
+
+from agentgym.algorithms.batch import Batch
+from agentgym.config import (
+    OptimizerConfig,
+)
+from agentgym.learner.learner import LocalLearner
+from agentgym.models import networks
+from agentgym.models.networks import PolicyNet
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
+# two groups of three; actions at scattered places, observations between and after them
+ROWS = [
+    ([5, 9, 33, 12, 40, 41], [0, 0, 1, 1, 0, 1]),
+    ([5, 9, 12], [0, 0, 1]),
+    ([5, 9, 18, 19, 20, 21, 22, 23], [0, 0, 1, 0, 0, 1, 1, 0]),
+    ([6, 30, 31], [0, 1, 1]),
+    ([6, 30, 7, 8, 50], [0, 1, 0, 0, 1]),
+    ([6, 35], [0, 1]),
+]
+REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+
+
+def batch_of(rows=ROWS, rewards=REWARDS, groups=(0, 0, 0, 1, 1, 1), temperature=1.0):
+    starts = torch.cumsum(torch.tensor([0, *(len(ids) for ids, _ in rows)]), 0)
+    mask = torch.tensor([bool(m) for _, masks in rows for m in masks])
+    placed = torch.zeros(len(mask))
+    for row, (_, masks) in enumerate(rows):
+        placed[int(starts[row]) + max(index for index, m in enumerate(masks) if m)] = rewards[row]
+    ids = torch.tensor([token for ids, _ in rows for token in ids])
+    return Batch(
+        ids,
+        starts,
+        mask,
+        placed,
+        torch.zeros(len(mask)),
+        torch.tensor(groups),
+        torch.zeros(len(rows), dtype=torch.bool),
+        temperature,
+    )
+
+
+@pytest.fixture
+def make_learner(make_model):
+    return lambda config=OPTIMIZER, seed=0: LocalLearner(make_model(seed), config, total_steps=10)
+
+
+def gradients(learner):
+    return {name: parameter.grad.clone() for name, parameter in learner.model.named_parameters()}
+
+
+def assert_same(first, second, **tolerance):
+    for name, tensor in first.items():
+        torch.testing.assert_close(
+            tensor, second[name], **(tolerance or {"atol": 0, "rtol": 0}), msg=name
+        )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_equal_a_plain_forward_of_each_row(make_learner, plain, temperature):
+    learner = make_learner()
+    batch = batch_of(temperature=temperature)
+    twin = plain(learner.model)
+    expected, shifted = [], []
+    for ids, mask in ROWS:
+        with torch.no_grad():
+            logp = torch.log_softmax(twin(torch.tensor([ids])).logits[0] / temperature, -1)
+        positions = [index for index, m in enumerate(mask) if m]
+        expected += [float(logp[index - 1, ids[index]]) for index in positions]
+        shifted += [float(logp[index, ids[index]]) for index in positions]  # off by one
+    got = PolicyNet(learner.model)(batch)[0].tolist()
+    assert got == pytest.approx(expected, abs=1e-4)
+    assert got != pytest.approx(shifted, abs=1e-1)
+    scores = learner.score(batch)
+    assert scores[batch.action_mask].tolist() == pytest.approx(expected, abs=1e-4)
+    assert not scores[~batch.action_mask].any()
+
+
+def test_entropies_are_those_of_the_distributions(make_learner, plain):
+    learner = make_learner()
+    ids, mask = ROWS[1]
+    with torch.no_grad():
+        logp = torch.log_softmax(plain(learner.model)(torch.tensor([ids])).logits[0, 1], -1)
+    entropy = PolicyNet(learner.model)(batch_of([(ids, mask)], [1.0], (0,)))[1]
+    assert entropy.tolist() == pytest.approx([float(-(logp.exp() * logp).sum())], abs=1e-4)
+
+
+def test_an_action_without_anything_before_it_is_a_bug(make_learner):
+    with pytest.raises(AssertionError, match="a sequence's first token"):
+        make_learner().score(batch_of([([5, 6], [1, 1])], [1.0], (0,)))
+
+
+def test_the_critic_values_the_state_before_each_action_and_where_each_row_was_cut(
+    make_model, plain
+):
+    model = make_model(0)
+    critic = networks.ValueNet(model)
+    with torch.no_grad():
+        critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+        critic.head.bias.fill_(0.5)
+    values, ends = critic(batch_of())
+    expected, last = [], []
+    for ids, mask in ROWS:
+        hidden = plain(model).get_decoder()(torch.tensor([ids])).last_hidden_state[0]
+        of = (hidden @ critic.head.weight[0] + 0.5).tolist()
+        expected += [of[index - 1] for index, action in enumerate(mask) if action]
+        # where nothing follows an action, no value was ever trained
+        last.append(of[-2] if mask[-1] else of[-1])
+    assert values.tolist() == pytest.approx(expected, abs=1e-3)
+    assert ends.tolist() == pytest.approx(last, abs=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_chunked_head_equals_the_whole(make_learner, monkeypatch, chunk):
+    whole, chunked = make_learner(), make_learner()
+    batch = batch_of()
+    expected = PolicyNet(whole.model)(batch)
+    monkeypatch.setattr(networks, "HEAD_CHUNK_TOKENS", chunk)
+    got = PolicyNet(chunked.model)(batch)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    (expected[0] ** 2).sum().backward()
+    (got[0] ** 2).sum().backward()
+    assert_same(gradients(whole), gradients(chunked), atol=1e-3, rtol=1e-4)

@@ -1,0 +1,98 @@
+"""dvc.yaml is made from the steps it runs and must not drift from them."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from agentgym.cli import main
+from agentgym.config import ConfigError, load_config
+from agentgym.pipeline.dvc import dvc_yaml, metrics, require_current
+from agentgym.pipeline.table import steps_of
+from agentgym.steps.step import Kind
+
+ROOT = Path(__file__).parents[3]
+SCHEDULES = {
+    "default": [],
+    "two stages": ["horizon.max_turns=[6,12]", "horizon.stage_steps=[15,15]"],
+    "fixed": ["horizon.kind=fixed", "horizon.max_turns=[12]", "horizon.stage_steps=[50]"],
+    "no warm start": ["warm_start.enabled=false", "model.source=hub", "model.name=x"],
+    "penalty": ["algorithm.kl_coef=0.1"],
+    "agent_evol": ["algorithm.recipe=agent_evol"],
+}
+
+
+def test_the_file_is_what_the_command_makes():
+    made = dvc_yaml(load_config(ROOT / "params.yaml"))
+    assert (ROOT / "dvc.yaml").read_text() == made, "run `agentgym dvc`"
+
+
+@pytest.mark.parametrize("overrides", SCHEDULES.values(), ids=list(SCHEDULES))
+def test_every_step_is_a_dvc_stage_with_its_parents_and_parameters(overrides):
+    cfg = load_config(ROOT / "params.yaml", overrides)
+    tree, steps = yaml.safe_load(dvc_yaml(cfg)), steps_of(cfg)
+    assert list(tree["stages"]) == list(steps)
+    for name, step in steps.items():
+        stage = tree["stages"][name]
+        assert stage["cmd"] == f"python -m agentgym step {name} --out outputs/{name}.json"
+        inputs = [f"outputs/{parent}.json" for parent in step.parents] or [
+            "${data.path}",
+            "data/trajectories",
+        ]
+        assert stage["deps"] == [*inputs, "agentgym", "envs"]
+        assert stage["params"] == list(step.sections)
+        assert stage["outs"] == [{f"outputs/{name}.json": {"cache": False}}]
+        assert ("metrics" in stage) == (step.kind is Kind.EVALUATE)
+    plotted = {file for plot in tree["plots"] for each in plot.values() for file in each["y"]}
+    assert plotted <= {f"outputs/{name}.json" for name in steps}
+    assert len(plotted) == sum(step.kind in (Kind.TRAIN, Kind.EVALUATE) for step in steps.values())
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "default"])
+def test_a_step_refuses_a_file_that_was_made_for_another_run(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    params = f"{ROOT}/params.yaml"
+    Path("params.yaml").write_text(f"extends: {params}\n")
+    overrides = [word for each in SCHEDULES[name] for word in ("--set", each)]
+    assert main(["step", "prepare", "--out", "outputs/prepare.json", *overrides]) == 2
+    said = capsys.readouterr().err
+    assert "dvc.yaml does not describe the run that params.yaml asks for: " in said
+    assert "Run `agentgym dvc`, then `dvc repro`" in said
+    assert not Path("outputs").exists()
+    require_current(load_config("params.yaml"))  # negative control
+    require_current(load_config("params.yaml", ["evaluation.num_items=10", "algorithm.recipe=ppo"]))
+
+
+def test_the_file_of_a_profile_reads_the_profile(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text(f"extends: {ROOT}/params.yaml\n")
+    Path("short.yaml").write_text(
+        "{extends: params.yaml, horizon: {max_turns: [6, 12], stage_steps: [1, 1]}}"
+    )
+    assert main(["dvc", "--params", "short.yaml"]) == 0
+    stages = yaml.safe_load(Path("dvc.yaml").read_text())["stages"]
+    assert "stage-2" in stages
+    assert "stage-3" not in stages
+    assert stages["stage-1"]["cmd"].endswith("--out outputs/stage-1.json --params short.yaml")
+    assert stages["stage-1"]["params"] == [{"short.yaml": []}, {"params.yaml": []}]
+    require_current(load_config("short.yaml"), "short.yaml")
+    with pytest.raises(ConfigError, match="stage-3 is missing in it"):
+        require_current(load_config("params.yaml"))
+
+
+def test_the_numbers_of_an_evaluation_are_flat_and_few():
+    interval = {"mean": 0.51234, "low": 0.5, "high": 0.6}
+    summary = dict.fromkeys(("greedy", "avg_at_4", "pass_at_1", "pass_at_4"), interval)
+    results = {"summary": summary, "paired": {"avg_at_4": interval}, "coverage": 1.0}
+    told = json.loads(metrics(SimpleNamespace(manifest=SimpleNamespace(results=results))))
+    assert told == {
+        "greedy": 0.5123,
+        "avg_at_4": 0.5123,
+        "pass_at_4": 0.5123,
+        "gain": 0.5123,
+        "coverage": 1.0,
+    }

@@ -1,0 +1,158 @@
+"""A model behind an endpoint: asked again within bounds, cut as tokens are, its key never told."""
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+
+from agentgym.rollouts.collect import collect, samples
+from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.rollouts.policies.hosted import Endpoint, HostedError, HostedModel
+from agentgym.rollouts.pools import EnvPool
+from agentgym.types import Item, Status
+
+ENVS = {
+    "babyai": {"levels": ["GoToRedBallNoDists"]},
+    "textcraft": {"goals": ["paper", "melon seeds"], "distractors": 0},
+    "searchqa": {"topk": 1},
+    "sciworld": {"tasks": ["find-non-living-thing"]},
+    "webarena": {},
+}
+
+
+def settings_of(**changes):
+    given = {"seed": 0, "step": 0, "max_turns": 4, "temperature": 1.0, "max_new_tokens": 64}
+    return EpisodeSettings(**{**given, "context_tokens": 100_000, **changes})
+
+
+class Stub:
+    """An OpenAI-compatible endpoint. trouble: what it answers first, call by call: a status, or
+    bytes in place of a completion.
+    """
+
+    def __init__(self, reply="look around", trouble=(), usage=10, finish="stop", wait="0"):
+        self.reply, self.trouble, self.usage = reply, list(trouble), usage
+        self.finish, self.wait, self.asked, self.heads = finish, wait, [], []
+
+    async def answer(self, request):
+        self.asked.append(await request.json())
+        self.heads.append(dict(request.headers))
+        if self.trouble:
+            now = self.trouble.pop(0)
+            if isinstance(now, bytes):
+                return web.Response(body=now, content_type="application/json")
+            if now == 400:
+                error = {"error": {"code": "context_length_exceeded"}}
+                return web.json_response(error, status=400)
+            if now == 302:
+                return web.Response(status=302, headers={"Location": "http://127.0.0.1:9/"})
+            return web.Response(status=now, headers={"Retry-After": self.wait})
+        choice = {
+            "message": {"role": "assistant", "content": self.reply},
+            "finish_reason": self.finish,
+        }
+        return web.json_response({"choices": [choice], "usage": {"total_tokens": self.usage}})
+
+    async def serve(self):
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        return runner, f"http://127.0.0.1:{port}/v1"
+
+
+def play_hosted(stub, endpoint, items, key_variable="", max_retries=4, **changes):
+    async def main():
+        runner, url = await stub.serve()
+        try:
+            asked = Endpoint(url, "m", key_variable, timeout_s=5, max_retries=max_retries)
+            async with (
+                HostedModel(asked) as model,
+                EnvPool([endpoint], request_timeout_s=60) as pool,
+            ):
+                return await collect(
+                    samples(items, 1),
+                    pool=pool,
+                    player_of=model.player,
+                    settings=settings_of(**changes),
+                    concurrency=2,
+                    episode_timeout_s=120,
+                    max_attempts=2,
+                    max_env_error_frac=0.0,
+                )
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(asyncio.wait_for(main(), 240))
+
+
+def test_an_endpoint_in_trouble_is_asked_again_within_bounds(serving):
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(trouble=[429, 500, b"no json", b"{}", 503], reply="turn left")
+        (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_retries=8, max_turns=2)
+        assert [turn.action for turn in episode.turns] == ["turn left", "turn left"]
+        assert len(stub.asked) == 7
+        # a request that is repeated can be told from a new one
+        keys = [head["Idempotency-Key"] for head in stub.heads]
+        assert keys[:6] == [keys[0]] * 6
+        assert keys[6] != keys[0]
+        stub = Stub(trouble=[500] * 3)
+        with pytest.raises(HostedError, match=r"model m at http://127.0.0.1.*status 500"):
+            play_hosted(stub, endpoint, [Item("babyai", 0)], max_retries=2)
+        assert len(stub.asked) == 3
+        stub = Stub(trouble=[401])
+        with pytest.raises(HostedError, match="status 401"):
+            play_hosted(stub, endpoint, [Item("babyai", 0)])
+        assert len(stub.asked) == 1
+        stub = Stub(trouble=[302])
+        with pytest.raises(HostedError, match="status 302"):
+            play_hosted(stub, endpoint, [Item("babyai", 0)])
+
+
+def test_the_wait_an_endpoint_asks_for_is_kept(serving):
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(trouble=[429], wait="1", reply="turn left")
+        (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_turns=1)
+        assert episode.turns[0].generate_s >= 1
+
+
+def test_a_context_that_is_full_cuts_the_episode_as_it_does_for_tokens(serving):
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        item = [Item("babyai", 0)]
+        (told,) = play_hosted(Stub(reply="turn left", trouble=[400]), endpoint, item)
+        assert (told.status, told.turns) == (Status.MAX_TOKENS, ())
+        (counted,) = play_hosted(
+            Stub(reply="turn left", usage=90), endpoint, item, context_tokens=150
+        )
+        assert (counted.status, len(counted.turns)) == (Status.MAX_TOKENS, 1)
+
+
+def test_a_reply_that_was_cut_off_is_played_as_it_is(serving):
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(reply="Thought: the ball is\nAction: turn le", finish="length")
+        (episode,) = play_hosted(
+            stub, endpoint, [Item("babyai", 0)], max_turns=1, action_format="react"
+        )
+        (turn,) = episode.turns
+        assert (turn.action, turn.reply) == ("turn le", stub.reply)
+
+
+def test_a_key_comes_from_the_environment_alone_and_only_from_variables_meant_for_it(
+    serving, monkeypatch
+):
+    with pytest.raises(ValueError, match="begin with AGENTGYM_SECRET_"):
+        Endpoint("http://127.0.0.1/v1", "m", "AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(ValueError, match="is not set"):
+        Endpoint("http://127.0.0.1/v1", "m", "AGENTGYM_SECRET_NOBODY")
+    with pytest.raises(ValueError, match="is no endpoint"):
+        Endpoint("file:///etc/passwd", "m")
+    monkeypatch.setenv("AGENTGYM_SECRET_TEST", "k-123")
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(reply="turn left")
+        play_hosted(stub, endpoint, [Item("babyai", 0)], "AGENTGYM_SECRET_TEST", max_turns=1)
+        assert stub.heads[0]["Authorization"] == "Bearer k-123"
+        assert "k-123" not in json.dumps(stub.asked)

@@ -1,0 +1,53 @@
+"""The tests stay quick to run and lie beside what they test: the committed measurements hold the
+bounds, and what was measured then is still there.
+"""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SUITE = json.loads((ROOT / "docs/results/suite.json").read_text())
+LIKE_NAMED = json.loads((ROOT / "docs/results/like_named.json").read_text())
+
+
+@pytest.mark.parametrize(("target", "most_s"), [("quick", 120), ("test", 600)])
+def test_a_target_ends_in_its_time(target, most_s):
+    measured = SUITE[target]
+    assert measured.get("seconds", math.inf) <= most_s, f"python benchmarks/suite.py {target}"
+    assert measured["tests"] == sum(each["tests"] for each in measured["files"].values())
+    assert SUITE["machine"]["cores"] == 2
+
+
+def test_no_test_was_lost_since_it_was_measured(num_tests):
+    assert num_tests >= sum(each["tests"] for each in SUITE["test"]["files"].values())
+
+
+def test_check_runs_what_is_quick():
+    made = (ROOT / "Makefile").read_text()
+    check = made[made.index("\ncheck:") :].partition("\n\n")[0]
+    assert check.rstrip().endswith("$(MAKE) --no-print-directory quick")
+
+
+@pytest.fixture(scope="module")
+def like_named():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield importlib.import_module("like_named")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_most_modules_have_a_test_of_their_name_that_runs_most_of_their_lines(like_named):
+    enough = {
+        row["module"]: row["test"]
+        for row in LIKE_NAMED["modules"]
+        if row["share"] >= LIKE_NAMED["enough"] == 0.6
+    }
+    now = like_named.modules()
+    still = [each for each in now if each in enough and like_named.like_named(each)]
+    assert len(still) >= 0.6 * len(now)
