@@ -156,7 +156,7 @@ def lock_first() -> None:
     ) -> contextlib.AbstractAsyncContextManager[AsyncSessionTransaction]:
         return begin(self, session, with_for_update=True)
 
-    AioSqliteConfiguration.begin_transaction = begin_immediately  # type: ignore[assignment,method-assign]
+    setattr(AioSqliteConfiguration, "begin_transaction", begin_immediately)  # noqa: B010
 
 
 def make_app(login: str) -> ASGIApp:
