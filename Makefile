@@ -39,7 +39,7 @@ test: WORKERS ?= 3
 test: install  ## the tests, three at a time on two cores; one after the other: make test WORKERS=0
 	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray" --numprocesses $(WORKERS) $(ARGS)
 
-quick: WORKERS ?= 2
+quick: WORKERS ?= 3
 quick: install  ## those that start no process, train nothing and open no browser; at each edit
 	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not integration" --numprocesses $(WORKERS) $(ARGS)
 

@@ -17,6 +17,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -44,18 +45,21 @@ SHARED = "AGENTGYM_TEST_SHARED"  # names the folder of logs, and of what several
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="measure modules whose path holds this anew")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="parts of the paths to measure anew"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
     found = {path: like_named(path) for path in modules()}
-    tests = sorted({test for path, test in found.items() if test and asked.only in path})
+    anew = {path for path in found if any(part in path for part in asked.only)}
+    tests = sorted({test for path, test in found.items() if test and path in anew})
     ran = measured(tests, asked.jobs)
     from pipeline import machine  # it imports what is measured
 
     before = {row["module"]: row for row in known()}
     rows = [
         before[path]
-        if asked.only not in path and path in before and before[path]["test"] == test
+        if path not in anew and path in before and before[path]["test"] == test
         else {"module": path, "test": test, "share": ran.get(test, {}).get(path, 0.0)}
         for path, test in found.items()
     ]
@@ -142,13 +146,16 @@ def lines_run(test: str) -> dict[str, float]:
     with open(f"{shared}/{name}.log", "wb") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-    measured = Coverage(data_file=None, source=PACKAGES)
+    measured = Coverage(data_file=f"{shared}/{name}.data", source=PACKAGES)
     measured.start()
     ended = pytest.main(command)
     measured.stop()
     if ended not in (0, 5):  # 5: nothing in it runs without what is left out
         return {}
-    measured.json_report(outfile=f"{shared}/{name}.json")
+    measured.save()
+    # by another process: what a test has done to this one's stack may keep it from parsing
+    report = [sys.executable, "-m", "coverage", "json", "--data-file", f"{shared}/{name}.data"]
+    subprocess.run([*report, "-o", f"{shared}/{name}.json"], check=True, timeout=LIMIT_S)
     files = json.loads(Path(f"{shared}/{name}.json").read_text())["files"]
     return {
         path: round(each["summary"]["covered_lines"] / max(each["summary"]["num_statements"], 1), 3)

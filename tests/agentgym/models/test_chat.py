@@ -164,6 +164,7 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer, text, message):
         ChatRenderer(with_template(tokenizer, WRAP.replace("PIECE", PIECE.replace("TEXT", text))))
 
 
+@pytest.mark.integration
 def test_what_cannot_be_extended_is_refused_by_name(tokenizer):
     with pytest.raises(ValueError, match="has no chat template"):
         ChatRenderer(with_template(tokenizer, None))
