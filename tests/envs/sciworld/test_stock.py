@@ -1,6 +1,7 @@
 """Where the wrapper is missing: the engine as its package offers it, one process a session."""
 
 import asyncio
+import gc
 import socket
 
 import psutil
@@ -22,6 +23,15 @@ SENSITIVE = [
     Task("use-thermometer", 270),
     Task("identify-life-stages-2", 0),
 ]
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """A proxy of Java's speaks to its gateway when it is collected, and that one is gone: here,
+    and not while another test's module is compiled, which then ends the whole session.
+    """
+    yield
+    gc.collect()
 
 
 def test_under_equal_identity_hashes_the_stock_engine_says_what_ours_does(pool):
