@@ -249,7 +249,9 @@ class Chromium:
                     await playwright.stop()
             await _ended(keeper)
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            if sandbox and "No usable sandbox" in str(error):
+            # the second where Debian's chromium-sandbox is installed, but not for this user
+            refusals = ("No usable sandbox", "SUID sandbox helper binary")
+            if sandbox and any(words in str(error) for words in refusals):
                 reason = [
                     "its sandbox needs user namespaces, which this machine or container does not"
                     " allow; allow them, or, where something else isolates this server, set"

@@ -94,10 +94,12 @@ class Project:
             name: TaskRun(
                 start,
                 end,
-                {names[each["id"].replace("-", "")] for each in json.loads(said)["wait_for"]},
+                {
+                    names[each["id"].replace("-", "")]
+                    for each in json.loads(said).get("wait_for", ())
+                },
             )
             for _, name, start, end, said in rows
-            if "wait_for" in json.loads(said)
         }
 
     def exported_model(self):
