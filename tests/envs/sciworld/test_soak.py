@@ -63,7 +63,7 @@ async def visit(pool, first, count):
 
 
 async def soak(endpoints, num_sessions, num_abandoned, num_kills):
-    """Result: what is held after a fifth of the sessions, and at the end; sessions lost."""
+    """Result: what is held after the first sessions, and at the end; sessions lost."""
     async with EnvPool(endpoints, request_timeout_s=120) as pool:
         tree = Tree((await pool.info())[0].pid)
         fifth = max(num_sessions // 5, CONCURRENCY)  # all at once, as later
@@ -107,7 +107,7 @@ def test_memory_threads_descriptors_and_processes_come_back(
             soak(endpoints, num_sessions, num_abandoned, num_kills)
         )
     print(
-        f"(MiB, threads, descriptors, Java processes): {plateau} in the beginning, {end} at the end;"
+        f"(MiB, threads, descriptors, Java processes): first {plateau}, in the end {end};"
         f" {lost} sessions lost"
     )
     assert 0 < lost <= num_kills * SLOTS_PER_JVM
