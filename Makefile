@@ -35,8 +35,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 pipeline: install  ## the whole job; run it again to go on where it stopped. Overrides: make pipeline ARGS="optimizer.lr=5e-4"
 	@$(BIN)/python -m flows.pipeline $(ARGS)
 
-test: WORKERS ?= 3
-test: install  ## the tests, three at a time on two cores; one after the other: make test WORKERS=0
+test: WORKERS ?= 4
+test: install  ## the tests, four at a time on two cores, for much of their time is waiting; one after the other: make test WORKERS=0
 	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray" --numprocesses $(WORKERS) $(ARGS)
 
 quick: WORKERS ?= 3

@@ -5,6 +5,7 @@ project, environment servers.
 import contextlib
 import copy
 import fcntl
+import gc
 import hashlib
 import importlib.util
 import json
@@ -24,6 +25,8 @@ import pytest
 
 # a shell's background job ignores Ctrl-C, and so would every program the tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# nor is time spent on looking for garbage among what imports leave: agentgym/defaults.py
+gc.set_threshold(100_000, 50, 100)
 
 TEXTS = [
     "you see a red ball",

@@ -117,22 +117,25 @@ class Copy:
         return ended.stdout
 
     def run_all(self):
-        """Result: what each command printed, by its first words. Those of `agentgym` run one
-        after the other in one process, so that its imports are paid for once.
+        """Result: what each command printed. Those of `agentgym` run one after the other in one
+        process, so that its imports are paid for once.
         """
         others = [line for line in self.commands if not line.startswith("agentgym ")]
-        said = {" ".join(line.split()[:2]): self.run(line) for line in others}
+        said = {line: self.run(line) for line in others}
         ours = [shlex.split(line)[1:] for line in self.commands if line not in others]
-        printed = json.loads(self.run(f"python -c {shlex.quote(MAIN)} {shlex.quote(repr(ours))}"))
-        return said | {
-            f"agentgym {words[0]}": text for words, text in zip(ours, printed, strict=True)
-        }
+        printed = iter(
+            json.loads(self.run(f"python -c {shlex.quote(MAIN)} {shlex.quote(repr(ours))}"))
+        )
+        return [said[line] if line in said else next(printed) for line in self.commands]
 
-    def points(self, *overrides, step="stage-1"):
-        """The metrics of a step's commits, in order."""
-        cfg = load_config(self.folder / "params.yaml", overrides)
-        store = open_store(cfg)
-        (head,) = store.keys(step)
+    def points(self, step="stage-1", **algorithm):
+        """The metrics of a step's commits under these settings, in order."""
+        store = open_store(load_config(self.folder / "params.yaml"))
+        (head,) = (
+            each
+            for each in store.keys(step)
+            if algorithm.items() <= each.config.get("algorithm", {}).items()
+        )
         return [
             point.metrics
             for commit in store.history(step, head.key)
@@ -159,54 +162,124 @@ def ledger(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def make_copy(tiny_params, ledger):
+    def make(folder):
+        for name in COPIED:
+            source, target = ROOT / name, folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, target)  # with what Python compiled of it
+            else:
+                shutil.copy(source, target)
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        shutil.copy(ledger, folder)
+        tiny_params(folder, **SHORT)
+        return Copy(folder)
+
+    return make
+
+
 @pytest.fixture
-def copy(tmp_path, tiny_params, ledger):
-    folder = tmp_path / "project"
-    for name in COPIED:
-        source, target = ROOT / name, folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_dir():
-            shutil.copytree(source, target)  # with what Python compiled of it
-        else:
-            shutil.copy(source, target)
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    shutil.copy(ledger, folder)
-    tiny_params(folder, **SHORT)
-    return Copy(folder)
+def copy(make_copy, tmp_path):
+    return make_copy(tmp_path / "project")
 
 
-def test_an_advantage_is_two_files_and_trains(copy):
-    copy.follow("An advantage")
-    assert copy.counted() == {"agentgym/algorithms/advantages.py", "agentgym/algorithms/recipe.py"}
-    said = copy.run_all()
-    assert "1 passed" in said["python -m"]
-    assert "stage-1: ran" in said["agentgym step"]
-    assert any(row.get("actor/grad_norm", 0.0) > 0 for row in copy.points())
+# whose commands run one after the other; `A step` last: it evaluates, and an audit of a run that
+# has not got so far would find evaluations that are another's
+TRAINING = ("A metric", "An advantage", "A loss", "A training loop", "A step")
 
 
-def test_a_loss_is_two_files_and_trains(copy):
-    copy.follow("A loss")
-    assert copy.counted() == {"agentgym/algorithms/losses.py", "agentgym/algorithms/recipe.py"}
-    said = copy.run_all()
-    assert "1 passed" in said["python -m"]
-    assert "stage-1: ran" in said["agentgym step"]
-    rows = copy.points()
+@pytest.fixture(scope="module")
+def followed(make_copy, tmp_path_factory):
+    """One copy with these guides and what their commands printed, by guide: together they train
+    in one process on one warm start.
+    """
+    copy, said = make_copy(tmp_path_factory.mktemp("followed") / "project"), {}
+    lines = {}
+    for guide in TRAINING:
+        copy.commands = []
+        lines[guide] = copy.follow(guide).commands
+    copy.commands = [line for guide in TRAINING for line in lines[guide]]
+    printed = iter(copy.run_all())
+    for guide in TRAINING:
+        said[guide] = {" ".join(line.split()[:2]): next(printed) for line in lines[guide]}
+    return copy, said
+
+
+@pytest.mark.parametrize(
+    ("guide", "files"),
+    [
+        (
+            "An advantage",
+            {"agentgym/algorithms/advantages.py", "agentgym/algorithms/recipe.py"},
+        ),
+        ("A loss", {"agentgym/algorithms/losses.py", "agentgym/algorithms/recipe.py"}),
+        (
+            "A training loop",
+            {
+                "agentgym/algorithms/recipe.py",
+                "agentgym/config/algorithm.py",
+                "agentgym/training/rejection.py",
+            },
+        ),
+        (
+            "A step",
+            {
+                "agentgym/evaluation/unsolved.py",
+                "agentgym/pipeline/table.py",
+                "agentgym/steps/step.py",
+            },
+        ),
+        ("A metric", {"agentgym/rollouts/metrics.py"}),
+    ],
+)
+def test_a_guide_alone_touches_these_files_and_leaves_nothing_undefined(copy, guide, files):
+    copy.follow(guide)
+    assert copy.counted() == files
+    copy.run(f"ruff check {copy.python()}")
+
+
+def test_an_advantage_of_the_guide_trains(followed):
+    copy, said = followed
+    assert "1 passed" in said["An advantage"]["python -m"]
+    assert "stage-1: ran" in said["An advantage"]["agentgym step"]
+    assert any(row.get("actor/grad_norm", 0.0) > 0 for row in copy.points(recipe="max_rl"))
+
+
+def test_a_loss_of_the_guide_trains(followed):
+    copy, said = followed
+    assert "1 passed" in said["A loss"]["python -m"]
+    assert "stage-1: ran" in said["A loss"]["agentgym step"]
+    rows = copy.points(recipe="gmpo")
     assert any(row.get("actor/grad_norm", 0.0) > 0 and "actor/clip_frac" in row for row in rows)
 
 
-def test_a_training_loop_is_three_files_and_its_run_passes_the_audit(copy):
-    copy.follow("A training loop")
-    assert copy.counted() == {
-        "agentgym/algorithms/recipe.py",
-        "agentgym/config/algorithm.py",
-        "agentgym/training/rejection.py",
-    }
-    said = copy.run_all()
-    assert "stage-1: ran" in said["agentgym step"]
-    assert "audit passed" in said["agentgym audit"]
-    rows = copy.points()
+def test_a_training_loop_of_the_guide_trains_and_its_run_passes_the_audit(followed):
+    copy, said = followed
+    assert "stage-1: ran" in said["A training loop"]["agentgym step"]
+    assert "audit passed" in said["A training loop"]["agentgym audit"]
+    rows = copy.points(recipe="raft")
     assert len(rows) == 2
     assert any(row["actor/num_kept"] > 0 and row["sft/grad_norm"] > 0 for row in rows)
+
+
+def test_a_step_of_the_guide_is_in_the_table_runs_once_and_is_in_dvc_yaml(followed):
+    copy, said = followed
+    assert re.search(r"run +unsolved +after evaluate-stage-1", said["A step"]["agentgym plan"])
+    assert "unsolved: ran" in said["A step"]["agentgym step"]
+    assert "python -m agentgym step unsolved" in (copy.folder / "dvc.yaml").read_text()
+    (row,) = copy.points(step="unsolved")
+    assert 0.0 <= row["unsolved/frac"] <= 1.0
+    assert re.search(r"skip +unsolved +done", copy.run("agentgym plan"))
+
+
+def test_a_metric_of_the_guide_arrives_in_the_points_of_the_step(followed):
+    copy, said = followed
+    assert "audit passed" in said["A metric"]["agentgym audit"]
+    rows = copy.points(recipe="grpo")
+    assert len(rows) == 2
+    assert all(0.0 <= row["rollout/repeat_frac"] <= 1.0 for row in rows)
 
 
 def test_an_environment_is_three_files_is_served_and_trained_on(copy, tiny_params):
@@ -217,11 +290,12 @@ def test_an_environment_is_three_files_is_served_and_trained_on(copy, tiny_param
         "envs/hanoi/README.md",
         "envs/hanoi/__init__.py",
     }
-    said = copy.run_all()
-    first, last, beyond = json.loads(said["echo '[0,"])
+    said = dict(zip(copy.commands, copy.run_all(), strict=True))
+    (told,) = (text for line, text in said.items() if line.startswith("echo "))
+    first, last, beyond = json.loads(told)
     assert first != last
     assert beyond is None  # four discs have 80 tasks
-    assert "stage-1: ran" in said["agentgym step"]
+    assert any("stage-1: ran" in text for text in said.values())
     train, test = (
         [each["item_id"] for each in json.loads((copy.folder / "data" / name).read_text())]
         for name in (
@@ -273,32 +347,6 @@ def ask(url, **message):
         request, timeout=30
     ) as r:
         return json.load(r)
-
-
-def test_a_step_is_in_the_table_runs_once_and_is_in_dvc_yaml(copy):
-    copy.follow("A step")
-    assert copy.counted() == {
-        "agentgym/evaluation/unsolved.py",
-        "agentgym/pipeline/table.py",
-        "agentgym/steps/step.py",
-    }
-    said = copy.run_all()
-    assert re.search(r"run +unsolved +after evaluate-stage-1", said["agentgym plan"])
-    assert "unsolved: ran" in said["agentgym step"]
-    assert "python -m agentgym step unsolved" in (copy.folder / "dvc.yaml").read_text()
-    (row,) = copy.points(step="unsolved")
-    assert 0.0 <= row["unsolved/frac"] <= 1.0
-    assert re.search(r"skip +unsolved +done", copy.run("agentgym plan"))
-
-
-def test_a_metric_is_one_file_and_arrives_in_the_points_of_the_step(copy):
-    copy.follow("A metric")
-    assert copy.counted() == {"agentgym/rollouts/metrics.py"}
-    said = copy.run_all()
-    assert "audit passed" in said["agentgym audit"]
-    rows = copy.points()
-    assert len(rows) == 2
-    assert all(0.0 <= row["rollout/repeat_frac"] <= 1.0 for row in rows)
 
 
 def test_the_table_says_how_many_files_each_guide_touches(copy):

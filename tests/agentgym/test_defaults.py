@@ -1,8 +1,9 @@
 """Every process of ours keeps its state in the project and tells nobody of it."""
 
+import gc
 import os
 
-from agentgym.defaults import set_process_defaults
+from agentgym.defaults import COLLECT_AFTER, set_process_defaults
 
 
 def test_state_lies_in_the_project_and_nothing_is_sent(tmp_path, monkeypatch):
@@ -20,3 +21,14 @@ def test_what_somebody_has_set_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "4", "HF_HOME": "/theirs"})
     set_process_defaults(tmp_path)
     assert (os.environ["OMP_NUM_THREADS"], os.environ["HF_HOME"]) == ("4", "/theirs")
+
+
+def test_garbage_is_looked_for_less_often_than_imports_make_objects(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    before = gc.get_threshold()
+    try:
+        set_process_defaults(tmp_path)
+        assert gc.get_threshold() == COLLECT_AFTER > (700, 10, 10)
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*before)

@@ -39,6 +39,10 @@ DRIVER = """
 import os, signal, sys
 from pathlib import Path
 
+from agentgym.defaults import set_process_defaults
+
+set_process_defaults(Path(sys.argv[1]).parent / "home")
+
 import agentgym.store.posix as posix
 import agentgym.pipeline.run as steps
 from agentgym.config import load_config

@@ -115,7 +115,7 @@ class Project:
         """Command lines of everything that runs in this project."""
         found = []
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
                 try:
                     if (entry / "cwd").resolve() == self.folder.resolve():
                         found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())

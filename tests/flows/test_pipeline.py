@@ -150,7 +150,7 @@ def test_another_learning_rate_never_touches_the_old_checkpoint(finished, typed)
 
 def test_the_run_passes_its_audit_from_the_command_line(finished, typed):
     name = re.search(r"agentgym audit (r[0-9a-f]{12})", finished.first.stdout).group(1)
-    audit = finished.run("agentgym", "audit", name, "--episodes", "4")
+    audit = typed(finished, agentgym, "audit", name, "--episodes", "4")
     assert audit.returncode == 0, audit.stdout + audit.stderr
     assert re.search(r"audit passed; to repeat it: --seed \d+\n$", audit.stdout)
     other = typed(finished, agentgym, "audit", "r000000000000")
@@ -161,8 +161,12 @@ def test_the_run_passes_its_audit_from_the_command_line(finished, typed):
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(fresh, number):
-    process = fresh.start("python", "-m", "flows.pipeline")
+def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(
+    fresh, number, typed
+):
+    short = ("horizon.kind=fixed", "horizon.max_turns=[4]", "horizon.stage_steps=[2]")
+    set_short = [word for value in short for word in ("--set", value)]
+    process = fresh.start("python", "-m", "flows.pipeline", *short)
     deadline = time.monotonic() + 300
     while not list((fresh.folder / ".agentgym/store").glob("steps/warm-start-*/manifests/*.json")):
         assert process.poll() is None, process.stdout.read()
@@ -180,7 +184,7 @@ def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(f
     before = fresh.manifests()
     plan = {
         step["name"]: step
-        for step in json.loads(fresh.run("agentgym", "plan", "--json").stdout)["steps"]
+        for step in json.loads(typed(fresh, agentgym, "plan", "--json", *set_short).stdout)["steps"]
     }
     assert plan["initialize"]["action"] == "skip"
     if plan["warm-start"]["action"] != "skip":  # the signal came before its last commit
@@ -188,9 +192,9 @@ def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(f
             "resume",
             "at 20 (commit 0)",
         )
-    again = fresh.pipeline()
+    again = fresh.pipeline(*short)
     assert again.returncode == 0, again.stdout + again.stderr
     assert before.items() <= fresh.manifests().items()
-    audit = fresh.run("agentgym", "audit", "--episodes", "2")
+    audit = typed(fresh, agentgym, "audit", "--episodes", "2", *set_short)
     assert audit.returncode == 0, audit.stdout
     assert fresh.processes() == []

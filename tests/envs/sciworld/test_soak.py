@@ -66,7 +66,7 @@ async def soak(endpoints, num_sessions, num_abandoned, num_kills):
     """Result: what is held after the first sessions, and at the end; sessions lost."""
     async with EnvPool(endpoints, request_timeout_s=120) as pool:
         tree = Tree((await pool.info())[0].pid)
-        fifth = max(num_sessions // 5, CONCURRENCY)  # all at once, as later
+        fifth = max(num_sessions // 5, CONCURRENCY)  # as many at once as later
         assert await visit(pool, 0, fifth) == 0
         plateau, lost, number = tree.held(), 0, fifth
         for kill in range(num_kills):
