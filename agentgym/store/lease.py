@@ -136,9 +136,15 @@ class Lease(ABC):
         """Errors: Fenced where a newer holder exists."""
 
     @abstractmethod
-    def commit(self, seq: int, data: bytes) -> None:
-        """Make `data` the manifest of commit `seq`, durably, after all blobs that were put.
+    def commit(self, first: int, last: int, data: bytes) -> None:
+        """Make `data` the manifests `first` to `last`, durably, after all blobs that were put.
         Errors: Fenced, with nothing committed.
+        """
+
+    @abstractmethod
+    def drop(self, first: int) -> None:
+        """Commits from `first` on count no more: their numbers are given anew.
+        Errors: Fenced.
         """
 
     @abstractmethod

@@ -7,11 +7,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 SCHEMA_VERSION = 1
+SEVERAL = 2  # schema version of a file that holds the manifests of several optimizer steps
 # They hold clock times, or say who wrote and in how many commits.
 NOT_IDENTITY = frozenset({"records", "timings", "epoch", "created_at", "seq", "follows"})
 # They become parts of paths, on disk and on S3, and a store may come from somebody else.
@@ -24,6 +26,10 @@ class ManifestError(ValueError):
     """A manifest that cannot be used as it is: unreadable, changed by hand, or of a newer
     schema.
     """
+
+
+class ManifestDamaged(ManifestError):
+    """Not what was written."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -121,29 +127,17 @@ class Manifest(BaseModel):
         """
         return sha256(canonical_json(self.model_dump()))
 
-    def to_bytes(self) -> bytes:
-        """JSON for the disk, with the digests beside the fields."""
+    def to_tree(self) -> dict[str, Any]:
+        """As JSON for the disk, with the digests beside the fields."""
         tree, second = self.model_dump(), {"records_digest": self.records_digest}
         if self.follows is None:  # as it was written
             del tree["follows"]
             second = {}
-        return (
-            json.dumps(
-                {"digest": self.digest, **second, **tree}, indent=1, allow_nan=False
-            ).encode()
-            + b"\n"
-        )
+        return {"digest": self.digest, **second, **tree}
 
     @classmethod
-    def from_bytes(cls, data: bytes, *, where: str = "manifest") -> Self:
-        """`where` names the source in errors. Errors: ManifestError."""
-        try:
-            tree = json.loads(data)
-        except ValueError as error:
-            raise ManifestError(
-                f"{where} is not JSON ({error}); a commit is never half written, so restore it from"
-                " a copy"
-            ) from None
+    def from_tree(cls, tree: Any, *, where: str) -> Self:
+        """The inverse of `to_tree`. `where` names the source in errors. Errors: ManifestError."""
         version = tree.get("schema_version") if isinstance(tree, dict) else None
         if not isinstance(version, int):
             raise ManifestError(
@@ -151,7 +145,7 @@ class Manifest(BaseModel):
             )
         if version > SCHEMA_VERSION:
             raise ManifestError(
-                f"{where} has schema_version {version}, this agentgym reads up to {SCHEMA_VERSION};"
+                f"{where} has schema_version {version}, this agentgym reads up to {SEVERAL};"
                 " upgrade it or use another store"
             )
         written, second = tree.pop("digest", None), tree.pop("records_digest", None)
@@ -163,20 +157,44 @@ class Manifest(BaseModel):
                 "".join(f"{part}: " for part in problem["loc"]).encode("unicode_escape").decode()
             )
             reason = problem["msg"].removeprefix("Value error, ")
-            raise ManifestError(f"{where}: {place}{reason}; restore it from a copy") from None
+            raise ManifestDamaged(f"{where}: {place}{reason}; restore it from a copy") from None
         if manifest.digest != written:
-            raise ManifestError(
+            raise ManifestDamaged(
                 f"{where} says digest {written}, its content has {manifest.digest}: it was changed;"
                 " restore it from a copy"
             )
         if (
             manifest.follows is not None or second is not None
         ) and manifest.records_digest != second:
-            raise ManifestError(
+            raise ManifestDamaged(
                 f"{where} says records digest {second}, its content has {manifest.records_digest}:"
                 " its records or times were changed; restore it from a copy"
             )
         return manifest
+
+
+def encode_commit(manifests: Sequence[Manifest]) -> bytes:
+    """The file of one commit: the manifests of all optimizer steps it made durable, in order."""
+    trees = [manifest.to_tree() for manifest in manifests]
+    tree = trees[0] if len(trees) == 1 else {"schema_version": SEVERAL, "commits": trees}
+    return json.dumps(tree, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def decode_commit(data: bytes, *, where: str = "manifest") -> list[Manifest]:
+    """The inverse of `encode_commit`. `where` names the source in errors. Errors: ManifestError."""
+    try:
+        tree = json.loads(data)
+    except ValueError as error:
+        raise ManifestDamaged(
+            f"{where} is not JSON ({error}); a commit is never half written, so restore it from a"
+            " copy"
+        ) from None
+    if not (isinstance(tree, dict) and tree.get("schema_version") == SEVERAL):
+        return [Manifest.from_tree(tree, where=where)]
+    trees = tree.get("commits")
+    if not (isinstance(trees, list) and trees):
+        raise ManifestDamaged(f"{where} holds no commit; restore it from a copy")
+    return [Manifest.from_tree(each, where=where) for each in trees]
 
 
 def _culprit(value: Any, place: str = "value") -> str:

@@ -3,7 +3,8 @@
 root/steps/<step>-<key[:16]>/leases/<epoch>.json      who may write; never deleted, the heartbeat is
 its modification time
                              blobs/<sha256>           content
-                             manifests/<seq>.json     one per commit, created exclusively
+                             manifests/<seq>.json     one per commit, created exclusively; the
+number is that of its first manifest
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from agentgym.store.files import (
     write_temp,
 )
 from agentgym.store.lease import Fenced, Holder, Lease
-from agentgym.store.manifest import Blob, Manifest
+from agentgym.store.manifest import Blob, decode_commit
 from agentgym.store.runstore import RunStore
 
 T = TypeVar("T")
@@ -140,21 +141,31 @@ class PosixLease(Lease):
         if epoch > self.holder.epoch:
             raise self._fenced_by(_read_holder(_lease(self._leases, epoch)))
 
-    def commit(self, seq: int, data: bytes) -> None:
+    def commit(self, first: int, last: int, data: bytes) -> None:
         sync_folder(self._path / "blobs")
-        path = self._path / "manifests" / f"{seq:06d}.json"
+        path = self._path / "manifests" / f"{first:06d}.json"
         temp = write_temp(path.parent, data)
         try:
             self.check()
             if not create_exclusively(temp, path):
-                made = Manifest.from_bytes(path.read_bytes(), where=str(path))
+                made = decode_commit(path.read_bytes(), where=str(path))[-1]
                 raise Fenced(
-                    f"{self._what}: commit {seq} was already made under epoch {made.epoch}, not by"
-                    f" this process ({self.holder.pid}, epoch {self.holder.epoch}); stop, and run"
-                    " the step again to continue from it"
+                    f"{self._what}: commit {first} was already made under epoch {made.epoch}, not"
+                    f" by this process ({self.holder.pid}, epoch {self.holder.epoch}); stop, and"
+                    " run the step again to continue from it"
                 )
         finally:
             discard(temp)
+
+    def drop(self, first: int) -> None:
+        folder = self._path / "manifests"
+        numbers = [int(name[:-5]) for name in os.listdir(folder) if MANIFEST.fullmatch(name)]
+        for seq in sorted(numbers, reverse=True):  # the newest first: what is left is a history
+            if seq >= first:
+                self.check()
+                path = folder / f"{seq:06d}.json"
+                path.rename(path.with_suffix(f".dropped-{self.holder.epoch}"))
+        sync_folder(folder)
 
     def sweep(self) -> int:
         litter = [

@@ -10,13 +10,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from agentgym.store.lease import Lease
-from agentgym.store.manifest import STEP, Blob, Manifest, ManifestError
+from agentgym.store.manifest import (
+    STEP,
+    Blob,
+    Manifest,
+    ManifestDamaged,
+    ManifestError,
+    decode_commit,
+    encode_commit,
+)
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -39,7 +51,7 @@ class Folder(Protocol):
     place: str  # for people
 
     def commits(self) -> dict[int, str]:
-        """seq -> name of its manifest, in order."""
+        """seq of a commit's first manifest -> name of its file, in order."""
         ...
 
     def read(self, name: str) -> bytes: ...
@@ -97,12 +109,10 @@ class RunStore:
         self._backend = backend
 
     def head(self, step: str, key: str) -> Manifest | None:
-        """The newest commit. Errors: ManifestError."""
-        folder = self._folder(step, key)
-        commits = folder.commits()
-        return (
-            _load(folder, max(commits), commits[max(commits)], f"{step}-{key}") if commits else None
-        )
+        """The newest commit; where its file is damaged, the one before, with a warning.
+        Errors: ManifestError.
+        """
+        return _newest(self._folder(step, key), f"{step}-{key}")
 
     def final(self, step: str, key: str) -> Manifest | None:
         """The head, where the step is done."""
@@ -111,9 +121,18 @@ class RunStore:
 
     def history(self, step: str, key: str, *, after: int = -1) -> list[Manifest]:
         """Every commit with seq > after, in order."""
+        return [each for commit in self._commits(step, key, after) for each in commit]
+
+    def _commits(self, step: str, key: str, after: int = -1) -> list[list[Manifest]]:
+        """`history`, by commit."""
         folder = self._folder(step, key)
-        names = [(seq, name) for seq, name in folder.commits().items() if seq > after]
-        return self._backend.map(lambda commit: _load(folder, *commit, f"{step}-{key}"), names)
+        files = list(folder.commits().items())
+        begun = max(0, sum(seq <= after for seq, _ in files) - 1)  # that one may go on beyond it
+        loaded = self._backend.map(
+            lambda file: _load(folder, *file, f"{step}-{key}"), files[begun:]
+        )
+        later = [[each for each in commit if each.seq > after] for commit in loaded]
+        return [commit for commit in later if commit]
 
     def keys(self, step: str) -> list[Manifest]:
         """The head of every key this step name was ever committed under, oldest first."""
@@ -163,7 +182,8 @@ class RunStore:
         folder = self._folder(step, key)
         lease = folder.acquire(self.lease_ttl_s, f"step {step} ({folder.place})")
         try:
-            yield StepWriter(folder, lease, step, key, self.history(step, key))
+            _drop_damaged(folder, lease, f"{step}-{key}")
+            yield StepWriter(folder, lease, step, key, self._commits(step, key))
         finally:
             lease.release()
 
@@ -172,9 +192,7 @@ class RunStore:
 
     def _heads(self, step: str | None) -> list[Manifest]:
         def head_of(name: str) -> Manifest | None:
-            folder = self._backend.folder(name)
-            commits = folder.commits()
-            return _load(folder, max(commits), commits[max(commits)], name) if commits else None
+            return _newest(self._backend.folder(name), name)
 
         matches = [match for name in self._backend.folders() if (match := FOLDER.fullmatch(name))]
         heads = self._backend.map(
@@ -225,26 +243,50 @@ class RunStore:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """An optimizer step that becomes durable with a later one: what it left but content that a
+    resumed run goes on from.
+    """
+
+    state: dict[str, Any]
+    records: Mapping[str, bytes]
+    results: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)  # seconds
+    at: float = field(default_factory=time.time)  # seconds since 1970
+
+
 class StepWriter:
     """The one live writer of a step; made by `RunStore.open`."""
 
     def __init__(
-        self, folder: Folder, lease: Lease, step: str, key: str, history: list[Manifest]
+        self,
+        folder: Folder,
+        lease: Lease,
+        step: str,
+        key: str,
+        commits: list[list[Manifest]],
     ) -> None:
+        """commits: each with the manifests of its optimizer steps, in order."""
         self.step = step
         self.key = key
         self.epoch = lease.holder.epoch
-        self._history = history
+        self._commits = commits
         self._folder = folder
         self._lease = lease
-        self._pinned = {blob.digest for manifest in history for blob in manifest.records.values()}
+        self._pinned = {
+            blob.digest
+            for commit in commits
+            for manifest in commit
+            for blob in manifest.records.values()
+        }
         # blobs that are there and may go one day; None until pruning looked
         self._loose: set[str] | None = None
 
     @property
     def head(self) -> Manifest | None:
         """The newest commit: what to continue from."""
-        return self._history[-1] if self._history else None
+        return self._commits[-1][-1] if self._commits else None
 
     def commit(
         self,
@@ -257,40 +299,58 @@ class StepWriter:
         records: Mapping[str, bytes],
         results: dict[str, Any],
         timings: dict[str, float],
+        earlier: Sequence[Passed] = (),
     ) -> Manifest:
         """Make everything durable, the manifest last: a kill before its last line leaves the
         previous head valid.
 
-        A `Blob` in `blobs`, taken from the head, says "unchanged". Errors: Fenced, StoreFull,
-        BlobMissing.
+        A `Blob` in `blobs`, taken from the head, says "unchanged"; earlier: steps since the last
+        commit, each of which gets a manifest of its own, in the same file. Errors: Fenced,
+        StoreFull, BlobMissing.
         """
         self._lease.check()  # before writing gigabytes for nothing
-        manifest = Manifest(
-            step=self.step,
-            key=self.key,
-            seq=self.head.seq + 1 if self.head else 0,
-            done=done,
-            parents=parents,
-            config=config,
-            state=state,
-            blobs={
-                name: self._keep(name, value) if isinstance(value, Blob) else self._put(value)
-                for name, value in blobs.items()
-            },
-            results=results,
-            records={name: self._put(value) for name, value in records.items()},
-            timings=timings,
-            epoch=self.epoch,
-            created_at=time.time(),
-            follows=self.head.records_digest if self.head else "",
-        )
-        self._lease.commit(manifest.seq, manifest.to_bytes())
-        self._history.append(manifest)
-        recorded = {blob.digest for blob in manifest.records.values()}
+        kept = {
+            name: self._keep(name, value) if isinstance(value, Blob) else self._put(value)
+            for name, value in blobs.items()
+        }
+        last = Passed(state, records, results, timings)
+        manifests: list[Manifest] = []
+        before = self.head
+        for passed in (*earlier, last):
+            before = Manifest(
+                step=self.step,
+                key=self.key,
+                seq=before.seq + 1 if before else 0,
+                done=done and passed is last,
+                parents=parents,
+                config=config,
+                state=passed.state,
+                blobs=kept if passed is last else {},
+                results=passed.results,
+                records={name: self._put(value) for name, value in passed.records.items()},
+                timings=passed.timings,
+                epoch=self.epoch,
+                created_at=passed.at,
+                follows=before.records_digest if before else "",
+            )
+            manifests.append(before)
+        manifest = manifests[-1]
+        self._lease.commit(manifests[0].seq, manifest.seq, encode_commit(manifests))
+        self._commits.append(manifests)
+        recorded = {blob.digest for each in manifests for blob in each.records.values()}
         self._pinned |= recorded
         if self._loose is not None:
             self._loose -= recorded
         return manifest
+
+    def fall_back(self) -> Manifest | None:
+        """Drop the newest commit, whose content is damaged.
+        Result: the one before, if any. Errors: Fenced.
+        """
+        self._lease.drop(self._commits[-1][0].seq)
+        self._commits.pop()
+        self._loose = None
+        return self.head
 
     def prune(self, keep: int) -> int:
         """Remove blobs that only commits older than the newest `keep` name, and what killed
@@ -310,7 +370,7 @@ class StepWriter:
             num_swept = self._lease.sweep()
             self._loose = self._folder.blobs() - self._pinned
         garbage = self._loose - {
-            blob.digest for manifest in self._history[-keep:] for blob in manifest.blobs.values()
+            blob.digest for commit in self._commits[-keep:] for blob in commit[-1].blobs.values()
         }
         for digest in sorted(garbage):
             self._lease.check()  # a newer holder may be about to name it
@@ -347,17 +407,46 @@ def _blob(blob: Blob) -> str:
     return f"blobs/{blob.digest}"
 
 
-def _load(folder: Folder, seq: int, name: str, owner: str) -> Manifest:
-    """seq: the commit that `name` stands for; owner: step and key, whole or cut.
+def _newest(folder: Folder, owner: str) -> Manifest | None:
+    """The last manifest of the newest commit that is not damaged. Errors: ManifestError."""
+    commits = folder.commits()
+    while commits:
+        seq, name = commits.popitem()
+        try:
+            return _load(folder, seq, name, owner)[-1]
+        except ManifestDamaged as error:
+            if not commits:
+                raise
+            logger.warning("%s; going by the commit before, %d", error, max(commits))
+    return None
+
+
+def _drop_damaged(folder: Folder, lease: Lease, owner: str) -> None:
+    """Where the newest commits' files are damaged, have the one before them be the newest again.
     Errors: ManifestError.
     """
-    manifest = Manifest.from_bytes(folder.read(name), where=f"{folder.place}/{name}")
-    if owner not in (f"{manifest.step}-{manifest.key}", f"{manifest.step}-{manifest.key[:16]}"):
-        came = f"step {manifest.step} with key {manifest.key}"
-        raise ManifestError(f"{folder.place} holds {came}, expected {owner}; move it away")
-    if manifest.seq != seq:
+    head = _newest(folder, owner)
+    if head is not None and head.seq < max(folder.commits()):
+        lease.drop(head.seq + 1)
+
+
+def _load(folder: Folder, seq: int, name: str, owner: str) -> list[Manifest]:
+    """The manifests of a commit. seq: of the first one, which `name` stands for; owner: step and
+    key, whole or cut.
+    Errors: ManifestError.
+    """
+    manifests = decode_commit(folder.read(name), where=f"{folder.place}/{name}")
+    for manifest in manifests:
+        if owner not in (
+            f"{manifest.step}-{manifest.key}",
+            f"{manifest.step}-{manifest.key[:16]}",
+        ):
+            came = f"step {manifest.step} with key {manifest.key}"
+            raise ManifestError(f"{folder.place} holds {came}, expected {owner}; move it away")
+    found = [manifest.seq for manifest in manifests]
+    if found != list(range(seq, seq + len(found))):
         raise ManifestError(
-            f"{folder.place}/{name} holds commit {manifest.seq}: commits were given other places;"
+            f"{folder.place}/{name} holds commit {found[0]}: commits were given other places;"
             " restore the folder from a copy"
         )
-    return manifest
+    return manifests

@@ -21,6 +21,7 @@ import io
 import json
 import logging
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +45,7 @@ MAX_ATTEMPTS = 5  # of one request
 MAX_BACKOFF_S = 20.0
 PART_BYTES = 64 << 20  # larger blobs travel in parts, several at a time
 NUM_CONNECTIONS = 16
+MANIFEST = re.compile(r"(?P<seq>\d{6,})-(?P<epoch>\d+)\.json")
 NUM_REPLACEMENTS = 5  # of the head, before its change of hands counts as an error
 _connecting = threading.Lock()  # boto3's default session must not be used by two threads at once
 
@@ -331,11 +333,20 @@ class Head:
     num_commits: int = 0
     spans: tuple[tuple[int, int], ...] = ()  # (first seq, epoch that wrote from there on)
 
-    def commits(self) -> dict[int, str]:
-        names: dict[int, str] = {}
-        for first, epoch in self.spans:
-            names |= {seq: _manifest_name(seq, epoch) for seq in range(first, self.num_commits)}
-        return names
+    def commits(self, names: Iterable[str]) -> dict[int, str]:
+        """Of the objects of these names, those that count, by number."""
+        found = {
+            int(match["seq"]): f"manifests/{match.string}"
+            for match in map(MANIFEST.fullmatch, names)
+            if match and int(match["epoch"]) == self._epoch_of(int(match["seq"]))
+        }
+        return dict(sorted(found.items()))
+
+    def _epoch_of(self, seq: int) -> int:
+        """Under which the commit was made; 0 where it does not count."""
+        if seq >= self.num_commits:
+            return 0
+        return next((epoch for first, epoch in reversed(self.spans) if first <= seq), 0)
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
@@ -368,9 +379,10 @@ class S3Folder:
 
     def commits(self) -> dict[int, str]:
         try:
-            return self.head()[0].commits()
+            head = self.head()[0]
         except FileNotFoundError:
             return {}
+        return head.commits(self.bucket.names(f"{self.path}/manifests/"))
 
     def head(self) -> tuple[Head, str, float]:
         """The head, its ETag, and seconds since it was written.
@@ -446,29 +458,30 @@ class S3Lease(Lease):
     def check(self) -> None:
         self._read()
 
-    def commit(self, seq: int, data: bytes) -> None:
-        name = _manifest_name(seq, self.holder.epoch)
+    def commit(self, first: int, last: int, data: bytes) -> None:
+        name = _manifest_name(first, self.holder.epoch)
         key = f"{self._folder.path}/{name}"
         if self._folder.bucket.put_if(key, data, None) is None and self._folder.read(name) != data:
             raise Fenced(
-                f"{self._what}: commit {seq} was already begun by this process ({self.holder.pid},"
-                f" epoch {self.holder.epoch}) and may count or not; stop, and run the step again to"
-                " continue from what counts"
+                f"{self._what}: commit {first} was already begun by this process"
+                f" ({self.holder.pid}, epoch {self.holder.epoch}) and may count or not; stop, and"
+                " run the step again to continue from what counts"
             )
         spans = self._head.spans
         if not spans or spans[-1][1] != self.holder.epoch:
-            spans = (*spans, (seq, self.holder.epoch))
-        self._replace(num_commits=seq + 1, spans=spans)
+            spans = (*spans, (first, self.holder.epoch))
+        self._replace(num_commits=last + 1, spans=spans)
+
+    def drop(self, first: int) -> None:
+        spans = tuple(span for span in self._head.spans if span[0] < first)
+        self._replace(num_commits=first, spans=spans)
 
     def sweep(self) -> int:
         self.check()
         num_aborted = self._folder.bucket.abort_uploads(f"{self._folder.path}/")
-        counting = set(self._head.commits().values())
-        orphans = [
-            name
-            for name in self._folder.bucket.names(f"{self._folder.path}/manifests/")
-            if f"manifests/{name}" not in counting
-        ]
+        names = self._folder.bucket.names(f"{self._folder.path}/manifests/")
+        counting = set(self._head.commits(names).values())
+        orphans = [name for name in names if f"manifests/{name}" not in counting]
         for name in orphans:
             self.check()  # a newer holder's may be among them
             self._folder.bucket.delete(f"{self._folder.path}/manifests/{name}")

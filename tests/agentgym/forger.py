@@ -11,7 +11,7 @@ from agentgym.evaluation.publish import headline_tags, report_files
 from agentgym.pipeline.table import key_of, open_store, run_key, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories
 from agentgym.steps.context import METRICS, OUTCOMES
-from agentgym.store.manifest import Blob, Manifest
+from agentgym.store.manifest import Blob, decode_commit, encode_commit
 from agentgym.tracking.points import decode_points, encode_points
 
 
@@ -35,7 +35,7 @@ class Forger:
 
     def commits(self, step):
         paths = sorted((self.folder(step) / "manifests").iterdir())
-        return [Manifest.from_bytes(path.read_bytes()) for path in paths]
+        return [decode_commit(path.read_bytes())[-1] for path in paths]
 
     def blob(self, step, seq, name):
         manifest = self.commits(step)[seq]
@@ -66,7 +66,7 @@ class Forger:
         before = old[manifest.seq - 1].records_digest if manifest.seq else ""
         for commit in [manifest, *old[manifest.seq + 1 :]]:
             written = commit.model_copy(update={"follows": before})
-            (folder / f"{commit.seq:06d}.json").write_bytes(written.to_bytes())
+            (folder / f"{commit.seq:06d}.json").write_bytes(encode_commit([written]))
             before = written.records_digest
         self.sql("update tags set value = ? where value = ?", before, old[-1].records_digest)
 

@@ -64,7 +64,10 @@ class Beating(Lease):
 
     def check(self): ...
 
-    def commit(self, seq, data): ...
+    def commit(self, first, last, data): ...
+
+    def drop(self, first):
+        raise AssertionError
 
     def sweep(self):
         return 0

@@ -5,7 +5,14 @@ import math
 
 import pytest
 
-from agentgym.store.manifest import Blob, Manifest, ManifestError, canonical_json
+from agentgym.store.manifest import (
+    Blob,
+    Manifest,
+    ManifestError,
+    canonical_json,
+    decode_commit,
+    encode_commit,
+)
 
 KEY = "ab" * 32
 
@@ -76,32 +83,32 @@ def test_what_was_reached_changes_the_digest(change: dict[str, object]) -> None:
 
 def test_bytes_give_the_same_manifest_back() -> None:
     written = manifest(state={"by_id": {2: "b", 10: "a"}, "pair": (1, 2)})
-    again = Manifest.from_bytes(written.to_bytes())
+    again = decode_commit(encode_commit([written]))[-1]
     assert again == written
     assert again.digest == written.digest
     assert again.state == {"by_id": {"10": "a", "2": "b"}, "pair": [1, 2]}
 
 
 def test_a_newer_schema_is_refused_and_named() -> None:
-    tree = json.loads(manifest().to_bytes()) | {"schema_version": 2, "colour": "blue"}
+    tree = json.loads(encode_commit([manifest()])) | {"schema_version": 3, "colour": "blue"}
     with pytest.raises(
         ManifestError,
-        match=r"000003\.json has schema_version 2, this agentgym reads up to 1; upgrade",
+        match=r"000003\.json has schema_version 3, this agentgym reads up to 2; upgrade",
     ):
-        Manifest.from_bytes(json.dumps(tree).encode(), where="000003.json")
+        decode_commit(json.dumps(tree).encode(), where="000003.json")
 
 
 def test_a_manifest_changed_by_hand_is_refused() -> None:
-    tree = json.loads(manifest().to_bytes())
+    tree = json.loads(encode_commit([manifest()]))
     tree["results"]["success"] = 0.99
     with pytest.raises(ManifestError, match="was changed"):
-        Manifest.from_bytes(json.dumps(tree).encode())
+        decode_commit(json.dumps(tree).encode())
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}"])
 def test_what_is_no_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(ManifestError):
-        Manifest.from_bytes(data)
+        decode_commit(data)
 
 
 def test_a_number_json_cannot_hold_is_named_with_its_place() -> None:
@@ -133,24 +140,24 @@ def test_the_second_digest_is_of_records_times_and_what_went_before(
 
 
 def test_records_changed_by_hand_are_refused() -> None:
-    tree = json.loads(manifest(follows="").to_bytes())
+    tree = json.loads(encode_commit([manifest(follows="")]))
     tree["timings"]["rollout_s"] = 0.1
     with pytest.raises(ManifestError, match="its records or times were changed"):
-        Manifest.from_bytes(json.dumps(tree).encode())
+        decode_commit(json.dumps(tree).encode())
     del tree["records_digest"]
     with pytest.raises(ManifestError, match="says records digest None"):
-        Manifest.from_bytes(json.dumps(tree).encode())
+        decode_commit(json.dumps(tree).encode())
 
 
 def test_a_manifest_from_before_the_second_digest_is_read_and_written_as_it_was() -> None:
-    old = manifest().to_bytes()
+    old = encode_commit([manifest()])
     assert b"records_digest" not in old
     assert b"follows" not in old
-    assert Manifest.from_bytes(old).to_bytes() == old
+    assert encode_commit(decode_commit(old)) == old
 
 
 def test_a_hostile_name_reaches_the_terminal_escaped() -> None:
-    tree = json.loads(manifest().to_bytes()) | {"\x1b[2J": 1}
+    tree = json.loads(encode_commit([manifest()])) | {"\x1b[2J": 1}
     with pytest.raises(ManifestError) as caught:
-        Manifest.from_bytes(json.dumps(tree).encode())
+        decode_commit(json.dumps(tree).encode())
     assert "\x1b" not in str(caught.value)

@@ -5,6 +5,7 @@ Leases and kills are tried on real processes; S3 is a real server.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -26,10 +27,11 @@ from agentgym.store.manifest import (
     Manifest,
     ManifestError,
     canonical_json,
+    encode_commit,
     sha256,
 )
 from agentgym.store.posix import posix_store
-from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore, StepWriter
+from agentgym.store.runstore import BlobMissing, DigestMismatch, Passed, RunStore, StepWriter
 from agentgym.store.s3 import s3_store
 
 KEY = "ab" * 32
@@ -193,6 +195,102 @@ def test_commits_are_read_back_in_order_and_the_last_is_the_head(store: RunStore
     store.verify(second)
 
 
+def passed(step: int) -> Passed:
+    return Passed({"global_step": step}, {"metrics.jsonl": b"line %d\n" % step})
+
+
+def commit_several(writer: StepWriter, first: int, last: int) -> Manifest:
+    """One commit of the optimizer steps `first` to `last`."""
+    return writer.commit(
+        done=False,
+        state={"global_step": last},
+        parents={},
+        config={},
+        blobs={"model": b"weights %d" % last},
+        records={"metrics.jsonl": b"line %d\n" % last},
+        results={},
+        timings={},
+        earlier=[passed(step) for step in range(first, last)],
+    )
+
+
+def test_a_commit_of_several_steps_has_a_manifest_of_each(place: Place, store: RunStore) -> None:
+    with store.open("stage-1", KEY) as writer:
+        commit_several(writer, 1, 3)
+        commit_several(writer, 4, 4)
+    with store.open("stage-1", KEY) as writer:
+        assert writer.head is not None
+        assert writer.head.state == {"global_step": 4}
+        last = commit_several(writer, 5, 9)
+        writer.prune(keep=1)
+    history = store.history("stage-1", KEY)
+    assert [each.seq for each in history] == list(range(9))
+    assert [each.state["global_step"] for each in history] == list(range(1, 10))
+    assert [bool(each.blobs) for each in history] == [step in (3, 4, 9) for step in range(1, 10)]
+    for before, each in itertools.pairwise(history):
+        assert each.follows == before.records_digest
+    assert len([name for name in place.names() if name.startswith("manifests/")]) == 3
+    for after in range(-1, 10):
+        assert store.history("stage-1", KEY, after=after) == history[after + 1 :]
+    assert store.head("stage-1", KEY) == last
+    assert [store.read(each, "metrics.jsonl") for each in history] == [
+        b"line %d\n" % step for step in range(1, 10)
+    ]
+
+
+def test_how_many_steps_a_commit_makes_durable_changes_no_digest(
+    place: Place, store: RunStore
+) -> None:
+    other = Place(f"{place.root}-other", place.scratch).store()
+    with store.open("stage-1", KEY) as writer:
+        for step in range(1, 5):
+            one_by_one = commit_several(writer, step, step)
+    with other.open("stage-1", KEY) as writer:
+        assert commit_several(writer, 1, 4).digest == one_by_one.digest
+
+
+def test_a_damaged_newest_commit_is_dropped_and_its_numbers_are_given_anew(
+    place: Place, store: RunStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with store.open("stage-1", KEY) as writer:
+        first = commit_several(writer, 1, 2)
+        commit_several(writer, 3, 5)
+    (name,) = [each for each in place.names() if re.match(r"manifests/000002\b", each)]
+    place.write(name, place.read(name).replace(b'"global_step": 5', b'"global_step": 6'))
+    assert store.head("stage-1", KEY) == first
+    assert "its content has" in caplog.text
+    assert "going by the commit before, 0" in caplog.text
+    with store.open("stage-1", KEY) as writer:
+        assert writer.head == first
+        commit_several(writer, 3, 3)
+        again = commit_several(writer, 4, 4)
+    assert [each.seq for each in store.history("stage-1", KEY)] == [0, 1, 2, 3]
+    assert store.head("stage-1", KEY) == again
+
+
+def test_a_commit_whose_content_is_damaged_can_be_dropped(place: Place, store: RunStore) -> None:
+    with store.open("stage-1", KEY) as writer:
+        first = commit_several(writer, 1, 2)
+        second = commit_several(writer, 3, 5)
+    place.write(f"blobs/{second.blobs['model'].digest}", b"weights X")
+    with store.open("stage-1", KEY) as writer:
+        assert writer.fall_back() == first
+        third = commit_several(writer, 3, 5)
+    store.verify(third)
+    assert store.history("stage-1", KEY)[2:] != [second]
+    assert [each.seq for each in store.history("stage-1", KEY)] == [0, 1, 2, 3, 4]
+
+
+def test_a_newer_file_is_no_damage(place: Place, store: RunStore) -> None:
+    with store.open("stage-1", KEY) as writer:
+        commit(writer, 1)
+        commit(writer, 2)
+    (name,) = [each for each in place.names() if re.match(r"manifests/000001\b", each)]
+    place.write(name, b'{"schema_version": 3}')
+    with pytest.raises(ManifestError, match="upgrade it"):
+        store.head("stage-1", KEY)
+
+
 def test_the_next_writer_continues_at_once_with_a_higher_epoch(store: RunStore) -> None:
     with store.open("stage-1", KEY) as writer:
         head = commit(writer, 1)
@@ -339,7 +437,7 @@ def test_a_name_that_would_be_a_path_is_refused_at_load(
     """The digest is put right again, as whoever can write to the store would."""
     with store.open("stage-1", KEY) as writer:
         head = commit(writer, 1, done=True)
-    tree = json.loads(head.to_bytes())
+    tree = json.loads(encode_commit([head]))
     if part == "step":
         tree["step"] = name
     else:

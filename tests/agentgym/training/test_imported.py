@@ -19,7 +19,7 @@ from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.records import decode_trajectories, encode_trajectories
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS
-from agentgym.store.manifest import Blob, Manifest
+from agentgym.store.manifest import Blob, Manifest, encode_commit
 from agentgym.tracking.points import decode_points
 from agentgym.training.offline import dataset_of
 from agentgym.training.sft import DEMOS, demonstrations
@@ -267,7 +267,7 @@ def test_the_audit_finds_an_action_that_was_not_imported(begun, tmp_path):
     data, folder = encode_trajectories(demos), next((cfg.store.path / "steps").glob("initialize-*"))
     (folder / "blobs" / Blob.of(data).digest).write_bytes(data)
     forged = Manifest.model_copy(final, update={"blobs": {**final.blobs, DEMOS: Blob.of(data)}})
-    (folder / "manifests" / "000000.json").write_bytes(forged.to_bytes())
+    (folder / "manifests" / "000000.json").write_bytes(encode_commit([forged]))
     said = {
         check.name: " | ".join(check.failures)
         for check in audit(cfg, num_episodes=1).checks

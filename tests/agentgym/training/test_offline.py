@@ -25,7 +25,7 @@ from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories
 from agentgym.rollouts.horizon import stages
 from agentgym.store.keys import package_folders, source_files
-from agentgym.store.manifest import Blob, Manifest
+from agentgym.store.manifest import Blob, Manifest, encode_commit
 from agentgym.training import offline
 from agentgym.training.offline import dataset_of, preference_pairs, successes
 from agentgym.types import Item, Status, Trajectory
@@ -356,7 +356,7 @@ def test_a_forged_reward_of_an_explored_episode_is_found(begin):
     forged = Manifest.model_copy(
         commit, update={"records": {**commit.records, TRAJECTORIES: Blob.of(data)}}
     )
-    (folder / "manifests" / "000000.json").write_bytes(forged.to_bytes())
+    (folder / "manifests" / "000000.json").write_bytes(encode_commit([forged]))
     said = {
         check.name: " | ".join(check.failures)
         for check in audit(cfg, num_episodes=999).checks
