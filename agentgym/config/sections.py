@@ -285,6 +285,14 @@ class StoreConfig(Section):
         "s3://bucket/prefix; empty: the folder `path`",
         pattern=r"^$|^s3://[a-z0-9][a-z0-9.-]+(/[\w.-]+)*$",
     )
+    commit_every: PositiveInt = operational(
+        1, "optimizer steps that one commit makes durable; after a kill the others are taken again"
+    )
+    max_mib_per_minute: NonNegativeFloat = operational(
+        4096.0,
+        "of commits while training: where they are larger, fewer are made; 0: as many as"
+        " commit_every says",
+    )
     keep_checkpoints: PositiveInt = operational(2, "resumable commits kept per unfinished step")
     lease_ttl_s: PositiveFloat = operational(
         30.0, "seconds after which a silent holder on another host is fenced off"

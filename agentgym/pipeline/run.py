@@ -26,7 +26,7 @@ from agentgym.steps.context import METRICS, Environment, NoProgress, Progress, S
 from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest, sha256
-from agentgym.store.runstore import RunStore
+from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore, StepWriter
 from agentgym.tracking.deliver import Paced, deliver_step, ledger_identity
 from agentgym.tracking.mlflow import reaching
 from agentgym.types import Endpoints
@@ -80,8 +80,9 @@ def run_step(
         if head is not None and head.done:  # another process was faster
             confirm(cfg, store, step, head)
             return Outcome(step, head, "done")
-        for manifest in (*parents.values(), *((head,) if head else ())):
+        for manifest in parents.values():
             store.verify(manifest)
+        head = _intact_head(store, writer)
         ctx = StepContext(
             cfg=cfg,
             step=step,
@@ -99,9 +100,29 @@ def run_step(
             key[:12],
             f"resumes after commit {head.seq}" if head else "starts",
         )
-        with reaching(cfg.tracking_uri):  # steps that speak to MLflow themselves
+        # steps that speak to MLflow themselves
+        with reaching(cfg.tracking_uri), contextlib.closing(ctx):
             manifest = step.run(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
+
+
+def _intact_head(store: RunStore, writer: StepWriter) -> Manifest | None:
+    """What a resumed run goes on from: where the newest commit's content is damaged, the one
+    before.
+    Errors: DigestMismatch, BlobMissing where there is none before it.
+    """
+    while writer.head is not None:
+        try:
+            store.verify(writer.head)
+            break
+        except (DigestMismatch, BlobMissing) as error:
+            if not writer.has_earlier:
+                raise
+            before = writer.fall_back()
+            logger.warning(
+                "%s; it goes on from commit %d, the one before", error, before.seq if before else 0
+            )
+    return writer.head
 
 
 def run_with_parents(

@@ -4,8 +4,10 @@ durable.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,12 +16,13 @@ from agentgym.config import RunConfig
 from agentgym.records import TRAJECTORIES, encode_trajectories
 from agentgym.steps.step import Step
 from agentgym.store.manifest import Blob, Manifest
-from agentgym.store.runstore import RunStore, StepWriter
+from agentgym.store.runstore import Passed, RunStore, StepWriter
 from agentgym.tracking.points import Point, encode_points
 from agentgym.types import Endpoints, Trajectory
 
 # offer_expert -> endpoints of running servers
 Environment = Callable[[bool], AbstractContextManager[Endpoints]]
+Blobs = Mapping[str, bytes | Blob]
 
 METRICS = "metrics.jsonl"
 OUTCOMES = "outcomes.json"  # of an evaluation
@@ -57,6 +60,18 @@ class StepContext:
     progress: Progress = field(default_factory=NoProgress)
     on_commit: Callable[[Manifest], None] = lambda _: None
     _opened_at: float = field(default_factory=time.perf_counter)
+    _wall_s: float = field(init=False)  # of all attempts at this step
+    _held: list[Passed] = field(default_factory=list)  # steps taken since the last commit
+    _durable_step: int | None = None  # the last one that a commit holds, or is about to
+    _committed_at: float = -math.inf  # on the monotonic clock
+    _commit_bytes: int = 0  # of the last commit
+    _writing: Future[Manifest] | None = None
+    _thread: ThreadPoolExecutor = field(init=False)
+
+    def __post_init__(self) -> None:
+        head = self.writer.head
+        self._wall_s = head.timings.get("wall_s", 0.0) if head else 0.0
+        self._thread = ThreadPoolExecutor(1, "commit")
 
     @property
     def data(self) -> Manifest:
@@ -91,7 +106,7 @@ class StepContext:
         *,
         done: bool,
         state: dict[str, Any],
-        blobs: dict[str, bytes | Blob],
+        blobs: Blobs,
         results: dict[str, Any] | None = None,
         points: Sequence[Point] = (),
         trajectories: Sequence[Trajectory] = (),
@@ -103,26 +118,99 @@ class StepContext:
         blobs: content that another run of the same step would make to the bit; records: what tells
         of clocks.
         """
-        earlier = self.writer.head.timings.get("wall_s", 0.0) if self.writer.head else 0.0
+        self._finish_writing()
+        logs = {**_logs(points, trajectories), **(records or {})}
+        return self._write(done, self._passed(state, logs, results), blobs, ())
+
+    def step_taken(
+        self,
+        step: int,
+        *,
+        done: bool,
+        state: dict[str, Any],
+        content: Callable[[], Blobs],
+        results: dict[str, Any] | None = None,
+        points: Sequence[Point] = (),
+        trajectories: Sequence[Trajectory] = (),
+    ) -> Manifest | None:
+        """As `commit`, of an optimizer step (from 1), where one is due by `store.commit_every` and
+        `store.max_mib_per_minute`; other steps become durable with a later one, or are taken again.
+
+        Writing goes on beside what follows, one commit at a time; a failure of it is raised by the
+        next call, or by `close`.
+        content: the blobs as they are now.
+        Result: the manifest of the last step, which is waited for.
+        """
+        if self._writing is not None and self._writing.done():
+            self._finish_writing()
+        if self._durable_step is None:
+            self._durable_step = step - 1
+        passed = self._passed(state, _logs(points, trajectories), results)
+        if not (done or self._is_due(step)):
+            self._held.append(passed)
+            return None
+        self._finish_writing()
+        blobs, held = content(), tuple(self._held)
+        self._held.clear()
+        self._durable_step, self._committed_at = step, time.monotonic()
+        self._commit_bytes = sum(map(_size, blobs.values()))
+        self._writing = self._thread.submit(self._write, done, passed, blobs, held)
+        return self._finish_writing() if done else None
+
+    def close(self) -> None:
+        """Wait for what is being written. Errors: what stopped it."""
+        try:
+            self._finish_writing()
+        finally:
+            self._thread.shutdown()
+
+    def _is_due(self, step: int) -> bool:
+        settings, before = self.cfg.store, self._durable_step
+        assert before is not None
+        if step // settings.commit_every == before // settings.commit_every:
+            return False
+        allowed = settings.max_mib_per_minute * 2**20 / 60
+        passed_s = time.monotonic() - self._committed_at
+        return not allowed or passed_s * allowed >= self._commit_bytes
+
+    def _passed(
+        self, state: dict[str, Any], logs: dict[str, bytes], results: dict[str, Any] | None
+    ) -> Passed:
         now = time.perf_counter()
+        self._wall_s, self._opened_at = self._wall_s + now - self._opened_at, now
+        return Passed(state, logs, results or {}, {"wall_s": self._wall_s})
+
+    def _write(self, done: bool, last: Passed, blobs: Blobs, earlier: Sequence[Passed]) -> Manifest:
         manifest = self.writer.commit(
             done=done,
-            state=state,
+            state=last.state,
             parents={name: parent.digest for name, parent in self.parents.items()},
             config=self.config,
             blobs=blobs,
-            records={
-                **({METRICS: encode_points(points)} if points else {}),
-                **({TRAJECTORIES: encode_trajectories(trajectories)} if trajectories else {}),
-                **(records or {}),
-            },
-            results=results or {},
-            timings={"wall_s": earlier + now - self._opened_at},
+            records=last.records,
+            results=last.results,
+            timings=last.timings,
+            earlier=earlier,
         )
-        self._opened_at = now
         self.on_commit(manifest)
         self.writer.prune(1 if done else self.cfg.store.keep_checkpoints)
         return manifest
+
+    def _finish_writing(self) -> Manifest | None:
+        writing, self._writing = self._writing, None
+        return None if writing is None else writing.result()
+
+
+def _logs(points: Sequence[Point], trajectories: Sequence[Trajectory]) -> dict[str, bytes]:
+    return {
+        **({METRICS: encode_points(points)} if points else {}),
+        **({TRAJECTORIES: encode_trajectories(trajectories)} if trajectories else {}),
+    }
+
+
+def _size(value: bytes | Blob) -> int:
+    """Bytes."""
+    return value.size if isinstance(value, Blob) else len(value)
 
 
 def now_ms() -> int:

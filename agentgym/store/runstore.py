@@ -288,6 +288,11 @@ class StepWriter:
         """The newest commit: what to continue from."""
         return self._commits[-1][-1] if self._commits else None
 
+    @property
+    def has_earlier(self) -> bool:
+        """Whether there is a commit before the newest one."""
+        return len(self._commits) > 1
+
     def commit(
         self,
         *,

@@ -95,7 +95,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             cpu_began = time.process_time()
             points.append(Point(step, now_ms(), metrics))
             if commits_at(cfg, stage, step):
-                manifest = ctx.commit(
+                manifest = ctx.step_taken(
+                    step,
                     done=step == stage.last_step,
                     state={
                         "global_step": step,
@@ -103,13 +104,14 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                         "consumed": [],
                         "max_turns": stage.max_turns,
                     },
-                    blobs={**checkpoint.files(), **learner.blobs()},
+                    content=lambda: {**checkpoint.files(), **learner.blobs()},
                     points=points,
                     trajectories=validation,
                 )
                 points = []
             loss = next(value for name, value in metrics.items() if name.endswith("/loss"))
             ctx.progress.advance(1, f"loss {loss:.2f}")
+    assert manifest is not None  # of the last step
     return manifest
 
 

@@ -123,7 +123,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 "time/update_s": updated - updating,
                 "time/step_s": time.perf_counter() - began,
             }
-            manifest = ctx.commit(
+            manifest = ctx.step_taken(
+                step,
                 done=step == stage.last_step,
                 state={
                     "global_step": step,
@@ -132,13 +133,14 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                     "max_turns": turns,
                     "horizon": asdict(horizon),
                 },
-                blobs={**checkpoint.files(), **learner.blobs()},
+                content=lambda: {**checkpoint.files(), **learner.blobs()},
                 points=[Point(step, now_ms(), metrics)],
                 trajectories=[*records, *validation],
             )
             success = success_share(rollouts.trajectories)
             logger.info("step %d: success %.2f in %.1f s", step, success, metrics["time/step_s"])
             ctx.progress.advance(1, f"success {success:.2f}")
+    assert manifest is not None  # of the last step
     return manifest
 
 

@@ -248,14 +248,16 @@ def warm_start(ctx: StepContext) -> Manifest:
             points.append(Point(step, now_ms(), metrics))
             ctx.progress.advance(1, f"loss {metrics['sft/loss']:.2f}")
             if step % COMMIT_EVERY == 0 or step == settings.steps:
-                manifest = ctx.commit(
+                manifest = ctx.step_taken(
+                    step,
                     done=step == settings.steps,
                     state={"global_step": 0, "sft_step": step},
-                    blobs={**checkpoint.files(), **learner.blobs()},
+                    content=lambda: {**checkpoint.files(), **learner.blobs()},
                     results={"loss": metrics["sft/loss"]},
                     points=points,
                 )
                 points = []
+    assert manifest is not None  # of the last step
     return manifest
 
 

@@ -36,7 +36,7 @@ MOMENTS = {  # in the order in which one run meets them
     "ledger": "after the manifest and before the delivery of stage 2's first commit",
 }
 DRIVER = """
-import os, signal, sys
+import os, signal, sys, threading
 from pathlib import Path
 
 from agentgym.defaults import set_process_defaults
@@ -46,13 +46,14 @@ set_process_defaults(Path(sys.argv[1]).parent / "home")
 import agentgym.store.posix as posix
 import agentgym.pipeline.run as steps
 from agentgym.config import load_config
-from agentgym.steps.context import StepContext
+from agentgym.store.runstore import StepWriter
 from agentgym.rollouts.pools import EnvSession
 from agentgym.rollouts.engine import LocalEngine
 
 params, moment = sys.argv[1:]
 collect, act, create = LocalEngine.collect, EnvSession.step, posix.create_exclusively
-deliver, commit = steps.deliver, StepContext.commit
+deliver, commit = steps.deliver, StepWriter.commit
+told = threading.Event()  # that stage 1 has a commit
 now = {"step": None, "name": "", "acts": 0, "collections": 0}  # acts of the present collection, \
 collections of the present step
 
@@ -69,6 +70,8 @@ def counted_collect(self, items, **settings):
 async def fatal_act(self, action):
     now["acts"] += 1
     here = now["name"], now["step"], now["collections"], now["acts"]
+    if here[:2] == ("stage-1", 2) and moment == "rollout":
+        assert told.wait(60)  # a commit is written beside what follows it
     if here == {"rollout": ("stage-1", 2, 2, 20), "evaluation": ("evaluate-stage-1", 0, 4, \
 5)}.get(moment):
         die()
@@ -91,12 +94,14 @@ def fatal_deliver(cfg, store, step, manifest):
 def told_commit(self, **content):
     manifest = commit(self, **content)
     print("commit", manifest.step, manifest.seq, flush=True)
+    if manifest.step == "stage-1":
+        told.set()
     return manifest
 
 
 LocalEngine.collect, EnvSession.step = counted_collect, fatal_act
 posix.create_exclusively = fatal_create
-steps.deliver, StepContext.commit = fatal_deliver, told_commit
+steps.deliver, StepWriter.commit = fatal_deliver, told_commit
 cfg = load_config(params)
 for name in steps.steps_of(cfg):
     now.update(name=name, collections=0)

@@ -1,11 +1,14 @@
 """The one way to make progress durable: whole commits, told when made, old weights pruned."""
 
+import threading
+
 import pytest
 
 from agentgym.config import load_config
 from agentgym.records import TRAJECTORIES
 from agentgym.steps.context import METRICS, NoProgress, StepContext
 from agentgym.steps.step import Kind, Step
+from agentgym.store.files import StoreFull
 from agentgym.store.posix import posix_store
 from agentgym.store.runstore import BlobMissing
 from agentgym.tracking.points import Point, decode_points
@@ -26,8 +29,8 @@ KEY = "ab" * 32
 
 
 @pytest.fixture
-def opened(tmp_path):
-    """(context of an open step, what was told of its commits)."""
+def opening(tmp_path):
+    """(overrides -> context of an open step, what was told of its commits)."""
     told, store = [], posix_store(tmp_path, lease_ttl_s=30.0)
     parents = {}
     for name in ("prepare", "initialize", "warm-start"):
@@ -38,21 +41,34 @@ def opened(tmp_path):
                 blobs={"content": name.encode()},
                 records={},
             )
-    cfg = load_config(overrides=["store.keep_checkpoints=1"])
-    with store.open(STEP.name, KEY) as writer:
-        yield (
-            StepContext(
-                cfg=cfg,
-                step=STEP,
-                config={"lr": 1.0},
-                store=store,
-                writer=writer,
-                parents=parents,
-                environment=lambda expert: None,
-                on_commit=told.append,
-            ),
-            told,
+    opened_by = []
+
+    def open_with(*overrides):
+        cfg = load_config(overrides=["store.keep_checkpoints=1", *overrides])
+        context = StepContext(
+            cfg=cfg,
+            step=STEP,
+            config={"lr": 1.0},
+            store=store,
+            writer=writer,
+            parents=parents,
+            environment=lambda expert: None,
+            on_commit=told.append,
         )
+        opened_by.append(context)
+        return context
+
+    with store.open(STEP.name, KEY) as writer:
+        yield open_with, told
+        for context in opened_by:
+            context.close()
+
+
+@pytest.fixture
+def opened(opening):
+    """(context of an open step, what was told of its commits)."""
+    open_with, told = opening
+    return open_with(), told
 
 
 def test_parents_are_known_by_what_they_are_for(opened):
@@ -85,6 +101,103 @@ def test_time_adds_up_over_commits_and_older_weights_go(opened):
     assert context.read(told[-1], "weights") == b"2"
     with pytest.raises(BlobMissing, match="weights"):
         context.read(told[0], "weights")
+
+
+def take(context, step, last, weights=None):
+    return context.step_taken(
+        step,
+        done=step == last,
+        state={"global_step": step},
+        content=lambda: {"weights": weights or b"%d" % step},
+        points=[Point(step, 1000 + step, {"loss": 0.5})],
+    )
+
+
+@pytest.mark.parametrize(
+    ("every", "durable"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (9, [7])]
+)
+def test_steps_become_durable_together_and_each_keeps_its_points(opening, every, durable):
+    open_with, told = opening
+    context = open_with(f"store.commit_every={every}", "store.keep_checkpoints=9")
+    for step in range(1, 7):
+        assert take(context, step, 7) is None
+    last = take(context, 7, 7)
+    history = context.store.history(STEP.name, KEY)
+    assert [each.state["global_step"] for each in history] == list(range(1, 8))
+    assert [each.state["global_step"] for each in history if each.blobs] == durable
+    assert [each.state["global_step"] for each in told] == durable
+    assert [decode_points(context.read(each, METRICS))[0].step for each in history] == list(
+        range(1, 8)
+    )
+    assert last == history[-1]
+    spent = [each.timings["wall_s"] for each in history]
+    assert spent == sorted(spent)
+
+
+def test_between_commits_nothing_is_durable(opening):
+    open_with, told = opening
+    context = open_with("store.commit_every=2")
+    take(context, 1, 9)
+    assert context.store.history(STEP.name, KEY) == told == []
+    take(context, 2, 9)
+    take(context, 3, 9)
+    context.close()
+    assert context.store.head(STEP.name, KEY).state == {"global_step": 2}
+    again = open_with("store.commit_every=2")  # as after a kill: step 3 is taken again
+    take(again, 3, 9)
+    take(again, 4, 9)
+    again.close()
+    assert again.store.head(STEP.name, KEY).state == {"global_step": 4}
+    assert [each.seq for each in again.store.history(STEP.name, KEY)] == [0, 1, 2, 3]
+
+
+def test_large_commits_are_made_as_often_as_the_bound_allows(opening):
+    open_with, told = opening
+    context = open_with("store.max_mib_per_minute=1")
+    for step in range(1, 6):
+        take(context, step, 6, weights=b"%d" % step * 2**20)
+    take(context, 6, 6)
+    assert [each.state["global_step"] for each in told] == [1, 6]
+
+
+def test_what_is_written_is_what_was_there_when_the_step_was_taken(opening):
+    open_with, told = opening
+    slow, written = threading.Event(), threading.Event()
+    context = open_with("store.keep_checkpoints=2")
+    commit = context.writer.commit
+
+    def held_up(**content):
+        written.set()
+        assert slow.wait(30)
+        return commit(**content)
+
+    context.writer.commit = held_up
+    take(context, 1, 9)
+    assert written.wait(30)
+    assert context.store.head(STEP.name, KEY) is None  # the run is ahead of its commit, ...
+    second = threading.Thread(target=take, args=(context, 2, 9))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()  # ... but not of two
+    slow.set()
+    second.join(30)
+    context.close()
+    assert [context.read(each, "weights") for each in told] == [b"1", b"2"]
+
+
+def test_a_failure_of_the_writing_stops_the_run(opening):
+    open_with, told = opening
+    context = open_with()
+
+    def fails(**content):
+        raise StoreFull(28, "no space left")
+
+    context.writer.commit = fails
+    take(context, 1, 9)
+    with pytest.raises(StoreFull, match="no space left"):
+        take(context, 2, 9)
+    assert told == []
+    assert context.head is None
 
 
 def test_no_progress_shows_nothing(capsys):

@@ -183,10 +183,10 @@ def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
         "warm_start.enabled=false",
     ]
     changes += ["optimizer.lr=1e-5", "horizon.stage_steps=[3,1]", "validation.every=0"]
-    finals, commit = [], StepContext.commit
+    finals, step_taken = [], StepContext.step_taken
 
     def fatal(*arguments, **named):
-        commit(*arguments, **named)
+        step_taken(*arguments, **named)
         raise KeyboardInterrupt
 
     for killed in (False, True):
@@ -194,7 +194,7 @@ def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
         for name in ("prepare", "initialize"):
             run_step(name, cfg)
         if killed:
-            monkeypatch.setattr(StepContext, "commit", fatal)
+            monkeypatch.setattr(StepContext, "step_taken", fatal)
             with pytest.raises(KeyboardInterrupt):
                 run_step("stage-1", cfg)
             monkeypatch.undo()
