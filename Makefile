@@ -19,7 +19,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray chaos chaos-short hostile honest coverage drift unchanged check site up down ui lock sbom clean
+.PHONY: install pipeline quick test suite like-named slow ray chaos chaos-short cadence hostile honest coverage drift unchanged check site up down ui lock sbom clean
 
 install: $(INSTALLED)
 
@@ -60,6 +60,9 @@ chaos: install  ## kill parts of a run at random times and check what is left; m
 
 chaos-short: install  ## the same, one fault each of four kinds; minutes
 	@$(BIN)/python benchmarks/chaos.py --short --out $(STATE)/faults.md $(ARGS)
+
+cadence: install  ## runs that commit every 1, 5 and 1000 optimizer steps, each killed ten times and compared with one that is left alone; a quarter of an hour, writes docs/results/cadence.json
+	@$(BIN)/python benchmarks/cadence.py $(ARGS)
 
 hostile: install  ## 20,000 actions of each environment that nobody means well; half an hour, writes docs/results/hostile.json
 	@$(BIN)/python benchmarks/hostile.py $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from agentgym.commands.parser import Commands
@@ -82,19 +83,21 @@ def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.pipeline.plan import plan
+    from agentgym.pipeline.plan import plan, writing
     from agentgym.pipeline.table import run_key
 
-    steps = plan(cfg)
+    steps, written = plan(cfg), writing(cfg)
     if arguments.json:
-        say(
-            json.dumps(
-                {"run": f"r{run_key(cfg)[:12]}", "steps": [step.to_json() for step in steps]},
-                indent=1,
-            )
-        )
+        tree = {
+            "run": f"r{run_key(cfg)[:12]}",
+            "steps": [step.to_json() for step in steps],
+            "writing": asdict(written) if written else None,
+        }
+        say(json.dumps(tree, indent=1))
         return 0
     say(f"run r{run_key(cfg)[:12]}")
     for step in steps:
         say(f"  {step.action:<7}{step.name:<22}{step.why}")
+    if written:
+        say(f"{written} (store.commit_every {cfg.store.commit_every})")
     return 0

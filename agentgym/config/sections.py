@@ -289,7 +289,7 @@ class StoreConfig(Section):
         1, "optimizer steps that one commit makes durable; after a kill the others are taken again"
     )
     max_mib_per_minute: NonNegativeFloat = operational(
-        4096.0,
+        8192.0,
         "of commits while training: where they are larger, fewer are made; 0: as many as"
         " commit_every says",
     )

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from agentgym.config import RunConfig
 from agentgym.pipeline.table import finished, key_of, open_store, semantic_of, steps_of
-from agentgym.steps.step import Step
+from agentgym.rollouts.horizon import stages
+from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 
@@ -32,6 +33,47 @@ def plan(cfg: RunConfig) -> list[PlannedStep]:
     store = open_store(cfg)
     done = finished(cfg, store)
     return [_plan_step(step, cfg, store, done) for step in steps_of(cfg).values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """What training writes into the store."""
+
+    commit_bytes: int  # of one commit
+    most_commits: int  # of all stages
+
+    def __str__(self) -> str:
+        return (
+            f"training commits {_amount(self.commit_bytes)} at a time, at most"
+            f" {self.most_commits} times: {_amount(self.commit_bytes * self.most_commits)} written"
+        )
+
+
+def writing(cfg: RunConfig) -> Writing | None:
+    """By the newest commit of a stage or of the warm start; None where none was made yet."""
+    table = steps_of(cfg)
+    training = {step.name for step in table.values() if step.kind is Kind.TRAIN}
+    known = [head for head in open_store(cfg).heads() if head.step in training and head.blobs]
+    if not known:
+        return None
+    size = sum(blob.size for blob in known[-1].blobs.values())
+    settings = cfg.store
+    counts = [
+        sum(step % settings.commit_every == 0 for step in range(each.first_step, each.last_step))
+        + 1
+        for each in stages(cfg.horizon)
+    ]
+    return Writing(size, sum(counts))
+
+
+def _amount(num_bytes: int) -> str:
+    """As people read it."""
+    amount = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.3g} {unit}"
+        amount /= 1024
+    return f"{amount:.3g} TiB"
 
 
 def _plan_step(

@@ -1,0 +1,174 @@
+"""Does a run end the same however often it commits and however often it is killed:
+`python benchmarks/cadence.py [--every 1 5 1000] [--kills 10]`.
+
+For each `store.commit_every` a deterministic run of two stages that nobody touches, and one that is
+killed at random moments of its training, each time started again.
+Writes docs/results/cadence.json; fails where the two differ, or a point stands twice in MLflow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline import ROOT, machine
+
+from agentgym.audit import audit
+from agentgym.config import RunConfig, load_config
+from agentgym.pipeline.run import run_with_parents
+from agentgym.pipeline.table import finished, open_store
+from agentgym.store.manifest import Manifest
+
+SHORT = [
+    "deterministic=true",
+    "horizon.kind=stepwise",
+    "horizon.max_turns=[5,8]",
+    "horizon.stage_steps=[6,6]",
+    "rollout.items_per_step=8",
+    "validation.every=4",
+    "validation.num_items=8",
+]
+STAGES = ("stage-1", "stage-2")
+CHILD = """
+import sys
+from agentgym.config import load_config
+from agentgym.pipeline.run import run_with_parents
+cfg = load_config(overrides=sys.argv[1:])
+import agentgym.training.rl
+print("begins", flush=True)
+run_with_parents("stage-2", cfg)
+"""
+LIMIT_S = 900.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--every", type=int, nargs="+", default=[1, 5, 1000])
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/cadence.json")
+    chosen = parser.parse_args()
+    os.chdir(ROOT)
+    chance, rows = random.Random(chosen.seed), []  # noqa: S311  (moments, no secrets)
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder, "base")
+        run_with_parents("warm-start", settings(base, 1))
+        for every in chosen.every:
+            twin, victim = Path(folder, f"twin-{every}"), Path(folder, f"victim-{every}")
+            for each in (twin, victim):
+                shutil.copytree(base, each)
+            began = time.monotonic()
+            run_with_parents("stage-2", settings(twin, every))
+            alone_s = time.monotonic() - began
+            landed = kill_often(victim, every, chosen.kills, alone_s, chance)
+            rows.append(compared(settings(twin, every), settings(victim, every), every, landed))
+            sys.stdout.write(f"{rows[-1]}\n")
+    result = {
+        "machine": machine(),
+        "command": " ".join(["python", *sys.argv]),
+        "settings": SHORT,
+        "rows": rows,
+    }
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    fine = all(row["identical"] and not row["repeated_points"] and row["audit"] for row in rows)
+    return 0 if fine else 1
+
+
+def settings(folder: Path, every: int) -> RunConfig:
+    return load_config(overrides=overrides(folder, every))
+
+
+def overrides(folder: Path, every: int) -> list[str]:
+    return [
+        *SHORT,
+        "store.max_mib_per_minute=0",
+        f"store.path={folder / 'store'}",
+        f"store.commit_every={every}",
+    ]
+
+
+def kill_often(
+    folder: Path, every: int, kills: int, alone_s: float, chance: random.Random
+) -> list[int]:
+    """`kills` kills, then a run to the end. Result: the optimizer step each kill left durable."""
+    landed: list[int] = []
+    while len(landed) < kills:
+        # no further on average than a stage: with rare commits a kill costs all of it
+        process = started(folder, every)
+        try:
+            process.wait(chance.uniform(0.2, alone_s / 2))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait(30)
+            landed.append(durable_step(settings(folder, every)))
+        else:
+            if process.returncode:
+                raise RuntimeError(f"a run ended with code {process.returncode}")
+            break  # it was over before all kills were done
+    process = started(folder, every)
+    if process.wait(LIMIT_S):
+        raise RuntimeError(f"the run after the kills ended with code {process.returncode}")
+    return landed
+
+
+def started(folder: Path, every: int) -> subprocess.Popen[bytes]:
+    """A run of both stages that is about to begin."""
+    command = [sys.executable, "-c", CHILD, *overrides(folder, every)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def durable_step(cfg: RunConfig) -> int:
+    heads = [head for head in open_store(cfg).heads() if head.step in STAGES]
+    return max((int(head.state["global_step"]) for head in heads), default=0)
+
+
+def compared(twin: RunConfig, victim: RunConfig, every: int, landed: list[int]) -> dict[str, Any]:
+    ours, theirs = history(victim), history(twin)
+    written = sum(
+        blob.size for each in theirs for blob in (*each.blobs.values(), *each.records.values())
+    )
+    with sqlite3.connect(victim.state_dir / "mlflow.db") as database:
+        (repeated,) = database.execute(
+            "select count(*) from (select 1 from metrics group by run_uuid, key, step"
+            " having count(*) > 1)"
+        ).fetchone()
+    return {
+        "commit_every": every,
+        "kills": len(landed),
+        "durable_step_after_each": landed,
+        "optimizer_steps": len(theirs),
+        "commits": sum(bool(each.blobs) for each in theirs),
+        "identical": [identity(each) for each in ours] == [identity(each) for each in theirs],
+        "final": ours[-1].digest[:12],
+        "repeated_points": repeated,
+        "audit": audit(victim, num_episodes=8).ok,
+        "mib_per_optimizer_step": round(written / len(theirs) / 2**20, 2),
+    }
+
+
+def identity(manifest: Manifest) -> tuple[Any, ...]:
+    """Weights where the commit holds them, items, draws and results."""
+    return manifest.digest, manifest.state, manifest.blobs
+
+
+def history(cfg: RunConfig) -> list[Manifest]:
+    store, done = open_store(cfg), finished(cfg, open_store(cfg))
+    return [each for name in STAGES for each in store.history(name, done[name].key)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""What a run would do, and how much it would write."""
+
+import pytest
+
+from agentgym.config import load_config
+from agentgym.pipeline.plan import writing
+from agentgym.pipeline.table import finished, open_store
+
+
+@pytest.mark.parametrize(("every", "commits"), [(1, 4), (2, 2), (3, 3), (1000, 2)])
+def test_the_plan_says_how_much_training_writes(whole_run, every, commits):
+    cfg = load_config(whole_run / "params.yaml", [f"store.commit_every={every}"])
+    last = finished(cfg, open_store(cfg))["stage-2"]
+    told = writing(cfg)
+    assert told.commit_bytes == sum(blob.size for blob in last.blobs.values()) > 100_000
+    assert told.most_commits == commits  # of four optimizer steps in two stages
+    assert f"at most {commits} times" in str(told)
+
+
+def test_of_a_run_that_never_trained_nothing_is_said(tiny_params, tmp_path):
+    assert writing(load_config(tiny_params(tmp_path))) is None
