@@ -269,7 +269,7 @@ def deliver_committed(
     """
     delivered = 0
     for run_id in run_ids:
-        tag = f"delivered.{step}-{key[:16]}"
+        tag = _tag(step, key)
         last = _parse_mark(tracker.client.get_run(run_id).data.tags.get(tag, ""))
         pending = store.history(step, key, after=last[0] - 1)
         if last[0] >= 0:
@@ -287,6 +287,15 @@ def deliver_committed(
         tracker.deliver(run_id, points, {tag: f"{_mark(pending[-1])[0]} {_mark(pending[-1])[1]}"})
         delivered = max(delivered, len(pending))
     return delivered
+
+
+def delivered_seq(tags: Mapping[str, str], step: str, key: str) -> int:
+    """The last commit of a step whose points a run with these tags surely has; -1 for none."""
+    return _parse_mark(tags.get(_tag(step, key), ""))[0]
+
+
+def _tag(step: str, key: str) -> str:
+    return f"delivered.{step}-{key[:16]}"
 
 
 def _points(store: RunStore, manifest: Manifest) -> list[Point]:

@@ -46,13 +46,13 @@ set_process_defaults(Path(sys.argv[1]).parent / "home")
 import agentgym.store.posix as posix
 import agentgym.pipeline.run as steps
 from agentgym.config import load_config
-from agentgym.store.runstore import StepWriter
+from agentgym.steps.context import StepContext
 from agentgym.rollouts.pools import EnvSession
 from agentgym.rollouts.engine import LocalEngine
 
 params, moment = sys.argv[1:]
 collect, act, create = LocalEngine.collect, EnvSession.step, posix.create_exclusively
-deliver, commit = steps.deliver, StepWriter.commit
+deliver, write = steps.deliver, StepContext._write
 told = threading.Event()  # that stage 1 has a commit
 now = {"step": None, "name": "", "acts": 0, "collections": 0}  # acts of the present collection, \
 collections of the present step
@@ -91,8 +91,8 @@ def fatal_deliver(cfg, store, step, manifest):
     deliver(cfg, store, step, manifest)
 
 
-def told_commit(self, **content):
-    manifest = commit(self, **content)
+def told_write(self, *content):
+    manifest = write(self, *content)
     print("commit", manifest.step, manifest.seq, flush=True)
     if manifest.step == "stage-1":
         told.set()
@@ -101,7 +101,7 @@ def told_commit(self, **content):
 
 LocalEngine.collect, EnvSession.step = counted_collect, fatal_act
 posix.create_exclusively = fatal_create
-steps.deliver, StepWriter.commit = fatal_deliver, told_commit
+steps.deliver, StepContext._write = fatal_deliver, told_write
 cfg = load_config(params)
 for name in steps.steps_of(cfg):
     now.update(name=name, collections=0)
@@ -206,7 +206,7 @@ def repeated_points(cfg):
 
 def assert_audited(cfg, steps=None):
     report = audit(cfg)
-    assert report.ok, report.to_json()
+    assert report.ok, [check.failures[:5] for check in report.checks if not check.ok]
     assert list(report.steps) == list(steps_of(cfg))[:steps]
 
 

@@ -58,6 +58,24 @@ def test_only_the_newest_commits_of_an_unfinished_step_may_wait_for_their_delive
     assert ledger.ok is (waiting == 2), ledger.failures
 
 
+@pytest.mark.parametrize("known", [0, 1])
+def test_a_delivery_that_a_kill_cut_short_is_no_loss(
+    whole_run, tmp_path, tiny_params, forger_of, known
+):
+    shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
+    forger = forger_of(load_config(tiny_params(tmp_path, deterministic=True)))
+    forger.save(forger.commits("stage-1")[1].model_copy(update={"done": False}))
+    mark = f"{known} {forger.commits('stage-1')[known].created_at!r}"
+    forger.sql("update tags set value = ? where key like 'delivered.stage-1%'", mark)
+    (point,) = decode_points(forger.blob("stage-1", 1, METRICS).read_bytes())
+    name = "rollout/success"
+    forger.sql("delete from metrics where timestamp = ? and key = ?", point.time_ms, name)
+    ledger = next(
+        check for check in audit(forger.cfg, num_episodes=1).checks if check.name == "ledger"
+    )
+    assert ledger.ok is (known == 0), ledger.failures
+
+
 def test_a_ledger_that_is_not_there_fails_and_is_not_created(forger):
     path = forger.cfg.state_dir / "mlflow.db"
     path.unlink()
