@@ -294,6 +294,12 @@ class StoreConfig(Section):
         " commit_every says",
     )
     keep_checkpoints: PositiveInt = operational(2, "resumable commits kept per unfinished step")
+    gc_keep_days: NonNegativeFloat = operational(
+        14.0, "`agentgym gc` keeps steps younger than so many days, and all that they build on"
+    )
+    gc_keep_runs: NonNegativeInt = operational(
+        5, "and so many of the newest ends of runs, whatever their age"
+    )
     lease_ttl_s: PositiveFloat = operational(
         30.0, "seconds after which a silent holder on another host is fenced off"
     )

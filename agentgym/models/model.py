@@ -42,6 +42,7 @@ _TOKENIZER_NAMES = frozenset(
         "chat_template.jinja",
     }
 )
+SHARD_BYTES = 5 * 10**9  # of one file of weights
 # All tokenizer files travel as one JSON blob {file name: text}.
 TokenizerFiles = dict[str, str]
 
@@ -198,11 +199,16 @@ def save_pretrained(
     folder: Path, *, architecture: str, weights: bytes, tokenizer: TokenizerFiles
 ) -> None:
     """Write an ordinary Hugging Face model folder: what vLLM, transformers and the registry
-    load.
+    load; large weights in several files and their index.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(architecture)
-    (folder / "model.safetensors").write_bytes(weights)
+    if len(weights) <= SHARD_BYTES:
+        (folder / "model.safetensors").write_bytes(weights)
+    else:
+        from huggingface_hub import save_torch_state_dict
+
+        save_torch_state_dict(load_safetensors(weights), folder, max_shard_size=SHARD_BYTES)
     _write_tokenizer(folder, tokenizer)
 
 

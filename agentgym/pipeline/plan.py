@@ -44,8 +44,8 @@ class Writing:
 
     def __str__(self) -> str:
         return (
-            f"training commits {_amount(self.commit_bytes)} at a time, at most"
-            f" {self.most_commits} times: {_amount(self.commit_bytes * self.most_commits)} written"
+            f"training commits {amount(self.commit_bytes)} at a time, at most"
+            f" {self.most_commits} times: {amount(self.commit_bytes * self.most_commits)} written"
         )
 
 
@@ -66,7 +66,7 @@ def writing(cfg: RunConfig) -> Writing | None:
     return Writing(size, sum(counts))
 
 
-def _amount(num_bytes: int) -> str:
+def amount(num_bytes: int) -> str:
     """As people read it."""
     amount = float(num_bytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
@@ -98,11 +98,15 @@ def _plan_step(
             else head.state.get("sft_step", head.state.get("num_items"))
         )
         return PlannedStep(step.name, step.title, "resume", f"at {reached} (commit {head.seq})")
-    return PlannedStep(step.name, step.title, "run", _why_new(step, cfg, known, done))
+    return PlannedStep(step.name, step.title, "run", _why_new(step, cfg, store, known, done))
 
 
-def _why_new(step: Step, cfg: RunConfig, known: list[Manifest], done: dict[str, Manifest]) -> str:
+def _why_new(
+    step: Step, cfg: RunConfig, store: RunStore, known: list[Manifest], done: dict[str, Manifest]
+) -> str:
     """What tells this step from the latest one of its name in the store."""
+    if store.is_collected(step.name, key_of(step, cfg, done)):
+        return "collected by `agentgym gc`"
     if not known:
         return "never ran"
     latest = known[-1]

@@ -75,7 +75,7 @@ def run_step(
         manifest = run_as_job(name, cfg, store, run_key=run_key(cfg), key=key)
         confirm(cfg, store, step, manifest)
         return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
-    with store.open(name, key) as writer:
+    with store.open(name, key, [each.digest for each in parents.values()]) as writer:
         head = writer.head
         if head is not None and head.done:  # another process was faster
             confirm(cfg, store, step, head)

@@ -11,9 +11,10 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,10 @@ class Holder:
     host: str
     space: str  # boot and pid namespace: inside one, a pid means one process; empty where unknown
     since: float  # seconds since 1970
+    parents: tuple[str, ...] = ()  # digests of the manifests that its step builds on
 
     @classmethod
-    def me(cls, epoch: int) -> Self:
+    def me(cls, epoch: int, parents: Sequence[str] = ()) -> Self:
         pid = os.getpid()
         return cls(
             epoch,
@@ -53,7 +55,13 @@ class Holder:
             socket.gethostname(),
             pid_space(),
             time.time(),
+            tuple(parents),
         )
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> Self:
+        """As it was written. Errors: TypeError for what is no holder."""
+        return cls(**{**tree, "parents": tuple(tree.get("parents", ()))})
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -63,12 +71,13 @@ class Holder:
         """Errors: LeaseHeld while this holder lives: its process where it can be seen from
         here, else its heartbeat.
         """
-        if (self.host, self.space) == (socket.gethostname(), pid_space()):
-            if self._runs():
+        alive = self.is_alive(silent_s, ttl_s=ttl_s)
+        if self._is_near():
+            if alive:
                 raise LeaseHeld(f"{what} is held by {self}; wait for it or stop that process")
             logger.info("%s: its last holder, %s, is gone; taking over", what, self)
             return
-        if silent_s < ttl_s:
+        if alive:
             raise LeaseHeld(
                 f"{what} is held by {self}, heard of {max(0.0, silent_s):.1f}s ago; wait for it,"
                 " stop that process, or try again once it was silent for store.lease_ttl_s"
@@ -77,6 +86,13 @@ class Holder:
         logger.info(
             "%s: its last holder, %s, was silent for %.0fs; taking over", what, self, silent_s
         )
+
+    def is_alive(self, silent_s: float, *, ttl_s: float) -> bool:
+        """By its process where that can be seen from here, else by its heartbeat."""
+        return self._runs() if self._is_near() else silent_s < ttl_s
+
+    def _is_near(self) -> bool:
+        return (self.host, self.space) == (socket.gethostname(), pid_space())
 
     def _runs(self) -> bool:
         if self.started is not None:
@@ -146,6 +162,17 @@ class Lease(ABC):
         """Commits from `first` on count no more: their numbers are given anew.
         Errors: Fenced.
         """
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Remove all commits and their content, at once for everybody who looks from here on; a
+        kill in between leaves files that count for nobody, and a second time removes them.
+        Errors: Fenced.
+        """
+
+    @abstractmethod
+    def begin_anew(self) -> None:
+        """Make room for commits where they were collected before."""
 
     @abstractmethod
     def sweep(self) -> int:

@@ -5,6 +5,7 @@ its modification time
                              blobs/<sha256>           content
                              manifests/<seq>.json     one per commit, created exclusively; the
 number is that of its first manifest
+                             collected                where it is, all of those are gone, or going
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +34,7 @@ from agentgym.store.runstore import RunStore
 
 T = TypeVar("T")
 U = TypeVar("U")
+COLLECTED = "collected"  # while this file is there, a step has no commits
 MANIFEST = re.compile(r"(?P<seq>\d{6,})\.json")
 
 
@@ -65,6 +68,8 @@ class PosixFolder:
         self._path = path
 
     def commits(self) -> dict[int, str]:
+        if self.collected():
+            return {}
         try:
             names = os.listdir(self._path / "manifests")
         except FileNotFoundError:
@@ -105,13 +110,34 @@ class PosixFolder:
     def remove(self, digest: str) -> None:
         discard(self._path / "blobs" / digest)
 
-    def acquire(self, ttl_s: float, what: str) -> Lease:
+    def collected(self) -> bool:
+        return (self._path / COLLECTED).exists()
+
+    def num_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self._path.rglob("*") if path.is_file())
+
+    def has_content(self) -> bool:
+        return any(any((self._path / name).iterdir()) for name in ("manifests", "blobs"))
+
+    def holder(self, ttl_s: float) -> Holder | None:
+        leases = self._path / "leases"
+        try:
+            epoch = _newest_epoch(leases)
+            if not epoch or _released(leases, epoch).exists():
+                return None
+            path = _lease(leases, epoch)
+            holder, silent_s = _read_holder(path), time.time() - path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        return holder if holder.is_alive(silent_s, ttl_s=ttl_s) else None
+
+    def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
         for name in ("leases", "blobs", "manifests"):
             make_folder(self._path / name)
         leases = self._path / "leases"
         while True:
             epoch = _newest_epoch(leases)
-            me = Holder.me(epoch + 1)
+            me = Holder.me(epoch + 1, parents)
             temp = write_temp(leases, json.dumps(asdict(me)).encode())
             try:
                 if epoch and not _released(leases, epoch).exists():
@@ -167,6 +193,29 @@ class PosixLease(Lease):
                 path.rename(path.with_suffix(f".dropped-{self.holder.epoch}"))
         sync_folder(folder)
 
+    def collect(self) -> None:
+        self.check()
+        temp = write_temp(self._path, b"by `agentgym gc`\n")
+        try:
+            create_exclusively(temp, self._path / COLLECTED)
+        finally:
+            discard(temp)
+        self._empty()
+
+    def begin_anew(self) -> None:
+        if (self._path / COLLECTED).exists():
+            self._empty()
+            self.check()
+            discard(self._path / COLLECTED)
+            sync_folder(self._path)
+
+    def _empty(self) -> None:
+        for name in ("manifests", "blobs"):
+            for path in (self._path / name).iterdir():
+                self.check()
+                discard(path)
+            sync_folder(self._path / name)
+
     def sweep(self) -> int:
         litter = [
             path
@@ -210,4 +259,4 @@ def _released(leases: Path, epoch: int) -> Path:
 
 
 def _read_holder(path: Path) -> Holder:
-    return Holder(**json.loads(path.read_bytes()))
+    return Holder.from_tree(json.loads(path.read_bytes()))

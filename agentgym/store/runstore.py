@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from agentgym.store.lease import Lease
+from agentgym.store.lease import Holder, Lease
 from agentgym.store.manifest import (
     STEP,
     Blob,
@@ -78,8 +78,26 @@ class Folder(Protocol):
         """Remove a blob, if it is there."""
         ...
 
-    def acquire(self, ttl_s: float, what: str) -> Lease:
-        """Take the step's lease; `what` names the step in messages. Errors: LeaseHeld."""
+    def collected(self) -> bool:
+        """Whether its commits were removed by `RunStore.collect`, and none made since."""
+        ...
+
+    def num_bytes(self) -> int:
+        """Of all files."""
+        ...
+
+    def has_content(self) -> bool:
+        """Whether a manifest or a blob is there, counting or not."""
+        ...
+
+    def holder(self, ttl_s: float) -> Holder | None:
+        """Who holds the step's lease and lives."""
+        ...
+
+    def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
+        """Take the step's lease; `what` names the step in messages, `parents` the manifests it
+        builds on, by digest. Errors: LeaseHeld.
+        """
         ...
 
 
@@ -166,9 +184,53 @@ class RunStore:
             except FileNotFoundError:
                 raise self._missing(manifest, name) from None
 
+    def is_collected(self, step: str, key: str) -> bool:
+        """Whether the commits of this step were collected, and none made since."""
+        return self._folder(step, key).collected()
+
+    def num_bytes(self, manifest: Manifest) -> int:
+        """That the folder of its step takes."""
+        return self._folder(manifest.step, manifest.key).num_bytes()
+
+    def holders(self) -> list[Holder]:
+        """Who is at work on a step of this store."""
+        names = [name for name in self._backend.folders() if FOLDER.fullmatch(name)]
+        found = self._backend.map(
+            lambda name: self._backend.folder(name).holder(self.lease_ttl_s), names
+        )
+        return [holder for holder in found if holder is not None]
+
+    def collect(self, manifest: Manifest) -> None:
+        """Remove the commits of its step and key, and all their content, if it is the head.
+        Errors: LeaseHeld; ValueError where it is not.
+        """
+        folder = self._folder(manifest.step, manifest.key)
+        lease = folder.acquire(self.lease_ttl_s, f"step {manifest.step} ({folder.place})")
+        try:
+            if self.head(manifest.step, manifest.key) != manifest:
+                raise ValueError(f"{folder.place} has another commit now; list again")
+            lease.collect()
+        finally:
+            lease.release()
+
+    def finish_collecting(self) -> int:
+        """Remove what a `collect` that was killed left behind. Result: of how many steps."""
+        count = 0
+        for name in self._backend.folders():
+            folder = self._backend.folder(name)
+            if FOLDER.fullmatch(name) and folder.collected() and folder.has_content():
+                lease = folder.acquire(self.lease_ttl_s, name)
+                try:
+                    lease.collect()
+                finally:
+                    lease.release()
+                count += 1
+        return count
+
     @contextlib.contextmanager
-    def open(self, step: str, key: str) -> Iterator[StepWriter]:
+    def open(self, step: str, key: str, parents: Sequence[str] = ()) -> Iterator[StepWriter]:
         """Take the step's lease; it is given back on exit, however that comes.
+        parents: digests of the manifests it builds on, which nobody collects meanwhile.
         Errors: LeaseHeld.
         """
         if not STEP.fullmatch(step):
@@ -180,8 +242,9 @@ class RunStore:
                 f"key {key!r} of step {step} must be 64 hex digits; make it with step_key"
             )
         folder = self._folder(step, key)
-        lease = folder.acquire(self.lease_ttl_s, f"step {step} ({folder.place})")
+        lease = folder.acquire(self.lease_ttl_s, f"step {step} ({folder.place})", parents)
         try:
+            lease.begin_anew()
             _drop_damaged(folder, lease, f"{step}-{key}")
             yield StepWriter(folder, lease, step, key, self._commits(step, key))
         finally:
@@ -232,6 +295,8 @@ class RunStore:
             f"{name} of step {manifest.step} commit {manifest.seq} is not there:"
             f" {folder.place}/{_blob(blob)}"
         )
+        if folder.collected():
+            return BlobMissing(f"{where}: `agentgym gc` collected it; run the step again")
         head = self.head(manifest.step, manifest.key)
         if head is not None and head.seq > manifest.seq and name in manifest.blobs:
             return BlobMissing(

@@ -24,7 +24,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
@@ -207,6 +207,16 @@ class Bucket:
         folders = [row["Prefix"] for page in pages for row in page.get("CommonPrefixes", ())]
         return [name.removeprefix(prefix).rstrip("/") for name in (*objects, *folders)]
 
+    def num_bytes(self, prefix: str) -> int:
+        """Of all objects below `prefix`."""
+        with self._translated(prefix):
+            pages = list(
+                self._client.get_paginator("list_objects_v2").paginate(
+                    Bucket=self.name, Prefix=prefix
+                )
+            )
+        return sum(row["Size"] for page in pages for row in page.get("Contents", ()))
+
     def abort_uploads(self, prefix: str) -> int:
         """Drop multi-part uploads below `prefix` that nobody completed. Result: how many."""
         with self._translated(prefix):
@@ -332,6 +342,7 @@ class Head:
     released: bool = False
     num_commits: int = 0
     spans: tuple[tuple[int, int], ...] = ()  # (first seq, epoch that wrote from there on)
+    collected: bool = False  # what was there is gone, or going
 
     def commits(self, names: Iterable[str]) -> dict[int, str]:
         """Of the objects of these names, those that count, by number."""
@@ -357,7 +368,7 @@ class Head:
         try:
             tree = json.loads(data)
             spans = tuple((int(first), int(epoch)) for first, epoch in tree.pop("spans"))
-            return cls(Holder(**tree.pop("holder")), spans=spans, **tree)
+            return cls(Holder.from_tree(tree.pop("holder")), spans=spans, **tree)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ManifestError(
                 f"{where} is no head of a step ({error!r}); restore it from a copy"
@@ -418,14 +429,34 @@ class S3Folder:
     def remove(self, digest: str) -> None:
         self.bucket.delete(f"{self.path}/blobs/{digest}")
 
-    def acquire(self, ttl_s: float, what: str) -> Lease:
+    def collected(self) -> bool:
+        try:
+            return self.head()[0].collected
+        except FileNotFoundError:
+            return False
+
+    def num_bytes(self) -> int:
+        return self.bucket.num_bytes(f"{self.path}/")
+
+    def has_content(self) -> bool:
+        return any(self.bucket.names(f"{self.path}/{kind}/") for kind in ("manifests", "blobs"))
+
+    def holder(self, ttl_s: float) -> Holder | None:
+        try:
+            head, _, silent_s = self.head()
+        except FileNotFoundError:
+            return None
+        alive = not head.released and head.holder.is_alive(silent_s - 1, ttl_s=ttl_s)
+        return head.holder if alive else None
+
+    def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
         self._prove_conditions()
         me: Holder | None = None
         for _ in range(NUM_REPLACEMENTS):
             try:
                 last, etag, silent_s = self.head()
             except FileNotFoundError:
-                me = Holder.me(1)
+                me = Holder.me(1, parents)
                 mine, known = Head(me), None
             else:
                 # taken, and the answer was lost
@@ -434,8 +465,8 @@ class S3Folder:
                 if not last.released:
                     # S3 tells times in whole seconds, rounded down
                     last.holder.refuse_if_alive(silent_s - 1, ttl_s=ttl_s, what=what)
-                me = Holder.me(last.holder.epoch + 1)
-                mine, known = Head(me, num_commits=last.num_commits, spans=last.spans), etag
+                me = Holder.me(last.holder.epoch + 1, parents)
+                mine, known = replace(last, holder=me, beat=0, released=False), etag
             taken = self.replace_head(mine, known)
             if taken is not None:
                 return S3Lease(self, mine, taken, ttl_s, what)
@@ -475,6 +506,21 @@ class S3Lease(Lease):
     def drop(self, first: int) -> None:
         spans = tuple(span for span in self._head.spans if span[0] < first)
         self._replace(num_commits=first, spans=spans)
+
+    def collect(self) -> None:
+        self._replace(num_commits=0, spans=(), collected=True)
+        self._empty()
+
+    def begin_anew(self) -> None:
+        if self._head.collected:
+            self._empty()
+            self._replace(collected=False)
+
+    def _empty(self) -> None:
+        for kind in ("manifests", "blobs"):
+            for name in self._folder.bucket.names(f"{self._folder.path}/{kind}/"):
+                self.check()
+                self._folder.bucket.delete(f"{self._folder.path}/{kind}/{name}")
 
     def sweep(self) -> int:
         self.check()

@@ -69,6 +69,12 @@ class Beating(Lease):
     def drop(self, first):
         raise AssertionError
 
+    def collect(self):
+        raise AssertionError
+
+    def begin_anew(self):
+        raise AssertionError
+
     def sweep(self):
         return 0
 

@@ -708,3 +708,83 @@ def test_pruning_looks_at_the_folder_once(store: RunStore, monkeypatch: pytest.M
 
 def _indent(code: str) -> str:
     return "\n".join("    " + row for row in code.splitlines())
+
+
+def test_what_is_collected_is_gone_and_the_step_can_be_made_anew(
+    place: Place, store: RunStore
+) -> None:
+    with store.open("stage-1", KEY) as writer:
+        commit(writer, 1)
+        head = commit(writer, 2, done=True)
+    assert not store.is_collected("stage-1", KEY)
+    before = store.num_bytes(head)
+    store.collect(head)
+    assert store.num_bytes(head) < before
+    assert store.is_collected("stage-1", KEY)
+    assert store.head("stage-1", KEY) is None
+    assert store.heads() == []
+    assert not [name for name in place.names() if name.startswith(("blobs/", "manifests/"))]
+    with pytest.raises(BlobMissing, match=r"`agentgym gc` collected it; run the step again"):
+        store.read(head, "model")
+    with store.open("stage-1", KEY) as writer:
+        assert writer.head is None
+        again = commit(writer, 1)
+        writer.prune(keep=1)
+    assert not store.is_collected("stage-1", KEY)
+    assert store.history("stage-1", KEY) == [again]
+    store.verify(again)
+
+
+def test_a_step_that_somebody_holds_or_that_went_on_is_not_collected(store: RunStore) -> None:
+    with store.open("stage-1", KEY, ["cd" * 32]) as writer:
+        first = commit(writer, 1)
+        (holder,) = store.holders()
+        assert holder.parents == ("cd" * 32,)
+        with pytest.raises(LeaseHeld):
+            store.collect(first)
+        second = commit(writer, 2)
+    assert store.holders() == []
+    with pytest.raises(ValueError, match="has another commit now"):
+        store.collect(first)
+    store.verify(second)
+
+
+def test_a_collection_that_was_killed_leaves_nothing_that_counts_and_is_finished(
+    place: Place, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentgym.store import posix, s3
+
+    with store.open("stage-1", KEY) as writer:
+        head = commit(writer, 1)
+    with monkeypatch.context() as patch:
+
+        def dies(self: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(posix.PosixLease, "_empty", dies)
+        patch.setattr(s3.S3Lease, "_empty", dies)
+        with pytest.raises(KeyboardInterrupt):
+            store.collect(head)
+    assert store.head("stage-1", KEY) is None
+    assert place.blobs()
+    assert store.finish_collecting() == 1
+    assert not place.blobs()
+    assert store.finish_collecting() == 0
+
+
+def test_a_step_that_begins_anew_ends_a_collection_that_was_killed(
+    place: Place, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentgym.store import posix, s3
+
+    with store.open("stage-1", KEY) as writer:
+        head = commit(writer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(posix.PosixLease, "_empty", lambda _: None)
+        patch.setattr(s3.S3Lease, "_empty", lambda _: None)
+        store.collect(head)
+    with store.open("stage-1", KEY) as writer:
+        assert writer.head is None
+        again = commit(writer, 5)
+    assert store.history("stage-1", KEY) == [again]
+    assert len(place.blobs()) == 2

@@ -1,0 +1,79 @@
+"""`agentgym gc | export`: what lies in the store."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from agentgym.commands.parser import Commands
+from agentgym.config import RunConfig
+from agentgym.console.guard import say
+
+
+def add(commands: Commands) -> None:
+    gc = commands.add("gc", _gc, "what of the store nobody needs, and why the rest is kept")
+    gc.add_argument(
+        "--remove", action="store_true", help="remove it (default: only say what would go)"
+    )
+    gc.add_argument(
+        "--pointers",
+        type=Path,
+        default=Path("outputs"),
+        help="folder of DVC's pointers, which keep what they name (default: %(default)s)",
+    )
+    gc.add_argument("--json", action="store_true")
+
+    export = commands.add(
+        "export", _export, "a step's weights as an ordinary Hugging Face model folder"
+    )
+    export.add_argument("step", help="its newest commit is taken, for example stage-3")
+    export.add_argument("folder", type=Path, help="must not exist yet")
+
+
+def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.pipeline.collect import collect, survey, told
+    from agentgym.pipeline.plan import amount
+
+    rows = survey(cfg, arguments.pointers)
+    garbage = [row.head for row in rows if not row.reason]
+    gone = {each.digest for each in collect(cfg, garbage)} if arguments.remove else set()
+    if arguments.json:
+        tree = [
+            {
+                "step": row.head.step,
+                "key": row.head.key,
+                "bytes": row.num_bytes,
+                "created_at": row.head.created_at,
+                "kept": row.reason or None,
+                "collected": row.head.digest in gone,
+            }
+            for row in rows
+        ]
+        say(json.dumps({**told(rows), "collected": len(gone), "rows": tree}, indent=1))
+        return 0
+    for row in rows:
+        day = time.strftime("%Y-%m-%d", time.localtime(row.head.created_at))
+        verb = "keep" if row.reason else "gone" if row.head.digest in gone else "collect"
+        name = f"{row.head.step}-{row.head.key[:12]}"
+        say(f"{verb:<8}{day}  {amount(row.num_bytes):>9}  {name:<36}{row.reason}".rstrip())
+    numbers = told(rows)
+    size = amount(numbers["collectable_bytes"])
+    done = (
+        f"{len(gone)} of {len(garbage)} were removed"
+        if arguments.remove
+        else "`agentgym gc --remove` removes them"
+        if garbage
+        else "nothing to remove"
+    )
+    say(f"{len(garbage)} of {len(rows)} steps, {size}, are needed by nobody; {done}")
+    return 0 if len(gone) == len(garbage) or not arguments.remove else 1
+
+
+def _export(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.pipeline.export import export
+
+    manifest = export(cfg, arguments.step, arguments.folder)
+    say(f"{arguments.folder}: {manifest.step} commit {manifest.seq}, digest {manifest.digest[:12]}")
+    return 0

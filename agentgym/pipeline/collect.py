@@ -1,0 +1,141 @@
+"""What of a store nobody needs: by the configured run, its neighbours, DVC's pointers and the
+registry.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentgym.config import RunConfig
+from agentgym.pipeline.table import finished, key_of, open_store, steps_of
+from agentgym.store.lease import LeaseHeld
+from agentgym.store.manifest import Manifest
+from agentgym.store.retention import kept
+from agentgym.store.runstore import RunStore
+from agentgym.tracking.deliver import tracker_of
+from agentgym.tracking.mlflow import LedgerUnavailable, reaching
+
+logger = logging.getLogger(__name__)
+
+COLLECTED = {"store": "collected"}  # tag of the MLflow runs of steps that are gone
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A step of the store."""
+
+    head: Manifest
+    num_bytes: int
+    reason: str  # why it is kept; empty: nobody needs it
+
+
+def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
+    """Every step of the store, oldest first. pointers: folder of those that DVC keeps.
+    Errors: ConfigError where the dataset is missing; ManifestError.
+    """
+    store = open_store(cfg)
+    live = {digest for holder in store.holders() for digest in holder.parents}
+    heads = store.heads()
+    reasons = kept(
+        heads,
+        now=time.time(),
+        days=cfg.store.gc_keep_days,
+        runs=cfg.store.gc_keep_runs,
+        pinned={
+            **_registered(cfg, heads),
+            **_pointed_at(pointers),
+            **dict.fromkeys(_configured(cfg, store), "of the configured run"),
+        },
+        live=live,
+    )
+    return [Survey(each, store.num_bytes(each), reasons.get(each.digest, "")) for each in heads]
+
+
+def collect(cfg: RunConfig, garbage: Sequence[Manifest]) -> Iterator[Manifest]:
+    """Remove these steps, those first that build on others; each as soon as it is gone.
+    One that runs now is left.
+    """
+    store = open_store(cfg)
+    store.finish_collecting()
+    for head in sorted(garbage, key=lambda each: -each.created_at):
+        try:
+            store.collect(head)
+        except (LeaseHeld, ValueError) as error:
+            logger.warning("%s: left as it is: %s", head.step, error)
+            continue
+        _tell_ledger(cfg, head)
+        yield head
+
+
+def _configured(cfg: RunConfig, store: RunStore) -> list[str]:
+    """Digests of what there is of this configuration, done or half done."""
+    done = finished(cfg, store)
+    begun = [
+        store.head(name, key_of(step, cfg, done))
+        for name, step in steps_of(cfg).items()
+        if name not in done and all(parent in done for parent in step.parents)
+    ]
+    return [each.digest for each in (*done.values(), *begun) if each is not None]
+
+
+def _pointed_at(folder: Path) -> dict[str, str]:
+    """digest -> the pointer that names it."""
+    found = {}
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            found[str(json.loads(path.read_bytes())["manifest"][0]["digest"])] = f"named by {path}"
+        except (ValueError, LookupError, TypeError):
+            continue  # metrics, or somebody's own
+    return found
+
+
+def _registered(cfg: RunConfig, heads: Sequence[Manifest]) -> dict[str, str]:
+    """digest of a registration -> its model version, where that is there or cannot be asked for."""
+    found = {}
+    for head in heads:
+        if {"model", "version"} <= head.results.keys():
+            name, version = str(head.results["model"]), str(head.results["version"])
+            if _has_version(cfg, name, version):
+                found[head.digest] = f"registered as {name} version {version}"
+    return found
+
+
+def _has_version(cfg: RunConfig, name: str, version: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        with reaching(cfg.tracking_uri):
+            tracker_of(cfg).client.get_model_version(name, version)
+    except MlflowException as error:
+        return str(error.error_code) != "RESOURCE_DOES_NOT_EXIST"
+    except LedgerUnavailable:
+        return True
+    return True
+
+
+def _tell_ledger(cfg: RunConfig, head: Manifest) -> None:
+    """Whoever looks at the step's numbers in MLflow sees that its weights are gone."""
+    try:
+        with reaching(cfg.tracking_uri):
+            tracker = tracker_of(cfg)
+            query = f"tags.step_key = '{head.key}'"
+            for run in tracker.client.search_runs([tracker.experiment_id], filter_string=query):
+                tracker.set_tags(run.info.run_id, COLLECTED)
+    except LedgerUnavailable as error:
+        logger.warning("MLflow does not say that %s was collected: %s", head.step, error)
+
+
+def told(rows: Sequence[Survey]) -> Mapping[str, int]:
+    """Numbers of a survey, for people and programs."""
+    garbage = [row for row in rows if not row.reason]
+    return {
+        "steps": len(rows),
+        "kept": len(rows) - len(garbage),
+        "collectable": len(garbage),
+        "collectable_bytes": sum(row.num_bytes for row in garbage),
+    }

@@ -1,0 +1,43 @@
+"""A commit as an ordinary Hugging Face model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from agentgym.config import ConfigError, RunConfig
+from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS
+from agentgym.models.model import save_pretrained
+from agentgym.pipeline.table import finished, key_of, open_store, steps_of
+from agentgym.store.manifest import Manifest
+
+
+def export(cfg: RunConfig, name: str, folder: Path) -> Manifest:
+    """Write the newest commit of this configuration's step to `folder`, in files that
+    transformers, vLLM and others load; large weights in several, as their index says.
+
+    Result: the commit. Errors: ConfigError where there is none with weights, or the folder is
+    there already; BlobMissing, DigestMismatch.
+    """
+    table, store = steps_of(cfg), open_store(cfg)
+    done = finished(cfg, store)
+    if name not in table:
+        raise ConfigError(f"unknown step {name!r}; this configuration has: {', '.join(table)}")
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; name a folder that does not, or remove it")
+    step = table[name]
+    begun = all(parent in done for parent in step.parents)
+    manifest = store.head(name, key_of(step, cfg, done)) if begun else None
+    if manifest is None or WEIGHTS not in manifest.blobs:
+        having = [each for each, final in done.items() if WEIGHTS in final.blobs]
+        raise ConfigError(
+            f"step {name} has no commit with weights; those that have:"
+            f" {', '.join(having) or 'none'}"
+        )
+    save_pretrained(
+        folder,
+        architecture=store.read(manifest, ARCHITECTURE).decode(),
+        weights=store.read(manifest, WEIGHTS),
+        tokenizer=json.loads(store.read(manifest, TOKENIZER)),
+    )
+    return manifest

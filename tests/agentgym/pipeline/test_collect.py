@@ -1,0 +1,154 @@
+"""What nobody needs is listed, goes, and is told from what was lost."""
+
+import json
+import shutil
+
+import pytest
+from mlflow import MlflowClient
+from transformers import AutoModelForCausalLM
+
+from agentgym.cli import main
+from agentgym.config import load_config
+from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
+from agentgym.pipeline.collect import collect, survey
+from agentgym.pipeline.plan import plan
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store
+
+pytestmark = pytest.mark.integration
+
+NOTHING_BY_AGE = ["store.gc_keep_days=0", "store.gc_keep_runs=0"]
+OTHER = ["optimizer.lr=0.0001"]  # of stages; what went before is shared
+NONE = "no such folder"
+
+
+@pytest.fixture
+def copied(whole_run, tmp_path, tiny_params):
+    """Parameters of a run that is done, in a store of its own."""
+    shutil.copytree(
+        whole_run, tmp_path / "run", ignore=shutil.ignore_patterns("half", "params.yaml")
+    )
+    return tiny_params(tmp_path / "run", deterministic=True)
+
+
+def names(rows):
+    return {row.head.step for row in rows}
+
+
+def garbage(rows):
+    return [row.head for row in rows if not row.reason]
+
+
+def test_the_configured_run_is_kept_whatever_its_age(copied, tmp_path):
+    rows = survey(load_config(copied, NOTHING_BY_AGE), tmp_path / NONE)
+    assert garbage(rows) == []
+    assert {"of the configured run"} == {row.reason for row in rows}
+
+
+def test_a_registered_version_keeps_what_it_is_made_of(copied, tmp_path):
+    cfg = load_config(copied, [*NOTHING_BY_AGE, *OTHER])
+    rows = survey(cfg, tmp_path / NONE)
+    reasons = {row.head.step: row.reason for row in rows}
+    assert reasons["register"] == "registered as agentgym-babyai version 1"
+    assert "builds on it" in reasons["stage-2"]
+    assert {each.step for each in garbage(rows)} == {"evaluate-stage-1", "report"}
+    client = MlflowClient(cfg.tracking_uri)
+    client.delete_model_version("agentgym-babyai", "1")
+    gone = {each.step for each in garbage(survey(cfg, tmp_path / NONE))}
+    assert gone >= {"stage-1", "stage-2", "evaluate-stage-2", "register"}
+    assert not gone & {"prepare", "initialize", "warm-start"}
+
+
+def test_a_pointer_of_dvc_keeps_what_it_names(copied, tmp_path):
+    own = load_config(copied)
+    stage = finished(own, open_store(own))["stage-1"]
+    (tmp_path / "outputs").mkdir()
+    pointer = tmp_path / "outputs/stage-1.json"
+    pointer.write_text(json.dumps({"manifest": [{"digest": stage.digest}]}))
+    (tmp_path / "outputs/stage-1.metrics.json").write_text("{}")
+    cfg = load_config(copied, [*NOTHING_BY_AGE, *OTHER])
+    MlflowClient(cfg.tracking_uri).delete_model_version("agentgym-babyai", "1")
+    rows = survey(cfg, tmp_path / "outputs")
+    assert {row.head.step: row.reason for row in rows}["stage-1"] == f"named by {pointer}"
+
+
+def test_what_was_collected_is_told_and_made_again_to_the_bit(copied, tmp_path, capsys):
+    own = load_config(copied)
+    before = finished(own, open_store(own))
+    other = [*NOTHING_BY_AGE, *OTHER]
+    cfg = load_config(copied, other)
+    client = MlflowClient(cfg.tracking_uri)
+    client.delete_model_version("agentgym-babyai", "1")
+    words = [
+        "gc",
+        "--params",
+        str(copied),
+        "--pointers",
+        str(tmp_path / NONE),
+        *(word for each in other for word in ("--set", each)),
+    ]
+    assert main(words) == 0
+    listed = capsys.readouterr().out
+    assert "`agentgym gc --remove` removes them" in listed
+    assert finished(own, open_store(own)) == before  # nothing was removed
+    assert main([*words, "--remove", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["collected"] == told["collectable"] > 0
+    assert garbage(survey(cfg, tmp_path / NONE)) == []
+    assert finished(own, open_store(own)).keys() == before.keys() - {
+        row["step"] for row in told["rows"] if row["collected"]
+    }
+    found = {step.name: step.why for step in plan(own)}
+    assert found["stage-1"] == "collected by `agentgym gc`"
+    experiment = client.get_experiment_by_name(cfg.tracking.experiment).experiment_id
+    tagged = client.search_runs([experiment], filter_string="tags.store = 'collected'")
+    assert "stage-2" in {run.data.tags["step"] for run in tagged}
+    assert str(run_step("stage-1", own)) == "ran"
+    assert finished(own, open_store(own))["stage-1"].digest == before["stage-1"].digest
+
+
+def test_a_step_that_runs_now_keeps_what_is_connected_with_it(copied, tmp_path):
+    cfg = load_config(copied, [*NOTHING_BY_AGE, *OTHER])
+    MlflowClient(cfg.tracking_uri).delete_model_version("agentgym-babyai", "1")
+    store = open_store(cfg)
+    warm = finished(cfg, store)["warm-start"]
+    with store.open("stage-1", "cd" * 32, [warm.digest]):
+        assert garbage(survey(cfg, tmp_path / NONE)) == []
+    doomed = garbage(survey(cfg, tmp_path / NONE))
+    held = next(each for each in doomed if each.step == "stage-1")
+    with store.open(held.step, held.key):
+        gone = [each.step for each in collect(cfg, [held])]
+    assert gone == []
+    assert store.head(held.step, held.key) == held
+
+
+def test_an_exported_step_is_a_folder_that_others_load(copied, tmp_path, capsys):
+    folder = tmp_path / "model"
+    assert main(["export", "stage-2", str(folder), "--params", str(copied)]) == 0
+    cfg = load_config(copied)
+    store = open_store(cfg)
+    ours = load_checkpoint(store, finished(cfg, store)["stage-2"]).model.state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all((theirs[name] == tensor).all() for name, tensor in ours.items())
+    assert {"config.json", "tokenizer.json", WEIGHTS} <= {each.name for each in folder.iterdir()}
+    capsys.readouterr()
+    assert main(["export", "stage-2", str(folder), "--params", str(copied)]) == 2
+    assert f"{folder} exists" in capsys.readouterr().err
+    other = str(tmp_path / "other")
+    assert main(["export", "evaluate-stage-2", other, "--params", str(copied)]) == 2
+    assert "those that have: initialize, warm-start, stage-1" in capsys.readouterr().err
+
+
+def test_large_weights_are_written_in_several_files(copied, tmp_path, monkeypatch):
+    from agentgym.models import model
+    from agentgym.pipeline.export import export
+
+    monkeypatch.setattr(model, "SHARD_BYTES", 50_000)
+    cfg = load_config(copied)
+    export(cfg, "stage-2", tmp_path / "model")
+    index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    store = open_store(cfg)
+    ours = load_checkpoint(store, finished(cfg, store)["stage-2"]).model.state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all((theirs[name] == tensor).all() for name, tensor in ours.items())
