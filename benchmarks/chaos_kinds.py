@@ -167,6 +167,14 @@ def fill_disk(scene: Scene, _: list[psutil.Process]) -> None:
     scene.mend = mend
 
 
+def collect_beside(scene: Scene, _: list[psutil.Process]) -> None:
+    """Neither age nor number keeps a step here: what the flow still needs, it must know itself."""
+    words = ("-m", "agentgym", "gc", "--remove", "--json", "--set", "seed=77")
+    rules = ("--set", "store.gc_keep_days=0", "--set", "store.gc_keep_runs=0")
+    told = json.loads(scene.project.must(*words, *rules))
+    scene.trial.notes.append(f"{told['collected']} of {told['steps']} steps were collected")
+
+
 def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
     """Another process on the same stage is refused with who holds it; then the holder is
     killed, and the stage is free.
@@ -512,7 +520,7 @@ RAY_JOB = Setting(
     is_ray=True,
     stays=".",
 )
-WORKER, RUN = r"-m tasks\.\w+ worker", r"-m prefect\.engine"
+WORKER, RUN = r"-m services\.supervisor worker", r"-m prefect\.engine"
 KILLED, BROKEN = (-signal.SIGKILL,), (0, 1)
 INTERRUPTED = (130, -signal.SIGTERM, -signal.SIGINT)  # in order; before Python had its handlers
 KINDS = {
@@ -532,7 +540,7 @@ KINDS = {
             "prefect",
             "Prefect server, SIGKILL",
             WHOLE,
-            matching(r"-m tasks\.prefect_server"),
+            matching(r"-m services\.prefect_server"),
             send(signal.SIGKILL),
             BROKEN,
         ),
@@ -616,6 +624,14 @@ KINDS = {
             the_command,
             send(signal.SIGKILL),
             KILLED,
+        ),
+        Kind(
+            "gc",
+            "`agentgym gc --remove` of all that nobody names, beside the flow",
+            WHOLE,
+            the_command,
+            collect_beside,
+            (0,),
         ),
         Kind(
             "two-learners",

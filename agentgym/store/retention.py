@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from agentgym.store.manifest import Manifest
 
 DAY_S = 86_400.0
+FRESH_S = 3_600.0
 
 
 def kept(
@@ -21,8 +22,9 @@ def kept(
     """Digest of each head that is needed -> the reason, of itself or of what builds on it.
 
     now: seconds since 1970; days: younger heads are needed; runs: so many of the newest that
-    nothing builds on; pinned: digest -> reason; live: digests that running steps build on, which
-    keep all that is connected with them: what else their runs need is known to them alone.
+    nothing builds on; pinned: digest -> reason; live: digests that running steps build on. These,
+    and what was committed within the last hour (its run may be between two steps), keep all that is
+    connected with them: what else a run needs is known to it alone.
     """
     by_digest = {head.digest: head for head in heads}
     reasons: dict[str, str] = {}
@@ -38,8 +40,9 @@ def kept(
             reasons[head.digest] = f"younger than {days:g} days"
     for head in newest:
         reasons.setdefault(head.digest, f"one of the {runs} newest ends of runs")
-    for digest in connected(heads, live):
-        reasons.setdefault(digest, "a step that runs now is connected with it")
+    fresh = {head.digest for head in heads if now - head.created_at < FRESH_S}
+    for digest in connected(heads, fresh.union(live)):
+        reasons.setdefault(digest, "connected with a step that runs now, or did an hour ago")
     waiting = list(reasons)
     while waiting:
         head = by_digest[waiting.pop()]

@@ -14,6 +14,7 @@ from agentgym.pipeline.collect import collect, survey
 from agentgym.pipeline.plan import plan
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
+from agentgym.store import retention
 
 pytestmark = pytest.mark.integration
 
@@ -23,8 +24,9 @@ NONE = "no such folder"
 
 
 @pytest.fixture
-def copied(whole_run, tmp_path, tiny_params):
-    """Parameters of a run that is done, in a store of its own."""
+def copied(whole_run, tmp_path, tiny_params, monkeypatch):
+    """Parameters of a run that is done, in a store of its own, two hours ago."""
+    monkeypatch.setattr(retention, "FRESH_S", -7200.0)
     shutil.copytree(
         whole_run, tmp_path / "run", ignore=shutil.ignore_patterns("half", "params.yaml")
     )

@@ -68,3 +68,11 @@ def test_what_is_named_is_needed_and_its_descendants_are_not():
 def test_what_a_running_step_builds_on_keeps_all_that_is_connected_with_it():
     assert names(live=[DATA]).keys() == {"prepare", "warm-start", "stage-1", "stage-2"}
     assert connected(ALL, ["nothing that is there"]) == set()
+
+
+def test_what_was_committed_within_the_hour_keeps_all_that_is_connected_with_it():
+    found = kept(
+        [*ALL, head("stage-3", WARM, days=0.01)], now=NOW, days=0, runs=0, pinned={}, live=()
+    )
+    assert set(found) >= {each.digest for each in (DATA, WARM, OLD, NEW)}
+    assert OTHER.digest not in found
