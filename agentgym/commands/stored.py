@@ -30,6 +30,11 @@ def add(commands: Commands) -> None:
     )
     export.add_argument("step", help="its newest commit is taken, for example stage-3")
     export.add_argument("folder", type=Path, help="must not exist yet")
+    export.add_argument(
+        "--best",
+        action="store_true",
+        help="the commit that did best in validation, as store.keep_best kept it",
+    )
 
 
 def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
@@ -74,6 +79,6 @@ def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _export(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.export import export
 
-    manifest = export(cfg, arguments.step, arguments.folder)
+    manifest = export(cfg, arguments.step, arguments.folder, best=arguments.best)
     say(f"{arguments.folder}: {manifest.step} commit {manifest.seq}, digest {manifest.digest[:12]}")
     return 0

@@ -294,6 +294,11 @@ class StoreConfig(Section):
         " commit_every says",
     )
     keep_checkpoints: PositiveInt = operational(2, "resumable commits kept per unfinished step")
+    keep_best: bool = operational(
+        False,
+        "of each stage, the commit that did best in validation keeps its weights, too;"
+        " `agentgym export --best` takes it",
+    )
     gc_keep_days: NonNegativeFloat = operational(
         14.0, "`agentgym gc` keeps steps younger than so many days, and all that they build on"
     )

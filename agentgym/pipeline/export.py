@@ -9,13 +9,15 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS
 from agentgym.models.model import save_pretrained
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
+from agentgym.steps.context import scores
 from agentgym.store.manifest import Manifest
 
 
-def export(cfg: RunConfig, name: str, folder: Path) -> Manifest:
+def export(cfg: RunConfig, name: str, folder: Path, *, best: bool = False) -> Manifest:
     """Write the newest commit of this configuration's step to `folder`, in files that
     transformers, vLLM and others load; large weights in several, as their index says.
 
+    best: the commit that did best in validation, the first of several, in place of the newest.
     Result: the commit. Errors: ConfigError where there is none with weights, or the folder is
     there already; BlobMissing, DigestMismatch.
     """
@@ -34,6 +36,17 @@ def export(cfg: RunConfig, name: str, folder: Path) -> Manifest:
             f"step {name} has no commit with weights; those that have:"
             f" {', '.join(having) or 'none'}"
         )
+    if best:
+        found = scores(store, name, manifest.key)
+        if not found:
+            raise ConfigError(f"step {name} has no commit that was validated")
+        seq = max(found, key=lambda each: each[0])[1]
+        manifest = store.history(name, manifest.key)[seq]
+        if not store.has(manifest):
+            raise ConfigError(
+                f"the commit of step {name} that did best in validation, {seq}, has no weights any"
+                " more; train with store.keep_best=true"
+            )
     save_pretrained(
         folder,
         architecture=store.read(manifest, ARCHITECTURE).decode(),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from agentgym.config import RunConfig
@@ -17,7 +18,7 @@ from agentgym.records import TRAJECTORIES, encode_trajectories
 from agentgym.steps.step import Step
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import Passed, RunStore, StepWriter
-from agentgym.tracking.points import Point, encode_points
+from agentgym.tracking.points import Point, decode_points, encode_points
 from agentgym.types import Endpoints, Trajectory
 
 # offer_expert -> endpoints of running servers
@@ -25,6 +26,7 @@ Environment = Callable[[bool], AbstractContextManager[Endpoints]]
 Blobs = Mapping[str, bytes | Blob]
 
 METRICS = "metrics.jsonl"
+VALIDATION = "validation/success"
 OUTCOMES = "outcomes.json"  # of an evaluation
 
 
@@ -146,7 +148,8 @@ class StepContext:
         if self._durable_step is None:
             self._durable_step = step - 1
         passed = self._passed(state, _logs(points, trajectories), results)
-        if not (done or self._is_due(step)):
+        score = validation_of(points) if self.cfg.store.keep_best else None
+        if not (done or self._is_due(step, scored=score is not None)):
             self._held.append(passed)
             return None
         self._finish_writing()
@@ -154,7 +157,7 @@ class StepContext:
         self._held.clear()
         self._durable_step, self._committed_at = step, time.monotonic()
         self._commit_bytes = sum(map(_size, blobs.values()))
-        self._writing = self._thread.submit(self._write, done, passed, blobs, held)
+        self._writing = self._thread.submit(self._write, done, passed, blobs, held, score)
         return self._finish_writing() if done else None
 
     def close(self) -> None:
@@ -164,10 +167,10 @@ class StepContext:
         finally:
             self._thread.shutdown()
 
-    def _is_due(self, step: int) -> bool:
+    def _is_due(self, step: int, *, scored: bool) -> bool:
         settings, before = self.cfg.store, self._durable_step
         assert before is not None
-        if step // settings.commit_every == before // settings.commit_every:
+        if not scored and step // settings.commit_every == before // settings.commit_every:
             return False
         allowed = settings.max_mib_per_minute * 2**20 / 60
         passed_s = time.monotonic() - self._committed_at
@@ -180,7 +183,14 @@ class StepContext:
         self._wall_s, self._opened_at = self._wall_s + now - self._opened_at, now
         return Passed(state, logs, results or {}, {"wall_s": self._wall_s})
 
-    def _write(self, done: bool, last: Passed, blobs: Blobs, earlier: Sequence[Passed]) -> Manifest:
+    def _write(
+        self,
+        done: bool,
+        last: Passed,
+        blobs: Blobs,
+        earlier: Sequence[Passed],
+        score: float | None = None,
+    ) -> Manifest:
         manifest = self.writer.commit(
             done=done,
             state=last.state,
@@ -192,13 +202,42 @@ class StepContext:
             timings=last.timings,
             earlier=earlier,
         )
+        if score is not None and score > self._best[0]:
+            self._best = score, manifest.seq
         self.on_commit(manifest)
-        self.writer.prune(1 if done else self.cfg.store.keep_checkpoints)
+        self.writer.prune(1 if done else self.cfg.store.keep_checkpoints, also=self._best[1])
         return manifest
+
+    @cached_property
+    def _best(self) -> tuple[float, int | None]:
+        """(validation success, number) of the commit that did best so far."""
+        if not self.cfg.store.keep_best:
+            return -math.inf, None
+        return max(
+            scores(self.store, self.writer.step, self.writer.key),
+            key=lambda each: each[0],
+            default=(-math.inf, None),
+        )
 
     def _finish_writing(self) -> Manifest | None:
         writing, self._writing = self._writing, None
         return None if writing is None else writing.result()
+
+
+def scores(store: RunStore, step: str, key: str) -> list[tuple[float, int]]:
+    """(validation success, number) of each commit that was validated and has content, in order."""
+    found = []
+    for manifest in store.history(step, key):
+        if manifest.blobs and METRICS in manifest.records:
+            score = validation_of(decode_points(store.read(manifest, METRICS)))
+            if score is not None:
+                found.append((score, manifest.seq))
+    return found
+
+
+def validation_of(points: Sequence[Point]) -> float | None:
+    """Success in validation at the last of these points, where there was one."""
+    return points[-1].metrics.get(VALIDATION) if points else None
 
 
 def _logs(points: Sequence[Point], trajectories: Sequence[Trajectory]) -> dict[str, bytes]:

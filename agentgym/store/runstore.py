@@ -170,6 +170,15 @@ class RunStore:
         self._compare(manifest, name, len(data), lambda: hashlib.sha256(data).hexdigest())
         return data
 
+    def has(self, manifest: Manifest) -> bool:
+        """Whether all its blobs are there."""
+        folder = self._folder(manifest.step, manifest.key)
+        try:
+            sizes = [folder.size(_blob(blob)) for blob in manifest.blobs.values()]
+        except FileNotFoundError:
+            return False
+        return sizes == [blob.size for blob in manifest.blobs.values()]
+
     def verify(self, manifest: Manifest) -> None:
         """Read all its content once. Errors: BlobMissing, DigestMismatch."""
         for name in (*manifest.blobs, *manifest.records):
@@ -422,9 +431,9 @@ class StepWriter:
         self._loose = None
         return self.head
 
-    def prune(self, keep: int) -> int:
+    def prune(self, keep: int, *, also: int | None = None) -> int:
         """Remove blobs that only commits older than the newest `keep` name, and what killed
-        writers left behind.
+        writers left behind. also: the number of a commit that keeps its own, whatever its age.
 
         Manifests and records stay.
         The folder is looked at once, later calls cost what changed.
@@ -440,7 +449,10 @@ class StepWriter:
             num_swept = self._lease.sweep()
             self._loose = self._folder.blobs() - self._pinned
         garbage = self._loose - {
-            blob.digest for commit in self._commits[-keep:] for blob in commit[-1].blobs.values()
+            blob.digest
+            for place, commit in enumerate(self._commits, keep - len(self._commits))
+            if place >= 0 or commit[-1].seq == also
+            for blob in commit[-1].blobs.values()
         }
         for digest in sorted(garbage):
             self._lease.check()  # a newer holder may be about to name it

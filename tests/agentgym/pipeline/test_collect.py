@@ -141,6 +141,15 @@ def test_an_exported_step_is_a_folder_that_others_load(copied, tmp_path, capsys)
     assert "those that have: initialize, warm-start, stage-1" in capsys.readouterr().err
 
 
+def test_the_best_commit_can_be_exported_where_it_was_kept(copied, tmp_path, capsys):
+    words = ["export", "stage-2", str(tmp_path / "best"), "--best", "--params", str(copied)]
+    assert main(words) == 0  # the last one was the only one that was validated
+    assert "stage-2 commit 1" in capsys.readouterr().out
+    words[1] = "warm-start"
+    assert main([*words[:2], str(tmp_path / "none"), *words[3:]]) == 2
+    assert "has no commit that was validated" in capsys.readouterr().err
+
+
 def test_large_weights_are_written_in_several_files(copied, tmp_path, monkeypatch):
     from agentgym.models import model
     from agentgym.pipeline.export import export

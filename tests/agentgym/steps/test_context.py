@@ -6,7 +6,7 @@ import pytest
 
 from agentgym.config import load_config
 from agentgym.records import TRAJECTORIES
-from agentgym.steps.context import METRICS, NoProgress, StepContext
+from agentgym.steps.context import METRICS, NoProgress, StepContext, scores
 from agentgym.steps.step import Kind, Step
 from agentgym.store.files import StoreFull
 from agentgym.store.posix import posix_store
@@ -183,6 +183,32 @@ def test_what_is_written_is_what_was_there_when_the_step_was_taken(opening):
     second.join(30)
     context.close()
     assert [context.read(each, "weights") for each in told] == [b"1", b"2"]
+
+
+def test_the_commit_that_did_best_in_validation_keeps_its_weights(opening):
+    open_with, told = opening
+
+    def validated(context, step, score):
+        context.step_taken(
+            step,
+            done=False,
+            state={"global_step": step},
+            content=lambda: {"weights": b"%d" % step},
+            points=[Point(step, 1000 + step, {"validation/success": score} if score else {})],
+        )
+
+    rules = ("store.keep_best=true", "store.commit_every=1000", "store.keep_checkpoints=1")
+    context = open_with(*rules)
+    for step, score in enumerate([0.3, None, 0.7, 0.7, None, 0.5], 1):
+        validated(context, step, score)
+    context.close()
+    assert [each.state["global_step"] for each in told] == [1, 3, 4, 6]
+    assert scores(context.store, STEP.name, KEY) == [(0.3, 0), (0.7, 2), (0.7, 3), (0.5, 5)]
+    again = open_with(*rules)  # as after a kill: it finds out which one was best
+    validated(again, 7, 0.6)
+    again.close()
+    kept = [each for each in told if again.store.has(each)]
+    assert [each.state["global_step"] for each in kept] == [3, 7]
 
 
 def test_a_failure_of_the_writing_stops_the_run(opening):
