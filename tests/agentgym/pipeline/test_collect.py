@@ -5,11 +5,9 @@ import shutil
 
 import pytest
 from mlflow import MlflowClient
-from transformers import AutoModelForCausalLM
 
 from agentgym.cli import main
 from agentgym.config import load_config
-from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
 from agentgym.pipeline.collect import collect, survey
 from agentgym.pipeline.plan import plan
 from agentgym.pipeline.run import run_step
@@ -122,44 +120,3 @@ def test_a_step_that_runs_now_keeps_what_is_connected_with_it(copied, tmp_path):
         gone = [each.step for each in collect(cfg, [held])]
     assert gone == []
     assert store.head(held.step, held.key) == held
-
-
-def test_an_exported_step_is_a_folder_that_others_load(copied, tmp_path, capsys):
-    folder = tmp_path / "model"
-    assert main(["export", "stage-2", str(folder), "--params", str(copied)]) == 0
-    cfg = load_config(copied)
-    store = open_store(cfg)
-    ours = load_checkpoint(store, finished(cfg, store)["stage-2"]).model.state_dict()
-    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    assert all((theirs[name] == tensor).all() for name, tensor in ours.items())
-    assert {"config.json", "tokenizer.json", WEIGHTS} <= {each.name for each in folder.iterdir()}
-    capsys.readouterr()
-    assert main(["export", "stage-2", str(folder), "--params", str(copied)]) == 2
-    assert f"{folder} exists" in capsys.readouterr().err
-    other = str(tmp_path / "other")
-    assert main(["export", "evaluate-stage-2", other, "--params", str(copied)]) == 2
-    assert "those that have: initialize, warm-start, stage-1" in capsys.readouterr().err
-
-
-def test_the_best_commit_can_be_exported_where_it_was_kept(copied, tmp_path, capsys):
-    words = ["export", "stage-2", str(tmp_path / "best"), "--best", "--params", str(copied)]
-    assert main(words) == 0  # the last one was the only one that was validated
-    assert "stage-2 commit 1" in capsys.readouterr().out
-    words[1] = "warm-start"
-    assert main([*words[:2], str(tmp_path / "none"), *words[3:]]) == 2
-    assert "has no commit that was validated" in capsys.readouterr().err
-
-
-def test_large_weights_are_written_in_several_files(copied, tmp_path, monkeypatch):
-    from agentgym.models import model
-    from agentgym.pipeline.export import export
-
-    monkeypatch.setattr(model, "SHARD_BYTES", 50_000)
-    cfg = load_config(copied)
-    export(cfg, "stage-2", tmp_path / "model")
-    index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 1
-    store = open_store(cfg)
-    ours = load_checkpoint(store, finished(cfg, store)["stage-2"]).model.state_dict()
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
-    assert all((theirs[name] == tensor).all() for name, tensor in ours.items())
