@@ -104,10 +104,10 @@ def kill_often(
     """`kills` kills, then a run to the end. Result: the optimizer step each kill left durable."""
     landed: list[int] = []
     while len(landed) < kills:
-        # no further on average than a stage: with rare commits a kill costs all of it
+        # with rare commits a kill costs a whole stage
         process = started(folder, every)
         try:
-            process.wait(chance.uniform(0.2, alone_s / 2))
+            process.wait(chance.uniform(0.2, 0.8 * alone_s))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait(30)
