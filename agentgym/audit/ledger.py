@@ -18,7 +18,7 @@ from agentgym.models.checkpoint import WEIGHTS
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.deliver import delivered_seq, tracker_of
+from agentgym.tracking.deliver import delivered_seq, delivery_mark, tracker_of
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import version_tags
 
@@ -44,10 +44,9 @@ def check_ledger(
     tracked = [record for record in steps if record.points or record.final is not None]
     children = list(_runs(tracker, {"mlflow.parentRunId": parent.info.run_id, "kind": "step"}))
     if not any(record.step.kind is Kind.REPORT for record in tracked):
-        # it goes on: what another run did for it too is confirmed here when it gets there
-        begun = {child.data.tags.get("step_key") for child in children}
-        checks.skipped += sum(record.key not in begun for record in tracked)
-        tracked = [record for record in tracked if record.key in begun]
+        own = [record for record in tracked if _has_come_to(cfg, key, record, children)]
+        checks.skipped += len(tracked) - len(own)
+        tracked = own
     headline = [record for record in tracked if record.step.headline]
     _check_points(tracker, parent.info.run_id, "parent run", headline, checks)
     for record in tracked:
@@ -81,6 +80,15 @@ def check_ledger(
                 f"MLflow run {run.info.run_id} ({run.data.tags.get('step')}) belongs to no commit"
                 " of this run"
             )
+
+
+def _has_come_to(cfg: RunConfig, run_key: str, record: StepRecord, children: Sequence[Any]) -> bool:
+    """Whether a run that goes on has brought a step to MLflow, by its runs there or by what is
+    noted here; a step that another run did for it, too, is confirmed when it gets there.
+    """
+    if delivery_mark(cfg, run_key, record.name, record.key).exists():
+        return True
+    return any(child.data.tags.get("step_key") == record.key for child in children)
 
 
 def _check_artifacts(

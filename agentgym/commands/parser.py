@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 from agentgym.config import RunConfig
@@ -45,6 +46,16 @@ class Commands:
                 help="over the parameter file; may be repeated",
             )
         return command
+
+
+def add_pointers(command: argparse.ArgumentParser, told: str) -> None:
+    """The option `--pointers`; told: what they are to the command."""
+    command.add_argument(
+        "--pointers",
+        type=Path,
+        default=Path("outputs"),
+        help=f"folder of DVC's pointers{told} (default: %(default)s)",
+    )
 
 
 def positive(text: str) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
-from agentgym.commands.parser import Commands, some
+from agentgym.commands.parser import Commands, add_pointers, some
 from agentgym.config import RunConfig
 from agentgym.console.guard import say
 
@@ -39,12 +38,7 @@ def add(commands: Commands) -> None:
         type=int,
         help="of the draws, to repeat an audit (default: a new one, which is printed)",
     )
-    audit.add_argument(
-        "--pointers",
-        type=Path,
-        default=Path("outputs"),
-        help="folder of DVC's pointers (default: %(default)s)",
-    )
+    add_pointers(audit, "")
     audit.add_argument("--json", action="store_true")
 
     compare = commands.add(

@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from agentgym.commands.parser import Commands
+from agentgym.commands.parser import Commands, add_pointers
 from agentgym.config import RunConfig
 from agentgym.console.guard import say
 
@@ -17,12 +17,7 @@ def add(commands: Commands) -> None:
     gc.add_argument(
         "--remove", action="store_true", help="remove it (default: only say what would go)"
     )
-    gc.add_argument(
-        "--pointers",
-        type=Path,
-        default=Path("outputs"),
-        help="folder of DVC's pointers, which keep what they name (default: %(default)s)",
-    )
+    add_pointers(gc, ", which keep what they name")
     gc.add_argument("--json", action="store_true")
 
     export = commands.add(

@@ -27,7 +27,7 @@ from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore, StepWriter
-from agentgym.tracking.deliver import Paced, deliver_step, ledger_identity
+from agentgym.tracking.deliver import Paced, deliver_step, delivery_mark, ledger_identity
 from agentgym.tracking.mlflow import reaching
 from agentgym.types import Endpoints
 
@@ -187,7 +187,7 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
     """
     if METRICS not in manifest.records and not manifest.done:
         return
-    mark = cfg.state_dir / "delivered" / run_key(cfg)[:16] / f"{step.name}-{manifest.key[:16]}"
+    mark = delivery_mark(cfg, run_key(cfg), step.name, manifest.key)
     if mark.is_file() and mark.read_text() == _mark(cfg, manifest):
         return
     deliver_step(

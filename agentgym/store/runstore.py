@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from agentgym.store.lease import Holder, Lease
+from agentgym.store.lease import Holder, Lease, LeaseHeld
 from agentgym.store.manifest import (
     STEP,
     Blob,
@@ -214,27 +214,32 @@ class RunStore:
         Errors: LeaseHeld; ValueError where it is not.
         """
         folder = self._folder(manifest.step, manifest.key)
-        lease = folder.acquire(self.lease_ttl_s, f"step {manifest.step} ({folder.place})")
-        try:
+        with self._held(folder, manifest.step) as lease:
             if self.head(manifest.step, manifest.key) != manifest:
                 raise ValueError(f"{folder.place} has another commit now; list again")
             lease.collect()
-        finally:
-            lease.release()
 
     def finish_collecting(self) -> int:
         """Remove what a `collect` that was killed left behind. Result: of how many steps."""
         count = 0
-        for name in self._backend.folders():
-            folder = self._backend.folder(name)
-            if FOLDER.fullmatch(name) and folder.collected() and folder.has_content():
-                lease = folder.acquire(self.lease_ttl_s, name)
-                try:
+        for match in filter(None, map(FOLDER.fullmatch, self._backend.folders())):
+            folder = self._backend.folder(match.string)
+            if not (folder.collected() and folder.has_content()):
+                continue
+            with contextlib.suppress(LeaseHeld), self._held(folder, match["step"]) as lease:
+                if folder.collected():  # else somebody made the step anew meanwhile
                     lease.collect()
-                finally:
-                    lease.release()
-                count += 1
+                    count += 1
         return count
+
+    @contextlib.contextmanager
+    def _held(self, folder: Folder, step: str, parents: Sequence[str] = ()) -> Iterator[Lease]:
+        """The step's lease, given back on exit, however that comes. Errors: LeaseHeld."""
+        lease = folder.acquire(self.lease_ttl_s, f"step {step} ({folder.place})", parents)
+        try:
+            yield lease
+        finally:
+            lease.release()
 
     @contextlib.contextmanager
     def open(self, step: str, key: str, parents: Sequence[str] = ()) -> Iterator[StepWriter]:
@@ -251,13 +256,10 @@ class RunStore:
                 f"key {key!r} of step {step} must be 64 hex digits; make it with step_key"
             )
         folder = self._folder(step, key)
-        lease = folder.acquire(self.lease_ttl_s, f"step {step} ({folder.place})", parents)
-        try:
+        with self._held(folder, step, parents) as lease:
             lease.begin_anew()
             _drop_damaged(folder, lease, f"{step}-{key}")
             yield StepWriter(folder, lease, step, key, self._commits(step, key))
-        finally:
-            lease.release()
 
     def _folder(self, step: str, key: str) -> Folder:
         return self._backend.folder(f"{step}-{key[:16]}")

@@ -289,6 +289,11 @@ def deliver_committed(
     return delivered
 
 
+def delivery_mark(cfg: RunConfig, run_key: str, step: str, key: str) -> Path:
+    """The file that says what of a step was brought to MLflow for this run."""
+    return cfg.state_dir / "delivered" / run_key[:16] / f"{step}-{key[:16]}"
+
+
 def delivered_seq(tags: Mapping[str, str], step: str, key: str) -> int:
     """The last commit of a step whose points a run with these tags surely has; -1 for none."""
     return _parse_mark(tags.get(_tag(step, key), ""))[0]

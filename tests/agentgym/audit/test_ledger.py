@@ -76,6 +76,19 @@ def test_a_delivery_that_a_kill_cut_short_is_no_loss(
     assert ledger.ok is (known == 0), ledger.failures
 
 
+def test_a_run_of_a_step_that_is_gone_from_an_unfinished_run_is_missed(
+    whole_run, tmp_path, tiny_params, forger_of
+):
+    shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
+    forger = forger_of(load_config(tiny_params(tmp_path, deterministic=True)))
+    key = forger.commits("stage-1")[0].key
+    forger.sql("delete from tags where key = 'step_key' and value = ?", key)
+    checks = audit(forger.cfg, num_episodes=1).checks
+    ledger = next(check for check in checks if check.name == "ledger")
+    assert not ledger.ok
+    assert any("MLflow run of stage-1" in failure for failure in ledger.failures)
+
+
 def test_a_ledger_that_is_not_there_fails_and_is_not_created(forger):
     path = forger.cfg.state_dir / "mlflow.db"
     path.unlink()

@@ -772,6 +772,32 @@ def test_a_collection_that_was_killed_leaves_nothing_that_counts_and_is_finished
     assert store.finish_collecting() == 0
 
 
+def test_a_step_made_anew_while_a_killed_collection_is_finished_stays(
+    place: Place, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentgym.store import posix, s3
+
+    with store.open("stage-1", KEY) as writer:
+        head = commit(writer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(posix.PosixLease, "_empty", lambda _: None)
+        patch.setattr(s3.S3Lease, "_empty", lambda _: None)
+        store.collect(head)
+    made: list[Manifest] = []
+    for kind in (posix.PosixFolder, s3.S3Folder):
+
+        def has_content(self: object, has: object = kind.has_content) -> bool:
+            found = has(self)  # type: ignore[operator]
+            with store.open("stage-1", KEY) as writer:
+                made.append(commit(writer, 5))
+            return found
+
+        monkeypatch.setattr(kind, "has_content", has_content)
+    assert store.finish_collecting() == 0
+    assert store.head("stage-1", KEY) == made[0]
+    store.verify(made[0])
+
+
 def test_a_step_that_begins_anew_ends_a_collection_that_was_killed(
     place: Place, store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
