@@ -43,12 +43,18 @@ def test_a_forged_point_in_the_ledger_is_not_of_any_commit(forger, how):
     assert ("not of any commit, or more than once" in said) is (how != "removed")
 
 
+@pytest.fixture
+def unfinished(whole_run, tmp_path, tiny_params, forger_of):
+    """A run after its first stage."""
+    shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
+    return forger_of(load_config(tiny_params(tmp_path, deterministic=True)))
+
+
 @pytest.mark.parametrize("waiting", [2, 1])
 def test_only_the_newest_commits_of_an_unfinished_step_may_wait_for_their_delivery(
-    whole_run, tmp_path, tiny_params, forger_of, waiting
+    unfinished, waiting
 ):
-    shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
-    forger = forger_of(load_config(tiny_params(tmp_path, deterministic=True)))
+    forger = unfinished
     forger.save(forger.commits("stage-1")[1].model_copy(update={"done": False}))
     for point in decode_points(forger.blob("stage-1", waiting - 1, METRICS).read_bytes()):
         forger.sql("delete from metrics where timestamp = ?", point.time_ms)
@@ -59,11 +65,8 @@ def test_only_the_newest_commits_of_an_unfinished_step_may_wait_for_their_delive
 
 
 @pytest.mark.parametrize("known", [0, 1])
-def test_a_delivery_that_a_kill_cut_short_is_no_loss(
-    whole_run, tmp_path, tiny_params, forger_of, known
-):
-    shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
-    forger = forger_of(load_config(tiny_params(tmp_path, deterministic=True)))
+def test_a_delivery_that_a_kill_cut_short_is_no_loss(unfinished, known):
+    forger = unfinished
     forger.save(forger.commits("stage-1")[1].model_copy(update={"done": False}))
     mark = f"{known} {forger.commits('stage-1')[known].created_at!r}"
     forger.sql("update tags set value = ? where key like 'delivered.stage-1%'", mark)
@@ -77,10 +80,9 @@ def test_a_delivery_that_a_kill_cut_short_is_no_loss(
 
 
 def test_a_run_of_a_step_that_is_gone_from_an_unfinished_run_is_missed(
-    whole_run, tmp_path, tiny_params, forger_of
+    unfinished,
 ):
-    shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
-    forger = forger_of(load_config(tiny_params(tmp_path, deterministic=True)))
+    forger = unfinished
     key = forger.commits("stage-1")[0].key
     forger.sql("delete from tags where key = 'step_key' and value = ?", key)
     checks = audit(forger.cfg, num_episodes=1).checks
