@@ -14,6 +14,7 @@ import secrets
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -132,6 +133,33 @@ def once(tmp_path_factory):
         return folder
 
     return make
+
+
+ARTIFACTS = (  # where MLflow says that one lies
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
+
+
+@pytest.fixture(scope="session")
+def move_artifacts():
+    """move_artifacts(database, old, new): the MLflow database of a copied folder names the
+    artifacts of the copy. Otherwise a run that goes on in the copy writes into the original.
+    """
+
+    def move(database, old, new):
+        with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+            for table, column in ARTIFACTS:
+                connection.execute(
+                    f"update {table} set {column} = replace({column}, ?, ?)", (str(old), str(new))
+                )
+        if mlflow := sys.modules.get("mlflow.tracking._tracking_service.utils"):
+            mlflow._artifact_repos_cache.clear()  # by a run's id, which both folders have
+
+    return move
 
 
 @pytest.fixture(scope="session")

@@ -88,7 +88,7 @@ def tiny_params(tmp_path_factory):
 def whole_run(once, tiny_params):
     """The folder of a deterministic tiny run that nobody touched; `half` in it is the same run
     after stage 1.
-    Copy it, leave it whole.
+    Leave it whole: `copy_run` has copies.
     """
     from agentgym.config import load_config
     from agentgym.pipeline.run import run_step
@@ -102,6 +102,22 @@ def whole_run(once, tiny_params):
                 shutil.copytree(folder, folder / "half")
 
     return once("whole", build)
+
+
+@pytest.fixture(scope="session")
+def copy_run(whole_run, move_artifacts):
+    """copy_run(folder, half=False) -> folder, with a run of its own that was `whole_run` or its
+    half.
+    """
+
+    def copy(folder, half=False):
+        source = whole_run / "half" if half else whole_run
+        leave = shutil.ignore_patterns("half", "params.yaml")
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=leave)
+        move_artifacts(folder / "mlflow.db", whole_run, folder)
+        return folder
+
+    return copy
 
 
 @pytest.fixture(scope="session")
@@ -181,9 +197,8 @@ def tiny_endpoint(serving):
 
 
 @pytest.fixture
-def forger(forger_of, whole_run, tmp_path, tiny_params, tiny_endpoint):
+def forger(forger_of, copy_run, tmp_path, tiny_params, tiny_endpoint):
     from agentgym.config import load_config
 
-    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("half"))
-    params = tiny_params(tmp_path, endpoint=tiny_endpoint, deterministic=True)
+    params = tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True)
     return forger_of(load_config(params))

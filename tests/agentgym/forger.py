@@ -21,14 +21,6 @@ class Forger:
     def __init__(self, cfg):
         self.cfg = cfg
         self.steps = cfg.store.path / "steps"
-        # the copy's own artifacts: MLflow knows them by where they lay first
-        old = self.sql("select artifact_uri from runs")[0][0].partition("/mlflow-artifacts")[0]
-        for table, column in (("runs", "artifact_uri"), ("logged_models", "artifact_location")):
-            self.sql(
-                f"update {table} set {column} = replace({column}, ?, ?)",
-                old,
-                str(cfg.state_dir.resolve()),
-            )
 
     def folder(self, step):
         return next(path for path in self.steps.iterdir() if path.name.rpartition("-")[0] == step)

@@ -117,10 +117,10 @@ def test_a_setting_it_names_exists():
     ] == []
 
 
-def test_a_store_that_was_deleted_comes_back_from_its_backup(whole_run, tmp_path, tiny_params):
+def test_a_store_that_was_deleted_comes_back_from_its_backup(copy_run, tmp_path, tiny_params):
     project = tmp_path / "project"
     params = tiny_params(project, deterministic=True, store={"path": ".agentgym/store"})
-    shutil.copytree(whole_run, project / ".agentgym", ignore=shutil.ignore_patterns("half"))
+    copy_run(project / ".agentgym")
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

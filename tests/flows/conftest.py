@@ -6,7 +6,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -152,39 +151,30 @@ def make_clone():
     return clone
 
 
-def copied(folder: Path, place: Path) -> Project:
-    """A clone's own copy: MLflow's database knows artifacts by where they lie."""
-    project = Project(place / "project", place / "home")
-    shutil.copytree(folder / "project", project.folder, symlinks=True)
-    project.home.mkdir()
-    database = project.folder / ".agentgym/mlflow.db"
-    if database.exists():
-        with closing(sqlite3.connect(database)) as connection, connection:
-            for table, column in ARTIFACTS:
-                connection.execute(
-                    f"update {table} set {column} = replace({column}, ?, ?)",
-                    (str(folder / "project"), str(project.folder)),
-                )
-    return project
+@pytest.fixture(scope="session")
+def copied(move_artifacts):
+    """copied(folder, place) -> a clone's own copy."""
 
+    def copy(folder: Path, place: Path) -> Project:
+        project = Project(place / "project", place / "home")
+        shutil.copytree(folder / "project", project.folder, symlinks=True)
+        project.home.mkdir()
+        database = project.folder / ".agentgym/mlflow.db"
+        if database.exists():
+            move_artifacts(database, folder / "project", project.folder)
+        return project
 
-ARTIFACTS = (
-    ("experiments", "artifact_location"),
-    ("runs", "artifact_uri"),
-    ("logged_models", "artifact_location"),
-    ("model_versions", "source"),
-    ("model_versions", "storage_location"),
-)
+    return copy
 
 
 @pytest.fixture
-def fresh(once, tmp_path):
+def fresh(copied, once, tmp_path):
     """A clone in which nothing ran."""
     return copied(once("clone", clone), tmp_path)
 
 
 @pytest.fixture
-def pulled(once, tmp_path):
+def pulled(copied, once, tmp_path):
     """A clone with the dataset, in which nothing else ran."""
 
     def build(folder):
@@ -194,7 +184,7 @@ def pulled(once, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def finished(once, tmp_path_factory):
+def finished(copied, once, tmp_path_factory):
     """A clone in which the pipeline ran once, and what it printed.
     Tests that change it must change it back.
     """

@@ -1,6 +1,5 @@
 """An honest run passes its audit, which says what it looked at and writes nothing."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,9 @@ def test_an_honest_run_passes_and_every_check_had_something_to_check(forger):
 
 
 def test_an_honest_run_that_is_only_half_done_passes_as_far_as_it_went(
-    whole_run, tmp_path, tiny_params
+    copy_run, tmp_path, tiny_params
 ):
-    shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
-    cfg = load_config(tiny_params(tmp_path, deterministic=True))
+    cfg = load_config(tiny_params(copy_run(tmp_path, half=True), deterministic=True))
     report = audit(cfg)
     assert report.ok, [c for c in report.checks if not c.ok]
     assert list(report.steps) == list(steps_of(cfg))[:6]

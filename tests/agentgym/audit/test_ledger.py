@@ -1,7 +1,5 @@
 """What MLflow holds is what was committed: a forged point, metric or model contradicts it."""
 
-import shutil
-
 import pytest
 
 from agentgym.audit import audit
@@ -44,10 +42,9 @@ def test_a_forged_point_in_the_ledger_is_not_of_any_commit(forger, how):
 
 
 @pytest.fixture
-def unfinished(whole_run, tmp_path, tiny_params, forger_of):
+def unfinished(copy_run, tmp_path, tiny_params, forger_of):
     """A run after its first stage."""
-    shutil.copytree(whole_run / "half", tmp_path, dirs_exist_ok=True)
-    return forger_of(load_config(tiny_params(tmp_path, deterministic=True)))
+    return forger_of(load_config(tiny_params(copy_run(tmp_path, half=True), deterministic=True)))
 
 
 @pytest.mark.parametrize("waiting", [2, 1])

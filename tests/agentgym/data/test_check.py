@@ -1,7 +1,6 @@
 """Items that cannot be what a run asks of them are refused before it starts."""
 
 import json
-import shutil
 
 import pytest
 
@@ -11,12 +10,9 @@ from agentgym.pipeline.run import run_step
 
 
 @pytest.fixture
-def run(whole_run, tmp_path, tiny_params):
-    """A finished run of one's own: its registered model lies where the ledger says, in the
-    original's folder.
-    """
-    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
-    return load_config(tiny_params(tmp_path, deterministic=True))
+def run(copy_run, tmp_path, tiny_params):
+    """A finished run of one's own."""
+    return load_config(tiny_params(copy_run(tmp_path), deterministic=True))
 
 
 @pytest.mark.parametrize("key", ["evaluation.num_items", "rollout.items_per_step"])

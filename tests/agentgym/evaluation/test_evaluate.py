@@ -1,7 +1,6 @@
 """What an evaluation reports where episodes failed, and when it reports nothing."""
 
 import contextlib
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -100,15 +99,14 @@ class Failing:
 
 @pytest.mark.parametrize("floor", [0.95, 0.8])
 def test_an_item_whose_environment_fails_counts_in_one_convention_or_ends_the_evaluation(
-    floor, whole_run, tmp_path, tiny_params, serving
+    floor, copy_run, tmp_path, tiny_params, serving
 ):
-    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
     overrides = [
         "rollout.max_env_error_frac=1",
         "rollout.max_attempts=1",
         f"evaluation.min_coverage={floor}",
     ]
-    cfg = load_config(tiny_params(tmp_path, deterministic=True), overrides)
+    cfg = load_config(tiny_params(copy_run(tmp_path), deterministic=True), overrides)
     spec = load_spec("babyai", dict(cfg.env.options))
     with serving(replace(spec, make=lambda: Failing(spec.make()))) as (endpoint, _):
 

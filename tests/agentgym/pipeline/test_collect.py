@@ -1,7 +1,6 @@
 """What nobody needs is listed, goes, and is told from what was lost."""
 
 import json
-import shutil
 
 import pytest
 from mlflow import MlflowClient
@@ -22,13 +21,10 @@ NONE = "no such folder"
 
 
 @pytest.fixture
-def copied(whole_run, tmp_path, tiny_params, monkeypatch):
+def copied(copy_run, tmp_path, tiny_params, monkeypatch):
     """Parameters of a run that is done, in a store of its own, two hours ago."""
     monkeypatch.setattr(retention, "FRESH_S", -7200.0)
-    shutil.copytree(
-        whole_run, tmp_path / "run", ignore=shutil.ignore_patterns("half", "params.yaml")
-    )
-    return tiny_params(tmp_path / "run", deterministic=True)
+    return tiny_params(copy_run(tmp_path / "run"), deterministic=True)
 
 
 def names(rows):

@@ -21,12 +21,9 @@ from agentgym.tracking.points import decode_points
 
 
 @pytest.fixture
-def run(whole_run, tmp_path, tiny_params, tiny_endpoint):
-    """A finished run of one's own: its registered model lies where the ledger says, in the
-    original's folder.
-    """
-    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
-    return load_config(tiny_params(tmp_path, endpoint=tiny_endpoint, deterministic=True))
+def run(copy_run, tmp_path, tiny_params, tiny_endpoint):
+    """A finished run of one's own."""
+    return load_config(tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True))
 
 
 def confirm_all(cfg):

@@ -1,7 +1,6 @@
 """How many optimizer steps a commit makes durable changes nothing but what a kill costs."""
 
 import json
-import shutil
 import sqlite3
 from pathlib import Path
 
@@ -18,12 +17,10 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.parametrize("every", [1, 3, 1000])
 def test_a_killed_stage_ends_the_same_however_many_steps_a_commit_holds(
-    whole_run, tmp_path, tiny_params, monkeypatch, every
+    copy_run, whole_run, tmp_path, tiny_params, monkeypatch, every
 ):
-    shutil.copytree(whole_run / "half", tmp_path / "run")
-    cfg = load_config(
-        tiny_params(tmp_path / "run", deterministic=True), [f"store.commit_every={every}"]
-    )
+    folder = copy_run(tmp_path / "run", half=True)
+    cfg = load_config(tiny_params(folder, deterministic=True), [f"store.commit_every={every}"])
     twin = load_config(whole_run / "params.yaml")
     update = LocalLearner.update
 
@@ -61,24 +58,22 @@ def test_a_killed_stage_ends_the_same_however_many_steps_a_commit_holds(
 
 
 def test_a_damaged_newest_commit_costs_its_steps_and_is_told(
-    whole_run, tmp_path, tiny_params, monkeypatch, caplog
+    copy_run, tmp_path, tiny_params, monkeypatch, caplog
 ):
-    shutil.copytree(whole_run / "half", tmp_path / "run")
     cfg = load_config(
         tiny_params(
-            tmp_path / "run",
+            copy_run(tmp_path / "run", half=True),
             deterministic=True,
             horizon={"max_turns": [5, 7], "stage_steps": [2, 4]},
         )
     )
     twin = load_config(
         tiny_params(
-            tmp_path / "twin",
+            copy_run(tmp_path / "twin", half=True),
             deterministic=True,
             horizon={"max_turns": [5, 7], "stage_steps": [2, 4]},
         )
     )
-    shutil.copytree(whole_run / "half" / "store", tmp_path / "twin" / "store")
     update = LocalLearner.update
 
     def fatal(self, experience, config, *, step, seed):

@@ -2,7 +2,6 @@
 that is killed on the way.
 """
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -279,16 +278,15 @@ def test_a_stage_that_would_meet_an_item_twice_is_bad_input(tmp_path, tiny_param
 
 
 @pytest.fixture
-def begin(whole_run, tmp_path, tiny_params, tiny_endpoint):
+def begin(copy_run, tmp_path, tiny_params, tiny_endpoint):
     """begin(name) -> params of a deterministic run that is done up to its first stage, whose
     every optimizer step commits.
     """
 
     def make(name, recipe="dpo"):
-        shutil.copytree(whole_run / "half", tmp_path / name)
         validation = {"every": 1, "num_items": 4, "max_turns": 7}
         params = tiny_params(
-            tmp_path / name,
+            copy_run(tmp_path / name, half=True),
             endpoint=tiny_endpoint,
             deterministic=True,
             algorithm={"recipe": recipe},
