@@ -6,6 +6,7 @@ python examples/rl_loop.py [key.path=value ...]    settings as in params.yaml, w
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 
@@ -16,9 +17,8 @@ from agentgym.data.check import load_data
 from agentgym.data.items import Splits, train_stream
 from agentgym.deploy.environment import local_environment
 from agentgym.learner.learner import LocalLearner
-from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint
-from agentgym.models.model import load_weights, set_threads, weights_blob
+from agentgym.models.model import load_weights, set_threads
 from agentgym.rollouts.engine import LocalEngine, open_engine
 from agentgym.rollouts.horizon import max_turns
 from agentgym.rollouts.metrics import success_share
@@ -103,8 +103,7 @@ def learner_of(
     checkpoint: Checkpoint, optimizer: OptimizerConfig, total_steps: int
 ) -> LocalLearner:
     """With weights of its own; the checkpoint's are the engine's."""
-    weights = weights_blob(checkpoint.model)
-    return LearnerPlan(checkpoint.architecture, weights, optimizer, total_steps).build()
+    return LocalLearner(copy.deepcopy(checkpoint.model), optimizer, total_steps=total_steps)
 
 
 def evaluate(cfg: RunConfig, engine: LocalEngine, items: Sequence[Item]) -> float:

@@ -135,6 +135,71 @@ def once(tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope="session")
+def keep(tmp_path_factory):
+    """keep(snapshot or {name: bytes}, more) -> (store, the manifest of a commit of that)."""
+    from agentgym.store.place import StorePlace
+    from agentgym.store.posix import posix_store
+
+    def commit(content, files=None):
+        store = posix_store(tmp_path_factory.mktemp("kept"), lease_ttl_s=30.0)
+        with store.open("kept", "5" * 64) as writer:
+            if hasattr(content, "write"):
+                content = content.write(StorePlace.of(store), "kept", "5" * 64)
+            manifest = writer.commit(
+                done=True,
+                state={},
+                parents={},
+                config={},
+                blobs={**content, **(files or {})},
+                records={},
+                results={},
+                timings={},
+            )
+        return store, manifest
+
+    return commit
+
+
+@pytest.fixture(scope="session")
+def content():
+    """content(learner) -> the files of a commit of it, whole, by name."""
+    return lambda learner: {
+        name: b"".join(file.pieces()) for name, file in learner.snapshot().files.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def stored(keep):
+    """stored(snapshot, model, or {name: bytes}) -> {name: StoredTensors} of a commit of that; of
+    a model its weights alone, not in a mapping.
+    """
+    from agentgym.models import checkpoint
+    from agentgym.models.model import weights_of
+    from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile, files_of
+
+    kinds = (
+        checkpoint.WEIGHTS,
+        checkpoint.OPTIMIZER,
+        checkpoint.CRITIC,
+        checkpoint.CRITIC_OPTIMIZER,
+    )
+
+    def place(content):
+        is_model = hasattr(content, "named_parameters")
+        if is_model:
+            content = Snapshot({checkpoint.WEIGHTS: TensorFile.of(weights_of(content))})
+        store, manifest = keep(content)
+        found = {
+            name: StoredTensors.of(store, manifest, name)
+            for name in kinds
+            if files_of(manifest, name)
+        }
+        return found[checkpoint.WEIGHTS] if is_model else found
+
+    return place
+
+
 ARTIFACTS = (  # where MLflow says that one lies
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),

@@ -15,6 +15,7 @@ from agentgym.config import RunConfig
 from agentgym.evaluation.champion import decide
 from agentgym.evaluation.publish import headline_tags
 from agentgym.models.checkpoint import WEIGHTS
+from agentgym.models.tensorfiles import StoredTensors, digest_of
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -164,7 +165,7 @@ def check_registry(
     except MlflowException as error:
         checks.fail(f"{where}: {error.message}")
         return
-    wanted = {"step_key": checkpoint.digest, "weights.sha256": checkpoint.blobs[WEIGHTS].digest}
+    wanted = {"step_key": checkpoint.digest, "weights.sha256": digest_of(checkpoint, WEIGHTS)}
     if version.tags.get("run_key") == key:
         evaluation = record.parents[record.step.evaluation]
         wanted |= {"evaluation": evaluation.digest, **headline_tags(evaluation)}
@@ -226,7 +227,7 @@ def _check_registered_weights(
     checks: Checks,
 ) -> None:
     """The model people load, not what its tags say of it."""
-    from safetensors.torch import load
+    from safetensors.torch import load_file
 
     location = (
         tracker.client.get_logged_model(version.model_id).artifact_location
@@ -238,7 +239,8 @@ def _check_registered_weights(
         checks.skipped += 1  # on a remote artifact store
         return
     try:
-        ours, theirs = load(store.read(checkpoint, WEIGHTS)), load(path.read_bytes())
+        ours = StoredTensors.of(store, checkpoint, WEIGHTS).load()
+        theirs = load_file(path)
     except (LookupError, ValueError, OSError) as error:
         checks.fail(f"{where}: weights cannot be compared: {error}")
         return

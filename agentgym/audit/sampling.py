@@ -19,7 +19,7 @@ from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.models.attention import PackedSequences
-from agentgym.models.checkpoint import WEIGHTS, Checkpoint
+from agentgym.models.checkpoint import Checkpoint, has_weights
 from agentgym.models.networks import head_logits
 from agentgym.rollouts.policies.draw import Distribution, uniforms
 from agentgym.rollouts.policies.engines import engine_class
@@ -90,7 +90,7 @@ def weights_of_versions(
         sources |= {
             int(commit.state["global_step"]): commit
             for commit in record.commits
-            if WEIGHTS in commit.blobs
+            if has_weights(commit)
         }
     return sources
 

@@ -221,9 +221,11 @@ def load(store: RunStore, manifest: Manifest | None) -> Checkpoint | None:
     if manifest is None:
         return None
     try:
-        return load_checkpoint(store, manifest)
+        found = load_checkpoint(store, manifest)
+        found.model.eval()  # is there only once it is asked for
     except (LookupError, ValueError):
         return None
+    return found
 
 
 def place(where: str, episode: Trajectory) -> str:

@@ -30,6 +30,7 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.rayjobs import RayUnreachable, auth_headers, forget_token
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint
+from agentgym.models.tensorfiles import StoredTensors
 from agentgym.rollouts.loop import LoopThread
 from agentgym.types import Endpoints
 
@@ -111,7 +112,15 @@ class Cluster:
         """Workers that hold the checkpoint's weights as `version`.
         Errors: as their environment client's; WorkersLost.
         """
-        plan = WorkerPlan(self._cfg, checkpoint.files(), endpoints, self._num_slots, node_id())
+        assert isinstance(checkpoint.weights, StoredTensors)
+        plan = WorkerPlan(
+            self._cfg,
+            checkpoint.files(),
+            checkpoint.weights,
+            endpoints,
+            self._num_slots,
+            node_id(),
+        )
         loop = LoopThread()
         engine = RayEngine(plan, checkpoint, self._spawn, self._num_workers, loop)
         try:

@@ -14,12 +14,14 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from agentgym.algorithms.batch import Batch
@@ -28,6 +30,8 @@ from agentgym.compute.actors import cause_of, end, first_line
 from agentgym.config import PolicyGradientConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.model import set_threads
+from agentgym.store.manifest import Blob
+from agentgym.store.place import StorePlace
 from agentgym.types import EngineMismatch
 
 logger = logging.getLogger(__name__)
@@ -37,6 +41,7 @@ FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 _SIOCGIFADDR, _IFREQ_BYTES, _ADDRESS = 0x8915, 40, slice(20, 24)  # netdevice(7)
 
 VERDICT_S = 10.0  # after one rank failed, for the others to say what they know
+MIN_BYTES_PER_S = 1 << 20  # that a store takes
 SLACK_S = 30.0  # on top of what the ranks themselves wait for each other
 
 
@@ -56,6 +61,9 @@ class LearnerRank:
         self._device = torch.device(device)
         self._meeting: Any = None
         self._learner: Any = None
+        self._snapshot: Any = None
+        self._writing: Any = None
+        self._writer = ThreadPoolExecutor(1, "write")
 
     def where(self) -> str:
         return f"process {os.getpid()} on {socket.gethostname()}"
@@ -107,11 +115,30 @@ class LearnerRank:
             result = result.to(torch.device("cpu"))  # where it goes there may be no other
         return result if self._rank == 0 else None
 
+    def snapshot(self) -> int:
+        """Entered by every rank: copy this rank's part. Result: bytes."""
+        self._snapshot = self._learner.snapshot()
+        return int(self._snapshot.size)
+
+    def begin_writing(self, place: StorePlace, step: str, key: str) -> None:
+        """Write the copy, beside what is called next."""
+        taken, self._snapshot = self._snapshot, None
+        self._writing = self._writer.submit(taken.write, place, step, key)
+
+    def written(self) -> dict[str, Blob] | None:
+        """What was written, None while it goes on. Errors: what stopped it."""
+        if not self._writing.done():
+            return None
+        found: dict[str, Blob] = self._writing.result()
+        return found
+
     def export(self) -> tuple[str, list[Any]] | None:
         """On rank 0: (sha256, [reference]) of the whole weights in the object store."""
         import ray
 
-        blob = self._learner.weights_blob()
+        blob = save_safetensors(
+            {name: each.cpu().contiguous() for name, each in self._learner.weights().items()}
+        )
         return (
             (hashlib.sha256(blob).hexdigest(), [ray.put(np.frombuffer(blob, np.uint8))])
             if self._rank == 0
@@ -139,6 +166,44 @@ def interface_of(address: str) -> str:
             if found == address or (found.startswith("127.") and address.startswith("127.")):
                 return name
     return ""
+
+
+class RanksSnapshot:
+    """Copies of each rank's part, in the ranks."""
+
+    def __init__(self, actors: Sequence[Any], size: int, timeout_s: float) -> None:
+        """timeout_s: of one call."""
+        self._actors, self.size, self._timeout_s = actors, size, timeout_s
+
+    def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
+        """Every rank writes its own; training goes on meanwhile. Errors: StoreFull, StoreNotHere;
+        RankLost after a deadline, or where a rank died.
+        """
+        self._ask("begin_writing", place, step, key)
+        deadline = time.monotonic() + self._timeout_s + self.size / MIN_BYTES_PER_S
+        pause_s = 0.01
+        while time.monotonic() < deadline:
+            answers = self._ask("written")
+            if None not in answers:
+                return {name: blob for each in answers for name, blob in each.items()}
+            time.sleep(pause_s)
+            pause_s = min(1.0, 2 * pause_s)
+        raise RankLost(
+            f"the learner's ranks have not written {self.size} bytes to {place.root} in time; run"
+            " the step again to go on from its last commit"
+        )
+
+    def _ask(self, method: str, *arguments: Any) -> list[Any]:
+        """An answer of each; other calls of theirs may come first."""
+        import ray
+
+        asked = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        try:
+            return list(ray.get(asked, timeout=self._timeout_s + SLACK_S))
+        except ray.exceptions.RayTaskError as error:
+            raise cause_of(error) from None
+        except ray.exceptions.RayError as error:
+            raise RankLost(f"a rank of the learner was lost: {first_line(error)}") from None
 
 
 class RayLearner:
@@ -200,9 +265,9 @@ class RayLearner:
         )
         return result
 
-    def blobs(self) -> dict[str, bytes]:
-        result: dict[str, bytes] = self._call("blobs")
-        return result
+    def snapshot(self) -> RanksSnapshot:
+        sizes = self._gather([actor.snapshot.remote() for actor in self._actors])
+        return RanksSnapshot(self._actors, sum(sizes), self._timeout_s)
 
     def export(self) -> tuple[str, Any]:
         """(sha256, reference) of the whole weights in the object store."""

@@ -17,6 +17,7 @@ from agentgym.config import PolicyGradientConfig, RunConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.learner.process_group import SingleProcess
 from agentgym.models.checkpoint import Checkpoint
+from agentgym.store.place import Writable
 from agentgym.types import Endpoints, Item, Trajectory
 
 
@@ -41,7 +42,9 @@ class Learner(Protocol):
     def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]: ...
-    def blobs(self) -> dict[str, bytes]: ...
+    def snapshot(self) -> Writable:
+        """A copy of all that a commit must hold for another learner to go on from here."""
+        ...
 
 
 class Engine(Protocol):
@@ -85,7 +88,6 @@ def open_compute(
             yield learner, engine
     else:
         own = plan.build(SingleProcess(cfg.compute_device))
-        del plan  # with a second copy of the weights
         with inline.open_engine(cfg, checkpoint, endpoints, version=version) as single:
             yield own, single
 

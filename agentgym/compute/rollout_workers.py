@@ -25,11 +25,11 @@ from agentgym.config import RunConfig
 from agentgym.models.checkpoint import (
     ARCHITECTURE,
     TOKENIZER,
-    WEIGHTS,
     Checkpoint,
-    checkpoint_from_blobs,
+    stored_checkpoint,
 )
 from agentgym.models.model import set_threads
+from agentgym.models.tensorfiles import StoredTensors
 from agentgym.rollouts.collect import collect, in_order, require_valid, samples
 from agentgym.rollouts.engine import canary_of, episode_settings
 from agentgym.rollouts.episode import EpisodeSettings
@@ -55,6 +55,7 @@ class WorkerPlan:
 
     cfg: RunConfig
     files: dict[str, bytes]  # architecture and tokenizer
+    weights: StoredTensors  # to begin with
     endpoints: Endpoints
     num_slots: int  # episodes at a time
     drivers_node: str  # Ray's id of the node the step runs on
@@ -66,9 +67,11 @@ class RolloutWorker:
     """
 
     async def start(
-        self, plan: WorkerPlan, weights: np.ndarray[Any, Any], digest: str, version: int
+        self, plan: WorkerPlan, weights: np.ndarray[Any, Any] | None, digest: str, version: int
     ) -> tuple[str, dict[str, str]]:
-        """Begin with these weights. Result: (where this is, instructions by environment)."""
+        """Begin with these weights, or with the plan's.
+        Result: (where this is, instructions by environment).
+        """
         set_threads()
         self._cfg = cfg = plan.cfg
         if node_id() != plan.drivers_node:
@@ -79,11 +82,11 @@ class RolloutWorker:
                         f" alone, and this rollout worker is on {socket.gethostname()}; start"
                         " servers that every node can reach and name them in env.endpoints"
                     )
-        checkpoint = checkpoint_from_blobs(
-            plan.files[ARCHITECTURE].decode(),
-            plan.files[TOKENIZER],
-            _received(weights, digest, version),
+        checkpoint = stored_checkpoint(
+            plan.files[ARCHITECTURE].decode(), plan.files[TOKENIZER], plan.weights
         )
+        if weights is not None:
+            checkpoint = checkpoint.holding(load_safetensors(_received(weights, digest, version)))
         self._renderer = checkpoint.renderer
         self._policy = open_policy(cfg, checkpoint, num_slots=plan.num_slots, version=version)
         self._pool = EnvPools.of(cfg.envs, plan.endpoints)
@@ -135,7 +138,7 @@ def _received(weights: np.ndarray[Any, Any], digest: str, version: int) -> bytes
 class Published:
     """Weights on their way to the workers."""
 
-    reference: Any  # in the object store
+    reference: Any  # in the object store; None: those of the plan
     digest: str  # sha256
     version: int
     ours: Tensor | None = None  # the learner's scores of the canary; None before its first publish
@@ -167,12 +170,7 @@ class RayEngine:
         """spawn: index -> a new worker's actor."""
         self._plan, self._cfg = plan, plan.cfg
         self.workers: list[Worker] = []
-        self._checkpoint, self._spawn, self._num_workers, self._loop = (
-            checkpoint,
-            spawn,
-            num_workers,
-            loop,
-        )
+        self._spawn, self._num_workers, self._loop = spawn, num_workers, loop
         self._canary = canary_of(self._cfg, checkpoint)
         self._weights = Published(None, "", -1)
         self._instructions: dict[str, str] = {}
@@ -186,12 +184,7 @@ class RayEngine:
 
     def start(self, version: int) -> None:
         """Bring up all workers with the checkpoint's weights."""
-        import ray
-
-        blob = self._checkpoint.blobs()[WEIGHTS]
-        self._weights = Published(
-            ray.put(np.frombuffer(blob, np.uint8)), hashlib.sha256(blob).hexdigest(), version
-        )
+        self._weights = Published(None, "", version)
 
         async def all_of_them() -> None:
             await asyncio.gather(*(self._bring_up(index) for index in range(self._num_workers)))

@@ -20,8 +20,8 @@ from agentgym.evaluation.report import (
     learning_curve_png,
     report_html,
 )
-from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS
-from agentgym.models.model import save_pretrained
+from agentgym.models.checkpoint import WEIGHTS, save_pretrained
+from agentgym.models.tensorfiles import digest_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS, OUTCOMES, StepContext
@@ -94,12 +94,7 @@ def _register(
         cfg, evaluation.digest, json.loads(store.read(evaluation, OUTCOMES))
     )
     with tempfile.TemporaryDirectory() as folder:
-        save_pretrained(
-            Path(folder),
-            architecture=store.read(checkpoint, ARCHITECTURE).decode(),
-            weights=store.read(checkpoint, WEIGHTS),
-            tokenizer=json.loads(store.read(checkpoint, TOKENIZER)),
-        )
+        save_pretrained(Path(folder), store, checkpoint)
         version = register_model(
             tracker,
             parent_run(cfg, run_key),
@@ -109,7 +104,7 @@ def _register(
             tags={
                 "step_key": checkpoint.digest,
                 "run_key": run_key,
-                "weights.sha256": checkpoint.blobs[WEIGHTS].digest,
+                "weights.sha256": digest_of(checkpoint, WEIGHTS),
                 "algorithm": cfg.algorithm.recipe,
                 "evaluation": evaluation.digest,
                 **headline_tags(evaluation),

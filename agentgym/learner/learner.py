@@ -34,6 +34,7 @@ from agentgym.learner.optimizer import OptimizedNetwork
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.networks import PolicyNet, ValueNet
+from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 from agentgym.types import EngineMismatch
 
 MICRO_BATCH_TOKENS = 16_384  # tokens of one forward and backward
@@ -84,25 +85,23 @@ class LocalLearner:
         """The policy's parameters by name, whole and detached."""
         return self._policy.weights()
 
-    def weights_blob(self) -> bytes:
-        """The same as the bytes a commit holds."""
-        return self._policy.weights_blob()
-
-    def blobs(self) -> dict[str, bytes]:
-        """All that a commit must hold for another learner to go on from here."""
-        blobs = {WEIGHTS: self._policy.weights_blob(), OPTIMIZER: self._policy.state_blob()}
+    def snapshot(self) -> Snapshot:
+        """A copy of all that a commit must hold for another learner to go on from here, or of
+        this rank's part.
+        """
+        kinds = {WEIGHTS: self._policy.parameters(), OPTIMIZER: self._policy.state()}
         if self._values is not None:
-            blobs |= {
-                CRITIC: self._values.weights_blob(),
-                CRITIC_OPTIMIZER: self._values.state_blob(),
-            }
-        return blobs
+            kinds |= {CRITIC: self._values.parameters(), CRITIC_OPTIMIZER: self._values.state()}
+        files: dict[str, TensorFile] = {}
+        for name, tensors in kinds.items():
+            files |= self.ranks.snapshot(tensors, name)
+        return Snapshot(files)
 
-    def load_optimizers(self, blobs: Mapping[str, bytes]) -> None:
-        """Go on with the optimizers' state of `blobs`; weights come with the models."""
-        self._policy.load_state(blobs[OPTIMIZER])
+    def load_optimizers(self, states: Mapping[str, StoredTensors]) -> None:
+        """Go on with the optimizers' stored state; weights come with the models."""
+        self._policy.load_state(states[OPTIMIZER])
         if self._values is not None:
-            self._values.load_state(blobs[CRITIC_OPTIMIZER])
+            self._values.load_state(states[CRITIC_OPTIMIZER])
 
     def score(self, batch: Batch) -> Tensor:
         """[N] log-probabilities under the present weights, on the CPU; 0 where action_mask is

@@ -6,12 +6,11 @@ import math
 from functools import cached_property
 
 import torch
-from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from agentgym.config import OptimizerConfig
 from agentgym.learner.process_group import ProcessGroup
+from agentgym.models.tensorfiles import StoredTensors
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -33,8 +32,7 @@ MASTER = "master"  # name of a master weight among the optimizer's own tensors
 
 
 class OptimizedNetwork:
-    """The parameters of one network under AdamW. Blobs hold whole tensors by name, whatever the
-    number of ranks.
+    """The parameters of one network under AdamW.
 
     A parameter narrower than float32 has a float32 master weight.
     Gradients of micro-batches add up in float32, AdamW steps the master, and the parameter is its
@@ -104,51 +102,60 @@ class OptimizedNetwork:
             for name, parameter in self._parameters.items()
         }
 
-    def weights_blob(self) -> bytes:
-        """Safetensors bytes; equal weights give equal bytes."""
-        return bytes(
-            save_safetensors(
-                {name: tensor.cpu().contiguous() for name, tensor in self.weights().items()}
-            )
-        )
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's parts by name, detached."""
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
-    def state_blob(self) -> bytes:
-        """The optimizer's state and the master weights as safetensors, by parameter name."""
+    def state(self) -> dict[str, Tensor]:
+        """This rank's parts of the optimizer's state and of the master weights, as
+        `parameter:key`.
+        """
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             own = {MASTER: master.detach()} if name in self._narrow() else {}
             for key, value in {**own, **self._optimizer.state.get(master, {})}.items():
-                tensors[f"{name}:{key}"] = self._ranks.whole(value).cpu().contiguous()
-        return bytes(save_safetensors(tensors))
+                tensors[f"{name}:{key}"] = value
+        return tensors
 
-    def load_state(self, blob: bytes) -> None:
-        """The inverse of `state_blob`, for a network of the same parameters with the weights of
-        that time.
+    def load_state(self, stored: StoredTensors) -> None:
+        """What `state` was, for a network of the same parameters with the weights of that time.
 
         Errors: ValueError where a master weight is missing or does not round to the weight: they
-        are of two updates.
+        are of two updates; or where a parameter is unknown.
         """
-        narrow, loaded = self._narrow(), set()
-        # in one order on every rank: gathering is an exchange
-        for entry, whole in sorted(load_safetensors(blob).items()):
+        narrow = self._narrow()
+        if missing := sorted({f"{name}:{MASTER}" for name in narrow} - stored.tensors.keys()):
+            raise ValueError(
+                f"the optimizer's state has no master weight of {missing[0].rpartition(':')[0]}; it"
+                " is of a model in float32"
+            )
+        tensors: dict[str, Tensor] = {}
+        for entry, each in stored.tensors.items():
             name, _, key = entry.rpartition(":")
-            master = self._masters[name]
-            part = whole if whole.ndim == 0 else self._ranks.part(whole.to(master.device), master)
+            if name not in self._masters:
+                raise ValueError(
+                    f"the optimizer's state is of a parameter {name} that the model does not have;"
+                    " take both from one commit"
+                )
+            like = self._masters[name].detach()
+            if key == MASTER:
+                tensors[entry] = like
+            elif each.shape:
+                tensors[entry] = torch.empty_like(like, dtype=each.dtype)
+            else:
+                tensors[entry] = torch.empty((), dtype=each.dtype)
+        stored.require_fit(tensors)
+        self._ranks.load(tensors, stored)
+        for entry, tensor in tensors.items():
+            name, _, key = entry.rpartition(":")
             if key != MASTER:
-                self._optimizer.state[master][key] = part
+                self._optimizer.state[self._masters[name]][key] = tensor
                 continue
-            rounded = self._ranks.whole(narrow[name].detach()).cpu()
-            if not torch.equal(whole.to(rounded.dtype), rounded):
+            rounded = self._ranks.own(narrow[name].detach())
+            if not torch.equal(self._ranks.own(tensor).to(rounded.dtype), rounded):
                 raise ValueError(
                     f"master weight {name} does not round to its weight; take both from one commit"
                 )
-            master.detach().copy_(part)
-            loaded.add(name)
-        if missing := sorted(narrow.keys() - loaded):
-            raise ValueError(
-                f"the optimizer's state has no master weight of {missing[0]}; it is of a model in"
-                " float32"
-            )
 
     def _narrow(self) -> dict[str, nn.Parameter]:
         """Parameters that have a master weight beside them."""

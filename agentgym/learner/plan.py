@@ -1,44 +1,49 @@
-"""What a learner begins with, as bytes that travel to the process it is built in."""
+"""What a learner begins with, by where it lies: small, and built wherever it is sent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from safetensors.torch import load as load_safetensors
+from torch import Tensor, nn
 
 from agentgym.config import OptimizerConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import ProcessGroup
-from agentgym.models.model import load_weights, model_from_blobs
+from agentgym.models.empty import empty_model
 from agentgym.models.networks import ValueNet
+from agentgym.models.tensorfiles import StoredTensors
 
 
 @dataclass(frozen=True)
 class LearnerPlan:
-    """All that a learner begins with, as bytes that travel to the process it is built in."""
+    """All that a learner begins with; weights and optimizers by their places in the store."""
 
     architecture: str  # config.json
-    weights: bytes
+    weights: StoredTensors
     optimizer: OptimizerConfig
     total_steps: int
-    critic: bytes | None = None  # weights; empty: a new one on the policy's body
+    has_critic: bool = False
+    critic: StoredTensors | None = None  # weights; None: a new one on the policy's body
     critic_lr: float | None = None
-    reference: bytes | None = None  # weights
-    # by blob name; empty: new ones
-    optimizer_states: Mapping[str, bytes] = field(default_factory=dict)
+    reference: StoredTensors | None = None  # weights
+    # by name; empty: new ones
+    optimizer_states: Mapping[str, StoredTensors] = field(default_factory=dict)
 
     def build(self, ranks: ProcessGroup | None = None) -> LocalLearner:
-        """The learner, or this rank's part of it."""
-        model = model_from_blobs(self.architecture, self.weights)
-        critic = None
-        if self.critic is not None:
-            critic = ValueNet(model_from_blobs(self.architecture, self.weights))
-            if self.critic:
-                load_weights(critic, load_safetensors(self.critic))
-        reference = (
-            None if self.reference is None else model_from_blobs(self.architecture, self.reference)
-        )
+        """The learner, or this rank's part of it, which reads its share of the store.
+        Errors: BlobMissing, DigestMismatch; ValueError where something does not fit.
+        """
+        model = empty_model(self.architecture, self.weights.dtype)
+        reference = None
+        if self.reference is not None:
+            reference = empty_model(self.architecture, self.reference.dtype)
+        critic, body = None, {}
+        if self.has_critic:
+            like = empty_model(self.architecture, (self.critic or self.weights).dtype)
+            names = {each: name for name, each in like.named_parameters()}
+            critic = ValueNet(like)
+            body = {name: names[each] for name, each in critic.named_parameters() if each in names}
         learner = LocalLearner(
             model,
             self.optimizer,
@@ -48,6 +53,27 @@ class LearnerPlan:
             critic_lr=self.critic_lr,
             reference=reference,
         )
+        fill(learner.ranks, model, self.weights)
+        if reference is not None and self.reference is not None:
+            fill(learner.ranks, reference, self.reference)
+        if critic is not None and self.critic is not None:
+            fill(learner.ranks, critic, self.critic)
+        elif critic is not None:
+            own = _parameters(critic)
+            for name in own.keys() - body.keys():
+                own[name].zero_()  # the head's
+            learner.ranks.load({body[name]: own[name] for name in body}, self.weights)
         if self.optimizer_states:
             learner.load_optimizers(self.optimizer_states)
         return learner
+
+
+def fill(ranks: ProcessGroup, network: nn.Module, stored: StoredTensors) -> None:
+    """This rank's parameters of a whole network. Errors: see `LearnerPlan.build`."""
+    tensors = _parameters(network)
+    stored.require_fit(tensors)
+    ranks.load(tensors, stored)
+
+
+def _parameters(network: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in network.named_parameters()}

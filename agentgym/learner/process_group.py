@@ -4,10 +4,14 @@ Every rank is given the whole batch and takes its share of the sequences.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from agentgym.models.empty import materialize
+from agentgym.models.tensorfiles import StoredTensors, TensorFile
 
 
 class ProcessGroup(Protocol):
@@ -26,7 +30,7 @@ class ProcessGroup(Protocol):
 
     def shard(self, module: nn.Module) -> None:
         """Spread the parameters over the ranks, in place; gradients are then summed over them,
-        not averaged.
+        not averaged. Those on the meta device get memory, and no values.
         """
         ...
 
@@ -38,8 +42,18 @@ class ProcessGroup(Protocol):
         """The full tensor [F, ...] of which `tensor` [F / size, ...] may be this rank's part."""
         ...
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `whole` [F, ...]: this rank's part, laid out like `like`."""
+    def own(self, tensor: Tensor) -> Tensor:
+        """What of a spread tensor is here [F / size, ...], without the others."""
+        ...
+
+    def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
+        """A copy in host memory of this rank's share of the tensors, as a file of that name."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor], stored: StoredTensors) -> None:
+        """Fill this rank's parts, in place, with what any number of ranks stored.
+        Errors: DigestMismatch, BlobMissing.
+        """
         ...
 
 
@@ -52,6 +66,7 @@ class SingleProcess:
         self.device = torch.device(device)
 
     def shard(self, module: nn.Module) -> None:
+        materialize(module, self.device)
         module.to(self.device)
 
     def all_sum(self, tensor: Tensor) -> Tensor:
@@ -60,5 +75,14 @@ class SingleProcess:
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        return whole
+    def own(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
+        copies = {key: each.detach().to("cpu", copy=True) for key, each in tensors.items()}
+        return {name: TensorFile.of(copies)}
+
+    def load(self, tensors: Mapping[str, Tensor], stored: StoredTensors) -> None:
+        stored.verify()
+        for name, tensor in tensors.items():
+            stored.read(name, tensor.detach())

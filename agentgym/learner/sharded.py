@@ -4,12 +4,34 @@ Apart from `ranks.py`: one process need not pay for the import.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from agentgym.models.empty import materialize
+from agentgym.models.tensorfiles import Part, StoredTensors, TensorFile, file_name
+
+T = TypeVar("T")
 
 
 class Sharded:
@@ -26,7 +48,8 @@ class Sharded:
         self._mesh = init_device_mesh(device.type, (self.size,))
 
     def shard(self, module: nn.Module) -> None:
-        module.to(self.device)
+        if not any(each.is_meta for each in module.parameters()):
+            module.to(self.device)
         # of sums over ranks, whatever the weights'
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         # of a decoder
@@ -39,6 +62,8 @@ class Sharded:
                 # the denominators of our losses are global already
                 each.set_gradient_divide_factor(1.0)
                 each.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        materialize(module, self.device)  # of this rank's parts alone
+        module.to(self.device)  # also has FSDP2 look at its parameters again
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().to(self.device, copy=True)
@@ -48,7 +73,124 @@ class Sharded:
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        assert isinstance(like, DTensor)
-        # every rank has the whole
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    def own(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
+        """Tensors that every rank has are written by one."""
+        copied = _Copied()
+        planner = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+        )
+        with _plain_errors():
+            save(dict(tensors), storage_writer=copied, planner=planner)
+        return {file_name(name, self.rank, self.size): TensorFile(copied.parts)}
+
+    def load(self, tensors: Mapping[str, Tensor], stored: StoredTensors) -> None:
+        """torch.distributed.checkpoint works out which stored rows are this rank's."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with _plain_errors():
+            load(
+                dict(tensors), storage_reader=_Stored(stored, self.rank, self.size), planner=planner
+            )
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Every rank hears what stopped the first of them."""
+    try:
+        yield
+    except CheckpointException as failed:
+        raise failed.failures[min(failed.failures)][0] from None
+
+
+class _Copied(StorageWriter):
+    """Takes a copy of what the plan gives this rank, and writes nothing yet."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, Part] = {}
+
+    def reset(self, checkpoint_id: object = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        for item in plan.items:
+            assert item.tensor_data is not None
+            name, chunk, shape = item.index.fqn, item.tensor_data.chunk, item.tensor_data.size
+            if name in self.parts or tuple(chunk.sizes[1:]) != tuple(shape[1:]):
+                raise ValueError(f"{name} is spread in another way than by rows")
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            held = tensor.detach().to("cpu", copy=True)
+            self.parts[name] = Part(held, tuple(shape), chunk.offsets[0] if shape else 0)
+        return _done([])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return True
+
+
+class _Stored(StorageReader):
+    """Rows of tensors of a commit."""
+
+    def __init__(self, stored: StoredTensors, rank: int, size: int) -> None:
+        self._stored, self._rank, self._size = stored, rank, size
+
+    def reset(self, checkpoint_id: object = None) -> None: ...
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        found: dict[str, TensorStorageMetadata] = {}
+        for name, each in self._stored.tensors.items():
+            chunks = [
+                ChunkStorageMetadata(
+                    offsets=torch.Size([part.first_row, *[0] * (len(each.shape) - 1)]),
+                    sizes=torch.Size([part.num_rows, *each.shape[1:]]),
+                )
+                if each.shape
+                else ChunkStorageMetadata(offsets=torch.Size(), sizes=torch.Size())
+                for part in each.parts
+                if part.num_rows or not each.shape[0]
+            ]
+            found[name] = TensorStorageMetadata(
+                TensorProperties(dtype=each.dtype), torch.Size(each.shape), chunks
+            )
+        return Metadata(state_dict_metadata=dict(found))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        self._stored.verify(self._rank, self._size)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            offset, within = item.storage_index.offset, item.storage_offsets
+            first_row = offset[0] + within[0] if offset else 0
+            self._stored.read(item.storage_index.fqn, target, first_row)
+            planner.commit_tensor(item, target)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return True
+
+
+def _done(value: T) -> Future[T]:
+    done: Future[T] = Future()
+    done.set_result(value)
+    return done

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from agentgym.models.chat import ChatRenderer
+from agentgym.models.empty import empty_model, materialize
 from agentgym.models.fidelity import require_faithful
 from agentgym.models.model import (
     TokenizerFiles,
-    model_from_blobs,
+    load_weights,
     tokenizer_files,
     tokenizer_from_files,
-    weights_blob,
+    weights_of,
+    write_tokenizer,
+)
+from agentgym.models.tensorfiles import (
+    Snapshot,
+    StoredTensors,
+    TensorFile,
+    export_tensors,
+    files_of,
 )
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -30,32 +41,61 @@ ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMIZER = (
     "tokenizer.json",
     "optimizer.safetensors",
 )
+SHARD_BYTES = 5 * 10**9  # of one file of weights that leave the store
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded policy."""
+    """A policy: what is small of it is here, its model is loaded where it is asked for."""
 
-    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer
     architecture: str  # config.json
     tokenizer_json: bytes
+    weights: PreTrainedModel | StoredTensors
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """One of its own. Errors: BlobMissing, DigestMismatch; ValueError where the model is not
+        supported here.
+        """
+        if not isinstance(self.weights, StoredTensors):
+            return self.weights
+        model = empty_model(self.architecture, self.dtype)
+        materialize(model, torch.device("cpu"))
+        tensors = weights_of(model)
+        self.weights.require_fit(tensors)
+        self.weights.verify()
+        for name, tensor in tensors.items():
+            self.weights.read(name, tensor)
+        require_faithful(model)
+        return model
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        weight: torch.Tensor = next(self.model.parameters())
+        if isinstance(self.weights, StoredTensors):
+            return self.weights.dtype
+        weight: torch.Tensor = next(self.weights.parameters())
         return weight.dtype
+
+    def holding(self, weights: dict[str, torch.Tensor]) -> Checkpoint:
+        """The same policy with other weights, in this process.
+        Errors: ValueError where they do not fit.
+        """
+        model = empty_model(self.architecture, self.dtype)
+        materialize(model, torch.device("cpu"))
+        load_weights(model, weights)
+        return replace(self, weights=model)
 
     def files(self) -> dict[str, bytes]:
         """What a commit holds beside the weights."""
         return {ARCHITECTURE: self.architecture.encode(), TOKENIZER: self.tokenizer_json}
 
-    def blobs(self) -> dict[str, bytes]:
-        """What a commit of the present weights holds."""
-        return {**self.files(), WEIGHTS: weights_blob(self.model)}
+    def snapshot(self) -> Snapshot:
+        """The weights of a model that was made here."""
+        return Snapshot({WEIGHTS: TensorFile.of(weights_of(self.model))})
 
 
 def new_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Checkpoint:
@@ -64,24 +104,42 @@ def new_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     """
     files = json.dumps(tokenizer_files(tokenizer), sort_keys=True).encode()
     return Checkpoint(
-        model, tokenizer, ChatRenderer(tokenizer), model.config.to_json_string(), files
+        tokenizer, ChatRenderer(tokenizer), model.config.to_json_string(), files, model
     )
-
-
-def checkpoint_from_blobs(architecture: str, tokenizer_json: bytes, weights: bytes) -> Checkpoint:
-    """Errors: ValueError where the model is not supported here."""
-    files: TokenizerFiles = json.loads(tokenizer_json)
-    tokenizer = tokenizer_from_files(files)
-    model = model_from_blobs(architecture, weights)
-    return Checkpoint(model, tokenizer, ChatRenderer(tokenizer), architecture, tokenizer_json)
 
 
 def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
-    """Errors: BlobMissing, DigestMismatch; ValueError where the model is not supported here."""
-    checkpoint = checkpoint_from_blobs(
+    """Errors: BlobMissing, DigestMismatch; ValueError where the tokenizer is not supported here."""
+    return stored_checkpoint(
         store.read(manifest, ARCHITECTURE).decode(),
         store.read(manifest, TOKENIZER),
-        store.read(manifest, WEIGHTS),
+        StoredTensors.of(store, manifest, WEIGHTS),
     )
-    require_faithful(checkpoint.model)
-    return checkpoint
+
+
+def stored_checkpoint(
+    architecture: str, tokenizer_json: bytes, weights: StoredTensors
+) -> Checkpoint:
+    """Errors: ValueError where the tokenizer is not supported here."""
+    files: TokenizerFiles = json.loads(tokenizer_json)
+    tokenizer = tokenizer_from_files(files)
+    return Checkpoint(tokenizer, ChatRenderer(tokenizer), architecture, tokenizer_json, weights)
+
+
+def has_weights(manifest: Manifest) -> bool:
+    """Whether a commit holds a policy."""
+    return bool(files_of(manifest, WEIGHTS))
+
+
+def save_pretrained(folder: Path, store: RunStore, manifest: Manifest) -> None:
+    """Write a commit's policy as an ordinary Hugging Face model folder: what vLLM, transformers
+    and the registry load; large weights in several files and their index.
+    Errors: BlobMissing, DigestMismatch.
+    """
+    weights = StoredTensors.of(store, manifest, WEIGHTS)
+    weights.verify()
+    tokenizer: TokenizerFiles = json.loads(store.read(manifest, TOKENIZER))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ARCHITECTURE).write_bytes(store.read(manifest, ARCHITECTURE))
+    write_tokenizer(folder, tokenizer)
+    export_tensors(weights, folder, SHARD_BYTES)

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 import agentgym.models.attention as attention
 from agentgym.config import ModelConfig
-from agentgym.models.architecture import published_architecture, read_architecture
+from agentgym.models.architecture import published_architecture
 from agentgym.models.fidelity import require_faithful
 from agentgym.models.template import CHAT_TEMPLATE
 
@@ -42,7 +40,6 @@ _TOKENIZER_NAMES = frozenset(
         "chat_template.jinja",
     }
 )
-SHARD_BYTES = 5 * 10**9  # of one file of weights
 # All tokenizer files travel as one JSON blob {file name: text}.
 TokenizerFiles = dict[str, str]
 
@@ -92,7 +89,7 @@ def new_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _from_config(architecture, torch.float32)
+        return from_config(architecture, torch.float32)
 
 
 def load_hub(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -120,18 +117,8 @@ def load_hub(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     return model, tokenizer
 
 
-def model_from_blobs(architecture: str, weights: bytes) -> PreTrainedModel:
-    """Rebuild a model from its config.json text and safetensors bytes."""
-    config = read_architecture(architecture)
-    state = load_safetensors(weights)
-    dtype = next(tensor.dtype for tensor in state.values())
-    with torch.random.fork_rng(devices=[]):
-        model = _from_config(config, dtype)
-    load_weights(model, state)
-    return model.eval()
-
-
-def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """With weights drawn anew."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(
@@ -166,13 +153,6 @@ def load_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
             parameter.copy_(weights[name])
 
 
-def weights_blob(model: PreTrainedModel) -> bytes:
-    """Safetensors bytes; equal weights give equal bytes."""
-    return bytes(
-        save_safetensors({name: tensor.contiguous() for name, tensor in weights_of(model).items()})
-    )
-
-
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> TokenizerFiles:
     """Every file of a fast tokenizer that `save_pretrained` writes, as text."""
     with tempfile.TemporaryDirectory() as folder:
@@ -191,28 +171,12 @@ def tokenizer_from_files(files: TokenizerFiles) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
-        _write_tokenizer(Path(folder), files)
+        write_tokenizer(Path(folder), files)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def save_pretrained(
-    folder: Path, *, architecture: str, weights: bytes, tokenizer: TokenizerFiles
-) -> None:
-    """Write an ordinary Hugging Face model folder: what vLLM, transformers and the registry
-    load; large weights in several files and their index.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(architecture)
-    if len(weights) <= SHARD_BYTES:
-        (folder / "model.safetensors").write_bytes(weights)
-    else:
-        from huggingface_hub import save_torch_state_dict
-
-        save_torch_state_dict(load_safetensors(weights), folder, max_shard_size=SHARD_BYTES)
-    _write_tokenizer(folder, tokenizer)
-
-
-def _write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
+def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
+    """Errors: ValueError for a file that is none of a tokenizer's."""
     for name in files:
         if name not in _TOKENIZER_NAMES:
             raise ValueError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, WEIGHTS
-from agentgym.models.model import save_pretrained
+from agentgym.models.checkpoint import has_weights, save_pretrained
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.steps.context import scores
 from agentgym.store.manifest import Manifest
@@ -30,8 +28,8 @@ def export(cfg: RunConfig, name: str, folder: Path, *, best: bool = False) -> Ma
     step = table[name]
     begun = all(parent in done for parent in step.parents)
     manifest = store.head(name, key_of(step, cfg, done)) if begun else None
-    if manifest is None or WEIGHTS not in manifest.blobs:
-        having = [each for each, final in done.items() if WEIGHTS in final.blobs]
+    if manifest is None or not has_weights(manifest):
+        having = [each for each, final in done.items() if has_weights(final)]
         raise ConfigError(
             f"step {name} has no commit with weights; those that have:"
             f" {', '.join(having) or 'none'}"
@@ -47,10 +45,5 @@ def export(cfg: RunConfig, name: str, folder: Path, *, best: bool = False) -> Ma
                 f"the commit of step {name} that did best in validation, {seq}, has no weights any"
                 " more; train with store.keep_best=true"
             )
-    save_pretrained(
-        folder,
-        architecture=store.read(manifest, ARCHITECTURE).decode(),
-        weights=store.read(manifest, WEIGHTS),
-        tokenizer=json.loads(store.read(manifest, TOKENIZER)),
-    )
+    save_pretrained(folder, store, manifest)
     return manifest

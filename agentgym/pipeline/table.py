@@ -19,7 +19,7 @@ from agentgym.steps.context import StepContext
 from agentgym.steps.step import Kind, Step
 from agentgym.store.keys import source_digest, step_key
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import posix_store
+from agentgym.store.place import StorePlace
 from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)
@@ -204,11 +204,7 @@ def run_key(cfg: RunConfig) -> str:
 
 def open_store(cfg: RunConfig) -> RunStore:
     """Errors: ConfigError where store.uri cannot be used as it is."""
-    if cfg.store.uri:
-        from agentgym.store.s3 import s3_store
-
-        return s3_store(cfg.store.uri, lease_ttl_s=cfg.store.lease_ttl_s)
-    return posix_store(cfg.store.path, lease_ttl_s=cfg.store.lease_ttl_s)
+    return StorePlace(cfg.store.uri or str(cfg.store.path), cfg.store.lease_ttl_s).open()
 
 
 def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:

@@ -14,9 +14,11 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from agentgym.config import RunConfig
+from agentgym.models.tensorfiles import StoredTensors, files_of
 from agentgym.records import TRAJECTORIES, encode_trajectories
 from agentgym.steps.step import Step
 from agentgym.store.manifest import Blob, Manifest
+from agentgym.store.place import StorePlace, Writable
 from agentgym.store.runstore import Passed, RunStore, StepWriter
 from agentgym.tracking.points import Point, decode_points, encode_points
 from agentgym.types import Endpoints, Trajectory
@@ -103,12 +105,21 @@ class StepContext:
         """Verified content. Errors: DigestMismatch, BlobMissing."""
         return self.store.read(manifest, name)
 
+    def tensors(self, manifest: Manifest, name: str) -> StoredTensors:
+        """Tensors of a commit, for whoever reads them. Errors: KeyError."""
+        return StoredTensors.of(self.store, manifest, name)
+
+    def tensors_of(self, manifest: Manifest, *names: str) -> dict[str, StoredTensors]:
+        """Those of these names that the commit has."""
+        return {name: self.tensors(manifest, name) for name in names if files_of(manifest, name)}
+
     def commit(
         self,
         *,
         done: bool,
         state: dict[str, Any],
         blobs: Blobs,
+        snapshot: Writable | None = None,
         results: dict[str, Any] | None = None,
         points: Sequence[Point] = (),
         trajectories: Sequence[Trajectory] = (),
@@ -117,12 +128,12 @@ class StepContext:
         """Weights first, manifest last, MLflow after that: a kill between any two loses nothing
         and repeats nothing.
 
-        blobs: content that another run of the same step would make to the bit; records: what tells
-        of clocks.
+        blobs, snapshot: content that another run of the same step would make to the bit; records:
+        what tells of clocks.
         """
         self._finish_writing()
         logs = {**_logs(points, trajectories), **(records or {})}
-        return self._write(done, self._passed(state, logs, results), blobs, ())
+        return self._write(done, self._passed(state, logs, results), blobs, snapshot, ())
 
     def step_taken(
         self,
@@ -130,7 +141,8 @@ class StepContext:
         *,
         done: bool,
         state: dict[str, Any],
-        content: Callable[[], Blobs],
+        files: Mapping[str, bytes],
+        snapshot: Callable[[], Writable],
         results: dict[str, Any] | None = None,
         points: Sequence[Point] = (),
         trajectories: Sequence[Trajectory] = (),
@@ -140,7 +152,7 @@ class StepContext:
 
         Writing goes on beside what follows, one commit at a time; a failure of it is raised by the
         next call, or by `close`.
-        content: the blobs as they are now.
+        files: what is small; snapshot: takes a copy of what is large, as it is now.
         Result: the manifest of the last step, which is waited for.
         """
         if self._writing is not None and self._writing.done():
@@ -153,11 +165,11 @@ class StepContext:
             self._held.append(passed)
             return None
         self._finish_writing()
-        blobs, held = content(), tuple(self._held)
+        taken, held = snapshot(), tuple(self._held)
         self._held.clear()
         self._durable_step, self._committed_at = step, time.monotonic()
-        self._commit_bytes = sum(map(_size, blobs.values()))
-        self._writing = self._thread.submit(self._write, done, passed, blobs, held, score)
+        self._commit_bytes = sum(map(len, files.values())) + taken.size
+        self._writing = self._thread.submit(self._write, done, passed, files, taken, held, score)
         return self._finish_writing() if done else None
 
     def close(self) -> None:
@@ -188,9 +200,12 @@ class StepContext:
         done: bool,
         last: Passed,
         blobs: Blobs,
+        snapshot: Writable | None,
         earlier: Sequence[Passed],
         score: float | None = None,
     ) -> Manifest:
+        if snapshot is not None:
+            blobs = {**blobs, **self._written(snapshot)}
         manifest = self.writer.commit(
             done=done,
             state=last.state,
@@ -207,6 +222,15 @@ class StepContext:
         self.on_commit(manifest)
         self.writer.prune(1 if done else self.cfg.store.keep_checkpoints, also=self._best[1])
         return manifest
+
+    def _written(self, snapshot: Writable) -> dict[str, Blob]:
+        self.writer.check()  # before writing gigabytes for nothing
+        place = StorePlace.of(self.store)
+        try:
+            return snapshot.write(place, self.writer.step, self.writer.key)
+        except FileNotFoundError:  # a newer holder cleaned up
+            self.writer.check()
+            raise
 
     @cached_property
     def _best(self) -> tuple[float, int | None]:
@@ -245,11 +269,6 @@ def _logs(points: Sequence[Point], trajectories: Sequence[Trajectory]) -> dict[s
         **({METRICS: encode_points(points)} if points else {}),
         **({TRAJECTORIES: encode_trajectories(trajectories)} if trajectories else {}),
     }
-
-
-def _size(value: bytes | Blob) -> int:
-    """Bytes."""
-    return value.size if isinstance(value, Blob) else len(value)
 
 
 def now_ms() -> int:

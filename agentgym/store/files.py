@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 TEMP_PREFIX = ".tmp-"
@@ -17,14 +17,16 @@ class StoreFull(OSError):
     """No space or quota left. What was committed before stays valid."""
 
 
-def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
-    """Write `data` durably under a temporary name in `folder`; mode: before the umask.
-    Errors: StoreFull.
+def write_temp(folder: Path, data: bytes | Iterable[memoryview], *, mode: int = 0o666) -> Path:
+    """Write `data`, or pieces of it in order, durably under a temporary name in `folder`; mode:
+    before the umask. Errors: StoreFull.
     """
+    pieces, size = ([memoryview(data)], len(data)) if isinstance(data, bytes) else (data, None)
     path = folder / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(data)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -32,8 +34,9 @@ def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFull(
                 error.errno,
-                f"no space left for {len(data)} bytes ({os.strerror(error.errno)}); the last commit"
-                " stays valid, make room and run again",
+                f"no space left for {size or 'a file of many'} bytes"
+                f" ({os.strerror(error.errno)}); the last commit stays valid, make room and run"
+                " again",
                 str(folder),
             ) from error
         raise

@@ -16,6 +16,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +31,7 @@ from agentgym.store.files import (
 )
 from agentgym.store.lease import Fenced, Holder, Lease
 from agentgym.store.manifest import Blob, decode_commit
-from agentgym.store.runstore import RunStore
+from agentgym.store.runstore import Content, RunStore, digest_of
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -84,6 +85,15 @@ class PosixFolder:
     def read(self, name: str) -> bytes:
         return (self._path / name).read_bytes()
 
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        with (self._path / name).open("rb", buffering=0) as file:
+            file.seek(start)
+            while buffer:
+                count = file.readinto(buffer)
+                if not count:
+                    raise EOFError(f"{self._path / name} ends too early")
+                buffer = buffer[count:]
+
     def size(self, name: str) -> int:
         return (self._path / name).stat().st_size
 
@@ -106,6 +116,15 @@ class PosixFolder:
         ):
             return
         write_temp(path.parent, data).rename(path)
+
+    def stream(self, content: Content) -> Blob:
+        """Hashed beside the writing."""
+        with ThreadPoolExecutor(1) as beside:
+            hashing = beside.submit(digest_of, content)
+            temp = write_temp(self._path / "blobs", content.pieces())
+        blob = Blob(digest=hashing.result(), size=content.size)
+        temp.rename(temp.with_name(blob.digest))
+        return blob
 
     def remove(self, digest: str) -> None:
         discard(self._path / "blobs" / digest)

@@ -43,6 +43,19 @@ class BlobMissing(LookupError):
     """Content a manifest names is not there: pruned, or lost."""
 
 
+class Content(Protocol):
+    """What goes into the store piece by piece, because nobody holds a second copy of it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        ...
+
+    def pieces(self) -> Iterator[memoryview]:
+        """In order; the same ones at each call."""
+        ...
+
+
 class Folder(Protocol):
     """One step's place in a back end.
     Reading methods raise FileNotFoundError for a name that is not there.
@@ -55,6 +68,10 @@ class Folder(Protocol):
         ...
 
     def read(self, name: str) -> bytes: ...
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with what lies from byte `start` on. Errors: EOFError."""
+        ...
 
     def size(self, name: str) -> int:
         """Bytes."""
@@ -72,6 +89,12 @@ class Folder(Protocol):
 
     def put(self, blob: Blob, data: bytes) -> None:
         """Store `data` whole under its digest. Errors: StoreFull."""
+        ...
+
+    def stream(self, content: Content) -> Blob:
+        """Store content whole under its digest, holding a few pieces of it at a time.
+        Errors: StoreFull.
+        """
         ...
 
     def remove(self, digest: str) -> None:
@@ -170,6 +193,22 @@ class RunStore:
         self._compare(manifest, name, len(data), lambda: hashlib.sha256(data).hexdigest())
         return data
 
+    def read_into(self, manifest: Manifest, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with what lies from byte `start` of a blob on; `verify` says whether it is
+        what was committed. Errors: KeyError, BlobMissing, EOFError.
+        """
+        folder, blob = self._locate(manifest, name)
+        try:
+            folder.read_into(_blob(blob), start, buffer)
+        except FileNotFoundError:
+            raise self._missing(manifest, name) from None
+
+    def add(self, step: str, key: str, content: Content) -> Blob:
+        """Store content that the holder of the step's lease is about to commit; whoever has a
+        part of it may. Errors: StoreFull.
+        """
+        return self._folder(step, key).stream(content)
+
     def has(self, manifest: Manifest) -> bool:
         """Whether all its blobs are there."""
         folder = self._folder(manifest.step, manifest.key)
@@ -179,9 +218,9 @@ class RunStore:
             return False
         return sizes == [blob.size for blob in manifest.blobs.values()]
 
-    def verify(self, manifest: Manifest) -> None:
-        """Read all its content once. Errors: BlobMissing, DigestMismatch."""
-        for name in (*manifest.blobs, *manifest.records):
+    def verify(self, manifest: Manifest, names: Sequence[str] | None = None) -> None:
+        """Read its content once, all of it or these names. Errors: BlobMissing, DigestMismatch."""
+        for name in (*manifest.blobs, *manifest.records) if names is None else names:
             folder, blob = self._locate(manifest, name)
             try:
                 self._compare(
@@ -385,9 +424,9 @@ class StepWriter:
         """Make everything durable, the manifest last: a kill before its last line leaves the
         previous head valid.
 
-        A `Blob` in `blobs`, taken from the head, says "unchanged"; earlier: steps since the last
-        commit, each of which gets a manifest of its own, in the same file. Errors: Fenced,
-        StoreFull, BlobMissing.
+        A `Blob` in `blobs` is there already: by `RunStore.add`, or unchanged; earlier: steps since
+        the last commit, each of which gets a manifest of its own, in the same file. Errors:
+        Fenced, StoreFull, BlobMissing.
         """
         self._lease.check()  # before writing gigabytes for nothing
         kept = {
@@ -423,6 +462,10 @@ class StepWriter:
         if self._loose is not None:
             self._loose -= recorded
         return manifest
+
+    def check(self) -> None:
+        """That nobody took the step over. Errors: Fenced."""
+        self._lease.check()
 
     def fall_back(self) -> Manifest | None:
         """Drop the newest commit, whose content is damaged.
@@ -469,9 +512,12 @@ class StepWriter:
         except FileNotFoundError:  # a newer holder cleaned up
             self._lease.check()
             raise
+        self._note(blob)
+        return blob
+
+    def _note(self, blob: Blob) -> None:
         if self._loose is not None and blob.digest not in self._pinned:
             self._loose.add(blob.digest)
-        return blob
 
     def _keep(self, name: str, blob: Blob) -> Blob:
         try:
@@ -481,10 +527,19 @@ class StepWriter:
         if size != blob.size:
             where = f"{self._folder.place}/{_blob(blob)}"
             raise BlobMissing(
-                f"step {self.step}: {name} was given as unchanged, but {where} is not {blob.size}"
+                f"step {self.step}: {name} was given as stored, but {where} is not {blob.size}"
                 " bytes; pass the bytes"
             )
+        self._note(blob)
         return blob
+
+
+def digest_of(content: Content) -> str:
+    """sha256."""
+    found = hashlib.sha256()
+    for piece in content.pieces():
+        found.update(piece)
+    return found.hexdigest()
 
 
 def _blob(blob: Blob) -> str:

@@ -33,7 +33,7 @@ from typing import Any, Self, TypeVar
 from agentgym.config import ConfigError
 from agentgym.store.lease import Fenced, Holder, Lease
 from agentgym.store.manifest import Blob, ManifestError
-from agentgym.store.runstore import RunStore
+from agentgym.store.runstore import Content, RunStore, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +130,11 @@ class Bucket:
 
         return self._read(key, hashed)[0]
 
-    def _read(self, key: str, consume: Callable[[Any], T]) -> tuple[T, dict[str, Any]]:
+    def _read(self, key: str, consume: Callable[[Any], T], **how: Any) -> tuple[T, dict[str, Any]]:
         """botocore asks again for an answer that does not come, not for one that breaks off."""
         for attempt in range(1, MAX_ATTEMPTS + 1):
             with self._translated(key):
-                response = self._client.get_object(Bucket=self.name, Key=key)
+                response = self._client.get_object(Bucket=self.name, Key=key, **how)
             try:
                 return consume(response["Body"]), response
             except _transport_errors() as error:
@@ -178,6 +178,19 @@ class Bucket:
         """Put, large content in parts. An error aborts the parts that were sent."""
         with self._translated(key):
             self._client.upload_fileobj(io.BytesIO(data), self.name, key, Config=_transfer())
+
+    def upload_stream(self, key: str, content: Content) -> None:
+        """As `upload`, a few parts at a time in memory."""
+        with self._translated(key):
+            self._client.upload_fileobj(_Pieces(content), self.name, key, Config=_transfer())
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """Errors: FileNotFoundError; EOFError."""
+        span = f"bytes={start}-{start + len(buffer) - 1}"
+        data, _ = self._read(key, lambda body: body.read(), Range=span)
+        if len(data) != len(buffer):
+            raise EOFError(f"s3://{self.name}/{key} ends too early")
+        buffer[:] = data
 
     def download(self, key: str) -> bytes:
         """Content, large content in parts. Errors: FileNotFoundError."""
@@ -275,6 +288,26 @@ def _transport_errors() -> tuple[type[Exception], ...]:
     from urllib3.exceptions import HTTPError
 
     return (BotoCoreError, Boto3Error, HTTPError, OSError)
+
+
+class _Pieces(io.RawIOBase):
+    """Content as a file that is read once, from its beginning."""
+
+    def __init__(self, content: Content) -> None:
+        self._pieces, self._left = content.pieces(), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._left = piece
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
 
 
 def _transfer() -> Any:
@@ -411,6 +444,10 @@ class S3Folder:
             return self.bucket.get(f"{self.path}/{name}")[0]
         return self.bucket.download(f"{self.path}/{name}")
 
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        if buffer:  # S3 knows no empty range
+            self.bucket.read_into(f"{self.path}/{name}", start, buffer)
+
     def size(self, name: str) -> int:
         return self.bucket.size(f"{self.path}/{name}")
 
@@ -425,6 +462,12 @@ class S3Folder:
         writer and does not come here.
         """
         self.bucket.upload(f"{self.path}/blobs/{blob.digest}", data)
+
+    def stream(self, content: Content) -> Blob:
+        """Hashed before it is sent: an object's name is there first."""
+        blob = Blob(digest=digest_of(content), size=content.size)
+        self.bucket.upload_stream(f"{self.path}/blobs/{blob.digest}", content)
+        return blob
 
     def remove(self, digest: str) -> None:
         self.bucket.delete(f"{self.path}/blobs/{digest}")

@@ -29,7 +29,13 @@ from agentgym.config import ExplorationConfig, OptimizerConfig, PreferenceConfig
 from agentgym.data.items import Splits, splits_from_json, train_stream
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.plan import LearnerPlan
-from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, load_checkpoint
+from agentgym.models.checkpoint import (
+    OPTIMIZER,
+    WEIGHTS,
+    Checkpoint,
+    has_weights,
+    load_checkpoint,
+)
 from agentgym.models.model import set_threads
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import Stage
@@ -54,7 +60,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     cfg = ctx.cfg
     start = ctx.checkpoint
     # else it still explores
-    trained = ctx.head if ctx.head is not None and WEIGHTS in ctx.head.blobs else None
+    trained = ctx.head if ctx.head is not None and has_weights(ctx.head) else None
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     checkpoint = load_checkpoint(ctx.store, trained or start)
     items = explored_items(cfg, splits, start)
@@ -104,7 +110,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                         "consumed": [],
                         "max_turns": stage.max_turns,
                     },
-                    content=lambda: {**checkpoint.files(), **learner.blobs()},
+                    files=checkpoint.files(),
+                    snapshot=learner.snapshot,
                     points=points,
                     trajectories=validation,
                 )
@@ -305,10 +312,10 @@ def _plan_learner(
     before = trained or (start if not _explores(cfg) and "stream_position" in start.state else None)
     return LearnerPlan(
         architecture=checkpoint.architecture,
-        weights=ctx.read(ctx.start if anew else trained or start, WEIGHTS),
+        weights=ctx.tensors(ctx.start if anew else trained or start, WEIGHTS),
         optimizer=optimizer_of(cfg),
         total_steps=rate_steps(cfg, stage),
-        optimizer_states={} if before is None else {OPTIMIZER: ctx.read(before, OPTIMIZER)},
+        optimizer_states={} if before is None else {OPTIMIZER: ctx.tensors(before, OPTIMIZER)},
     )
 
 

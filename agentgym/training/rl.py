@@ -133,7 +133,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                     "max_turns": turns,
                     "horizon": asdict(horizon),
                 },
-                content=lambda: {**checkpoint.files(), **learner.blobs()},
+                files=checkpoint.files(),
+                snapshot=learner.snapshot,
                 points=[Point(step, now_ms(), metrics)],
                 trajectories=[*records, *validation],
             )
@@ -241,31 +242,28 @@ def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> L
     # a stage went before; the warm start's optimizer is another one
     goes_on = "stream_position" in start.state
     critic = reference = critic_lr = None
+    has_critic = isinstance(algorithm, ActorCriticConfig)
     if isinstance(algorithm, ActorCriticConfig):
         critic_lr = algorithm.critic_lr
-        critic = ctx.read(start, CRITIC) if CRITIC in start.blobs else b""
-        if goes_on and not critic:
+        critic = ctx.tensors_of(start, CRITIC).get(CRITIC)
+        if goes_on and critic is None:
             raise ConfigError(
                 f"recipe {algorithm.recipe} needs a critic, and {start.step} commit {start.seq}"
                 f" has no {CRITIC}: it was trained without one; train that stage with this recipe"
                 " too, or use a recipe without a critic"
             )
     if algorithm.kl_coef:
-        reference = ctx.read(ctx.start, WEIGHTS)
-    states = {
-        name: ctx.read(start, name)
-        for name in (OPTIMIZER, CRITIC_OPTIMIZER)
-        if goes_on and name in start.blobs
-    }
+        reference = ctx.tensors(ctx.start, WEIGHTS)
     return LearnerPlan(
         architecture=checkpoint.architecture,
-        weights=ctx.read(start, WEIGHTS),
+        weights=ctx.tensors(start, WEIGHTS),
         optimizer=cfg.optimizer,
         total_steps=sum(cfg.horizon.stage_steps),
+        has_critic=has_critic,
         critic=critic,
         critic_lr=critic_lr,
         reference=reference,
-        optimizer_states=states,
+        optimizer_states=(ctx.tensors_of(start, OPTIMIZER, CRITIC_OPTIMIZER) if goes_on else {}),
     )
 
 

@@ -66,7 +66,8 @@ def initialize(ctx: StepContext) -> Manifest:
     return ctx.commit(
         done=True,
         state={"global_step": 0},
-        blobs={**checkpoint.blobs(), DEMOS: encode_trajectories(kept)},
+        blobs={**checkpoint.files(), DEMOS: encode_trajectories(kept)},
+        snapshot=checkpoint.snapshot(),
         results={
             "num_demos": num_solved,
             "expert_success": num_solved / len(demos) if demos else 0.0,
@@ -221,12 +222,10 @@ def warm_start(ctx: StepContext) -> Manifest:
     step = int(start.state.get("sft_step", 0))
     plan = LearnerPlan(
         architecture=checkpoint.architecture,
-        weights=ctx.read(start, WEIGHTS),
+        weights=ctx.tensors(start, WEIGHTS),
         optimizer=settings.optimizer,
         total_steps=settings.steps,
-        optimizer_states=(
-            {OPTIMIZER: ctx.read(start, OPTIMIZER)} if OPTIMIZER in start.blobs else {}
-        ),
+        optimizer_states=ctx.tensors_of(start, OPTIMIZER),
     )
     ctx.progress.start("warm start", settings.steps)
     ctx.progress.advance(step)
@@ -252,7 +251,8 @@ def warm_start(ctx: StepContext) -> Manifest:
                     step,
                     done=step == settings.steps,
                     state={"global_step": 0, "sft_step": step},
-                    content=lambda: {**checkpoint.files(), **learner.blobs()},
+                    files=checkpoint.files(),
+                    snapshot=learner.snapshot,
                     results={"loss": metrics["sft/loss"]},
                     points=points,
                 )

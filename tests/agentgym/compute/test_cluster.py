@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+import torch
 
 from agentgym.audit import audit
 from agentgym.compute import cluster
@@ -21,7 +22,8 @@ from agentgym.config import ConfigError, OptimizerConfig, load_config
 from agentgym.data.items import ItemStream, load_splits
 from agentgym.deploy.rayjobs import RayUnreachable
 from agentgym.learner.plan import LearnerPlan
-from agentgym.models.model import weights_blob
+from agentgym.models.checkpoint import WEIGHTS
+from agentgym.models.tensorfiles import StoredTensors
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.horizon import stages
@@ -311,23 +313,39 @@ def test_a_group_that_does_not_fit_is_refused_with_what_was_asked_and_what_there
     assert time.monotonic() - began < 60
 
 
+def reread(learner, plan):
+    """The weights that its ranks write, whole."""
+    place = plan.weights
+    blobs = learner.snapshot().write(place.place, place.manifest.step, place.manifest.key)
+    assert [name for name in blobs if name.startswith("model")] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    manifest = place.manifest.model_copy(update={"blobs": blobs})
+    return StoredTensors.of(place.store, manifest, WEIGHTS).load()
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
 @ray
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("number", "verdict"), [(signal.SIGKILL, "died: "), (signal.SIGSTOP, "does not answer; ")]
 )
 def test_a_lost_rank_ends_the_step_and_is_named(
-    tmp_path, tiny_params, joined, make_model, number, verdict, monkeypatch
+    tmp_path, tiny_params, joined, make_model, stored, number, verdict, monkeypatch
 ):
     monkeypatch.setattr("agentgym.compute.learner_ranks.SLACK_S", 5.0)
     cfg = load_config(
         tiny_params(tmp_path), [*joined, "ray.rank_timeout_s=15", "ray.placement_timeout_s=300"]
     )
     model = make_model()
-    plan = LearnerPlan(model.config.to_json_string(), weights_blob(model), OptimizerConfig(), 10)
+    plan = LearnerPlan(model.config.to_json_string(), stored(model), OptimizerConfig(), 10)
     with open_cluster(cfg, num_ranks=2, num_workers=0) as room, room.learner(plan) as learner:
-        whole = learner.blobs()
-        assert whole["model.safetensors"] == plan.weights
+        assert_same(reread(learner, plan), plan.weights.load())
         where = learner._where[1]
         os.kill(int(where.split()[1]), number)
         with pytest.raises(
@@ -337,19 +355,19 @@ def test_a_lost_rank_ends_the_step_and_is_named(
                 r" commit$"
             ),
         ):
-            learner.blobs()
+            learner.snapshot()
 
 
 @ray
 @pytest.mark.timeout(600)
 def test_a_cluster_of_a_runs_own_is_out_of_reach_of_other_machines_and_other_users(
-    tmp_path, tiny_params, make_model, monkeypatch
+    tmp_path, tiny_params, make_model, stored, monkeypatch
 ):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # what is set for other clusters
     monkeypatch.setenv("RAY_ADDRESS", "203.0.113.5:6379")
     cfg = load_config(tiny_params(tmp_path), ["compute=ray", "ray.placement_timeout_s=300"])
     model = make_model()
-    plan = LearnerPlan(model.config.to_json_string(), weights_blob(model), OptimizerConfig(), 10)
+    plan = LearnerPlan(model.config.to_json_string(), stored(model), OptimizerConfig(), 10)
 
     def sockets():
         tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -362,7 +380,7 @@ def test_a_cluster_of_a_runs_own_is_out_of_reach_of_other_machines_and_other_use
 
     others = sockets()  # of clusters that other tests keep
     with open_cluster(cfg, num_ranks=2, num_workers=0) as room, room.learner(plan) as learner:
-        assert learner.blobs()["model.safetensors"] == plan.weights
+        assert_same(reread(learner, plan), plan.weights.load())
         listening = [(name, address) for name, address, _ in sockets() - others]
         folder = room._folder
         modes = {

@@ -93,17 +93,17 @@ def everything(recipe, **more):
     return config.model_copy(update={"critic_warmup_steps": 0}) if has_critic else config
 
 
-def test_a_saved_optimizer_continues_to_the_bit(make_learner):
+def test_a_saved_optimizer_continues_to_the_bit(make_learner, stored, content):
     whole, resumed = make_learner(), make_learner(seed=1)
     for step in (1, 2):
         whole.sft_step(batch_of(), step=step)
-    blob = whole.blobs()[checkpoint.OPTIMIZER]
+    blob = content(whole)[checkpoint.OPTIMIZER]
     for name, parameter in resumed.model.named_parameters():
         parameter.data.copy_(weights_of(whole.model)[name])
     forgetful = make_learner(seed=1)
     forgetful.model.load_state_dict(whole.model.state_dict())
-    resumed.load_optimizers({checkpoint.OPTIMIZER: blob})
-    assert resumed.blobs()[checkpoint.OPTIMIZER] == blob
+    resumed.load_optimizers(stored({checkpoint.OPTIMIZER: blob}))
+    assert content(resumed)[checkpoint.OPTIMIZER] == blob
     metrics = [learner.sft_step(batch_of(), step=3) for learner in (whole, resumed, forgetful)]
     assert metrics[0] == metrics[1]
     assert_same(weights(whole), weights(resumed))
@@ -178,7 +178,9 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32(make_model, monkeypatch
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
-def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, recipe):
+def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(
+    make_model, stored, content, recipe
+):
     def make():
         critic = networks.ValueNet(make_model(7).bfloat16())
         return LocalLearner(
@@ -192,28 +194,28 @@ def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(make_model, re
     whole, resumed, forgetful = make(), make(), make()
     batch = on_policy(whole, batch_of())
     train(whole, batch, config, step=1, seed=0)
-    blobs = whole.blobs()
+    blobs = content(whole)
     assert {tensor.dtype for tensor in load_safetensors(blobs[checkpoint.WEIGHTS]).values()} == {
         torch.bfloat16
     }
     for learner in (resumed, forgetful):
         load_weights(learner.model, load_safetensors(blobs[checkpoint.WEIGHTS]))
         load_weights(learner._critic, load_safetensors(blobs[checkpoint.CRITIC]))
-    resumed.load_optimizers(blobs)
-    assert resumed.blobs() == blobs
+    resumed.load_optimizers(stored(blobs))
+    assert content(resumed) == blobs
     for learner in (whole, resumed):
         train(learner, replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
-    assert resumed.blobs() == whole.blobs()
+    assert content(resumed) == content(whole)
     # negative control
-    assert forgetful.blobs()[checkpoint.OPTIMIZER] != blobs[checkpoint.OPTIMIZER]
+    assert content(forgetful)[checkpoint.OPTIMIZER] != blobs[checkpoint.OPTIMIZER]
     with pytest.raises(
         ValueError,
         match=r"master weight .* does not round to its weight; take both from one commit",
     ):
-        forgetful.load_optimizers(whole.blobs())
+        forgetful.load_optimizers(stored(content(whole)))
 
 
-def test_float32_weights_have_no_second_copy(make_learner):
+def test_float32_weights_have_no_second_copy(make_learner, stored, content):
     learner = make_learner()
     learner.sft_step(batch_of(), step=1)
     assert all(
@@ -221,14 +223,14 @@ def test_float32_weights_have_no_second_copy(make_learner):
         for name, parameter in learner.model.named_parameters()
     )
     keys = {
-        name.rpartition(":")[2] for name in load_safetensors(learner.blobs()[checkpoint.OPTIMIZER])
+        name.rpartition(":")[2] for name in load_safetensors(content(learner)[checkpoint.OPTIMIZER])
     }
     assert keys == {"step", "exp_avg", "exp_avg_sq"}
     narrow = LocalLearner(learner.model.bfloat16(), OPTIMIZER, total_steps=10)
     with pytest.raises(
         ValueError, match=r"has no master weight of .*; it is of a model in float32"
     ):
-        narrow.load_optimizers(learner.blobs())
+        narrow.load_optimizers(stored(learner.snapshot()))
 
 
 def test_learning_rates_of_each_schedule():

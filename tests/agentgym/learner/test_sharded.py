@@ -11,14 +11,12 @@ from typing import get_args
 
 import pytest
 import torch
-from safetensors.torch import load as load_safetensors
 
 from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.recipe import RECIPES, Correction
 from agentgym.config import OptimizerConfig, PolicyGradientConfig, algorithm_config, family_of
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
-from agentgym.models.model import weights_blob
 
 pytestmark = pytest.mark.integration
 
@@ -54,16 +52,32 @@ dist.destroy_process_group()
 """
 LEARN = """
 from dataclasses import replace
+import torch.distributed as dist
+from agentgym.models.tensorfiles import StoredTensors, files_of
 from agentgym.algorithms.advantages import with_advantages
 
 def train(learner, batch, config, step):
     experience = with_advantages(learner.prepare(batch, config, step=step), config)
     return experience.metrics | learner.update(experience, config, step=step, seed=0)
 
-def plan_from(plan, blobs):
-    states = {name: blob for name, blob in blobs.items() if "optimizer" in name}
-    return replace(plan, weights=blobs["model.safetensors"], critic=blobs["critic.safetensors"], \
+def plan_from(plan, kept):
+    states = {name: each for name, each in kept.items() if "optimizer" in name}
+    return replace(plan, weights=kept["model.safetensors"], critic=kept["critic.safetensors"], \
 optimizer_states=states)
+
+def keep(learner, like):
+    # what a commit of it would hold; like: where
+    snapshot, place, made = learner.snapshot(), like.place, like.manifest
+    parts = [snapshot.write(place, made.step, made.key)]
+    if learner.ranks.size > 1:
+        mine, parts = parts[0], [None] * learner.ranks.size
+        dist.all_gather_object(parts, mine)
+    blobs = {name: blob for part in parts for name, blob in part.items()}
+    manifest = made.model_copy(update={"blobs": blobs})
+    names = ("model", "optimizer", "critic", "critic_optimizer")
+    names = [name + ".safetensors" for name in names]
+    return {name: StoredTensors.of(place.open(), manifest, name) for name in names \
+if files_of(manifest, name)}
 
 def all_of(plans, batches, config, others, build):
     told = {}
@@ -71,26 +85,26 @@ def all_of(plans, batches, config, others, build):
     told["score"] = learner.score(batches["whole"])
     told["first"] = train(learner, batches["whole"], config, 1)
     learner.score(batches["whole"])  # as the canary does before each commit
-    told["blobs"] = learner.blobs()
+    told["blobs"] = keep(learner, plans["new"].weights)
     told["second"] = train(learner, batches["whole"], config, 2)
     told["resumed"] = train(build(plans["resumed"]), batches["whole"], config, 2)
     lonely = build(plans["new"])
     told["one sequence"] = lonely.sft_step(batches["one sequence"], step=1)
     told["pairs"] = lonely.dpo_step(batches["pairs"], told["score"][: \
 len(batches["pairs"].input_ids)], beta=0.1, label_smoothing=0.0, step=2)
-    told["after"] = lonely.weights_blob()
+    told["after"] = keep(lonely, plans["new"].weights)["model.safetensors"]
     narrow = build(plans["narrow"])
     told["narrow first"] = train(narrow, batches["whole"], config, 1)
-    blobs = narrow.blobs()
+    kept = keep(narrow, plans["new"].weights)
     told["narrow second"] = train(narrow, batches["whole"], config, 2)
-    told["narrow"] = narrow.blobs()
-    again = build(plan_from(plans["narrow"], blobs))
+    told["narrow"] = keep(narrow, plans["new"].weights)
+    again = build(plan_from(plans["narrow"], kept))
     train(again, batches["whole"], config, 2)
-    told["narrow again"] = again.blobs()
+    told["narrow again"] = keep(again, plans["new"].weights)
     for name, other in others.items():
         fresh = build(plans["new"])
         told[name] = train(fresh, replace(batches["whole"], logprobs=batches["off"]), other, 1)
-        told[name + " weights"] = fresh.weights_blob()
+        told[name + " weights"] = keep(fresh, plans["new"].weights)["model.safetensors"]
     return told
 """
 
@@ -126,18 +140,18 @@ OTHERS = {
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def alone_and_together(request, make_model, tmp_path_factory):
+def alone_and_together(request, make_model, stored, tmp_path_factory):
     """What one process and what several say about the same plans and batches."""
     model, folder = make_model(), tmp_path_factory.mktemp("ranks")
     optimizer = OptimizerConfig(lr=LR, warmup_steps=0)
     new = LearnerPlan(
         model.config.to_json_string(),
-        weights_blob(model),
+        stored(model),
         optimizer,
         10,
-        critic=b"",
+        has_critic=True,
         critic_lr=LR,
-        reference=weights_blob(make_model(1)),
+        reference=stored(make_model(1)),
     )
     batches = {
         "whole": batch_of([7, 12, 5, 9, 3], 60),
@@ -152,9 +166,9 @@ def alone_and_together(request, make_model, tmp_path_factory):
     exec(LEARN, scope)
     one = new.build()
     scope["train"](one, batches["whole"], CONFIG, 1)
-    blobs = one.blobs()
-    narrow = replace(new, weights=weights_blob(make_model().bfloat16()))
-    plans = {"new": new, "resumed": scope["plan_from"](new, blobs), "narrow": narrow}
+    kept = scope["keep"](one, new.weights)
+    narrow = replace(new, weights=stored(make_model().bfloat16()))
+    plans = {"new": new, "resumed": scope["plan_from"](new, kept), "narrow": narrow}
     alone = scope["all_of"](plans, batches, CONFIG, OTHERS, lambda plan: plan.build())
     (folder / "asked").write_bytes(pickle.dumps((plans, batches, CONFIG, OTHERS)))
     (folder / "learn").write_bytes(pickle.dumps(LEARN))
@@ -188,12 +202,12 @@ def test_scores_do_not_depend_on_the_number_of_ranks(alone_and_together):
 
 def test_weights_after_an_update_are_those_of_one_process(alone_and_together):
     new, _, alone, together = alone_and_together
-    before = load_safetensors(new.weights)
+    before = new.weights.load()
     for ours, theirs in (
         (alone["blobs"][WEIGHTS], together["blobs"][WEIGHTS]),
         (alone["after"], together["after"]),
     ):
-        mine, other = load_safetensors(ours), load_safetensors(theirs)
+        mine, other = ours.load(), theirs.load()
         assert mine.keys() == other.keys() == before.keys()
         moved = torch.cat([(mine[name] - before[name]).flatten() for name in before])
         apart = torch.cat([(mine[name] - other[name]).flatten() for name in before])
@@ -206,10 +220,7 @@ def test_a_checkpoint_of_several_ranks_holds_the_optimizers_state_of_every_weigh
     alone_and_together, name
 ):
     _, _, alone, together = alone_and_together
-    assert (
-        load_safetensors(together["blobs"][name]).keys()
-        == load_safetensors(alone["blobs"][name]).keys()
-    )
+    assert together["blobs"][name].load().keys() == alone["blobs"][name].load().keys()
 
 
 @pytest.mark.parametrize("part", OTHERS)
@@ -217,8 +228,8 @@ def test_weights_after_every_recipe_and_correction_are_those_of_one_process(
     alone_and_together, part
 ):
     _, _, alone, together = alone_and_together
-    mine, other = (load_safetensors(told[f"{part} weights"]) for told in (alone, together))
-    before = load_safetensors(alone_and_together[0].weights)
+    mine, other = (told[f"{part} weights"].load() for told in (alone, together))
+    before = alone_and_together[0].weights.load()
     moved = torch.cat([(mine[name] - before[name]).flatten() for name in before])
     apart = torch.cat([(mine[name] - other[name]).flatten() for name in before])
     assert float(apart.norm()) < 1e-3 * float(moved.norm()) + 1e-9
@@ -244,11 +255,11 @@ def test_weights_in_bfloat16_have_masters_on_every_rank_and_go_on_to_the_bit(alo
     assert together["narrow first"] == pytest.approx(alone["narrow first"], rel=0.05, abs=0.02)
     assert together["narrow again"] == together["narrow"]
     for published, own in ((WEIGHTS, OPTIMIZER), (CRITIC, CRITIC_OPTIMIZER)):
-        weights, state = (load_safetensors(together["narrow"][name]) for name in (published, own))
+        weights, state = (together["narrow"][name].load() for name in (published, own))
         for name, tensor in weights.items():
             assert tensor.dtype == torch.bfloat16
             assert torch.equal(state[f"{name}:master"].bfloat16(), tensor), name
-    mine, other = (load_safetensors(told["narrow"][OPTIMIZER]) for told in (alone, together))
+    mine, other = (told["narrow"][OPTIMIZER].load() for told in (alone, together))
     apart = torch.cat(
         [(mine[name] - other[name]).flatten() for name in mine if name.endswith(":master")]
     )

@@ -9,7 +9,7 @@ from agentgym.config import ModelConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.attention import RAGGED, PackedSequences
 from agentgym.models.fidelity import differences, require_faithful
-from agentgym.models.model import load_hub, weights_blob
+from agentgym.models.model import load_hub
 
 SMALL = {
     "vocab_size": 96,
@@ -124,10 +124,10 @@ def test_a_model_that_computes_something_else_never_starts():
         require_faithful(model)
 
 
-def test_two_scores_of_one_batch_are_equal_in_a_model_with_dropout():
+def test_two_scores_of_one_batch_are_equal_in_a_model_with_dropout(stored):
     model = build(*SUPPORTED["phi"])
     learner = LearnerPlan(
-        model.config.to_json_string(), weights_blob(model), OptimizerConfig(), 1
+        model.config.to_json_string(), stored(model), OptimizerConfig(), 1
     ).build()
     sequences = torch.arange(3, 40)
     layout = PackedSequences(torch.tensor([0, 20, 37]))

@@ -1,24 +1,20 @@
 """Models and tokenizers: reproducible, portable, and refused where they do not fit."""
 
-import json
-
 import pytest
 import torch
+from safetensors.torch import save
 
 from agentgym.config import ModelConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.attention import RAGGED, PackedSequences
-from agentgym.models.checkpoint import new_checkpoint
+from agentgym.models.checkpoint import new_checkpoint, save_pretrained, stored_checkpoint
 from agentgym.models.model import (
     load_hub,
     load_weights,
-    model_from_blobs,
     new_model,
-    save_pretrained,
     tokenizer_files,
     tokenizer_from_files,
     train_tokenizer,
-    weights_blob,
     weights_of,
 )
 
@@ -29,6 +25,15 @@ SMALL = ModelConfig(
 
 def small(seed):
     return new_model(SMALL, vocab_size=300, eos_id=3, pad_id=0, seed=seed)
+
+
+def weights_blob(model):
+    return save(weights_of(model))
+
+
+def rebuilt(model, tokenizer, stored):
+    made = new_checkpoint(model, tokenizer)
+    return stored_checkpoint(made.architecture, made.tokenizer_json, stored(model)).model
 
 
 def logits_of(model, ids):
@@ -50,17 +55,17 @@ def test_a_new_model_is_a_function_of_its_seed_alone():
     assert weights_blob(small(8)) != first
 
 
-def test_making_and_rebuilding_a_model_leave_the_global_generator_alone(make_model):
+def test_making_and_rebuilding_a_model_leave_the_global_generator_alone(tokenizer, stored):
     torch.manual_seed(5)
     before = torch.get_rng_state()
     model = small(7)
-    model_from_blobs(model.config.to_json_string(), weights_blob(model))
+    rebuilt(model, tokenizer, stored)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_weights_survive_the_way_through_bytes():
+def test_weights_survive_the_way_through_a_store(tokenizer, stored):
     model = small(7)
-    again = model_from_blobs(model.config.to_json_string(), weights_blob(model))
+    again = rebuilt(model, tokenizer, stored)
     assert weights_blob(again) == weights_blob(model)
     assert torch.equal(logits_of(again, [5, 6, 7]), logits_of(model, [5, 6, 7]))
     assert again.get_output_embeddings().weight is again.get_input_embeddings().weight  # still tied
@@ -83,17 +88,11 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing():
     assert weights_blob(model) == before
 
 
-def test_a_saved_folder_is_an_ordinary_hugging_face_model(tmp_path, make_model, tokenizer):
+def test_a_saved_folder_is_an_ordinary_hugging_face_model(tmp_path, make_model, tokenizer, keep):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     checkpoint = new_checkpoint(make_model(), tokenizer)
-    files = json.loads(checkpoint.tokenizer_json)
-    save_pretrained(
-        tmp_path / "m",
-        architecture=checkpoint.architecture,
-        weights=weights_blob(checkpoint.model),
-        tokenizer=files,
-    )
+    save_pretrained(tmp_path / "m", *keep(checkpoint.snapshot(), checkpoint.files()))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="sdpa").eval()
     ids = [5, 6, 7, 80]
     with torch.no_grad():
@@ -111,28 +110,25 @@ def test_a_saved_folder_is_an_ordinary_hugging_face_model(tmp_path, make_model, 
     assert loaded("turn left 2")["input_ids"] == tokenizer("turn left 2")["input_ids"]
 
 
-def test_a_local_folder_loads_like_a_hub_repository(tmp_path, make_model, tokenizer):
+def test_a_local_folder_loads_like_a_hub_repository(tmp_path, make_model, tokenizer, keep):
     source = make_model()
-    save_pretrained(
-        tmp_path,
-        architecture=source.config.to_json_string(),
-        weights=weights_blob(source),
-        tokenizer=tokenizer_files(tokenizer),
-    )
+    made = new_checkpoint(source, tokenizer)
+    save_pretrained(tmp_path, *keep(made.snapshot(), made.files()))
     model, loaded = load_hub(ModelConfig(source="hub", name=str(tmp_path)))
     assert torch.equal(logits_of(model, [5, 6, 7]), logits_of(source, [5, 6, 7]))
     assert weights_blob(model) == weights_blob(source)
     new_checkpoint(model, loaded)  # its chat template is usable
 
 
-def test_the_learners_weights_share_no_memory_with_the_engines(make_model, tokenizer):
+def test_the_learners_weights_share_no_memory_with_the_engines(make_model, tokenizer, stored):
     checkpoint = new_checkpoint(make_model(), tokenizer)
     before = weights_blob(checkpoint.model)
-    learner = LearnerPlan(checkpoint.architecture, before, OptimizerConfig(), 1).build()
-    assert learner.weights_blob() == before
+    weights = stored(checkpoint.model)
+    learner = LearnerPlan(checkpoint.architecture, weights, OptimizerConfig(), 1).build()
+    assert weights_blob(learner.model) == before
     with torch.no_grad():
         next(learner.model.parameters()).add_(1)
-    assert weights_blob(checkpoint.model) == before != learner.weights_blob()
+    assert weights_blob(checkpoint.model) == before != weights_blob(learner.model)
 
 
 def test_a_tokenizer_survives_the_way_through_text(tokenizer):

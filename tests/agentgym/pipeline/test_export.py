@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from agentgym.cli import main
 from agentgym.config import load_config
-from agentgym.models import model
+from agentgym.models import checkpoint
 from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
 from agentgym.pipeline.export import export
 from agentgym.pipeline.table import finished, open_store
@@ -48,7 +48,7 @@ def test_the_best_commit_can_be_exported_where_it_was_kept(params, tmp_path, cap
 
 
 def test_large_weights_are_written_in_several_files(params, tmp_path, monkeypatch):
-    monkeypatch.setattr(model, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 50_000)
     cfg = load_config(params)
     export(cfg, "stage-2", tmp_path / "model")
     index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from agentgym.config import load_config
+from agentgym.models.tensorfiles import Snapshot
 from agentgym.records import TRAJECTORIES
 from agentgym.steps.context import METRICS, NoProgress, StepContext, scores
 from agentgym.steps.step import Kind, Step
@@ -103,12 +104,23 @@ def test_time_adds_up_over_commits_and_older_weights_go(opened):
         context.read(told[0], "weights")
 
 
+class Held:
+    """Content of a file of weights."""
+
+    def __init__(self, data):
+        self.data, self.size = data, len(data)
+
+    def pieces(self):
+        yield memoryview(self.data)
+
+
 def take(context, step, last, weights=None):
     return context.step_taken(
         step,
         done=step == last,
         state={"global_step": step},
-        content=lambda: {"weights": weights or b"%d" % step},
+        files={"config.json": b"{}"},
+        snapshot=lambda: Snapshot({"weights": Held(weights or b"%d" % step)}),
         points=[Point(step, 1000 + step, {"loss": 0.5})],
     )
 
@@ -193,7 +205,8 @@ def test_the_commit_that_did_best_in_validation_keeps_its_weights(opening):
             step,
             done=False,
             state={"global_step": step},
-            content=lambda: {"weights": b"%d" % step},
+            files={},
+            snapshot=lambda: Snapshot({"weights": Held(b"%d" % step)}),
             points=[Point(step, 1000 + step, {"validation/success": score} if score else {})],
         )
 

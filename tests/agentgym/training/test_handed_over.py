@@ -8,14 +8,14 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from agentgym.config import ConfigError, ModelConfig
+from agentgym.models.architecture import read_architecture
 from agentgym.models.attention import RAGGED
+from agentgym.models.checkpoint import ARCHITECTURE, new_checkpoint, save_pretrained
 from agentgym.models.model import (
     load_hub,
-    read_architecture,
-    save_pretrained,
     tokenizer_files,
     tokenizer_from_files,
-    weights_blob,
+    write_tokenizer,
 )
 
 NAMING_CODE = {
@@ -34,17 +34,13 @@ class Evil:
 
 
 @pytest.fixture
-def folder(tmp_path, make_model, tokenizer, monkeypatch):
+def folder(tmp_path, make_model, tokenizer, keep, monkeypatch):
     monkeypatch.delattr(sys, "evil", raising=False)
     model = make_model()
     architecture = {**model.config.to_dict(), **NAMING_CODE}
-    files = tokenizer_files(tokenizer)
-    save_pretrained(
-        tmp_path,
-        architecture=json.dumps(architecture),
-        weights=weights_blob(model),
-        tokenizer=files,
-    )
+    made = new_checkpoint(model, tokenizer)
+    files = {**made.files(), ARCHITECTURE: json.dumps(architecture).encode()}
+    save_pretrained(tmp_path, *keep(made.snapshot(), files))
     declared = json.loads((tmp_path / "tokenizer_config.json").read_text())
     declared["auto_map"] = {"AutoTokenizer": ["evil.Tokenizer", None]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
@@ -135,9 +131,6 @@ def test_pickled_weights_are_refused_by_name(folder, name):
 )
 def test_a_tokenizers_files_have_known_names(tokenizer, tmp_path, name):
     files = {**tokenizer_files(tokenizer), name: "{}"}
-    for use in (
-        tokenizer_from_files,
-        lambda files: save_pretrained(tmp_path, architecture="{}", weights=b"", tokenizer=files),
-    ):
+    for use in (tokenizer_from_files, lambda files: write_tokenizer(tmp_path, files)):
         with pytest.raises(ValueError, match="a tokenizer has no file"):
             use(files)

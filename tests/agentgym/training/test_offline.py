@@ -23,6 +23,7 @@ from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories
 from agentgym.rollouts.horizon import stages
+from agentgym.steps.context import StepContext
 from agentgym.store.keys import package_folders, source_files
 from agentgym.store.manifest import Blob, Manifest, encode_commit
 from agentgym.training import offline
@@ -375,12 +376,11 @@ class Context:
         self.parents = finished(cfg, self.store)
         self.start = self.parents["warm-start"]
 
-    def read(self, manifest, name):
-        return self.store.read(manifest, name)
+    read, tensors, tensors_of = StepContext.read, StepContext.tensors, StepContext.tensors_of
 
 
 def test_only_self_training_begins_anew_in_every_stage_and_only_imitation_keeps_its_optimizer(
-    begin,
+    begin, content
 ):
     params = begin("learners")
     # as the run that trained stage-1
@@ -400,7 +400,7 @@ def test_only_self_training_begins_anew_in_every_stage_and_only_imitation_keeps_
         assert all(
             torch.equal(tensor, expected[name]) for name, tensor in weights_of(made.model).items()
         ), recipe
-        assert (made.blobs()[OPTIMIZER] == context.read(trained, OPTIMIZER)) is (recipe == "sft")
+        assert (content(made)[OPTIMIZER] == context.read(trained, OPTIMIZER)) is (recipe == "sft")
         resumed = offline._plan_learner(
             context,
             stages(context.cfg.horizon)[1],
@@ -408,7 +408,7 @@ def test_only_self_training_begins_anew_in_every_stage_and_only_imitation_keeps_
             trained,
             load_checkpoint(context.store, trained),
         ).build()
-        assert resumed.blobs()[OPTIMIZER] == context.read(trained, OPTIMIZER)
+        assert content(resumed)[OPTIMIZER] == context.read(trained, OPTIMIZER)
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_a_stage_that_was_trained_without_the_critic_is_named(begin):
     start = finished(cfg, store)["stage-1"]
 
     class Context:
-        pass
+        tensors_of = StepContext.tensors_of
 
     context = Context()
     context.cfg = begin(algorithm={"recipe": "ppo"})

@@ -1,0 +1,313 @@
+"""What one process of several holds and waits for, where a large model is built, committed and
+resumed: `python benchmarks/checkpoints.py [--out FILE]`.
+
+A model of 0.5 billion parameters is made on the spot and trained for an optimizer step by one
+process and by two (gloo). Memory is the anonymous part of each process above what it had before the
+model, at its peak in each phase; time is compared with a copy of as many bytes on the same disk.
+The page cache is emptied before a resume and before the copy, where that is allowed.
+Writes docs/results/checkpoints.json; fails above the limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pipeline import ROOT, machine
+
+from agentgym.algorithms.batch import Batch
+from agentgym.config import OptimizerConfig
+from agentgym.learner.learner import LocalLearner
+from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.process_group import ProcessGroup, SingleProcess
+from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS
+from agentgym.models.empty import empty_model
+from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
+from agentgym.store.manifest import Blob, Manifest
+from agentgym.store.place import StorePlace
+
+LARGE = {  # of Qwen2.5-0.5B
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 24,
+    "vocab_size": 151936,
+}
+MEMORY_LIMIT, TIME_LIMIT = 0.65, 1.5
+PHASES = ("build", "commit", "resume")
+STEP, KEY = "stage-1", "c" * 64
+SAMPLE_S = 0.002
+COPY_BYTES = 16 << 20
+LIMIT_S = 1800.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/checkpoints.json")
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+        result = compared(Path(folder), LARGE)
+    result = {"machine": machine(), "command": " ".join(["python", *sys.argv]), **result}
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+    within = [
+        *(each <= MEMORY_LIMIT for each in result["memory_of_two_to_one"].values()),
+        *(each <= TIME_LIMIT for row in result["ranks"] for each in row["time_to_copy"].values()),
+    ]
+    return 0 if all(within) else 1
+
+
+def compared(folder: Path, size: dict[str, int]) -> dict[str, Any]:
+    """Both numbers of processes, one after the other, on a model of this size."""
+    architecture = json.dumps(
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 4096,
+            **size,
+        }
+    )
+    place = StorePlace(str(folder / "store"), 30.0)
+    weights = made(place, architecture)
+    rows = []
+    for num_ranks in (1, 2):
+        first = ranks(folder / f"first-{num_ranks}", num_ranks, architecture, weights, {})
+        kept = {name: blob for each in first for name, blob in each["blobs"].items()}
+        num_bytes = sum(blob["size"] for blob in kept.values())
+        forget_cache()
+        again = ranks(folder / f"again-{num_ranks}", num_ranks, architecture, None, kept)
+        forget_cache()
+        copy_s = copied(folder, place, kept)
+        peaks = {
+            "build": [each["build_mib"] for each in first],
+            "commit": [each["commit_mib"] for each in first],
+            "resume": [each["build_mib"] for each in again],
+        }
+        seconds = {
+            "commit": max(each["commit_s"] for each in first),
+            "resume": max(each["build_s"] for each in again),
+        }
+        rows.append(
+            {
+                "ranks": num_ranks,
+                "bytes": num_bytes,
+                "anonymous_mib_above_idle": peaks,
+                "seconds": {**seconds, "copy": round(copy_s, 2)},
+                "time_to_copy": {name: round(s / copy_s, 2) for name, s in seconds.items()},
+            }
+        )
+        for blob in kept.values():
+            (Path(place.root) / folder_of() / "blobs" / blob["digest"]).unlink(missing_ok=True)
+    one, two = rows
+    return {
+        "num_parameters": sum(each.numel() for each in empty(architecture).parameters()),
+        "ranks": rows,
+        "memory_of_two_to_one": {
+            phase: round(
+                max(two["anonymous_mib_above_idle"][phase])
+                / max(one["anonymous_mib_above_idle"][phase]),
+                3,
+            )
+            for phase in PHASES
+        },
+    }
+
+
+def empty(architecture: str) -> Any:
+    return empty_model(architecture, torch.float32)
+
+
+def folder_of() -> str:
+    return f"steps/{STEP}-{KEY[:16]}"
+
+
+def made(place: StorePlace, architecture: str) -> dict[str, Any]:
+    """Drawn weights, stored. Result: their blobs."""
+    with place.open().open(STEP, KEY):
+        pass  # makes the folder
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(each.shape, generator=generator).mul_(0.02)
+        if each.ndim > 1
+        else torch.ones(each.shape)
+        for name, each in empty(architecture).named_parameters()
+    }
+    written = Snapshot({WEIGHTS: TensorFile.of(tensors)}).write(place, STEP, KEY)
+    return {name: blob.model_dump() for name, blob in written.items()}
+
+
+def ranks(
+    folder: Path,
+    size: int,
+    architecture: str,
+    weights: dict[str, Any] | None,
+    kept: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """What each process tells of a step from these weights, or of a resume from what was kept."""
+    folder.mkdir()
+    asked = {
+        "root": str(folder.parent / "store"),
+        "architecture": architecture,
+        "blobs": kept if weights is None else weights,
+        "resumes": weights is None,
+    }
+    (folder / "asked.json").write_text(json.dumps(asked))
+    processes = [
+        subprocess.Popen([sys.executable, __file__, "--rank", str(folder), str(rank), str(size)])
+        for rank in range(size)
+    ]
+    try:
+        codes = [process.wait(LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        raise RuntimeError(f"processes ended with codes {codes}")
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(size)]
+
+
+def rank_main(folder: Path, rank: int, size: int) -> None:
+    torch.set_num_threads(1)
+    asked = json.loads((folder / "asked.json").read_text())
+    manifest = Manifest(
+        step=STEP,
+        key=KEY,
+        seq=0,
+        done=False,
+        parents={},
+        config={},
+        state={},
+        blobs={name: Blob(**blob) for name, blob in asked["blobs"].items()},
+        results={},
+    )
+    place = StorePlace(asked["root"], 30.0)
+    store = place.open()
+    states = {OPTIMIZER: StoredTensors.of(store, manifest, OPTIMIZER)} if asked["resumes"] else {}
+    plan = LearnerPlan(
+        asked["architecture"],
+        StoredTensors.of(store, manifest, WEIGHTS),
+        OptimizerConfig(lr=1e-5, warmup_steps=0),
+        10,
+        optimizer_states=states,
+    )
+    told: dict[str, Any] = {}
+    group = joined(folder, rank, size)
+    # what is loaded at the first use is no part of a model
+    LocalLearner(empty(SMALL), plan.optimizer, total_steps=1, ranks=group).snapshot()
+    with measured(told, "build"):
+        learner = plan.build(group)
+    if not asked["resumes"]:
+        learner.sft_step(batch(), step=1)
+        with measured(told, "commit"):
+            written = learner.snapshot().write(place, STEP, KEY)
+        told["blobs"] = {name: blob.model_dump() for name, blob in written.items()}
+    (folder / f"told-{rank}.json").write_text(json.dumps(told))
+    if size > 1:
+        dist.destroy_process_group()
+
+
+SMALL = json.dumps(
+    {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+        "vocab_size": 16,
+    }
+)
+
+
+def joined(folder: Path, rank: int, size: int) -> ProcessGroup:
+    if size == 1:
+        return SingleProcess()
+    from agentgym.learner.sharded import Sharded
+
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    return Sharded(torch.device("cpu"))
+
+
+def batch() -> Batch:
+    """Two short sequences: the step is there for the optimizer's state."""
+    starts = torch.tensor([0, 8, 16])
+    mask = torch.ones(16, dtype=torch.bool)
+    mask[starts[:-1]] = False
+    zeros, groups = torch.zeros(16), torch.arange(2)
+    return Batch(torch.arange(16), starts, mask, zeros, zeros, groups, groups.bool(), 1.0)
+
+
+@contextlib.contextmanager
+def measured(told: dict[str, Any], phase: str) -> Iterator[None]:
+    """Seconds of the block, and the peak of anonymous memory above what was there at the first."""
+    told.setdefault("idle_kib", anonymous_kib())
+    peak, over = [anonymous_kib()], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(SAMPLE_S):
+            peak[0] = max(peak[0], anonymous_kib())
+
+    watcher, began = threading.Thread(target=watch), time.perf_counter()
+    watcher.start()
+    try:
+        yield
+    finally:
+        told[f"{phase}_s"] = round(time.perf_counter() - began, 2)
+        over.set()
+        watcher.join()
+        told[f"{phase}_mib"] = round((peak[0] - told["idle_kib"]) / 1024)
+
+
+def anonymous_kib() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1])
+    raise RuntimeError("no RssAnon in /proc/self/status")
+
+
+def forget_cache() -> None:
+    os.sync()
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("3\n")
+
+
+def copied(folder: Path, place: StorePlace, kept: dict[str, Any]) -> float:
+    """Seconds that the disk needs to copy these files and make the copies durable."""
+    target = folder / "copy"
+    target.mkdir()
+    began = time.perf_counter()
+    for blob in kept.values():
+        source = Path(place.root) / folder_of() / "blobs" / blob["digest"]
+        with source.open("rb") as read, (target / blob["digest"]).open("wb") as write:
+            shutil.copyfileobj(read, write, COPY_BYTES)
+            write.flush()
+            os.fsync(write.fileno())
+    seconds = time.perf_counter() - began
+    shutil.rmtree(target)
+    return seconds
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+        sys.exit()
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""What two processes stored goes on in one, three and four as it would have in two."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from agentgym.algorithms.batch import Batch
+from agentgym.config import OptimizerConfig, algorithm_config
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
+from agentgym.models.tensorfiles import StoredTensors
+
+pytestmark = pytest.mark.integration
+
+KINDS = (WEIGHTS, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER)
+CONFIG = algorithm_config(
+    recipe="ppo", minibatches=2, max_mismatch_kl=1.0, critic_warmup_steps=0, epochs=1
+)
+# after two updates a commit, after three more the end; what a rank stores is one file of each kind
+RANK = """
+import datetime, pickle, sys
+import torch, torch.distributed as dist
+from agentgym.algorithms.advantages import with_advantages
+from agentgym.learner.sharded import Sharded
+from agentgym.models.model import set_threads
+
+folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+set_threads()
+wait = datetime.timedelta(seconds=120)
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, \
+world_size=size, timeout=wait)
+plan, batch, config, steps = pickle.load(open(folder + "/asked", "rb"))
+learner, told = plan.build(Sharded(torch.device("cpu"))), {"metrics": []}
+place, made = plan.weights.place, plan.weights.manifest
+
+def keep():
+    parts = [None] * size
+    dist.all_gather_object(parts, learner.snapshot().write(place, made.step, made.key))
+    return {name: blob for part in parts for name, blob in part.items()}
+
+told["begun"] = keep()
+for step in steps:
+    scored = learner.score(batch)
+    batch.logprobs.copy_(scored)
+    experience = with_advantages(learner.prepare(batch, config, step=step), config)
+    told["metrics"].append(learner.update(experience, config, step=step, seed=0))
+    if step == 2:
+        told["kept"] = keep()
+told["ended"] = keep()
+if rank == 0:
+    pickle.dump(told, open(folder + "/told", "wb"))
+dist.destroy_process_group()
+"""
+
+
+def batch_of(lengths, vocabulary):
+    generator = torch.Generator().manual_seed(3)
+    starts = torch.cumsum(torch.tensor([0, *lengths]), 0)
+    mask = torch.rand(int(starts[-1]), generator=generator) < 0.5
+    mask[starts[:-1]], mask[starts[1:] - 1] = False, True
+    rewards = torch.zeros(len(mask))
+    rewards[starts[1:] - 1] = torch.randn(len(lengths), generator=generator)
+    ids = torch.randint(vocabulary, (len(mask),), generator=generator)
+    sequences = torch.arange(len(lengths))
+    return Batch(
+        ids, starts, mask, rewards, torch.zeros(len(mask)), sequences // 2, sequences % 2 == 1, 1.0
+    )
+
+
+def together(folder, size, plan, steps):
+    """What so many processes tell of these optimizer steps."""
+    folder.mkdir()
+    asked = (plan, batch_of([7, 12, 5, 9, 3, 8], 60), CONFIG, steps)
+    (folder / "asked").write_bytes(pickle.dumps(asked))
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(rank), str(size)])
+        for rank in range(size)
+    ]
+    try:
+        assert [rank.wait(240) for rank in ranks] == [0] * size
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return pickle.loads((folder / "told").read_bytes())
+
+
+def tensors(plan, blobs):
+    """{kind: {name: whole tensor}}"""
+    weights = plan.weights
+    manifest = weights.manifest.model_copy(update={"blobs": blobs})
+    return {kind: StoredTensors.of(weights.store, manifest, kind).load() for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def two(make_model, stored, tmp_path_factory):
+    """(plan, what two processes told of five steps, where to work)"""
+    model, folder = make_model(), tmp_path_factory.mktemp("two")
+    optimizer = OptimizerConfig(lr=1e-4, warmup_steps=0)
+    plan = LearnerPlan(
+        model.config.to_json_string(), stored(model), optimizer, 10, has_critic=True, critic_lr=1e-4
+    )
+    return plan, together(folder / "2", 2, plan, [1, 2, 3, 4, 5]), folder
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_commit_of_two_ranks_goes_on_at_another_number_of_them(two, size):
+    plan, told, folder = two
+    manifest = plan.weights.manifest.model_copy(update={"blobs": told["kept"]})
+    assert len(told["kept"]) == 2 * len(KINDS)
+    held = {kind: StoredTensors.of(plan.weights.store, manifest, kind) for kind in KINDS}
+    resumed = LearnerPlan(
+        plan.architecture,
+        held[WEIGHTS],
+        plan.optimizer,
+        10,
+        has_critic=True,
+        critic=held[CRITIC],
+        critic_lr=1e-4,
+        optimizer_states={kind: held[kind] for kind in (OPTIMIZER, CRITIC_OPTIMIZER)},
+    )
+    again = together(folder / str(size), size, resumed, [3, 4, 5])
+    # to the bit before anything is learned; a file of each kind from each process
+    assert len(again["begun"]) == size * len(KINDS)
+    kept, begun = tensors(plan, told["kept"]), tensors(plan, again["begun"])
+    for kind in KINDS:
+        assert kept[kind].keys() == begun[kind].keys()
+        for name, tensor in kept[kind].items():
+            assert torch.equal(tensor, begun[kind][name]), name
+    ours, theirs = tensors(plan, again["ended"]), tensors(plan, told["ended"])
+    moved = 0.0
+    for kind in KINDS:
+        for name, tensor in theirs[kind].items():
+            # a key's bias changes no softmax: its gradient is rounding, of which Adam makes steps
+            limit = 1e-5 if "k_proj.bias" in name else 1e-6
+            assert torch.allclose(ours[kind][name], tensor, atol=limit, rtol=1e-6), name
+            moved = max(moved, float((tensor - kept[kind][name]).abs().max()))
+    assert moved > 1e-4
+    for after, before in zip(again["metrics"], told["metrics"][2:], strict=True):
+        assert after == pytest.approx(before, rel=1e-4, abs=1e-6)

@@ -1,0 +1,31 @@
+"""A store is opened where a process is sent."""
+
+import pickle
+
+import pytest
+
+from agentgym.models.tensorfiles import Snapshot
+from agentgym.store.place import StoreNotHere, StorePlace
+from agentgym.store.posix import posix_store
+
+
+def test_a_place_travels_and_opens_the_same_store(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = posix_store("store", lease_ttl_s=7.0)
+    with store.open("prepare", "a" * 64):
+        place = pickle.loads(pickle.dumps(StorePlace.of(store)))
+    monkeypatch.chdir("/")  # as another process may be elsewhere
+    assert place == StorePlace(str(tmp_path / "store"), 7.0)
+    assert place.visit().root == str(tmp_path / "store")
+
+
+def test_a_folder_that_another_machine_does_not_see_is_named(tmp_path):
+    place = StorePlace(str(tmp_path / "elsewhere"), 7.0)
+    with pytest.raises(StoreNotHere, match=r"elsewhere is not on .*; every node of the cluster"):
+        Snapshot({}).write(place, "stage-1", "a" * 64)
+    assert place.open().heads() == []  # who makes a store may do so
+
+
+def test_a_store_on_s3_is_a_place_too():
+    place = StorePlace("s3://bucket/prefix", 7.0)
+    assert StorePlace.of(place.visit()) == place
