@@ -53,9 +53,7 @@ Dataset = Sequence[tuple[Trajectory, ...]]
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
-    """Explore where the recipe does, then train to the stage's last optimizer step; goes on
-    from the last commit.
-    """
+    """Explore where the recipe does, then train to the stage's last step; from its last commit."""
     set_threads()
     cfg = ctx.cfg
     start = ctx.checkpoint
