@@ -38,10 +38,12 @@ from chaos_project import (
     Trial,
 )
 
+from agentgym.store.manifest import decode_commit
+
 FLOW = ("-m", "flows.pipeline")
 STAGE = ("-m", "agentgym", "step", "stage-1")
 OURS = ("agentgym", "flows.pipeline")  # whose last line says what failed
-SHORT = ("flow", "step", "environment", "two-learners")
+SHORT = ("flow", "step", "environment", "two-learners", "damaged")
 
 
 @dataclass
@@ -55,6 +57,9 @@ class Scene:
     chance: random.Random
     trial: Trial
     mend: Callable[[], None] = lambda: None  # what an operator does once the command has ended
+
+
+Victims = Callable[[Project, "subprocess.Popen[bytes]"], list[psutil.Process]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Kind:
     name: str
     what: str  # for the table
     setting: Setting
-    victims: Callable[[Project, subprocess.Popen[bytes]], list[psutil.Process]]
+    victims: Victims
     strike: Callable[[Scene, list[psutil.Process]], None]
     codes: tuple[int, ...]  # the first command may end so
 
@@ -114,7 +119,7 @@ def send(number: signal.Signals) -> Callable[[Scene, list[psutil.Process]], None
     return strike
 
 
-def matching(pattern: str) -> Callable[[Project, subprocess.Popen[bytes]], list[psutil.Process]]:
+def matching(pattern: str) -> Victims:
     """Every process of the project whose command line has it."""
     return lambda project, _: project.processes(pattern)
 
@@ -173,6 +178,70 @@ def collect_beside(scene: Scene, _: list[psutil.Process]) -> None:
     rules = ("--set", "store.gc_keep_days=0", "--set", "store.gc_keep_runs=0")
     told = json.loads(scene.project.must(*words, *rules))
     scene.trial.notes.append(f"{told['collected']} of {told['steps']} steps were collected")
+
+
+def collect_and_be_killed(scene: Scene, victims: list[psutil.Process]) -> None:
+    """A collection beside the flow that does not get to its end; a second one finishes it."""
+    words = ("-m", "agentgym", "gc", "--remove", "--set", "seed=77")
+    rules = ("--set", "store.gc_keep_days=0", "--set", "store.gc_keep_runs=0")
+    collecting = scene.project.start((*words, *rules), scene.project.scratch / "gc.log")
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        collecting.wait(scene.chance.uniform(3.0, 8.0))
+    collecting.kill()
+    scene.trial.notes.append(f"the collection ended with {collecting.wait()}")
+    collect_beside(scene, victims)
+
+
+def writing(folder: str, pattern: str) -> Victims:
+    """The processes that match, while something of stage 1 is on its way into that folder."""
+
+    def victims(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+        if not any(project.state.glob(f"store/steps/stage-1-*/{folder}/.tmp-*")):
+            return []
+        return project.processes(pattern) if pattern else the_command(project, process)
+
+    return victims
+
+
+def twice_committed(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process that was started, once the stage has a commit and the one before."""
+    made = len(list(project.state.glob("store/steps/stage-1-*/manifests/*.json")))
+    return the_command(project, process) if made > 1 else []
+
+
+def damage_shard(scene: Scene, victims: list[psutil.Process]) -> None:
+    """The run is killed, and a byte of what its newest commit names is another one."""
+    send(signal.SIGKILL)(scene, victims)
+
+    def mend() -> None:
+        folder = next(scene.project.state.glob("store/steps/stage-1-*"))
+        newest = decode_commit(max(folder.glob("manifests/*.json")).read_bytes())[-1]
+        name = scene.chance.choice([each for each in newest.blobs if "safetensors" in each])
+        path = folder / "blobs" / newest.blobs[name].digest
+        data = bytearray(path.read_bytes())
+        data[scene.chance.randrange(len(data))] ^= 1
+        path.write_bytes(data)
+        scene.trial.notes.append(f"{name} of commit {newest.seq} was damaged")
+
+    scene.mend = mend
+
+
+def lose_object(scene: Scene, victims: list[psutil.Process]) -> None:
+    """The run is killed, and the bucket no longer has a file of its newest commit."""
+    send(signal.SIGKILL)(scene, victims)
+
+    def mend() -> None:
+        server: S3Server = scene.project.server
+        prefix = server.stage()
+        name, commit = server.newest(prefix)
+        newest = decode_commit(commit)[-1]
+        lost = scene.chance.choice([each for each in newest.blobs if "safetensors" in each])
+        server.client.delete_object(
+            Bucket=server.bucket, Key=f"{prefix}blobs/{newest.blobs[lost].digest}"
+        )
+        scene.trial.notes.append(f"{lost} of commit {newest.seq} ({name}) was lost")
+
+    scene.mend = mend
 
 
 def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
@@ -293,6 +362,101 @@ def services(project: Project) -> Iterator[tuple[str, ...]]:
         yield ()
     finally:
         project.must("-m", "services", "down")
+
+
+SLOW_DISK = """
+import os, time
+fsync = os.fsync
+def slowly(handle):
+    time.sleep(0.2)
+    fsync(handle)
+os.fsync = slowly
+"""
+
+
+@contextlib.contextmanager
+def slow_disk(project: Project) -> Iterator[tuple[str, ...]]:
+    """A disk that takes its time to make a file durable, in every process of the project."""
+    folder = project.scratch / "slow"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(SLOW_DISK)
+    before = project.environment["PYTHONPATH"]
+    project.environment["PYTHONPATH"] = f"{folder}{os.pathsep}{before}"
+    try:
+        yield ()
+    finally:
+        project.environment["PYTHONPATH"] = before
+
+
+@dataclass
+class S3Server:
+    """A bucket of its own, in moto."""
+
+    bucket: str
+    client: Any
+
+    def stage(self) -> str:
+        """Where stage 1 is; empty while it is not there."""
+        found = self.client.list_objects_v2(Bucket=self.bucket, Prefix="run/steps/stage-1-")
+        keys = [row["Key"] for row in found.get("Contents", ())]
+        return "/".join(keys[0].split("/")[:3]) + "/" if keys else ""
+
+    def newest(self, prefix: str) -> tuple[str, bytes]:
+        """Name and content of the newest commit's file."""
+        found = self.client.list_objects_v2(Bucket=self.bucket, Prefix=f"{prefix}manifests/")
+        key = max(row["Key"] for row in found.get("Contents", ()))
+        return key, self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
+
+
+@contextlib.contextmanager
+def s3_server(project: Project) -> Iterator[tuple[str, ...]]:
+    import boto3
+
+    port = project.scratch / f"s3-{secrets.token_hex(4)}"
+    process = project.start(("tests/s3_server.py", str(port)), project.scratch / "s3.log")
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not port.exists():
+        if time.monotonic() > deadline or process.poll() is not None:
+            raise RuntimeError(f"no S3 server\n{(project.scratch / 's3.log').read_text()[-2000:]}")
+        time.sleep(POLL_S)
+    (project.home / "aws").touch()  # nobody's own settings
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port.read_text()}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": str(project.home / "aws"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(project.home / "aws"),
+    }
+    client = boto3.client(
+        "s3",
+        endpoint_url=settings["AWS_ENDPOINT_URL"],
+        aws_access_key_id="test",
+        aws_secret_access_key="test",  # noqa: S106 - of a server on loopback
+        region_name="us-east-1",
+    )
+    client.create_bucket(Bucket="chaos")
+    project.server = S3Server("chaos", client)
+    project.environment |= settings
+    try:
+        yield ("store.uri=s3://chaos/run",)
+    finally:
+        for name in settings:
+            del project.environment[name]
+        process.kill()
+        process.wait()
+
+
+def twice_committed_on_s3(
+    project: Project, process: subprocess.Popen[bytes]
+) -> list[psutil.Process]:
+    """As `twice_committed`."""
+    server: S3Server = project.server
+    prefix = server.stage()
+    if not prefix:
+        return []
+    found = server.client.list_objects_v2(Bucket=server.bucket, Prefix=f"{prefix}manifests/")
+    return the_command(project, process) if len(found.get("Contents", ())) > 1 else []
 
 
 RAY_CLUSTER = """
@@ -520,6 +684,14 @@ RAY_JOB = Setting(
     is_ray=True,
     stays=".",
 )
+TWO_RANKS = Setting(
+    (*STAGE, "--set", "ray.num_ranks=2", *ON_RAY, "compute=ray"),
+    prepared=True,
+    around=slow_disk,
+    missing=no_ray,
+    is_ray=True,
+)
+ON_S3 = Setting((*STAGE, "--with-parents"), around=s3_server, stays=r"s3_server")
 WORKER, RUN = r"-m services\.supervisor worker", r"-m prefect\.engine"
 KILLED, BROKEN = (-signal.SIGKILL,), (0, 1)
 INTERRUPTED = (130, -signal.SIGTERM, -signal.SIGINT)  # in order; before Python had its handlers
@@ -632,6 +804,46 @@ KINDS = {
             the_command,
             collect_beside,
             (0,),
+        ),
+        Kind(
+            "gc-killed",
+            "`agentgym gc --remove` beside the flow, SIGKILL in the middle, and once more",
+            WHOLE,
+            the_command,
+            collect_and_be_killed,
+            (0,),
+        ),
+        Kind(
+            "shard",
+            "rank of two that writes its shard, SIGKILL",
+            TWO_RANKS,
+            writing("blobs", r"^ray::LearnerRank"),
+            kill_one,
+            BROKEN,
+        ),
+        Kind(
+            "manifest",
+            "step process between shards and manifest, SIGKILL",
+            TWO_RANKS,
+            writing("manifests", ""),
+            send(signal.SIGKILL),
+            KILLED,
+        ),
+        Kind(
+            "damaged",
+            "step process, SIGKILL; then a byte of the newest commit's weights or optimizer",
+            STEP,
+            twice_committed,
+            damage_shard,
+            KILLED,
+        ),
+        Kind(
+            "s3-lost",
+            "step process on S3, SIGKILL; then a file of the newest commit is gone",
+            ON_S3,
+            twice_committed_on_s3,
+            lose_object,
+            KILLED,
         ),
         Kind(
             "two-learners",

@@ -24,6 +24,7 @@ from agentgym.models.model import set_threads
 from agentgym.pipeline.plan import plan
 from agentgym.pipeline.table import open_store, run_key
 from agentgym.steps.context import NoProgress, Progress
+from agentgym.tracking.deliver import delivered_steps
 
 __all__ = ["CHECKS", "AuditReport", "Check", "audit"]
 
@@ -140,9 +141,7 @@ def audit(
 
 
 def _existing(cfg: RunConfig) -> str:
-    runs = sorted(
-        {f"r{path.name[:12]}" for path in (cfg.state_dir / "delivered").glob("*") if path.is_dir()}
-    )
+    runs = [f"r{key[:12]}" for key in delivered_steps(cfg)]
     known = f"known under {cfg.state_dir}: {', '.join(runs) or 'no run'}"
     other = next((f"{each.name}: {each.why}" for each in plan(cfg) if "is gone" in each.why), "")
     return (

@@ -23,6 +23,13 @@ def add(commands: Commands) -> None:
     export = commands.add(
         "export", _export, "a step's weights as an ordinary Hugging Face model folder"
     )
+    export.add_argument(
+        "of_run",
+        metavar="run",
+        nargs="?",
+        default="",
+        help="r... of a run of this folder; default: the configured",
+    )
     export.add_argument("step", help="its newest commit is taken, for example stage-3")
     export.add_argument("folder", type=Path, help="must not exist yet")
     export.add_argument(
@@ -74,6 +81,8 @@ def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _export(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.export import export
 
-    manifest = export(cfg, arguments.step, arguments.folder, best=arguments.best)
+    manifest = export(
+        cfg, arguments.step, arguments.folder, run=arguments.of_run, best=arguments.best
+    )
     say(f"{arguments.folder}: {manifest.step} commit {manifest.seq}, digest {manifest.digest[:12]}")
     return 0

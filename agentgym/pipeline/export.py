@@ -9,27 +9,29 @@ from agentgym.models.checkpoint import has_weights, save_pretrained
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.steps.context import scores
 from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import RunStore
+from agentgym.tracking.deliver import delivered_steps
 
 
-def export(cfg: RunConfig, name: str, folder: Path, *, best: bool = False) -> Manifest:
-    """Write the newest commit of this configuration's step to `folder`, in files that
-    transformers, vLLM and others load; large weights in several, as their index says.
+def export(
+    cfg: RunConfig, name: str, folder: Path, *, run: str = "", best: bool = False
+) -> Manifest:
+    """Write the newest commit of a step to `folder`, in files that transformers, vLLM and others
+    load; large weights in several, as their index says.
 
+    run: one that was started with this state folder, for example r3d1c27a5b9e0 or its beginning;
+    empty: the configured one.
     best: the commit that did best in validation, the first of several, in place of the newest.
     Result: the commit. Errors: ConfigError where there is none with weights, or the folder is
     there already; BlobMissing, DigestMismatch.
     """
-    table, store = steps_of(cfg), open_store(cfg)
-    done = finished(cfg, store)
-    if name not in table:
-        raise ConfigError(f"unknown step {name!r}; this configuration has: {', '.join(table)}")
     if folder.exists():
         raise ConfigError(f"{folder} exists; name a folder that does not, or remove it")
-    step = table[name]
-    begun = all(parent in done for parent in step.parents)
-    manifest = store.head(name, key_of(step, cfg, done)) if begun else None
+    store = open_store(cfg)
+    heads = _steps_of_run(cfg, store, run) if run else _configured(cfg, store, name)
+    manifest = heads.get(name)
     if manifest is None or not has_weights(manifest):
-        having = [each for each, final in done.items() if has_weights(final)]
+        having = [each for each, head in heads.items() if has_weights(head)]
         raise ConfigError(
             f"step {name} has no commit with weights; those that have:"
             f" {', '.join(having) or 'none'}"
@@ -47,3 +49,28 @@ def export(cfg: RunConfig, name: str, folder: Path, *, best: bool = False) -> Ma
             )
     save_pretrained(folder, store, manifest)
     return manifest
+
+
+def _configured(cfg: RunConfig, store: RunStore, name: str) -> dict[str, Manifest]:
+    """What this configuration has of each step, done or, of the named one, half done."""
+    table, done = steps_of(cfg), finished(cfg, store)
+    if name not in table:
+        raise ConfigError(f"unknown step {name!r}; this configuration has: {', '.join(table)}")
+    step = table[name]
+    begun = all(parent in done for parent in step.parents)
+    head = store.head(name, key_of(step, cfg, done)) if begun else None
+    return done if head is None else {**done, name: head}
+
+
+def _steps_of_run(cfg: RunConfig, store: RunStore, run: str) -> dict[str, Manifest]:
+    """What a run has of each step, by what was noted when it brought its numbers to MLflow.
+    Errors: ConfigError where no run, or several, have this name.
+    """
+    known = delivered_steps(cfg)
+    matching = [each for each in known if each.startswith(run.removeprefix("r"))]
+    if len(matching) != 1:
+        there = ", ".join(f"r{each[:12]}" for each in matching or known) or "no run"
+        what = "is several" if matching else "is none"
+        raise ConfigError(f"run {run} {what} of those known under {cfg.state_dir}: {there}")
+    steps = known[matching[0]]
+    return {head.step: head for head in store.heads() if (head.step, head.key[:16]) in steps}

@@ -17,11 +17,17 @@ class StoreFull(OSError):
     """No space or quota left. What was committed before stays valid."""
 
 
-def write_temp(folder: Path, data: bytes | Iterable[memoryview], *, mode: int = 0o666) -> Path:
-    """Write `data`, or pieces of it in order, durably under a temporary name in `folder`; mode:
-    before the umask. Errors: StoreFull.
+def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
+    """Write `data` durably under a temporary name in `folder`; mode: before the umask.
+    Errors: StoreFull.
     """
-    pieces, size = ([memoryview(data)], len(data)) if isinstance(data, bytes) else (data, None)
+    return write_pieces(folder, [memoryview(data)], len(data), mode=mode)
+
+
+def write_pieces(
+    folder: Path, pieces: Iterable[memoryview], size: int, *, mode: int = 0o666
+) -> Path:
+    """As `write_temp`, of pieces in order that are so many bytes."""
     path = folder / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -34,9 +40,8 @@ def write_temp(folder: Path, data: bytes | Iterable[memoryview], *, mode: int = 
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFull(
                 error.errno,
-                f"no space left for {size or 'a file of many'} bytes"
-                f" ({os.strerror(error.errno)}); the last commit stays valid, make room and run"
-                " again",
+                f"no space left for {size} bytes ({os.strerror(error.errno)}); the last commit"
+                " stays valid, make room and run again",
                 str(folder),
             ) from error
         raise

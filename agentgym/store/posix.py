@@ -27,6 +27,7 @@ from agentgym.store.files import (
     discard,
     make_folder,
     sync_folder,
+    write_pieces,
     write_temp,
 )
 from agentgym.store.lease import Fenced, Holder, Lease
@@ -121,7 +122,7 @@ class PosixFolder:
         """Hashed beside the writing."""
         with ThreadPoolExecutor(1) as beside:
             hashing = beside.submit(digest_of, content)
-            temp = write_temp(self._path / "blobs", content.pieces())
+            temp = write_pieces(self._path / "blobs", content.pieces(), content.size)
         blob = Blob(digest=hashing.result(), size=content.size)
         temp.rename(temp.with_name(blob.digest))
         return blob

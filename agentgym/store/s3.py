@@ -44,6 +44,7 @@ READ_TIMEOUT_S = 30  # of silence
 MAX_ATTEMPTS = 5  # of one request
 MAX_BACKOFF_S = 20.0
 PART_BYTES = 64 << 20  # larger blobs travel in parts, several at a time
+STREAM_PART_BYTES = 32 << 20  # of content that comes in pieces: ten parts wait in memory
 NUM_CONNECTIONS = 16
 MANIFEST = re.compile(r"(?P<seq>\d{6,})-(?P<epoch>\d+)\.json")
 NUM_REPLACEMENTS = 5  # of the head, before its change of hands counts as an error
@@ -182,7 +183,9 @@ class Bucket:
     def upload_stream(self, key: str, content: Content) -> None:
         """As `upload`, a few parts at a time in memory."""
         with self._translated(key):
-            self._client.upload_fileobj(_Pieces(content), self.name, key, Config=_transfer())
+            how = _transfer(STREAM_PART_BYTES)
+            whole_parts = io.BufferedReader(_Pieces(content))
+            self._client.upload_fileobj(whole_parts, self.name, key, Config=how)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Errors: FileNotFoundError; EOFError."""
@@ -310,12 +313,12 @@ class _Pieces(io.RawIOBase):
         return count
 
 
-def _transfer() -> Any:
+def _transfer(part_bytes: int = PART_BYTES) -> Any:
     from boto3.s3.transfer import TransferConfig
 
     return TransferConfig(
-        multipart_threshold=PART_BYTES,
-        multipart_chunksize=PART_BYTES,
+        multipart_threshold=part_bytes,
+        multipart_chunksize=part_bytes,
         max_concurrency=4,
         preferred_transfer_client="classic",
     )

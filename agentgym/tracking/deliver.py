@@ -294,6 +294,17 @@ def delivery_mark(cfg: RunConfig, run_key: str, step: str, key: str) -> Path:
     return cfg.state_dir / "delivered" / run_key[:16] / f"{step}-{key[:16]}"
 
 
+def delivered_steps(cfg: RunConfig) -> dict[str, set[tuple[str, str]]]:
+    """The beginning of a run's key -> (step, beginning of its key) of each that was brought to
+    MLflow from here.
+    """
+    found: dict[str, set[tuple[str, str]]] = {}
+    for mark in sorted((cfg.state_dir / "delivered").glob("*/*-*")):
+        step, _, key = mark.name.rpartition("-")
+        found.setdefault(mark.parent.name, set()).add((step, key))
+    return found
+
+
 def delivered_seq(tags: Mapping[str, str], step: str, key: str) -> int:
     """The last commit of a step whose points a run with these tags surely has; -1 for none."""
     return _parse_mark(tags.get(_tag(step, key), ""))[0]

@@ -10,7 +10,7 @@ from agentgym.config import load_config
 from agentgym.models import checkpoint
 from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
 from agentgym.pipeline.export import export
-from agentgym.pipeline.table import finished, open_store
+from agentgym.pipeline.table import finished, open_store, run_key
 
 pytestmark = pytest.mark.integration
 
@@ -36,6 +36,23 @@ def test_an_exported_step_is_a_folder_that_others_load(params, tmp_path, capsys)
     other = str(tmp_path / "other")
     assert main(["export", "evaluate-stage-2", other, "--params", str(params)]) == 2
     assert "those that have: initialize, warm-start, stage-1" in capsys.readouterr().err
+
+
+def test_a_run_may_be_named_that_is_not_the_configured_one(params, tmp_path, capsys):
+    own = load_config(params)
+    named = f"r{run_key(own)[:12]}"
+    other = ["--params", str(params), "--set", "optimizer.lr=0.5"]
+    assert main(["export", named, "stage-1", str(tmp_path / "model"), *other]) == 0
+    done = finished(own, open_store(own))
+    assert f"stage-1 commit 1, digest {done['stage-1'].digest[:12]}" in capsys.readouterr().out
+    assert main(["export", "stage-1", str(tmp_path / "none"), *other]) == 2
+    assert "those that have: initialize, warm-start" in capsys.readouterr().err
+    assert main(["export", "r0000", "stage-1", str(tmp_path / "none"), *other]) == 2
+    assert f"run r0000 is none of those known under {own.state_dir}: {named}" in (
+        capsys.readouterr().err
+    )
+    assert main(["export", named, "evaluate-stage-1", str(tmp_path / "none"), *other]) == 2
+    assert "those that have: initialize, warm-start, stage-1, stage-2" in capsys.readouterr().err
 
 
 def test_the_best_commit_can_be_exported_where_it_was_kept(params, tmp_path, capsys):

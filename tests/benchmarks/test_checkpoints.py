@@ -1,0 +1,57 @@
+"""Two processes hold half of a model each, also while it is built, committed and resumed."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = json.loads((ROOT / "docs/results/checkpoints.json").read_text())
+
+
+@pytest.fixture
+def checkpoints(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("checkpoints")
+
+
+@pytest.mark.integration
+def test_each_of_two_ranks_holds_half_of_a_smaller_model(checkpoints, tmp_path):
+    smaller = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 6,
+        "vocab_size": 32_000,
+    }
+    found = checkpoints.compared(tmp_path, smaller)
+    assert found["num_parameters"] > 30e6
+    for row in found["ranks"]:
+        assert row["bytes"] > 3 * 4 * found["num_parameters"]  # weights and two moments
+        for peaks in row["anonymous_mib_above_idle"].values():
+            assert len(peaks) == row["ranks"]
+    shares = found["memory_of_two_to_one"]
+    assert set(shares) == {"build", "commit", "resume"}
+    # a smaller model's share is nearer to what any process takes
+    assert all(0.3 < share <= 0.75 for share in shares.values()), found
+
+
+def test_what_was_measured_is_within_its_limits_and_is_what_the_documents_say(checkpoints):
+    assert RESULT["num_parameters"] > 0.49e9
+    assert all(
+        share <= checkpoints.MEMORY_LIMIT for share in RESULT["memory_of_two_to_one"].values()
+    )
+    ratios = [ratio for row in RESULT["ranks"] for ratio in row["time_to_copy"].values()]
+    assert max(ratios) <= checkpoints.TIME_LIMIT
+    page = " ".join((ROOT / "docs/operations.md").read_text().split())
+    said = re.search(
+        r"two ranks hold ([\d.]+) of what one holds while the model is built, ([\d.]+) while it is"
+        r" committed, ([\d.]+) when it is resumed; committing and resuming take at most ([\d.]+)",
+        page,
+    )
+    shares = RESULT["memory_of_two_to_one"]
+    measured = [*(shares[phase] for phase in checkpoints.PHASES), max(ratios)]
+    assert [float(each) for each in said.groups()] == [round(each, 2) for each in measured]
