@@ -206,7 +206,7 @@ def writing(folder: str, pattern: str) -> Victims:
 def twice_committed(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The process that was started, once the stage has a commit and the one before."""
     made = len(list(project.state.glob("store/steps/stage-1-*/manifests/*.json")))
-    return the_command(project, process) if made > 1 else []
+    return the_command(project, process) if made == 2 else []
 
 
 def damage_shard(scene: Scene, victims: list[psutil.Process]) -> None:
@@ -216,6 +216,9 @@ def damage_shard(scene: Scene, victims: list[psutil.Process]) -> None:
     def mend() -> None:
         folder = next(scene.project.state.glob("store/steps/stage-1-*"))
         newest = decode_commit(max(folder.glob("manifests/*.json")).read_bytes())[-1]
+        if newest.done:
+            scene.trial.hit = False  # too late: what is done is not made again by itself
+            return
         name = scene.chance.choice([each for each in newest.blobs if "safetensors" in each])
         path = folder / "blobs" / newest.blobs[name].digest
         data = bytearray(path.read_bytes())
@@ -235,6 +238,9 @@ def lose_object(scene: Scene, victims: list[psutil.Process]) -> None:
         prefix = server.stage()
         name, commit = server.newest(prefix)
         newest = decode_commit(commit)[-1]
+        if newest.done:
+            scene.trial.hit = False
+            return
         lost = scene.chance.choice([each for each in newest.blobs if "safetensors" in each])
         server.client.delete_object(
             Bucket=server.bucket, Key=f"{prefix}blobs/{newest.blobs[lost].digest}"
@@ -456,7 +462,7 @@ def twice_committed_on_s3(
     if not prefix:
         return []
     found = server.client.list_objects_v2(Bucket=server.bucket, Prefix=f"{prefix}manifests/")
-    return the_command(project, process) if len(found.get("Contents", ())) > 1 else []
+    return the_command(project, process) if len(found.get("Contents", ())) == 2 else []
 
 
 RAY_CLUSTER = """

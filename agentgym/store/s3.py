@@ -43,8 +43,8 @@ CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 30  # of silence
 MAX_ATTEMPTS = 5  # of one request
 MAX_BACKOFF_S = 20.0
-PART_BYTES = 64 << 20  # larger blobs travel in parts, several at a time
-STREAM_PART_BYTES = 32 << 20  # of content that comes in pieces: ten parts wait in memory
+# larger blobs travel in parts, several at a time; of what comes in pieces ten wait in memory
+PART_BYTES = 32 << 20
 NUM_CONNECTIONS = 16
 MANIFEST = re.compile(r"(?P<seq>\d{6,})-(?P<epoch>\d+)\.json")
 NUM_REPLACEMENTS = 5  # of the head, before its change of hands counts as an error
@@ -183,9 +183,8 @@ class Bucket:
     def upload_stream(self, key: str, content: Content) -> None:
         """As `upload`, a few parts at a time in memory."""
         with self._translated(key):
-            how = _transfer(STREAM_PART_BYTES)
             whole_parts = io.BufferedReader(_Pieces(content))
-            self._client.upload_fileobj(whole_parts, self.name, key, Config=how)
+            self._client.upload_fileobj(whole_parts, self.name, key, Config=_transfer())
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Errors: FileNotFoundError; EOFError."""
@@ -313,12 +312,12 @@ class _Pieces(io.RawIOBase):
         return count
 
 
-def _transfer(part_bytes: int = PART_BYTES) -> Any:
+def _transfer() -> Any:
     from boto3.s3.transfer import TransferConfig
 
     return TransferConfig(
-        multipart_threshold=part_bytes,
-        multipart_chunksize=part_bytes,
+        multipart_threshold=PART_BYTES,
+        multipart_chunksize=PART_BYTES,
         max_concurrency=4,
         preferred_transfer_client="classic",
     )
