@@ -26,10 +26,19 @@ import yaml
 ROOT = Path(__file__).parents[1]
 # in the environment of every process of a project; how they are found
 OWNER = "AGENTGYM_CHAOS_OWNER"
-TINY = {
+TINY = {  # its every optimizer step finds something to learn
+    "env": {
+        "options": {
+            "levels": ["GoToRedBallNoDists"],
+            "view": "compact",
+            "actions": "low",
+            "reward": "binary",
+        }
+    },
     "model": {"hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 64},
-    "warm_start": {"num_demos": 40, "steps": 20, "batch_size": 16},
-    "rollout": {"items_per_step": 4, "group_size": 4},
+    "warm_start": {"num_demos": 60, "steps": 100, "batch_size": 16, "optimizer": {"lr": 0.005}},
+    "rollout": {"items_per_step": 4, "group_size": 4, "temperature": 0.7},
+    "optimizer": {"warmup_steps": 1},
     "horizon": {"max_turns": [5, 8], "stage_steps": [3, 3]},
     "validation": {"every": 2, "num_items": 4},
     "evaluation": {
