@@ -38,10 +38,12 @@ from chaos_project import (
     Trial,
 )
 
+from agentgym.deploy.owned import owned_process
 from agentgym.store.manifest import decode_commit
 
 FLOW = ("-m", "flows.pipeline")
 STAGE = ("-m", "agentgym", "step", "stage-1")
+QUICK_POLL_S = 0.01
 OURS = ("agentgym", "flows.pipeline")  # whose last line says what failed
 SHORT = ("flow", "step", "environment", "two-learners", "damaged")
 
@@ -203,15 +205,28 @@ def writing(folder: str, pattern: str) -> Victims:
     return victims
 
 
-def twice_committed(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The process that was started, once the stage has a commit and the one before."""
-    made = len(list(project.state.glob("store/steps/stage-1-*/manifests/*.json")))
-    return the_command(project, process) if made == 2 else []
+def num_commits(project: Project) -> int:
+    """Of stage 1, wherever its store is."""
+    if isinstance(project.server, S3Server):
+        return len(project.server.commits())
+    return len(list(project.state.glob("store/steps/stage-1-*/manifests/*.json")))
+
+
+def committed(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process that was started, once the stage has a commit."""
+    return the_command(project, process) if num_commits(project) else []
+
+
+def kill_after_two(scene: Scene, victims: list[psutil.Process]) -> None:
+    """Once there is a commit before the newest one."""
+    while num_commits(scene.project) < 2 and scene.process.poll() is None:
+        time.sleep(QUICK_POLL_S)
+    send(signal.SIGKILL)(scene, victims)
 
 
 def damage_shard(scene: Scene, victims: list[psutil.Process]) -> None:
     """The run is killed, and a byte of what its newest commit names is another one."""
-    send(signal.SIGKILL)(scene, victims)
+    kill_after_two(scene, victims)
 
     def mend() -> None:
         folder = next(scene.project.state.glob("store/steps/stage-1-*"))
@@ -231,19 +246,19 @@ def damage_shard(scene: Scene, victims: list[psutil.Process]) -> None:
 
 def lose_object(scene: Scene, victims: list[psutil.Process]) -> None:
     """The run is killed, and the bucket no longer has a file of its newest commit."""
-    send(signal.SIGKILL)(scene, victims)
+    kill_after_two(scene, victims)
 
     def mend() -> None:
         server: S3Server = scene.project.server
-        prefix = server.stage()
-        name, commit = server.newest(prefix)
+        name, commit = server.newest()
         newest = decode_commit(commit)[-1]
         if newest.done:
             scene.trial.hit = False
             return
         lost = scene.chance.choice([each for each in newest.blobs if "safetensors" in each])
         server.client.delete_object(
-            Bucket=server.bucket, Key=f"{prefix}blobs/{newest.blobs[lost].digest}"
+            Bucket=server.bucket,
+            Key=name.partition("manifests/")[0] + f"blobs/{newest.blobs[lost].digest}",
         )
         scene.trial.notes.append(f"{lost} of commit {newest.seq} ({name}) was lost")
 
@@ -374,7 +389,7 @@ SLOW_DISK = """
 import os, time
 fsync = os.fsync
 def slowly(handle):
-    time.sleep(0.2)
+    time.sleep(0.5)
     fsync(handle)
 os.fsync = slowly
 """
@@ -401,33 +416,40 @@ class S3Server:
     bucket: str
     client: Any
 
-    def stage(self) -> str:
-        """Where stage 1 is; empty while it is not there."""
+    def commits(self) -> list[str]:
+        """Keys of stage 1's commits, in order."""
         found = self.client.list_objects_v2(Bucket=self.bucket, Prefix="run/steps/stage-1-")
-        keys = [row["Key"] for row in found.get("Contents", ())]
-        return "/".join(keys[0].split("/")[:3]) + "/" if keys else ""
+        return sorted(
+            row["Key"] for row in found.get("Contents", ()) if "/manifests/" in row["Key"]
+        )
 
-    def newest(self, prefix: str) -> tuple[str, bytes]:
-        """Name and content of the newest commit's file."""
-        found = self.client.list_objects_v2(Bucket=self.bucket, Prefix=f"{prefix}manifests/")
-        key = max(row["Key"] for row in found.get("Contents", ()))
+    def newest(self) -> tuple[str, bytes]:
+        """Key and content of the newest commit's file."""
+        key = self.commits()[-1]
         return key, self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
 
 
 @contextlib.contextmanager
 def s3_server(project: Project) -> Iterator[tuple[str, ...]]:
+    port, log = project.scratch / f"s3-{secrets.token_hex(4)}", project.scratch / "s3.log"
+    command = [sys.executable, "-P", str(ROOT / "tests/s3_server.py"), str(port)]
+    with owned_process(command, log_path=log, env={}) as process:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not port.exists():
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise RuntimeError(f"no S3 server\n{log.read_text()[-2000:]}")
+            time.sleep(POLL_S)
+        with on_s3(project, f"http://127.0.0.1:{port.read_text()}") as overrides:
+            yield overrides
+
+
+@contextlib.contextmanager
+def on_s3(project: Project, endpoint: str) -> Iterator[tuple[str, ...]]:
     import boto3
 
-    port = project.scratch / f"s3-{secrets.token_hex(4)}"
-    process = project.start(("tests/s3_server.py", str(port)), project.scratch / "s3.log")
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not port.exists():
-        if time.monotonic() > deadline or process.poll() is not None:
-            raise RuntimeError(f"no S3 server\n{(project.scratch / 's3.log').read_text()[-2000:]}")
-        time.sleep(POLL_S)
     (project.home / "aws").touch()  # nobody's own settings
     settings = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port.read_text()}",
+        "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
@@ -436,7 +458,7 @@ def s3_server(project: Project) -> Iterator[tuple[str, ...]]:
     }
     client = boto3.client(
         "s3",
-        endpoint_url=settings["AWS_ENDPOINT_URL"],
+        endpoint_url=endpoint,
         aws_access_key_id="test",
         aws_secret_access_key="test",  # noqa: S106 - of a server on loopback
         region_name="us-east-1",
@@ -447,22 +469,9 @@ def s3_server(project: Project) -> Iterator[tuple[str, ...]]:
     try:
         yield ("store.uri=s3://chaos/run",)
     finally:
+        project.server = None
         for name in settings:
             del project.environment[name]
-        process.kill()
-        process.wait()
-
-
-def twice_committed_on_s3(
-    project: Project, process: subprocess.Popen[bytes]
-) -> list[psutil.Process]:
-    """As `twice_committed`."""
-    server: S3Server = project.server
-    prefix = server.stage()
-    if not prefix:
-        return []
-    found = server.client.list_objects_v2(Bucket=server.bucket, Prefix=f"{prefix}manifests/")
-    return the_command(project, process) if len(found.get("Contents", ())) == 2 else []
 
 
 RAY_CLUSTER = """
@@ -697,7 +706,7 @@ TWO_RANKS = Setting(
     missing=no_ray,
     is_ray=True,
 )
-ON_S3 = Setting((*STAGE, "--with-parents"), around=s3_server, stays=r"s3_server")
+ON_S3 = Setting((*STAGE, "--with-parents"), around=s3_server)
 WORKER, RUN = r"-m services\.supervisor worker", r"-m prefect\.engine"
 KILLED, BROKEN = (-signal.SIGKILL,), (0, 1)
 INTERRUPTED = (130, -signal.SIGTERM, -signal.SIGINT)  # in order; before Python had its handlers
@@ -839,7 +848,7 @@ KINDS = {
             "damaged",
             "step process, SIGKILL; then a byte of the newest commit's weights or optimizer",
             STEP,
-            twice_committed,
+            committed,
             damage_shard,
             KILLED,
         ),
@@ -847,7 +856,7 @@ KINDS = {
             "s3-lost",
             "step process on S3, SIGKILL; then a file of the newest commit is gone",
             ON_S3,
-            twice_committed_on_s3,
+            committed,
             lose_object,
             KILLED,
         ),
