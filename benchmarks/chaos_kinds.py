@@ -44,6 +44,7 @@ from agentgym.store.manifest import decode_commit
 FLOW = ("-m", "flows.pipeline")
 STAGE = ("-m", "agentgym", "step", "stage-1")
 QUICK_POLL_S = 0.01
+RAY_GONE_WITHIN_S = 90.0  # agents of a cluster that was killed try for 60 s to tell it
 OURS = ("agentgym", "flows.pipeline")  # whose last line says what failed
 SHORT = ("flow", "step", "environment", "two-learners", "damaged")
 
@@ -79,6 +80,7 @@ class Setting:
     # matches the processes that stand around it, and what goes on by itself when the command has
     # ended
     stays: str = ""
+    gone_within_s: float = GONE_WITHIN_S  # everything else, once the command ended
 
     def words(self, overrides: Sequence[str]) -> tuple[str, ...]:
         """The command with its overrides, as a user types it."""
@@ -194,13 +196,21 @@ def collect_and_be_killed(scene: Scene, victims: list[psutil.Process]) -> None:
     collect_beside(scene, victims)
 
 
+def is_writing(process: psutil.Process, folder: str) -> bool:
+    """Whether it has a file open that is on its way into that folder of a step."""
+    with contextlib.suppress(psutil.Error):
+        return any(f"/{folder}/.tmp-" in each.path for each in process.open_files())
+    return False
+
+
 def writing(folder: str, pattern: str) -> Victims:
-    """The processes that match, while something of stage 1 is on its way into that folder."""
+    """The processes that match, while they write something of stage 1 into that folder."""
 
     def victims(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
         if not any(project.state.glob(f"store/steps/stage-1-*/{folder}/.tmp-*")):
             return []
-        return project.processes(pattern) if pattern else the_command(project, process)
+        found = project.processes(pattern) if pattern else the_command(project, process)
+        return [each for each in found if is_writing(each, folder)]
 
     return victims
 
@@ -705,6 +715,7 @@ TWO_RANKS = Setting(
     around=slow_disk,
     missing=no_ray,
     is_ray=True,
+    gone_within_s=RAY_GONE_WITHIN_S,
 )
 ON_S3 = Setting((*STAGE, "--with-parents"), around=s3_server)
 WORKER, RUN = r"-m services\.supervisor worker", r"-m prefect\.engine"

@@ -239,7 +239,7 @@ class Project:
 
     def end(self) -> None:
         """Kill whatever is left, and what that may just have started."""
-        deadline = time.monotonic() + GONE_WITHIN_S
+        deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
             for process in left:
                 with contextlib.suppress(psutil.Error):
@@ -310,9 +310,9 @@ class Reference:
         return replace(self, wall_s=self.wall_s * scale, spans=spans)
 
 
-def check_gone(project: Project, trial: Trial, keep: str) -> None:
+def check_gone(project: Project, trial: Trial, keep: str, within_s: float = GONE_WITHIN_S) -> None:
     """No process of the project, and nobody on a port it had; `keep` matches what stays."""
-    deadline = time.monotonic() + GONE_WITHIN_S
+    deadline = time.monotonic() + within_s
     while True:
         staying = {process.pid for process in project.processes(keep)} if keep else set()
         left = [process for process in project.processes() if process.pid not in staying]

@@ -165,8 +165,8 @@ def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
     CPUs where it is empty.
 
     A local cluster ends with the block, and with this process if that is killed: its servers die
-    with the thread that started them, its workers with those, and its folder is removed by the next
-    local cluster.
+    with the thread that started them, its workers with those, two agents of a node when they have
+    tried for a minute to tell it, and its folder is removed by the next local cluster.
     Nothing of it listens on other than loopback, and all of it asks for a token of this process.
     Result: its folder, mode 0700.
     Errors: RayUnreachable; ConfigError where Ray is not installed.
