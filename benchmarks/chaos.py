@@ -235,7 +235,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         ),
         (
             f"one model version per checkpoint; no process left {GONE_WITHIN_S:g} s later"
-            f" ({RAY_GONE_WITHIN_S:g} s where a Ray cluster of the run's own was killed with it, whose"
+            f" ({RAY_GONE_WITHIN_S:g} s where a Ray cluster of the run's own was killed with it: its"
             " agents try for a minute to tell it); no port answers; no temporary file left over."
         ),
     ]

@@ -239,7 +239,7 @@ class Project:
 
     def end(self) -> None:
         """Kill whatever is left, and what that may just have started."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + GONE_WITHIN_S
         while (left := self.processes()) and time.monotonic() < deadline:
             for process in left:
                 with contextlib.suppress(psutil.Error):
