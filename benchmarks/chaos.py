@@ -235,8 +235,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         ),
         (
             f"one model version per checkpoint; no process left {GONE_WITHIN_S:g} s later"
-            f" ({RAY_GONE_WITHIN_S:g} s where a Ray cluster of the run's own was killed with it: its"
-            " agents try for a minute to tell it); no port answers; no temporary file left over."
+            f" ({RAY_GONE_WITHIN_S:g} s where a Ray cluster of the run's own was killed, too: its"
+            " agents try for a minute to tell it); no port answers; no temporary file is left."
         ),
     ]
     refusals = [note for trial in hits if trial.kind == "two-learners" for note in trial.notes[:1]]
@@ -314,9 +314,11 @@ def instead(
     kept = [trial for trial in earlier["trials"] if trial["kind"] not in names]
     union = {key: {**earlier[key], **result[key]} for key in ("kinds", "not_run", "references")}
     command = f"{earlier['command']}`, then `{result['command']}"
+    names_of = [each for part in (earlier, result) for each in part["machine"]["cpu"]]
     return {
         **earlier,
         **union,
+        "machine": {**earlier["machine"], "cpu": list(dict.fromkeys(names_of))},
         "command": command,
         "wall_s": earlier["wall_s"] + result["wall_s"],
         "trials": kept + result["trials"],
