@@ -255,6 +255,7 @@ def test_kinds_tried_again_take_the_place_of_their_earlier_faults(chaos):
         shared = {"kinds": {kind: kind for kind, _ in trials}, "not_run": {}, "references": {}}
         return {
             **shared,
+            "machine": {"cpu": [command.upper()], "cores": 2},
             "command": command,
             "wall_s": wall_s,
             "trials": [{"kind": kind, "number": number} for kind, number in trials],
@@ -264,6 +265,7 @@ def test_kinds_tried_again_take_the_place_of_their_earlier_faults(chaos):
         report("a", 60, ("disk", 0), ("flow", 0)), report("b", 30, ("disk", 5)), ["disk"]
     )
     assert both["trials"] == [{"kind": "flow", "number": 0}, {"kind": "disk", "number": 5}]
+    assert both["machine"] == {"cpu": ["A", "B"], "cores": 2}
     assert (both["command"], both["wall_s"], set(both["kinds"])) == (
         "a`, then `b",
         90,
