@@ -316,7 +316,9 @@ def check_gone(project: Project, trial: Trial, keep: str, within_s: float = GONE
     while True:
         staying = {process.pid for process in project.processes(keep)} if keep else set()
         left = [process for process in project.processes() if process.pid not in staying]
-        if not left or time.monotonic() > deadline:
+        # a process that is ending shows nothing of itself, and still has its port
+        open_ports = set() if keep else {port for port in project.ports if project.answers(port)}
+        if not (left or open_ports) or time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
     commands = []
@@ -324,7 +326,6 @@ def check_gone(project: Project, trial: Trial, keep: str, within_s: float = GONE
         with contextlib.suppress(psutil.Error):
             commands.append(" ".join(process.cmdline())[:200])
     trial.failures.setdefault("processes", []).extend(commands)
-    open_ports = set() if keep else {port for port in project.ports if project.answers(port)}
     trial.failures.setdefault("ports", []).extend(
         f"port {port} still answers" for port in sorted(open_ports)
     )
