@@ -101,7 +101,10 @@ class Cluster:
                 timeout_s=settings.rank_timeout_s,
             )
             learner.join(plan, self._folder)
-            yield learner
+            try:
+                yield learner
+            finally:
+                learner.close()
         finally:
             end(self._ranks)
 

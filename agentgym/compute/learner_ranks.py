@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -171,18 +172,38 @@ def interface_of(address: str) -> str:
 class RanksSnapshot:
     """Copies of each rank's part, in the ranks."""
 
-    def __init__(self, actors: Sequence[Any], size: int, timeout_s: float) -> None:
-        """timeout_s: of one call."""
-        self._actors, self.size, self._timeout_s = actors, size, timeout_s
+    def __init__(self, actors: Sequence[Any], sizes: Sequence[int], timeout_s: float) -> None:
+        """sizes: of each rank's part, bytes; timeout_s: of one call."""
+        self._actors, self._sizes, self._timeout_s = actors, sizes, timeout_s
+        self._closed = False
+        self.is_over = threading.Event()  # written, or never to be
+        self.is_over.set()
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(self._sizes)
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
         """Every rank writes its own; training goes on meanwhile. Errors: StoreFull, StoreNotHere;
         RankLost after a deadline, or where a rank died.
         """
+        self.is_over.clear()
+        try:
+            return self._write(place, step, key)
+        finally:
+            self.is_over.set()
+
+    def close(self) -> None:
+        """Before the ranks end: wait for what they write, for the time of one call."""
+        if not self.is_over.wait(self._timeout_s):
+            self._closed = True
+
+    def _write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
         self._ask("begin_writing", place, step, key)
-        deadline = time.monotonic() + self._timeout_s + self.size / MIN_BYTES_PER_S
+        deadline = time.monotonic() + self._timeout_s + max(self._sizes) / MIN_BYTES_PER_S
         pause_s = 0.01
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._closed:
             answers = self._ask("written")
             if None not in answers:
                 return {name: blob for each in answers for name, blob in each.items()}
@@ -197,8 +218,8 @@ class RanksSnapshot:
         """An answer of each; other calls of theirs may come first."""
         import ray
 
-        asked = [getattr(actor, method).remote(*arguments) for actor in self._actors]
         try:
+            asked = [getattr(actor, method).remote(*arguments) for actor in self._actors]
             return list(ray.get(asked, timeout=self._timeout_s + SLACK_S))
         except ray.exceptions.RayTaskError as error:
             raise cause_of(error) from None
@@ -213,6 +234,7 @@ class RayLearner:
         """start_timeout_s: until every process is there; timeout_s: of one call."""
         self._actors, self._start_timeout_s, self._timeout_s = actors, start_timeout_s, timeout_s
         self._where = ["not started yet"] * len(actors)
+        self._snapshot: RanksSnapshot | None = None  # the last one
 
     def join(self, plan: LearnerPlan, folder: Path | None) -> None:
         """Let the ranks meet and build the learner.
@@ -233,7 +255,10 @@ class RayLearner:
             else folder / f"ranks-{secrets.token_hex(8)}"
         )
         shared = ray.put(plan)
-        self._gather([actor.join.remote(place, shared) for actor in self._actors])
+        self._gather(
+            [actor.join.remote(place, shared) for actor in self._actors],
+            self._timeout_s + plan.size / MIN_BYTES_PER_S,
+        )
         logger.info(
             "learner: %s",
             "; ".join(f"rank {rank} is {where}" for rank, where in enumerate(self._where)),
@@ -267,7 +292,13 @@ class RayLearner:
 
     def snapshot(self) -> RanksSnapshot:
         sizes = self._gather([actor.snapshot.remote() for actor in self._actors])
-        return RanksSnapshot(self._actors, sum(sizes), self._timeout_s)
+        self._snapshot = RanksSnapshot(self._actors, sizes, self._timeout_s)
+        return self._snapshot
+
+    def close(self) -> None:
+        """Let the ranks write what they write."""
+        if self._snapshot is not None:
+            self._snapshot.close()
 
     def export(self) -> tuple[str, Any]:
         """(sha256, reference) of the whole weights in the object store."""

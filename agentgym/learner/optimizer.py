@@ -28,6 +28,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * shape)
 
 
+STATE = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, for each parameter
 MASTER = "master"  # name of a master weight among the optimizer's own tensors
 
 
@@ -130,8 +131,10 @@ class OptimizedNetwork:
                 " is of a model in float32"
             )
         tensors: dict[str, Tensor] = {}
+        keys: dict[str, set[str]] = {}
         for entry, each in stored.tensors.items():
             name, _, key = entry.rpartition(":")
+            keys.setdefault(name, set()).add(key)
             if name not in self._masters:
                 raise ValueError(
                     f"the optimizer's state is of a parameter {name} that the model does not have;"
@@ -144,6 +147,12 @@ class OptimizedNetwork:
                 tensors[entry] = torch.empty_like(like, dtype=each.dtype)
             else:
                 tensors[entry] = torch.empty((), dtype=each.dtype)
+        for name, held in keys.items():
+            if held - {MASTER} not in (set(), STATE):
+                raise ValueError(
+                    f"the optimizer's state of {name} is {', '.join(sorted(held))}; expected"
+                    f" {', '.join(sorted(STATE))}: it is of another optimizer"
+                )
         stored.require_fit(tensors)
         self._ranks.load(tensors, stored)
         for entry, tensor in tensors.items():

@@ -30,6 +30,12 @@ class LearnerPlan:
     # by name; empty: new ones
     optimizer_states: Mapping[str, StoredTensors] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """Bytes that are read to build it."""
+        places = (self.weights, self.critic, self.reference, *self.optimizer_states.values())
+        return sum(each.size for each in places if each is not None)
+
     def build(self, ranks: ProcessGroup | None = None) -> LocalLearner:
         """The learner, or this rank's part of it, which reads its share of the store.
         Errors: BlobMissing, DigestMismatch; ValueError where something does not fit.
@@ -43,7 +49,11 @@ class LearnerPlan:
             like = empty_model(self.architecture, (self.critic or self.weights).dtype)
             names = {each: name for name, each in like.named_parameters()}
             critic = ValueNet(like)
-            body = {name: names[each] for name, each in critic.named_parameters() if each in names}
+            body = {
+                name: names[each]
+                for name, each in critic.named_parameters()
+                if not name.startswith("head.")
+            }
         learner = LocalLearner(
             model,
             self.optimizer,

@@ -84,7 +84,7 @@ class Checkpoint:
         """The same policy with other weights, in this process.
         Errors: ValueError where they do not fit.
         """
-        model = empty_model(self.architecture, self.dtype)
+        model = empty_model(self.architecture, next(iter(weights.values())).dtype)
         materialize(model, torch.device("cpu"))
         load_weights(model, weights)
         return replace(self, weights=model)

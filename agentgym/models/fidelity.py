@@ -33,7 +33,7 @@ def require_faithful(model: PreTrainedModel) -> None:
     """Errors: ValueError naming the model and what of it is not supported, or by how much our
     log-probabilities differ from its own."""
     name = f"{type(model).__name__} ({model.config.name_or_path or 'no name'})"
-    for reason in unsupported(model.config):
+    for reason in (*unsupported(model.config), *_beside_parameters(model)):
         raise ValueError(f"model {name}: {reason}; use a model without it")
     try:
         found = differences(model)
@@ -48,6 +48,17 @@ def require_faithful(model: PreTrainedModel) -> None:
                 f"model {name}: the {side}'s log-probabilities differ from the model's own by "
                 f"{difference:.3g} nats (at most {limit:g}); its architecture is not supported"
             )
+
+
+def _beside_parameters(model: PreTrainedModel) -> Iterator[str]:
+    """What of a model a commit would lose: parameters of one dtype are all that it holds."""
+    saved = model.state_dict(keep_vars=True)
+    for name, _ in model.named_buffers():
+        if name in saved:
+            yield f"its buffer {name} is a part of its weights"
+    dtypes = {each.dtype for each in model.parameters()}
+    if len(dtypes) > 1:
+        yield f"its parameters are of several dtypes ({', '.join(sorted(map(str, dtypes)))})"
 
 
 @torch.no_grad()

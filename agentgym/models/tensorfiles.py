@@ -156,7 +156,7 @@ class StoredTensors:
     @cached_property
     def store(self) -> RunStore:
         """Opened where it is asked for."""
-        return self.place.visit()
+        return self.place.visit(self.manifest.step, self.manifest.key)
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -171,8 +171,15 @@ class StoredTensors:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first."""
+        """Of the first. Errors: ValueError where there is none."""
+        if not self.tensors:
+            raise ValueError(f"{self._what}: {', '.join(self.files)} holds no tensor")
         return next(iter(self.tensors.values())).dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(self.manifest.blobs[file].size for file in self.files)
 
     def verify(self, rank: int = 0, size: int = 1) -> None:
         """That the files are what was committed; of several processes each reads its share.
@@ -199,10 +206,18 @@ class StoredTensors:
 
     def read(self, name: str, rows: Tensor, first_row: int = 0) -> None:
         """Fill [rows, ...] of a tensor, from this row on; in place, wherever it is.
-        Errors: BlobMissing.
+        Errors: BlobMissing; ValueError where these are no rows of it.
         """
         stored = self.tensors[name]
         target = rows.reshape(1) if rows.ndim == 0 else rows
+        end = stored.shape[0] if stored.shape else 1
+        if (rows.dtype, tuple(rows.shape[1:])) != (stored.dtype, stored.shape[1:]) or not (
+            0 <= first_row <= first_row + len(target) <= end
+        ):
+            raise ValueError(
+                f"{self._what}: {name} is {stored.dtype} {stored.shape}, and not what rows"
+                f" {first_row} to {first_row + len(target)} of {rows.dtype} {tuple(rows.shape)} are"
+            )
         for part in stored.parts:
             begin = max(first_row, part.first_row)
             end = min(first_row + len(target), part.first_row + part.num_rows)
@@ -253,20 +268,36 @@ class StoredTensors:
             self.store.read_into(self.manifest, file, 8, text)
             tree = json.loads(bytes(text))
             split = json.loads(tree.pop("__metadata__", {}).get(PARTS, "{}"))
+            found = []
             for name, entry in tree.items():
-                begin, end = map(int, entry["data_offsets"])
-                own, dtype = tuple(map(int, entry["shape"])), DTYPES[entry["dtype"]]
-                shape, first_row = split.get(name, (own, 0))
-                if end - begin != math.prod(own) * dtype.itemsize or 8 + count + end > size:
+                begin, end = _numbers(entry["data_offsets"])
+                own, dtype = _numbers(entry["shape"]), DTYPES[entry["dtype"]]
+                whole, first_row = split.get(name, (own, 0))
+                shape, rows = _numbers(whole), own[0] if own else 1
+                (first_row,) = _numbers([first_row])
+                if end - begin != math.prod(own) * dtype.itemsize:
                     raise ValueError(f"{name} does not have the bytes of its shape")
-                rows = own[0] if own else 1
-                yield (
-                    name,
-                    dtype,
-                    tuple(shape),
-                    StoredPart(file, 8 + count + begin, first_row, rows),
-                )
-        except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+                if len(own) != len(shape) or own[1:] != shape[1:]:
+                    raise ValueError(f"{name} is {own}, no rows of {shape}")
+                found.append((begin, end))
+                part = StoredPart(file, 8 + count + begin, first_row, rows)
+                yield name, dtype, shape, part
+            place = 0
+            for begin, end in sorted(found):  # one after the other, to the end of the file
+                if begin != place:
+                    raise ValueError(f"byte {place} belongs to no tensor, or to several")
+                place = end
+            if 8 + count + place != size:
+                raise ValueError(f"it has {size} bytes, its tensors end at {8 + count + place}")
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            EOFError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise ValueError(f"{file} of {self._what} is no safetensors file: {error}") from None
 
     def _whole(
@@ -314,6 +345,14 @@ def export_tensors(stored: StoredTensors, folder: Path, max_bytes: int) -> None:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text)
+
+
+def _numbers(found: Any) -> tuple[int, ...]:
+    """Counts from somebody else's header. Errors: ValueError."""
+    numbers = tuple(found)
+    if not all(type(each) is int and each >= 0 for each in numbers):
+        raise ValueError(f"{numbers} are no counts")
+    return numbers
 
 
 def file_name(name: str, rank: int, size: int) -> str:
@@ -364,5 +403,5 @@ class Snapshot:
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
         """Into the folder of a step whose lease somebody holds. Errors: StoreFull, StoreNotHere."""
-        store = place.visit()
+        store = place.visit(step, key)
         return {name: store.add(step, key, file) for name, file in self.files.items()}

@@ -101,7 +101,7 @@ def run_step(
             f"resumes after commit {head.seq}" if head else "starts",
         )
         # steps that speak to MLflow themselves
-        with reaching(cfg.tracking_uri), contextlib.closing(ctx):
+        with reaching(cfg.tracking_uri), ctx:
             manifest = step.run(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
 

@@ -4,6 +4,7 @@ durable.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from agentgym.config import RunConfig
 from agentgym.models.tensorfiles import StoredTensors, files_of
@@ -22,6 +23,8 @@ from agentgym.store.place import StorePlace, Writable
 from agentgym.store.runstore import Passed, RunStore, StepWriter
 from agentgym.tracking.points import Point, decode_points, encode_points
 from agentgym.types import Endpoints, Trajectory
+
+logger = logging.getLogger(__name__)
 
 # offer_expert -> endpoints of running servers
 Environment = Callable[[bool], AbstractContextManager[Endpoints]]
@@ -69,6 +72,7 @@ class StepContext:
     _durable_step: int | None = None  # the last one that a commit holds, or is about to
     _committed_at: float = -math.inf  # on the monotonic clock
     _commit_bytes: int = 0  # of the last commit
+    _swept: bool = False
     _writing: Future[Manifest] | None = None
     _thread: ThreadPoolExecutor = field(init=False)
 
@@ -172,6 +176,18 @@ class StepContext:
         self._writing = self._thread.submit(self._write, done, passed, files, taken, held, score)
         return self._finish_writing() if done else None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, stopped: BaseException | None, trace: object) -> None:
+        """As `close`; where the step was stopped, by that and not by what became of the writing."""
+        try:
+            self.close()
+        except Exception as error:
+            if stopped is None:
+                raise
+            logger.warning("step %s: its last commit was not made: %s", self.step.name, error)
+
     def close(self) -> None:
         """Wait for what is being written. Errors: what stopped it."""
         try:
@@ -225,6 +241,9 @@ class StepContext:
 
     def _written(self, snapshot: Writable) -> dict[str, Blob]:
         self.writer.check()  # before writing gigabytes for nothing
+        if not self._swept:  # what a killed writer left may be the room that is needed
+            self.writer.prune(self.cfg.store.keep_checkpoints, also=self._best[1])
+            self._swept = True
         place = StorePlace.of(self.store)
         try:
             return snapshot.write(place, self.writer.step, self.writer.key)

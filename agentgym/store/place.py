@@ -38,11 +38,12 @@ class StorePlace:
             return s3_store(self.root, lease_ttl_s=self.lease_ttl_s)
         return posix_store(Path(self.root), lease_ttl_s=self.lease_ttl_s)
 
-    def visit(self) -> RunStore:
-        """The store, which the process that sent this one here has opened before.
+    def visit(self, step: str, key: str) -> RunStore:
+        """The store, where the process that sent this one here has this step.
         Errors: StoreNotHere.
         """
-        if not self.root.startswith("s3://") and not Path(self.root).is_dir():
+        folder = Path(self.root) / "steps" / f"{step}-{key[:16]}"
+        if not self.root.startswith("s3://") and not folder.is_dir():
             raise StoreNotHere(
                 f"the store {self.root} is not on {socket.gethostname()}; every node of the"
                 " cluster must see it: give store.path a folder that all share, or set store.uri"

@@ -123,8 +123,11 @@ class PosixFolder:
         with ThreadPoolExecutor(1) as beside:
             hashing = beside.submit(digest_of, content)
             temp = write_pieces(self._path / "blobs", content.pieces(), content.size)
-        blob = Blob(digest=hashing.result(), size=content.size)
-        temp.rename(temp.with_name(blob.digest))
+        try:
+            blob = Blob(digest=hashing.result(), size=content.size)
+            temp.rename(temp.with_name(blob.digest))
+        finally:
+            discard(temp)
         return blob
 
     def remove(self, digest: str) -> None:

@@ -45,6 +45,7 @@ MAX_ATTEMPTS = 5  # of one request
 MAX_BACKOFF_S = 20.0
 # larger blobs travel in parts, several at a time; of what comes in pieces ten wait in memory
 PART_BYTES = 32 << 20
+MAX_PARTS = 10_000  # of one object
 NUM_CONNECTIONS = 16
 MANIFEST = re.compile(r"(?P<seq>\d{6,})-(?P<epoch>\d+)\.json")
 NUM_REPLACEMENTS = 5  # of the head, before its change of hands counts as an error
@@ -184,7 +185,8 @@ class Bucket:
         """As `upload`, a few parts at a time in memory."""
         with self._translated(key):
             whole_parts = io.BufferedReader(_Pieces(content))
-            self._client.upload_fileobj(whole_parts, self.name, key, Config=_transfer())
+            how = _transfer(max(PART_BYTES, -(-content.size // MAX_PARTS)))
+            self._client.upload_fileobj(whole_parts, self.name, key, Config=how)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Errors: FileNotFoundError; EOFError."""
@@ -265,6 +267,8 @@ class Bucket:
                 ) from None
             if status == 404:
                 raise FileNotFoundError(errno.ENOENT, "no such object", place) from None
+            if status == 416:
+                raise EOFError(f"{place} ends too early") from None
             if status in (301, 400, 401, 403, 501):
                 advice = "check the AWS_ variables and what the bucket's policy allows"
                 raise ConfigError(
@@ -312,12 +316,13 @@ class _Pieces(io.RawIOBase):
         return count
 
 
-def _transfer() -> Any:
+def _transfer(part_bytes: int | None = None) -> Any:
     from boto3.s3.transfer import TransferConfig
 
+    part_bytes = part_bytes or PART_BYTES
     return TransferConfig(
-        multipart_threshold=PART_BYTES,
-        multipart_chunksize=PART_BYTES,
+        multipart_threshold=part_bytes,
+        multipart_chunksize=part_bytes,
         max_concurrency=4,
         preferred_transfer_client="classic",
     )

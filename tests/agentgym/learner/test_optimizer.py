@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load as load_safetensors
+from safetensors.torch import save
 
 from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import Batch
@@ -231,6 +232,23 @@ def test_float32_weights_have_no_second_copy(make_learner, stored, content):
         ValueError, match=r"has no master weight of .*; it is of a model in float32"
     ):
         narrow.load_optimizers(stored(learner.snapshot()))
+
+
+def test_the_state_of_another_optimizer_is_refused(make_learner, stored, content):
+    learner = make_learner()
+    learner.sft_step(batch_of(), step=1)
+    state = load_safetensors(content(learner)[checkpoint.OPTIMIZER])
+    name = next(iter(dict(learner.model.named_parameters())))
+    lacking = {key: each for key, each in state.items() if key != f"{name}:exp_avg"}
+    more = {**state, f"{name}:momentum": state[f"{name}:exp_avg"].clone()}
+    unknown = {**state, "nobody:exp_avg": state[f"{name}:exp_avg"].clone()}
+    for changed, problem in (
+        (lacking, "it is of another optimizer"),
+        (more, "it is of another optimizer"),
+        (unknown, "of a parameter nobody that the model does not have"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            make_learner().load_optimizers(stored({checkpoint.OPTIMIZER: save(changed)}))
 
 
 def test_learning_rates_of_each_schedule():

@@ -124,6 +124,19 @@ def test_a_model_that_computes_something_else_never_starts():
         require_faithful(model)
 
 
+def test_what_a_commit_would_lose_is_refused():
+    model = build(*SUPPORTED["llama"])
+    model.register_buffer("bias", torch.ones(3), persistent=False)
+    require_faithful(model)
+    model.register_buffer("bias", torch.ones(3))
+    with pytest.raises(ValueError, match="its buffer bias is a part of its weights"):
+        require_faithful(model)
+    model = build(*SUPPORTED["llama"])
+    model.get_decoder().norm.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"of several dtypes \(torch\.bfloat16, torch\.float32\)"):
+        require_faithful(model)
+
+
 def test_two_scores_of_one_batch_are_equal_in_a_model_with_dropout(stored):
     model = build(*SUPPORTED["phi"])
     learner = LearnerPlan(

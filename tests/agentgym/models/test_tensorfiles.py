@@ -143,13 +143,30 @@ def test_rows_that_are_missing_or_of_another_tensor_are_never_read(keep):
             StoredTensors.of(store, manifest, WEIGHTS).tensors  # noqa: B018
 
 
+ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+def headed(entries, num_bytes, **parts):
+    """A file with a header of anybody's."""
+    about = {"__metadata__": {"parts": json.dumps(parts)}} if parts else {}
+    text = json.dumps({**about, **entries}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
+
+
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
         (b"", "ends too early"),
         (b"\xff" * 16, "a header of"),
         ((4).to_bytes(8, "little") + b"nope", "Expecting value"),
-        (save({"a": torch.ones(3)})[:-1], "a does not have the bytes of its shape"),
+        (save({"a": torch.ones(3)})[:-1], "its tensors end at"),
+        (headed({"a": ONE, "b": ONE}, 4), "byte 4 belongs to no tensor, or to several"),
+        (headed({"a": {**ONE, "data_offsets": [-8, -4]}}, 4), "are no counts"),
+        (headed({"a": {**ONE, "shape": [-1, -1]}}, 4), "are no counts"),
+        (headed({"a": {**ONE, "shape": [True]}}, 4), "are no counts"),
+        (headed({"a": ONE}, 4, a=[[3, 4], 0]), "is .*, no rows of"),
+        (headed({"a": ONE}, 4, a=[[2], "0"]), "are no counts"),
+        (headed({"a": ONE}, 4, a=[[2], 1e999]), "are no counts"),
         (save({"a": torch.ones(3)}).replace(b"[3]", b"[4]"), "a does not have the bytes"),
         (save({"a": torch.ones(3)}).replace(b"F32", b"Q32"), "Q32"),
     ],
@@ -158,6 +175,27 @@ def test_what_is_no_safetensors_file_is_bad_input(keep, data, problem):
     store, manifest = keep({WEIGHTS: data})
     with pytest.raises(ValueError, match=rf"model\.safetensors of .* is no .*: .*{problem}"):
         StoredTensors.of(store, manifest, WEIGHTS).load()
+
+
+@pytest.mark.parametrize(
+    ("rows", "first"),
+    [
+        (torch.zeros(3, 5), 5),
+        (torch.zeros(3, 5), -1),
+        (torch.zeros(3, 4), 0),
+        (torch.zeros(3, 5).half(), 0),
+        (torch.zeros(3), 0),
+    ],
+)
+def test_what_are_no_rows_of_a_tensor_is_never_filled(of, rows, first):
+    with pytest.raises(ValueError, match=r"b\.weight is \S+ \(7, 5\), and not what rows"):
+        of(2).read("b.weight", rows, first)
+
+
+def test_a_file_without_tensors_has_no_dtype(keep):
+    store, manifest = keep({WEIGHTS: save({})})
+    with pytest.raises(ValueError, match=r"model\.safetensors holds no tensor"):
+        StoredTensors.of(store, manifest, WEIGHTS).dtype  # noqa: B018
 
 
 def test_a_place_travels_without_what_was_opened(of):

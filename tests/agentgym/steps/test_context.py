@@ -239,6 +239,46 @@ def test_a_failure_of_the_writing_stops_the_run(opening):
     assert context.head is None
 
 
+def test_what_stopped_a_step_is_told_and_not_what_became_of_its_writing(opening, caplog):
+    open_with, _ = opening
+    context = open_with()
+
+    def fails(**content):
+        raise StoreFull(28, "no space left")
+
+    context.writer.commit = fails
+
+    def interrupted():
+        with context:
+            take(context, 1, 9)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert "step stage-1: its last commit was not made: [Errno 28] no space left" in caplog.text
+    again = open_with()
+    again.writer.commit = fails
+    take(again, 1, 9)
+    with pytest.raises(StoreFull):
+        again.__exit__(None, None, None)
+
+
+def test_what_a_killed_writer_left_goes_before_the_first_commit(opening, tmp_path):
+    open_with, _ = opening
+    context = open_with()
+    context.store.add(STEP.name, KEY, Held(b"of a step that was never committed"))
+    litter = next(tmp_path.glob("steps/stage-1-*/blobs")) / ".tmp-0123"
+    litter.touch()
+    found = []
+    commit = context.writer.commit
+    context.writer.commit = lambda **content: found.append(litter.exists()) or commit(**content)
+    last = take(context, 1, 1)
+    assert found == [False]
+    kept = context.store._folder(STEP.name, KEY).blobs()
+    named = {blob.digest for blob in (*last.blobs.values(), *last.records.values())}
+    assert kept == named
+
+
 def test_no_progress_shows_nothing(capsys):
     progress = NoProgress()
     progress.start("stage", 2)

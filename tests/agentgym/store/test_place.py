@@ -12,11 +12,13 @@ from agentgym.store.posix import posix_store
 def test_a_place_travels_and_opens_the_same_store(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     store = posix_store("store", lease_ttl_s=7.0)
-    with store.open("prepare", "a" * 64):
+    with store.open("prepare", "a" * 64):  # which makes its folder
         place = pickle.loads(pickle.dumps(StorePlace.of(store)))
     monkeypatch.chdir("/")  # as another process may be elsewhere
     assert place == StorePlace(str(tmp_path / "store"), 7.0)
-    assert place.visit().root == str(tmp_path / "store")
+    assert place.visit("prepare", "a" * 64).root == str(tmp_path / "store")
+    with pytest.raises(StoreNotHere):  # another one at the same place
+        place.visit("prepare", "b" * 64)
 
 
 def test_a_folder_that_another_machine_does_not_see_is_named(tmp_path):
@@ -28,4 +30,4 @@ def test_a_folder_that_another_machine_does_not_see_is_named(tmp_path):
 
 def test_a_store_on_s3_is_a_place_too():
     place = StorePlace("s3://bucket/prefix", 7.0)
-    assert StorePlace.of(place.visit()) == place
+    assert StorePlace.of(place.visit("prepare", "a" * 64)) == place
