@@ -219,7 +219,7 @@ def test_the_report_counts_what_hit_and_names_what_failed(chaos):
 
 
 @pytest.mark.slow
-# two undisturbed runs, and four that are struck, each with its recovery and its audit
+# two undisturbed runs, and five that are struck, each with its recovery and its audit
 @pytest.mark.timeout(1800)
 def test_one_fault_each_of_a_few_kinds_leaves_a_run_that_passes_every_check(tmp_path):
     command = [
@@ -243,6 +243,7 @@ def test_one_fault_each_of_a_few_kinds_leaves_a_run_that_passes_every_check(tmp_
     assert program.returncode == 0, said
     result = json.loads((tmp_path / "faults.json").read_text())
     assert sorted(trial["kind"] for trial in result["trials"] if trial["hit"]) == [
+        "damaged",
         "environment",
         "flow",
         "step",
