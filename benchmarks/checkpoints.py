@@ -63,7 +63,7 @@ def main() -> int:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         result = compared(Path(folder), LARGE)
-    result = {"machine": machine(), "command": " ".join(["python", *sys.argv]), **result}
+    result = {"machine": machine(), "command": "python benchmarks/checkpoints.py", **result}
     chosen.out.write_text(json.dumps(result, indent=1) + "\n")
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
     within = [

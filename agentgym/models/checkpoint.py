@@ -62,13 +62,10 @@ class Checkpoint:
         """
         if not isinstance(self.weights, StoredTensors):
             return self.weights
-        model = empty_model(self.architecture, self.dtype)
-        materialize(model, torch.device("cpu"))
+        model = self._unfilled(self.dtype)
         tensors = weights_of(model)
         self.weights.require_fit(tensors)
-        self.weights.verify()
-        for name, tensor in tensors.items():
-            self.weights.read(name, tensor)
+        self.weights.fill(tensors)
         require_faithful(model)
         return model
 
@@ -84,10 +81,15 @@ class Checkpoint:
         """The same policy with other weights, in this process.
         Errors: ValueError where they do not fit.
         """
-        model = empty_model(self.architecture, next(iter(weights.values())).dtype)
-        materialize(model, torch.device("cpu"))
+        model = self._unfilled(next(iter(weights.values())).dtype)
         load_weights(model, weights)
         return replace(self, weights=model)
+
+    def _unfilled(self, dtype: torch.dtype) -> PreTrainedModel:
+        """With any values in its parameters."""
+        model = empty_model(self.architecture, dtype)
+        materialize(model, torch.device("cpu"))
+        return model
 
     def files(self) -> dict[str, bytes]:
         """What a commit holds beside the weights."""

@@ -237,13 +237,19 @@ class StoredTensors:
 
     def load(self) -> dict[str, Tensor]:
         """Whole tensors by name, for who needs all of them. Errors: DigestMismatch, BlobMissing."""
-        self.verify()
         found = {
             name: torch.empty(each.shape, dtype=each.dtype) for name, each in self.tensors.items()
         }
-        for name, tensor in found.items():
-            self.read(name, tensor)
+        self.fill(found)
         return found
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Whole tensors, in place, wherever they are. Errors: as `load`; ValueError for one of
+        another shape or dtype.
+        """
+        self.verify()
+        for name, tensor in tensors.items():
+            self.read(name, tensor.detach())
 
     def _fill(self, file: str, start: int, target: Tensor) -> None:
         """target: [rows, ...]"""

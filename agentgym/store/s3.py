@@ -185,7 +185,7 @@ class Bucket:
         """As `upload`, a few parts at a time in memory."""
         with self._translated(key):
             whole_parts = io.BufferedReader(_Pieces(content))
-            how = _transfer(max(PART_BYTES, -(-content.size // MAX_PARTS)))
+            how = _transfer(content.size)
             self._client.upload_fileobj(whole_parts, self.name, key, Config=how)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
@@ -316,10 +316,11 @@ class _Pieces(io.RawIOBase):
         return count
 
 
-def _transfer(part_bytes: int | None = None) -> Any:
+def _transfer(size: int = 0) -> Any:
+    """size: of content that does not tell it itself, bytes."""
     from boto3.s3.transfer import TransferConfig
 
-    part_bytes = part_bytes or PART_BYTES
+    part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
     return TransferConfig(
         multipart_threshold=part_bytes,
         multipart_chunksize=part_bytes,

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from agentgym.algorithms.batch import Batch
 from agentgym.config import OptimizerConfig, algorithm_config
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
@@ -56,24 +55,10 @@ dist.destroy_process_group()
 """
 
 
-def batch_of(lengths, vocabulary):
-    generator = torch.Generator().manual_seed(3)
-    starts = torch.cumsum(torch.tensor([0, *lengths]), 0)
-    mask = torch.rand(int(starts[-1]), generator=generator) < 0.5
-    mask[starts[:-1]], mask[starts[1:] - 1] = False, True
-    rewards = torch.zeros(len(mask))
-    rewards[starts[1:] - 1] = torch.randn(len(lengths), generator=generator)
-    ids = torch.randint(vocabulary, (len(mask),), generator=generator)
-    sequences = torch.arange(len(lengths))
-    return Batch(
-        ids, starts, mask, rewards, torch.zeros(len(mask)), sequences // 2, sequences % 2 == 1, 1.0
-    )
-
-
-def together(folder, size, plan, steps):
+def together(folder, size, plan, batch, steps):
     """What so many processes tell of these optimizer steps."""
     folder.mkdir()
-    asked = (plan, batch_of([7, 12, 5, 9, 3, 8], 60), CONFIG, steps)
+    asked = (plan, batch, CONFIG, steps)
     (folder / "asked").write_bytes(pickle.dumps(asked))
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(rank), str(size)])
@@ -95,19 +80,20 @@ def tensors(plan, blobs):
 
 
 @pytest.fixture(scope="module")
-def two(make_model, stored, tmp_path_factory):
-    """(plan, what two processes told of five steps, where to work)"""
+def two(make_model, stored, batch_of, tmp_path_factory):
+    """(plan, batch, what two processes told of five steps, where to work)"""
+    batch = batch_of([7, 12, 5, 9, 3, 8], 60)
     model, folder = make_model(), tmp_path_factory.mktemp("two")
     optimizer = OptimizerConfig(lr=1e-4, warmup_steps=0)
     plan = LearnerPlan(
         model.config.to_json_string(), stored(model), optimizer, 10, has_critic=True, critic_lr=1e-4
     )
-    return plan, together(folder / "2", 2, plan, [1, 2, 3, 4, 5]), folder
+    return plan, batch, together(folder / "2", 2, plan, batch, [1, 2, 3, 4, 5]), folder
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_a_commit_of_two_ranks_goes_on_at_another_number_of_them(two, size):
-    plan, told, folder = two
+    plan, batch, told, folder = two
     manifest = plan.weights.manifest.model_copy(update={"blobs": told["kept"]})
     assert len(told["kept"]) == 2 * len(KINDS)
     held = {kind: StoredTensors.of(plan.weights.store, manifest, kind) for kind in KINDS}
@@ -121,7 +107,7 @@ def test_a_commit_of_two_ranks_goes_on_at_another_number_of_them(two, size):
         critic_lr=1e-4,
         optimizer_states={kind: held[kind] for kind in (OPTIMIZER, CRITIC_OPTIMIZER)},
     )
-    again = together(folder / str(size), size, resumed, [3, 4, 5])
+    again = together(folder / str(size), size, resumed, batch, [3, 4, 5])
     # to the bit before anything is learned; a file of each kind from each process
     assert len(again["begun"]) == size * len(KINDS)
     kept, begun = tensors(plan, told["kept"]), tensors(plan, again["begun"])

@@ -12,7 +12,6 @@ from typing import get_args
 import pytest
 import torch
 
-from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.recipe import RECIPES, Correction
 from agentgym.config import OptimizerConfig, PolicyGradientConfig, algorithm_config, family_of
 from agentgym.learner.plan import LearnerPlan
@@ -109,20 +108,6 @@ len(batches["pairs"].input_ids)], beta=0.1, label_smoothing=0.0, step=2)
 """
 
 
-def batch_of(lengths, vocabulary):
-    generator = torch.Generator().manual_seed(3)
-    starts = torch.cumsum(torch.tensor([0, *lengths]), 0)
-    mask = torch.rand(int(starts[-1]), generator=generator) < 0.5
-    mask[starts[:-1]], mask[starts[1:] - 1] = False, True
-    rewards = torch.zeros(len(mask))
-    rewards[starts[1:] - 1] = torch.randn(len(lengths), generator=generator)
-    ids = torch.randint(vocabulary, (len(mask),), generator=generator)
-    sequences = torch.arange(len(lengths))
-    return Batch(
-        ids, starts, mask, rewards, torch.zeros(len(mask)), sequences // 2, sequences % 2 == 1, 1.0
-    )
-
-
 CORRECTIONS = get_args(Correction)
 # every recipe of reinforcement learning, and every correction, on log-probabilities that are a
 # little off
@@ -140,7 +125,7 @@ OTHERS = {
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def alone_and_together(request, make_model, stored, tmp_path_factory):
+def alone_and_together(request, make_model, stored, batch_of, tmp_path_factory):
     """What one process and what several say about the same plans and batches."""
     model, folder = make_model(), tmp_path_factory.mktemp("ranks")
     optimizer = OptimizerConfig(lr=LR, warmup_steps=0)

@@ -1,0 +1,33 @@
+"""What several files of tests learn from."""
+
+import pytest
+import torch
+
+from agentgym.algorithms.batch import Batch
+
+
+@pytest.fixture(scope="session")
+def batch_of():
+    """batch_of(lengths, vocabulary) -> random sequences of these lengths, with random rewards."""
+
+    def make(lengths, vocabulary):
+        generator = torch.Generator().manual_seed(3)
+        starts = torch.cumsum(torch.tensor([0, *lengths]), 0)
+        mask = torch.rand(int(starts[-1]), generator=generator) < 0.5
+        mask[starts[:-1]], mask[starts[1:] - 1] = False, True
+        rewards = torch.zeros(len(mask))
+        rewards[starts[1:] - 1] = torch.randn(len(lengths), generator=generator)
+        ids = torch.randint(vocabulary, (len(mask),), generator=generator)
+        sequences = torch.arange(len(lengths))
+        return Batch(
+            ids,
+            starts,
+            mask,
+            rewards,
+            torch.zeros(len(mask)),
+            sequences // 2,
+            sequences % 2 == 1,
+            1.0,
+        )
+
+    return make
