@@ -27,12 +27,12 @@ def test_each_of_two_ranks_holds_half_of_a_smaller_model(checkpoints, tmp_path):
         "num_hidden_layers": 6,
         "vocab_size": 32_000,
     }
-    found = checkpoints.compared(tmp_path, smaller)
+    found = checkpoints.compared(tmp_path, smaller, 1)
     assert found["num_parameters"] > 30e6
     for row in found["ranks"]:
         assert row["bytes"] > 3 * 4 * found["num_parameters"]  # weights and two moments
         for peaks in row["anonymous_mib_above_idle"].values():
-            assert len(peaks) == row["ranks"]
+            assert len(peaks) == 1
     shares = found["memory_of_two_to_one"]
     assert set(shares) == {"build", "commit", "resume"}
     # a smaller model's share is nearer to what any process takes
@@ -43,11 +43,16 @@ def test_what_was_measured_is_what_the_documents_say(checkpoints):
     assert RESULT["num_parameters"] > 0.49e9
     shares = RESULT["memory_of_two_to_one"]
     assert all(share <= checkpoints.MEMORY_LIMIT for share in shares.values())
+    assert all(
+        each <= checkpoints.TIME_LIMIT
+        for row in RESULT["ranks"]
+        for each in row["time_to_copy"].values()
+    )
     page = " ".join((ROOT / "docs/operations.md").read_text().split())
     said = re.search(
         r"two ranks hold ([\d.]+) of what one holds while the model is built, ([\d.]+) while it is"
         r" committed, ([\d.]+) when it is resumed; against the disk's own copy of as many bytes a"
-        r" commit takes ([\d.]+) times as long in one process .* and ([\d.]+) in two, a resume"
+        r" commit takes ([\d.]+) times as long in one process and ([\d.]+) in two, a resume"
         r" ([\d.]+) and ([\d.]+)",
         page,
     )
