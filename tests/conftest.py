@@ -108,7 +108,7 @@ def num_tests(request):
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
     if not files <= {file_of(item) for item in items}:
         pytest.skip("a part of the tests is run alone")
-    left_out = ("slow", "gpu", "ray")
+    left_out = ("slow", "gpu", "ray", "vllm")
     return sum(not any(map(item.get_closest_marker, left_out)) for item in items)
 
 

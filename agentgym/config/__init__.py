@@ -32,6 +32,7 @@ from agentgym.config.sections import (
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
+    VllmConfig,
 )
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "RunConfig",
     "Section",
     "Setting",
+    "VllmConfig",
     "algorithm_config",
     "config_digest",
     "family_of",

@@ -24,6 +24,7 @@ from agentgym.config.sections import (
     StoreConfig,
     TrackingConfig,
     ValidationConfig,
+    VllmConfig,
     WarmStartConfig,
 )
 
@@ -52,6 +53,7 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     rollout: RolloutConfig = RolloutConfig()
+    vllm: VllmConfig = VllmConfig()
     algorithm: Annotated[SerializeAsAny[AlgorithmConfig], BeforeValidator(_of_recipe)] = (
         algorithm_config()
     )
@@ -71,6 +73,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"deterministic is promised on the CPU alone, and compute_device is"
                 f" {self.compute_device}; set one of the two otherwise"
+            )
+        if self.deterministic and self.rollout.engine == "vllm":
+            raise ValueError(
+                "deterministic is nothing vLLM can keep: its sums depend on what else is in the"
+                " batch, and so on which episode is faster; use rollout.engine torch with"
+                " deterministic"
             )
         for name in ("worker", "rank"):
             gpus = getattr(self.ray, f"{name}_gpus")

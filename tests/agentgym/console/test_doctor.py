@@ -15,6 +15,11 @@ def test_everything_the_run_needs_is_named(tiny_params, tmp_path, capsys):
     assert {"python", "torch", "babyai", "sciworld", "searchqa", "textcraft", "git"} <= rows.keys()
     assert rows["babyai"] == {"name": "babyai", "ok": True, "text": "can be served", "needed": True}
     assert not rows["textcraft"]["needed"]
+    vllm = rows["vllm"]
+    assert not vllm["needed"]
+    assert vllm["text"].startswith(
+        "vllm" if vllm["ok"] else "not installed, for rollout.engine vllm"
+    )
 
 
 def test_what_the_run_needs_and_lacks_is_an_exit_code_and_a_line(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agentgym.rollouts.policies.draw import Distribution, sample, uniforms
+from agentgym.rollouts.policies.draw import Distribution, sample, seed_of, uniforms
 from agentgym.types import SampleKey
 
 
@@ -80,3 +80,12 @@ def test_the_distance_of_a_greedy_token_is_how_far_it_lies_below_the_largest():
     )
     assert outside.tolist() == [0.0] * 3
     assert below.tolist() == pytest.approx([0.0, 2.0, 3.0])
+
+
+def test_seeds_are_64_bits_of_the_key_alone():
+    keys = [SampleKey(0, 1, "babyai_3", sample, turn) for sample in range(40) for turn in range(40)]
+    seeds = [seed_of(key) for key in keys]
+    assert seeds == [seed_of(key) for key in keys]
+    assert len(set(seeds)) == len(seeds)
+    assert -(2**63) <= min(seeds) < -(2**62)
+    assert 2**62 < max(seeds) < 2**63

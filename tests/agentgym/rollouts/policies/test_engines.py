@@ -11,10 +11,11 @@ from agentgym.config import ConfigError, RunConfig, load_config
 from agentgym.models.tolerance import TORCH
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, steps_of
+from agentgym.rollouts.policies import engines
 from agentgym.rollouts.policies.engines import engine_class, engine_module, tolerance_of
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.steps.context import METRICS
-from agentgym.store.keys import source_digest
+from agentgym.store.keys import package_folders, source_digest, source_files
 from agentgym.tracking.points import decode_points
 from agentgym.types import EngineMismatch
 
@@ -145,3 +146,26 @@ def test_the_device_is_in_the_keys_and_cuda_is_not_promised_to_the_bit():
         RunConfig.model_validate({"compute": "ray", "compute_device": "cuda"})
     with pytest.raises(ValueError, match="with cpu it would hold one and not use it"):
         RunConfig.model_validate({"compute": "ray", "ray": {"worker_gpus": 1}})
+
+
+def test_vllm_is_asked_for_before_anything_starts_where_it_would_run_here(
+    tiny_params, tmp_path, monkeypatch
+):
+    path = tiny_params(tmp_path / "run")
+    monkeypatch.setattr(engines, "find_spec", lambda _: None)
+    engine = ["rollout.engine=vllm"]
+    with pytest.raises(ConfigError, match=r"vllm, which is not installed here; `make vllm`"):
+        engines.check_engine(load_config(path, engine))
+    there = ["compute=ray-job", "ray.address=http://127.0.0.1:8265"]
+    engines.check_engine(load_config(path, [*engine, *there]))
+    engines.check_engine(load_config(path))
+
+
+def test_nothing_deterministic_is_sampled_with_vllm(tiny_params, tmp_path):
+    path = tiny_params(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"use rollout\.engine torch with deterministic"):
+        load_config(path, ["rollout.engine=vllm", "deterministic=true"])
+    modules = steps_of(load_config(path, ["rollout.engine=vllm"]))["stage-1"].modules
+    assert "agentgym.rollouts.policies.vllm" in modules
+    sources = source_files(modules, package_folders())
+    assert "agentgym.rollouts.policies.vllm_worker" in sources

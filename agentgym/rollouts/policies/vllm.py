@@ -1,0 +1,347 @@
+"""vLLM as an engine: continuous batching in a process of its own, weights by file.
+
+Of what it draws no run repeats a token: its kernels' sums depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from agentgym.config import RunConfig, VllmConfig
+from agentgym.models.checkpoint import ARCHITECTURE, SHARD_BYTES, WEIGHTS, Checkpoint
+from agentgym.models.model import weights_of
+from agentgym.models.tensorfiles import StoredTensors, TensorFile, export_tensors
+from agentgym.models.tolerance import VLLM, Tolerances
+from agentgym.rollouts.policies.draw import seed_of
+from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
+from agentgym.types import Completion, EngineMismatch, Sampling
+
+T = TypeVar("T")
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by name, with the dtype
+MOST_BATCHED = 8192  # tokens of one forward, where a context is shorter
+# what a process of vLLM is told by its environment; whoever sets one means it
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",  # nothing is sent to anybody
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads
+}
+
+
+class VllmPolicy:
+    """Samples with vLLM's copy of the weights; `publish` is the only way they change."""
+
+    repeats_draws: ClassVar[bool] = False
+    tolerances: ClassVar[Tolerances] = VLLM
+
+    def __init__(
+        self,
+        engine: Any,
+        folder: Path,
+        shapes: Shapes,
+        *,
+        stop_id: int,
+        context_tokens: int,
+        settings: VllmConfig,
+    ) -> None:
+        """engine: an AsyncLLM. folder: this policy's own, for weights on their way; removed by
+        `close`. shapes: of the weights it holds.
+        """
+        self._engine, self._folder, self._shapes = engine, folder, shapes
+        self._stop_id, self._context, self._settings = stop_id, context_tokens, settings
+        self._names = itertools.count()
+        self._num_running = self._num_publishing = 0
+        self._failure: RuntimeError | None = None
+        self._changed = asyncio.Condition()
+        self._awake = True
+        self.version = 0
+
+    @classmethod
+    def open(
+        cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
+    ) -> VllmPolicy:
+        """On `cfg.compute_device`. Errors: what vLLM raises where it cannot serve the model."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(cfg.vllm.start_timeout_s))
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.vllm.cpu_cache_gib)
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        folder = Path(tempfile.mkdtemp(prefix="agentgym-vllm-"))
+        try:
+            shapes = _write_model(folder, checkpoint)
+            arguments = _arguments(cfg, checkpoint.dtype, folder, num_slots)
+            os.environ[OWNER] = str(os.getpid())
+            engine = AsyncLLM.from_engine_args(arguments)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            os.environ.pop(OWNER, None)
+        policy = cls(
+            engine,
+            folder,
+            shapes,
+            stop_id=checkpoint.renderer.stop_id,
+            context_tokens=cfg.model.context_tokens,
+            settings=cfg.vllm,
+        )
+        policy.version = version
+        return policy
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        """One action: until the stop token or `max_new_tokens`.
+
+        Errors: ValueError where prompt and action cannot fit the context; RuntimeError where the
+        engine itself fails.
+        """
+        if not prompt_ids or sampling.max_new_tokens < 1:
+            raise ValueError(
+                f"nothing to sample from {len(prompt_ids)} prompt tokens with max_new_tokens"
+                f" {sampling.max_new_tokens}"
+            )
+        if len(prompt_ids) + sampling.max_new_tokens > self._context:
+            raise ValueError(
+                f"prompt of {len(prompt_ids)} tokens + max_new_tokens {sampling.max_new_tokens}"
+                f" exceeds the context of {self._context}"
+            )
+        from vllm import SamplingParams
+
+        async with self._turn():
+            version = self.version
+            output = await self._answer(
+                prompt_ids,
+                SamplingParams(
+                    temperature=sampling.temperature,
+                    top_p=1.0,
+                    top_k=0,
+                    seed=seed_of(sampling.key),
+                    max_tokens=sampling.max_new_tokens,
+                    stop_token_ids=[self._stop_id],
+                    logprobs=0,  # of the sampled token alone
+                    detokenize=False,
+                ),
+            )
+        said = output.outputs[0]
+        ids = tuple(said.token_ids)
+        reason: Literal["stop", "length"] = "stop" if ids[-1] == self._stop_id else "length"
+        logprobs = tuple(
+            float(each[token].logprob) for each, token in zip(said.logprobs, ids, strict=True)
+        )
+        return Completion(ids, logprobs, reason, version)
+
+    async def score(self, sequences: list[list[int]]) -> list[Tensor]:
+        """As `Policy.score`."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False
+        )
+
+        async def one(ids: list[int]) -> Tensor:
+            async with self._turn():
+                told = (await self._answer(ids, parameters)).prompt_logprobs
+            found = [each[token].logprob for each, token in zip(told[1:], ids[1:], strict=True)]
+            return torch.tensor(found, dtype=torch.float32)
+
+        return list(await asyncio.gather(*map(one, sequences)))
+
+    async def publish(self, weights: dict[str, Tensor], version: int) -> None:
+        """Every process of the engine first reads them and tells their digest; between turns all
+        change to them, and what was cached under the old ones is forgotten.
+
+        Errors: ValueError where a version does not grow or the weights do not fit; EngineMismatch
+        where others arrived; the engine then goes on as before. RuntimeError where it fails half
+        way: it then generates nothing any more.
+        """
+        if version <= self.version and not version == self.version == 0:
+            raise ValueError(
+                f"weight versions must grow: engine holds {self.version}, got {version}"
+            )
+        if odd := sorted(dict(_shapes(weights).items() ^ self._shapes.items())):
+            raise ValueError(
+                f"weights version {version} are not of the model that vLLM serves: {odd[0]} has"
+                f" another shape or dtype, or is on one side only ({len(odd)} such)"
+            )
+        path = self._folder / "published.safetensors"
+        try:
+            digest = await asyncio.to_thread(_write, path, weights)
+            arrived = await self._within("stage_weights", str(path))
+            if set(arrived) != {digest}:
+                raise EngineMismatch(
+                    f"weights version {version} arrived at vLLM with sha256"
+                    f" {', '.join(each[:12] for each in arrived)}, sent was {digest[:12]}"
+                )
+            async with self._between_turns():
+                await self._switch(digest, version)
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def _switch(self, digest: str, version: int) -> None:
+        try:
+            missing = sorted(set().union(*await self._within("switch_weights", digest)))
+            if missing:
+                raise RuntimeError(f"{', '.join(missing[:3])} are not among the weights")
+            if not await self._engine.reset_prefix_cache():
+                raise RuntimeError("its prefix cache could not be emptied")
+        except Exception as error:
+            self._failure = RuntimeError(
+                f"vLLM did not change to weights version {version}: {error}; it may hold a part of"
+                " them, so it generates nothing any more"
+            )
+            raise self._failure from error
+        self.version = version
+
+    async def sleep(self) -> None:
+        """Where it runs on a GPU, weights go to the host's memory and the cache is dropped."""
+        async with self._between_turns():
+            self._awake = False
+            if self._can_sleep:
+                await self._engine.sleep(level=1)
+
+    async def wake(self) -> None:
+        if self._can_sleep and not self._awake:
+            await self._engine.wake_up()
+        async with self._changed:
+            self._awake = True
+            self._changed.notify_all()
+
+    @property
+    def _can_sleep(self) -> bool:
+        return bool(self._engine.vllm_config.model_config.enable_sleep_mode)
+
+    async def close(self) -> None:
+        async with self._changed:
+            self._failure = RuntimeError("the engine was closed")
+            self._changed.notify_all()
+        try:
+            await asyncio.to_thread(self._engine.shutdown)
+            # vLLM does it once more when Python ends, with its modules gone
+            self._engine.shutdown = lambda *_, **__: None
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _answer(self, ids: list[int], parameters: Any) -> Any:
+        """vLLM's last word on a request. Errors: RuntimeError."""
+        from vllm.inputs import TokensPrompt
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt, name = TokensPrompt(prompt_token_ids=ids), str(next(self._names))
+        try:
+            async for output in self._engine.generate(prompt, parameters, request_id=name):
+                last = output
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise RuntimeError(f"engine failed: {type(error).__name__}: {error}") from error
+        return last
+
+    async def _within(self, method: str, *arguments: Any) -> list[Any]:
+        """What each process of the engine answers. Errors: TimeoutError."""
+        limit = self._settings.publish_timeout_s
+        told: list[Any] = await deadline(
+            self._engine.collective_rpc(method, timeout=limit, args=arguments), limit, method
+        )
+        return told
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Of one request; waits while weights change."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._failure or (self._awake and not self._num_publishing)
+            )
+            if self._failure:
+                raise self._failure
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._num_running -= 1
+                self._changed.notify_all()
+
+    @asynccontextmanager
+    async def _between_turns(self) -> AsyncIterator[None]:
+        """No request runs, and none begins."""
+        self._num_publishing += 1
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._num_running)
+            yield
+        finally:
+            async with self._changed:
+                self._num_publishing -= 1
+                self._changed.notify_all()
+
+
+async def deadline(answer: Awaitable[T], seconds: float, what: str) -> T:
+    """Errors: TimeoutError, which says how long was waited."""
+    try:
+        return await asyncio.wait_for(answer, seconds)
+    except TimeoutError:
+        raise TimeoutError(f"vLLM: no answer to {what} within {seconds:g} s") from None
+
+
+def _arguments(cfg: RunConfig, dtype: torch.dtype, folder: Path, num_slots: int) -> Any:
+    """What vLLM is started with."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    settings, context, on_gpu = cfg.vllm, cfg.model.context_tokens, cfg.compute_device != "cpu"
+    return AsyncEngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,  # tokens go in and come out
+        dtype=str(dtype).removeprefix("torch."),
+        seed=cfg.seed,
+        max_model_len=context,
+        max_num_seqs=num_slots,
+        max_num_batched_tokens=max(MOST_BATCHED, context),
+        # the CPU build cannot undo the draw of a prompt that it has read in part
+        enable_chunked_prefill=on_gpu,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
+        generation_config="vllm",  # no top_p of the model's own
+        tensor_parallel_size=settings.tensor_parallel_size,
+        enforce_eager=not (on_gpu and settings.compile),
+        enable_sleep_mode=on_gpu,
+        worker_extension_cls=f"{WeightReceiver.__module__}.{WeightReceiver.__name__}",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        trust_remote_code=False,
+        **({"gpu_memory_utilization": settings.memory_frac} if on_gpu else {}),
+    )
+
+
+def _write_model(folder: Path, checkpoint: Checkpoint) -> Shapes:
+    """What vLLM reads of a model: architecture and weights."""
+    (folder / ARCHITECTURE).write_text(checkpoint.architecture)
+    weights = checkpoint.weights
+    if isinstance(weights, StoredTensors):
+        weights.verify()
+        export_tensors(weights, folder, SHARD_BYTES)
+        return {name: (each.shape, each.dtype) for name, each in weights.tensors.items()}
+    _write(folder / WEIGHTS, weights_of(weights))
+    return _shapes(weights_of(weights))
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> Shapes:
+    return {name: (tuple(each.shape), each.dtype) for name, each in weights.items()}
+
+
+def _write(path: Path, weights: Mapping[str, Tensor]) -> str:
+    """Result: sha256."""
+    found = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in TensorFile.of(weights).pieces():
+            found.update(piece)
+            file.write(piece)
+    return found.hexdigest()

@@ -1,0 +1,285 @@
+"""vLLM as an engine: what it samples, weights that reach it, and what happens where they do not."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from agentgym.audit import audit
+from agentgym.config import RunConfig, load_config
+from agentgym.models.checkpoint import new_checkpoint
+from agentgym.models.model import weights_of
+from agentgym.models.tolerance import VLLM
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store
+from agentgym.rollouts.canary import Canary
+from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.policies.draw import Distribution
+from agentgym.rollouts.policies.engines import open_policy
+from agentgym.rollouts.policies.torch import TorchPolicy
+from agentgym.steps.context import METRICS
+from agentgym.tracking.points import decode_points
+from agentgym.types import EngineMismatch, SampleKey, Sampling
+
+pytestmark = [pytest.mark.vllm, pytest.mark.integration]
+ROOT = Path(__file__).parents[4]
+NATS = 1e-4  # between two float32 forwards of a tiny model
+PROMPT = list(range(5, 40))
+
+
+def of_run(**changes):
+    return RunConfig(
+        rollout={"engine": "vllm", "max_new_tokens": 6, "observation_tokens": 8},
+        model={"context_tokens": 256},
+        **changes,
+    )
+
+
+class Running:
+    """A policy in a loop of its own, as `open_engine` has it."""
+
+    def __init__(self, model, tokenizer, cfg):
+        self.loop, self.tokenizer = LoopThread(), tokenizer
+        checkpoint = new_checkpoint(model, tokenizer)
+        self.policy = open_policy(cfg, checkpoint, num_slots=16, version=0)
+
+    def run(self, coroutine):
+        return self.loop.run(asyncio.wait_for(coroutine, 120))
+
+    def generate(self, *asked):
+        """asked: (prompt, sampling). Result: completions in that order."""
+
+        async def all_of_them():
+            return await asyncio.gather(*(self.policy.generate(*each) for each in asked))
+
+        return self.run(all_of_them())
+
+    def close(self):
+        self.run(self.policy.close())
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def running(make_model, tokenizer):
+    opened = Running(make_model(0), tokenizer, of_run())
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def publish(running):
+    """publish(model): the next version."""
+
+    def next_one(model):
+        running.run(running.policy.publish(weights_of(model), running.policy.version + 1))
+
+    return next_one
+
+
+def sampling(sample, temperature=1.0, tokens=24):
+    return Sampling(SampleKey(0, 1, "babyai_3", sample, 0), temperature, tokens)
+
+
+@torch.no_grad()
+def ours(twin, prompt, completion, temperature):
+    """What plain Hugging Face says of sampled tokens at that temperature."""
+    ids = torch.tensor([[*prompt, *completion.ids]])
+    logits = twin(ids).logits[0, len(prompt) - 1 : -1].float()
+    heat = torch.full((len(completion.ids),), temperature)
+    return Distribution(logits, heat).logprobs(torch.tensor(completion.ids))
+
+
+def scores(model, sequences, tokenizer):
+    policy = TorchPolicy(model, stop_id=tokenizer.eos_token_id, num_slots=1, context_tokens=64)
+    return torch.cat(asyncio.run(policy.score(sequences)))
+
+
+def test_probabilities_are_those_of_the_distribution_sampled_from_in_one_mixed_batch(
+    running, publish, make_model, plain
+):
+    publish(make_model(1))
+    twin = plain(make_model(1))
+    heats = [(1.0, 0.7, 0.0)[each % 3] for each in range(30)]
+    asked = [([*PROMPT, each], sampling(each, heat)) for each, heat in enumerate(heats)]
+    for (prompt, how), said in zip(asked, running.generate(*asked), strict=True):
+        expected = ours(twin, prompt, said, how.temperature)
+        assert torch.tensor(said.logprobs) == pytest.approx(expected, abs=NATS)
+
+
+def test_a_turn_ends_at_the_stop_token_or_at_its_length(running, tokenizer):
+    asked = [([*PROMPT, each % 200], sampling(each, tokens=60)) for each in range(96)]
+    said, stop = running.generate(*asked), tokenizer.eos_token_id
+    assert {each.stop_reason for each in said} == {"stop", "length"}
+    for each in said:
+        ended = each.ids[-1] == stop
+        assert each.stop_reason == ("stop" if ended else "length")
+        assert ended or len(each.ids) == 60
+        assert stop not in each.ids[:-1]
+        assert len(each.logprobs) == len(each.ids)
+
+
+def test_a_key_draws_the_same_tokens_again_and_another_key_others(running):
+    first, again, other = (
+        running.generate((PROMPT, sampling(sample)))[0].ids for sample in (3, 3, 4)
+    )
+    assert first == again != other
+
+
+def test_scores_are_the_learners_and_a_forgotten_publish_is_found(
+    running, publish, make_model, tokenizer
+):
+    canary = Canary(tokenizer, VLLM[torch.float32].canary)
+    for seed in (2, 3, 4):
+        model = make_model(seed)
+        publish(model)
+        told = running.run(running.policy.score(canary.sequences))
+        expected = scores(model, canary.sequences, tokenizer)
+        assert canary.compare(expected, told, seed) < NATS
+    moved = make_model(4)
+    with torch.no_grad():  # one step of Adam at a learning rate of 1e-3, which never arrives
+        for each in moved.parameters():
+            each += 1e-3 * torch.randn_like(each).sign()
+    with pytest.raises(EngineMismatch, match=r"version 5 did not reach .* \(limit 0.001\)"):
+        canary.compare(scores(moved, canary.sequences, tokenizer), told, 5)
+
+
+def test_weights_change_between_turns_and_every_turn_is_of_one_version(running, make_model, plain):
+    policy, before = running.policy, running.policy.version
+    twins = {before: plain(make_model(4)), before + 1: plain(make_model(5))}
+    asked = [([*PROMPT, each], sampling(each, tokens=40)) for each in range(32)]
+
+    async def both():
+        early = [asyncio.ensure_future(policy.generate(*each)) for each in asked[:16]]
+        await asyncio.sleep(0.01)
+        change = asyncio.ensure_future(policy.publish(weights_of(make_model(5)), before + 1))
+        await asyncio.sleep(0)
+        late = [asyncio.ensure_future(policy.generate(*each)) for each in asked[16:]]
+        await change
+        last = policy.generate(*asked[0])  # its prompt was cached under the old weights
+        return await asyncio.gather(*early, *late, last)
+
+    said = running.run(both())
+    assert {each.version for each in said[:16]} == {before}
+    assert said[-1].version == before + 1
+    for (prompt, _), each in zip([*asked, asked[0]], said, strict=True):
+        assert torch.tensor(each.logprobs) == pytest.approx(
+            ours(twins[each.version], prompt, each, 1.0), abs=NATS
+        )
+
+
+def test_weights_that_do_not_fit_or_are_not_new_change_nothing(running, make_model):
+    policy, before = running.policy, running.generate((PROMPT, sampling(1)))
+    weights = weights_of(make_model(6))
+    with pytest.raises(ValueError, match="versions must grow"):
+        running.run(policy.publish(weights, policy.version))
+    name = "model.norm.weight"
+    for odd in (
+        {name: weights[name][:-1]},
+        {name: weights[name].bfloat16()},
+        {"more": torch.ones(1)},
+    ):
+        with pytest.raises(ValueError, match=r"another shape or dtype, or is on one side"):
+            running.run(policy.publish({**weights, **odd}, policy.version + 1))
+    assert running.generate((PROMPT, sampling(1))) == before
+
+
+def test_what_cannot_fit_is_refused(running):
+    for prompt, how in (([], sampling(0)), (PROMPT, sampling(0, tokens=0))):
+        with pytest.raises(ValueError, match="nothing to sample from"):
+            running.generate((prompt, how))
+    with pytest.raises(ValueError, match="exceeds the context of 256"):
+        running.generate((PROMPT, sampling(0, tokens=230)))
+
+
+def test_bfloat16_noise_passes_the_canary_and_one_missed_update_does_not(make_model, tokenizer):
+    canary = Canary(tokenizer, VLLM[torch.bfloat16].canary)
+    model, moved = make_model(0), make_model(1)
+    opened = Running(model.bfloat16(), tokenizer, of_run())
+    try:
+        told = opened.run(opened.policy.score(canary.sequences))
+        gap = canary.compare(scores(make_model(0), canary.sequences, tokenizer), told, 0)
+        assert 0 < gap < VLLM[torch.bfloat16].canary / 3
+        with pytest.raises(EngineMismatch):
+            canary.compare(scores(moved, canary.sequences, tokenizer), told, 1)
+    finally:
+        opened.close()
+
+
+def test_a_worker_that_dies_is_heard_of_and_nothing_is_left(make_model, tokenizer):
+    others = of_vllm(psutil.Process())
+    opened = Running(make_model(0), tokenizer, of_run())
+    processes = [each for each in of_vllm(psutil.Process()) if each not in others]
+    folder = opened.policy._folder
+    try:
+        engine, worker = sorted(processes, key=lambda each: len(each.parents()))
+        assert worker.ppid() == engine.pid
+        asked = [([*PROMPT, each], sampling(each, tokens=200)) for each in range(16)]
+        threading.Timer(0.2, worker.kill).start()
+        with pytest.raises(RuntimeError, match="engine failed"):
+            opened.generate(*asked * 20)
+    finally:
+        opened.close()
+    assert not folder.exists()
+    assert not psutil.wait_procs(processes, 30)[1]
+
+
+def of_vllm(process):
+    """Its processes below this one."""
+    below = process.children(recursive=True)
+    return [each for each in below if each.name().startswith("VLLM::")]
+
+
+RUN = """
+import sys
+from agentgym.config import load_config
+from agentgym.pipeline.run import run_step
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        run_step(name, load_config(sys.argv[1], ["rollout.engine=vllm"]))
+"""
+
+
+def test_a_killed_run_leaves_no_engine_and_goes_on_to_the_end(tiny_params, tmp_path):
+    path = tiny_params(tmp_path / "run")
+    cfg, store = (found := load_config(path, ["rollout.engine=vllm"])), open_store(found)
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    command = [sys.executable, str(script), str(path)]
+    for name in ("prepare", "initialize", "warm-start"):
+        run_step(name, cfg)
+    process = subprocess.Popen([*command, "stage-1"], cwd=ROOT)
+    try:
+        until = time.monotonic() + 200
+        while not any(head.step == "stage-1" for head in store.heads()):
+            assert process.poll() is None, "it ended before its first commit"
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        engine = of_vllm(psutil.Process(process.pid))
+        assert engine
+    finally:
+        process.kill()
+        process.wait(30)
+    assert not psutil.wait_procs(engine, 30)[1]
+    assert subprocess.run([*command, "stage-1", "stage-2"], cwd=ROOT, timeout=250).returncode == 0
+
+    done = finished(cfg, store)
+    commits = [c for name in ("stage-1", "stage-2") for c in store.history(name, done[name].key)]
+    points = [point for c in commits for point in decode_points(store.read(c, METRICS))]
+    assert [point.step for point in points if "actor/grad_norm" in point.metrics] == sorted(
+        {point.step for point in points if "actor/grad_norm" in point.metrics}
+    )
+    assert any(point.metrics.get("actor/grad_norm", 0.0) > 0 for point in points)
+    published = [point.metrics["sync/canary_max_abs"] for point in points]
+    assert len(published) >= 3
+    assert max(published) <= VLLM[torch.float32].canary
+    report = audit(cfg, num_episodes=4)
+    assert report.ok, [check.failures for check in report.checks if not check.ok]
+    told = {check.name: check for check in report.checks}
+    assert "engine vllm does not repeat its draws" in told["sampling"].not_checked
+    assert told["rescore"].counted > 0

@@ -1,0 +1,107 @@
+"""What vLLM's processes do for us: weights in two steps, and an end with their owner."""
+
+import hashlib
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
+
+
+class Model(torch.nn.Linear):
+    """Loads weights as vLLM's models do: takes what it knows, and says what that was."""
+
+    def load_weights(self, weights):
+        mine, loaded = dict(self.named_parameters()), set()
+        for name, tensor in weights:
+            mine[name].data.copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+@pytest.fixture
+def receiver():
+    receiver = WeightReceiver()
+    receiver.model_runner = SimpleNamespace(model=Model(3, 2))
+    return receiver
+
+
+@pytest.fixture
+def published(tmp_path):
+    """published(tensors) -> (path, sha256)"""
+
+    def write(tensors):
+        path = tmp_path / "published.safetensors"
+        save_file(tensors, path)
+        return str(path), hashlib.sha256(path.read_bytes()).hexdigest()
+
+    return write
+
+
+def test_weights_are_read_first_and_change_later(receiver, published):
+    model = receiver.model_runner.model
+    new = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+    before = model.weight.detach().clone()
+    path, digest = published(new)
+    assert receiver.stage_weights(path) == digest
+    assert torch.equal(model.weight, before)
+    assert receiver.switch_weights(digest) == []
+    assert torch.equal(model.weight, new["weight"])
+    with pytest.raises(RuntimeError, match="were not staged"):  # once
+        receiver.switch_weights(digest)
+
+
+def test_other_weights_than_the_staged_ones_and_missing_ones_are_told(receiver, published):
+    path, digest = published({"weight": torch.ones(2, 3)})
+    receiver.stage_weights(path)
+    with pytest.raises(RuntimeError, match=rf"weights {'0' * 12} were not staged"):
+        receiver.switch_weights("0" * 64)
+    receiver.stage_weights(path)
+    assert receiver.switch_weights(digest) == ["bias"]
+
+
+CHILD = """
+import subprocess, sys, time
+grandchild = subprocess.Popen([sys.executable, "-c", '''
+import sys, time
+from agentgym.rollouts.policies.vllm_worker import end_with
+end_with(int(sys.argv[1]))
+print("watches", flush=True)
+time.sleep(600)
+''', sys.argv[1]], stdout=subprocess.PIPE)
+grandchild.stdout.readline()
+print(grandchild.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_it_and_the_engine_above_it_end_with_their_owner(is_gone, monkeypatch):
+    monkeypatch.delenv(OWNER, raising=False)
+    owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    if is_gone:  # before anybody watches
+        owner.kill()
+        owner.wait()
+    engine = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(owner.pid)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        if not is_gone:
+            worker = psutil.Process(int(engine.stdout.readline()))
+            time.sleep(0.1)
+            assert worker.is_running()
+            owner.kill()
+            psutil.wait_procs([worker], 30)
+            assert not worker.is_running()
+        assert engine.wait(60) == -9
+    finally:
+        for process in (owner, engine):
+            process.kill()
+            process.wait()
