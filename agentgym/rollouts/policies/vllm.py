@@ -11,10 +11,10 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,14 +28,17 @@ from agentgym.rollouts.policies.draw import seed_of
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 from agentgym.types import Completion, EngineMismatch, Sampling
 
-T = TypeVar("T")
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by name, with the dtype
 MOST_BATCHED = 8192  # tokens of one forward, where a context is shorter
-# what a process of vLLM is told by its environment; whoever sets one means it
+# what vLLM's processes are told; whoever sets one means it
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # nothing is sent to anybody
-    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads
+    # what it says to nobody who can do anything about it
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-torch._library",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
 }
 
 
@@ -72,23 +75,17 @@ class VllmPolicy:
         cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
     ) -> VllmPolicy:
         """On `cfg.compute_device`. Errors: what vLLM raises where it cannot serve the model."""
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(cfg.vllm.start_timeout_s))
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.vllm.cpu_cache_gib)
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         folder = Path(tempfile.mkdtemp(prefix="agentgym-vllm-"))
         try:
             shapes = _write_model(folder, checkpoint)
-            arguments = _arguments(cfg, checkpoint.dtype, folder, num_slots)
-            os.environ[OWNER] = str(os.getpid())
-            engine = AsyncLLM.from_engine_args(arguments)
+            with _environment(cfg.vllm):
+                from vllm.v1.engine.async_llm import AsyncLLM
+
+                arguments = _arguments(cfg, checkpoint.dtype, folder, num_slots)
+                engine = AsyncLLM.from_engine_args(arguments)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        finally:
-            os.environ.pop(OWNER, None)
         policy = cls(
             engine,
             folder,
@@ -246,11 +243,13 @@ class VllmPolicy:
         return last
 
     async def _within(self, method: str, *arguments: Any) -> list[Any]:
-        """What each process of the engine answers. Errors: TimeoutError."""
+        """What each process of the engine answers. Errors: RuntimeError where none comes in time."""
         limit = self._settings.publish_timeout_s
-        told: list[Any] = await deadline(
-            self._engine.collective_rpc(method, timeout=limit, args=arguments), limit, method
-        )
+        answer = self._engine.collective_rpc(method, timeout=limit, args=arguments)
+        try:
+            told: list[Any] = await asyncio.wait_for(answer, limit)
+        except TimeoutError:
+            raise RuntimeError(f"vLLM: no answer to {method} within {limit:g} s") from None
         return told
 
     @asynccontextmanager
@@ -284,12 +283,22 @@ class VllmPolicy:
                 self._changed.notify_all()
 
 
-async def deadline(answer: Awaitable[T], seconds: float, what: str) -> T:
-    """Errors: TimeoutError, which says how long was waited."""
+@contextmanager
+def _environment(settings: VllmConfig) -> Iterator[None]:
+    """In which vLLM starts its processes."""
+    told = {
+        **ENVIRONMENT,
+        OWNER: str(os.getpid()),
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(settings.start_timeout_s)),
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gib),
+    }
+    new = {name: value for name, value in told.items() if name not in os.environ}
+    os.environ.update(new)
     try:
-        return await asyncio.wait_for(answer, seconds)
-    except TimeoutError:
-        raise TimeoutError(f"vLLM: no answer to {what} within {seconds:g} s") from None
+        yield
+    finally:
+        for name in new:
+            del os.environ[name]
 
 
 def _arguments(cfg: RunConfig, dtype: torch.dtype, folder: Path, num_slots: int) -> Any:
