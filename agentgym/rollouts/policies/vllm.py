@@ -156,7 +156,7 @@ class VllmPolicy:
 
     async def publish(self, weights: dict[str, Tensor], version: int) -> None:
         """Every process of the engine first reads them and tells their digest; between turns all
-        change to them, and what was cached under the old ones is forgotten.
+        change to them, and what was cached under the old ones is forgotten. It wakes.
 
         Errors: ValueError where a version does not grow or the weights do not fit; EngineMismatch
         where others arrived; the engine then goes on as before. RuntimeError where it fails half
@@ -181,6 +181,7 @@ class VllmPolicy:
                     f" {', '.join(each[:12] for each in arrived)}, sent was {digest[:12]}"
                 )
             async with self._between_turns():
+                await self.wake()
                 await self._switch(digest, version)
         finally:
             path.unlink(missing_ok=True)
@@ -243,7 +244,7 @@ class VllmPolicy:
         return last
 
     async def _within(self, method: str, *arguments: Any) -> list[Any]:
-        """What each process of the engine answers. Errors: RuntimeError where none comes in time."""
+        """What each process of the engine answers. Errors: RuntimeError where none does in time."""
         limit = self._settings.publish_timeout_s
         answer = self._engine.collective_rpc(method, timeout=limit, args=arguments)
         try:

@@ -173,6 +173,21 @@ def test_weights_change_between_turns_and_every_turn_is_of_one_version(running, 
         )
 
 
+def test_who_sleeps_generates_nothing_until_it_wakes_or_has_new_weights(
+    running, publish, make_model
+):
+    policy = running.policy
+    for wake in (policy.wake, None):
+        running.run(policy.sleep())
+        with pytest.raises(TimeoutError):
+            running.run(asyncio.wait_for(policy.generate(PROMPT, sampling(1)), 0.3))
+        if wake:
+            running.run(wake())
+        else:
+            publish(make_model(0))
+        assert running.generate((PROMPT, sampling(1)))[0].version == policy.version
+
+
 def test_weights_that_do_not_fit_or_are_not_new_change_nothing(running, make_model):
     policy, before = running.policy, running.generate((PROMPT, sampling(1)))
     weights = weights_of(make_model(6))
