@@ -149,7 +149,10 @@ def test_scores_are_the_learners_and_a_forgotten_publish_is_found(
         canary.compare(scores(moved, canary.sequences, tokenizer), told, 5)
 
 
-def test_weights_change_between_turns_and_every_turn_is_of_one_version(running, make_model, plain):
+def test_weights_change_between_turns_and_every_turn_is_of_one_version(
+    running, publish, make_model, plain
+):
+    publish(make_model(4))
     policy, before = running.policy, running.policy.version
     twins = {before: plain(make_model(4)), before + 1: plain(make_model(5))}
     asked = [([*PROMPT, each], sampling(each, tokens=40)) for each in range(32)]
