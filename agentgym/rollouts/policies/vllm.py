@@ -11,10 +11,10 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,9 @@ from agentgym.rollouts.policies.draw import seed_of
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 from agentgym.types import Completion, EngineMismatch, Sampling
 
+T = TypeVar("T")
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by name, with the dtype
+LOWEST = 0.01  # temperature but 0
 MOST_BATCHED = 8192  # tokens of one forward, where a context is shorter
 # what vLLM's processes are told; whoever sets one means it
 ENVIRONMENT = {
@@ -67,6 +69,7 @@ class VllmPolicy:
         self._num_running = self._num_publishing = 0
         self._failure: RuntimeError | None = None
         self._changed = asyncio.Condition()
+        self._one_change = asyncio.Lock()
         self._awake = True
         self.version = 0
 
@@ -83,6 +86,8 @@ class VllmPolicy:
 
                 arguments = _arguments(cfg, checkpoint.dtype, folder, num_slots)
                 engine = AsyncLLM.from_engine_args(arguments)
+            for each in folder.iterdir():  # read by now, and large
+                each.unlink()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -112,6 +117,11 @@ class VllmPolicy:
             raise ValueError(
                 f"prompt of {len(prompt_ids)} tokens + max_new_tokens {sampling.max_new_tokens}"
                 f" exceeds the context of {self._context}"
+            )
+        if 0 < sampling.temperature < LOWEST:
+            raise ValueError(
+                f"temperature {sampling.temperature:g}: vLLM samples at {LOWEST:g} instead; use"
+                " that, or 0"
             )
         from vllm import SamplingParams
 
@@ -174,7 +184,7 @@ class VllmPolicy:
         path = self._folder / "published.safetensors"
         try:
             digest = await asyncio.to_thread(_write, path, weights)
-            arrived = await self._within("stage_weights", str(path))
+            arrived = await self._rpc("stage_weights", str(path))
             if set(arrived) != {digest}:
                 raise EngineMismatch(
                     f"weights version {version} arrived at vLLM with sha256"
@@ -188,16 +198,18 @@ class VllmPolicy:
 
     async def _switch(self, digest: str, version: int) -> None:
         try:
-            missing = sorted(set().union(*await self._within("switch_weights", digest)))
+            missing = sorted(set().union(*await self._rpc("switch_weights", digest)))
             if missing:
                 raise RuntimeError(f"{', '.join(missing[:3])} are not among the weights")
-            if not await self._engine.reset_prefix_cache():
+            if not await self._within("reset_prefix_cache", self._engine.reset_prefix_cache()):
                 raise RuntimeError("its prefix cache could not be emptied")
-        except Exception as error:
+        except BaseException as error:  # cancelled, too: the old version has new weights
             self._failure = RuntimeError(
                 f"vLLM did not change to weights version {version}: {error}; it may hold a part of"
                 " them, so it generates nothing any more"
             )
+            if not isinstance(error, Exception):
+                raise
             raise self._failure from error
         self.version = version
 
@@ -206,11 +218,11 @@ class VllmPolicy:
         async with self._between_turns():
             self._awake = False
             if self._can_sleep:
-                await self._engine.sleep(level=1)
+                await self._within("sleep", self._engine.sleep(level=1))
 
     async def wake(self) -> None:
         if self._can_sleep and not self._awake:
-            await self._engine.wake_up()
+            await self._within("wake_up", self._engine.wake_up())
         async with self._changed:
             self._awake = True
             self._changed.notify_all()
@@ -241,17 +253,32 @@ class VllmPolicy:
                 last = output
         except (EngineDeadError, EngineGenerateError) as error:
             raise RuntimeError(f"engine failed: {type(error).__name__}: {error}") from error
+        ended = last.outputs[0].finish_reason
+        if ended not in ("stop", "length"):  # a part of an action, of an engine that ends
+            raise self._failure or RuntimeError(f"engine failed: a request ended with {ended!r}")
         return last
 
-    async def _within(self, method: str, *arguments: Any) -> list[Any]:
-        """What each process of the engine answers. Errors: RuntimeError where none does in time."""
+    async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """What each process of the engine answers. Errors: as `_within`."""
         limit = self._settings.publish_timeout_s
         answer = self._engine.collective_rpc(method, timeout=limit, args=arguments)
-        try:
-            told: list[Any] = await asyncio.wait_for(answer, limit)
-        except TimeoutError:
-            raise RuntimeError(f"vLLM: no answer to {method} within {limit:g} s") from None
+        told: list[Any] = await self._within(method, answer)
         return told
+
+    async def _within(self, what: str, answer: Awaitable[T]) -> T:
+        """Errors: RuntimeError where the engine is dead, or does not answer in time: a late answer
+        would be taken for another's, so it is asked nothing any more.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        limit = self._settings.publish_timeout_s
+        try:
+            return await asyncio.wait_for(answer, limit)
+        except TimeoutError:
+            self._failure = RuntimeError(f"vLLM: no answer to {what} within {limit:g} s")
+            raise self._failure from None
+        except EngineDeadError as error:
+            raise RuntimeError(f"engine failed: {type(error).__name__}: {error}") from error
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -266,22 +293,25 @@ class VllmPolicy:
         try:
             yield
         finally:
+            self._num_running -= 1  # before anything that may be cancelled
             async with self._changed:
-                self._num_running -= 1
                 self._changed.notify_all()
 
     @asynccontextmanager
     async def _between_turns(self) -> AsyncIterator[None]:
-        """No request runs, and none begins."""
-        self._num_publishing += 1
-        try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._num_running)
-            yield
-        finally:
-            async with self._changed:
+        """No request runs, and none begins; one change at a time."""
+        async with self._one_change:
+            self._num_publishing += 1
+            try:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._failure or not self._num_running)
+                if self._failure:
+                    raise self._failure
+                yield
+            finally:
                 self._num_publishing -= 1
-                self._changed.notify_all()
+                async with self._changed:
+                    self._changed.notify_all()
 
 
 @contextmanager
@@ -293,13 +323,13 @@ def _environment(settings: VllmConfig) -> Iterator[None]:
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(settings.start_timeout_s)),
         "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gib),
     }
-    new = {name: value for name, value in told.items() if name not in os.environ}
-    os.environ.update(new)
+    before = dict(os.environ)
+    os.environ.update({**told, **before, OWNER: told[OWNER]})
     try:
         yield
-    finally:
-        for name in new:
-            del os.environ[name]
+    finally:  # vLLM sets more, for processes that are not ours to tell
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _arguments(cfg: RunConfig, dtype: torch.dtype, folder: Path, num_slots: int) -> Any:

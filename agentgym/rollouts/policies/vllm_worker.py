@@ -69,21 +69,21 @@ def end_with(owner: int) -> None:
     try:
         handle = os.pidfd_open(owner)
     except ProcessLookupError:
-        _end(owner)
+        _end()
 
     def watch() -> None:
         watched = select.poll()
         watched.register(handle, select.POLLIN)
         watched.poll()
-        _end(owner)
+        _end()
 
     threading.Thread(target=watch, name="owner", daemon=True).start()
 
 
-def _end(owner: int) -> None:
+def _end() -> None:
     above = os.getppid()  # vLLM's engine, where its workers are processes of their own
-    if above not in (1, owner):
-        with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{above}/comm").read_text().startswith("VLLM::"):
             os.kill(above, signal.SIGKILL)
     os._exit(1)
 
