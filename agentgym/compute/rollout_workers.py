@@ -360,7 +360,8 @@ class RayEngine:
                     self._plan, weights.reference, weights.digest, weights.version
                 ),
                 self._cfg.ray.placement_timeout_s
-                + max(env.start_timeout_s for env in self._cfg.envs),
+                + max(env.start_timeout_s for env in self._cfg.envs)
+                + (self._cfg.vllm.start_timeout_s if self._cfg.rollout.engine == "vllm" else 0),
             )
             worker.version = weights.version
             await self._update(worker)
