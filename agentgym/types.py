@@ -78,6 +78,19 @@ class Sampling:
     temperature: float = 1.0  # 0 is greedy
     max_new_tokens: int = 16
 
+    def require_room(self, prompt_ids: Sequence[int], context_tokens: int) -> None:
+        """Errors: ValueError where prompt and action cannot fit so many tokens."""
+        if not prompt_ids or self.max_new_tokens < 1:
+            raise ValueError(
+                f"nothing to sample from {len(prompt_ids)} prompt tokens with max_new_tokens"
+                f" {self.max_new_tokens}"
+            )
+        if len(prompt_ids) + self.max_new_tokens > context_tokens:
+            raise ValueError(
+                f"prompt of {len(prompt_ids)} tokens + max_new_tokens {self.max_new_tokens}"
+                f" exceeds the context of {context_tokens}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

@@ -42,6 +42,7 @@ from agentgym.models.empty import empty_model
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.place import StorePlace
+from agentgym.store.runstore import folder_name
 
 LARGE = {  # of Qwen2.5-0.5B
     "hidden_size": 896,
@@ -161,7 +162,7 @@ def empty(architecture: str) -> Any:
 
 
 def folder_of() -> str:
-    return f"steps/{STEP}-{KEY[:16]}"
+    return f"steps/{folder_name(STEP, KEY)}"
 
 
 def made(place: StorePlace, architecture: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from agentgym.rollouts.engine import canary_of, episode_settings
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
-from agentgym.rollouts.policies.engines import open_policy
+from agentgym.rollouts.policies.engines import open_policy, start_timeout_s
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Endpoints, EngineMismatch, Item, Trajectory
 
@@ -361,7 +361,7 @@ class RayEngine:
                 ),
                 self._cfg.ray.placement_timeout_s
                 + max(env.start_timeout_s for env in self._cfg.envs)
-                + (self._cfg.vllm.start_timeout_s if self._cfg.rollout.engine == "vllm" else 0),
+                + start_timeout_s(self._cfg),
             )
             worker.version = weights.version
             await self._update(worker)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -104,6 +104,15 @@ def _header(parts: Mapping[str, Part]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+class Shaped(Protocol):
+    """A tensor, or what is known of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StoredPart:
     """Where rows of a tensor lie."""
@@ -191,18 +200,7 @@ class StoredTensors:
         """Errors: ValueError naming the first one that is missing, unknown, or of another shape
         or dtype.
         """
-        if odd := sorted(tensors.keys() ^ self.tensors.keys()):
-            raise ValueError(
-                f"{self._what} do not fit: {', '.join(odd[:3])} are on one side only; take them"
-                " from a commit of the same model"
-            )
-        for name, tensor in tensors.items():
-            stored = self.tensors[name]
-            if (stored.shape, stored.dtype) != (tuple(tensor.shape), tensor.dtype):
-                raise ValueError(
-                    f"{self._what} do not fit: {name} is {stored.dtype} {stored.shape}, expected"
-                    f" {tensor.dtype} {tuple(tensor.shape)}"
-                )
+        require_fit(self.tensors, tensors, self._what)
 
     def read(self, name: str, rows: Tensor, first_row: int = 0) -> None:
         """Fill [rows, ...] of a tensor, from this row on; in place, wherever it is.
@@ -351,6 +349,22 @@ def export_tensors(stored: StoredTensors, folder: Path, max_bytes: int) -> None:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text)
+
+
+def require_fit(given: Mapping[str, Shaped], expected: Mapping[str, Shaped], what: str) -> None:
+    """what: the given ones are. Errors: ValueError as `StoredTensors.require_fit`."""
+    if odd := sorted(given.keys() ^ expected.keys()):
+        raise ValueError(
+            f"{what} do not fit: {', '.join(odd[:3])} are on one side only; take them from a commit"
+            " of the same model"
+        )
+    for name, each in expected.items():
+        found = given[name]
+        if (tuple(found.shape), found.dtype) != (tuple(each.shape), each.dtype):
+            raise ValueError(
+                f"{what} do not fit: {name} is {found.dtype} {tuple(found.shape)}, expected"
+                f" {each.dtype} {tuple(each.shape)}"
+            )
 
 
 def _numbers(found: Any) -> tuple[int, ...]:

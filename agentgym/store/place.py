@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 from agentgym.store.manifest import Blob
 from agentgym.store.posix import posix_store
-from agentgym.store.runstore import RunStore
+from agentgym.store.runstore import RunStore, folder_name
 
 
 class StoreNotHere(ValueError):
@@ -42,7 +42,7 @@ class StorePlace:
         """The store, where the process that sent this one here has this step.
         Errors: StoreNotHere.
         """
-        folder = Path(self.root) / "steps" / f"{step}-{key[:16]}"
+        folder = Path(self.root) / "steps" / folder_name(step, key)
         if not self.root.startswith("s3://") and not folder.is_dir():
             raise StoreNotHere(
                 f"the store {self.root} is not on {socket.gethostname()}; every node of the"

@@ -301,7 +301,7 @@ class RunStore:
             yield StepWriter(folder, lease, step, key, self._commits(step, key))
 
     def _folder(self, step: str, key: str) -> Folder:
-        return self._backend.folder(f"{step}-{key[:16]}")
+        return self._backend.folder(folder_name(step, key))
 
     def _heads(self, step: str | None) -> list[Manifest]:
         def head_of(name: str) -> Manifest | None:
@@ -542,6 +542,11 @@ def digest_of(content: Content) -> str:
     return found.hexdigest()
 
 
+def folder_name(step: str, key: str) -> str:
+    """Of the folder that holds a step's commits; FOLDER reads it."""
+    return f"{step}-{key[:16]}"
+
+
 def _blob(blob: Blob) -> str:
     return f"blobs/{blob.digest}"
 
@@ -578,7 +583,7 @@ def _load(folder: Folder, seq: int, name: str, owner: str) -> list[Manifest]:
     for manifest in manifests:
         if owner not in (
             f"{manifest.step}-{manifest.key}",
-            f"{manifest.step}-{manifest.key[:16]}",
+            folder_name(manifest.step, manifest.key),
         ):
             came = f"step {manifest.step} with key {manifest.key}"
             raise ManifestError(f"{folder.place} holds {came}, expected {owner}; move it away")

@@ -70,6 +70,11 @@ def check_engine(cfg: RunConfig) -> None:
         )
 
 
+def start_timeout_s(cfg: RunConfig) -> float:
+    """Seconds that an engine may take to start, beyond those of the process it is in."""
+    return cfg.vllm.start_timeout_s if cfg.rollout.engine == "vllm" else 0.0
+
+
 def engine_module(name: str) -> str:
     """The module whose source computes what it samples. Errors: ConfigError."""
     return _entry(name).module

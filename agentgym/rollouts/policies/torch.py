@@ -97,16 +97,7 @@ class TorchPolicy:
         Errors: ValueError where prompt and action cannot fit the context; RuntimeError where the
         engine itself fails.
         """
-        if not prompt_ids or sampling.max_new_tokens < 1:
-            raise ValueError(
-                f"nothing to sample from {len(prompt_ids)} prompt tokens with max_new_tokens"
-                f" {sampling.max_new_tokens}"
-            )
-        if len(prompt_ids) + sampling.max_new_tokens > self._context:
-            raise ValueError(
-                f"prompt of {len(prompt_ids)} tokens + max_new_tokens {sampling.max_new_tokens}"
-                f" exceeds the context of {self._context}"
-            )
+        sampling.require_room(prompt_ids, self._context)
         request = _Request(
             prompt_ids,
             sampling,

@@ -22,14 +22,19 @@ from torch import Tensor
 from agentgym.config import RunConfig, VllmConfig
 from agentgym.models.checkpoint import ARCHITECTURE, SHARD_BYTES, WEIGHTS, Checkpoint
 from agentgym.models.model import weights_of
-from agentgym.models.tensorfiles import StoredTensors, TensorFile, export_tensors
+from agentgym.models.tensorfiles import (
+    Shaped,
+    StoredTensors,
+    TensorFile,
+    export_tensors,
+    require_fit,
+)
 from agentgym.models.tolerance import VLLM, Tolerances
 from agentgym.rollouts.policies.draw import seed_of
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 from agentgym.types import Completion, EngineMismatch, Sampling
 
 T = TypeVar("T")
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by name, with the dtype
 LOWEST = 0.01  # temperature but 0
 MOST_BATCHED = 8192  # tokens of one forward, where a context is shorter
 # what vLLM's processes are told; whoever sets one means it
@@ -54,16 +59,16 @@ class VllmPolicy:
         self,
         engine: Any,
         folder: Path,
-        shapes: Shapes,
+        like: Mapping[str, Shaped],
         *,
         stop_id: int,
         context_tokens: int,
         settings: VllmConfig,
     ) -> None:
         """engine: an AsyncLLM. folder: this policy's own, for weights on their way; removed by
-        `close`. shapes: of the weights it holds.
+        `close`. like: the weights it holds.
         """
-        self._engine, self._folder, self._shapes = engine, folder, shapes
+        self._engine, self._folder, self._like = engine, folder, like
         self._stop_id, self._context, self._settings = stop_id, context_tokens, settings
         self._names = itertools.count()
         self._num_running = self._num_publishing = 0
@@ -80,7 +85,7 @@ class VllmPolicy:
         """On `cfg.compute_device`. Errors: what vLLM raises where it cannot serve the model."""
         folder = Path(tempfile.mkdtemp(prefix="agentgym-vllm-"))
         try:
-            shapes = _write_model(folder, checkpoint)
+            like = _write_model(folder, checkpoint)
             with _environment(cfg.vllm):
                 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -94,7 +99,7 @@ class VllmPolicy:
         policy = cls(
             engine,
             folder,
-            shapes,
+            like,
             stop_id=checkpoint.renderer.stop_id,
             context_tokens=cfg.model.context_tokens,
             settings=cfg.vllm,
@@ -108,16 +113,7 @@ class VllmPolicy:
         Errors: ValueError where prompt and action cannot fit the context; RuntimeError where the
         engine itself fails.
         """
-        if not prompt_ids or sampling.max_new_tokens < 1:
-            raise ValueError(
-                f"nothing to sample from {len(prompt_ids)} prompt tokens with max_new_tokens"
-                f" {sampling.max_new_tokens}"
-            )
-        if len(prompt_ids) + sampling.max_new_tokens > self._context:
-            raise ValueError(
-                f"prompt of {len(prompt_ids)} tokens + max_new_tokens {sampling.max_new_tokens}"
-                f" exceeds the context of {self._context}"
-            )
+        sampling.require_room(prompt_ids, self._context)
         if 0 < sampling.temperature < LOWEST:
             raise ValueError(
                 f"temperature {sampling.temperature:g}: vLLM samples at {LOWEST:g} instead; use"
@@ -176,11 +172,7 @@ class VllmPolicy:
             raise ValueError(
                 f"weight versions must grow: engine holds {self.version}, got {version}"
             )
-        if odd := sorted(dict(_shapes(weights).items() ^ self._shapes.items())):
-            raise ValueError(
-                f"weights version {version} are not of the model that vLLM serves: {odd[0]} has"
-                f" another shape or dtype, or is on one side only ({len(odd)} such)"
-            )
+        require_fit(weights, self._like, f"weights version {version}")
         path = self._folder / "published.safetensors"
         try:
             digest = await asyncio.to_thread(_write, path, weights)
@@ -361,20 +353,17 @@ def _arguments(cfg: RunConfig, dtype: torch.dtype, folder: Path, num_slots: int)
     )
 
 
-def _write_model(folder: Path, checkpoint: Checkpoint) -> Shapes:
-    """What vLLM reads of a model: architecture and weights."""
+def _write_model(folder: Path, checkpoint: Checkpoint) -> Mapping[str, Shaped]:
+    """What vLLM reads of a model: architecture and weights. Result: what is known of these."""
     (folder / ARCHITECTURE).write_text(checkpoint.architecture)
     weights = checkpoint.weights
     if isinstance(weights, StoredTensors):
         weights.verify()
         export_tensors(weights, folder, SHARD_BYTES)
-        return {name: (each.shape, each.dtype) for name, each in weights.tensors.items()}
-    _write(folder / WEIGHTS, weights_of(weights))
-    return _shapes(weights_of(weights))
-
-
-def _shapes(weights: Mapping[str, Tensor]) -> Shapes:
-    return {name: (tuple(each.shape), each.dtype) for name, each in weights.items()}
+        return weights.tensors
+    tensors = weights_of(weights)
+    _write(folder / WEIGHTS, tensors)
+    return {name: each.to("meta") for name, each in tensors.items()}
 
 
 def _write(path: Path, weights: Mapping[str, Tensor]) -> str:

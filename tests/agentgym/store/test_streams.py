@@ -48,9 +48,8 @@ def commit(writer, **blobs):
 def test_what_was_added_can_be_committed_by_whoever_holds_the_step(store):
     content = Pieces(7)
     with store.open(STEP, KEY) as writer:
-        blob = (
-            StorePlace.of(store).visit(STEP, KEY).add(STEP, KEY, content)
-        )  # as another process would
+        elsewhere = StorePlace.of(store).visit(STEP, KEY)  # as another process would
+        blob = elsewhere.add(STEP, KEY, content)
         assert blob == Blob.of(content.whole())
         assert blob.digest == digest_of(content)
         manifest = commit(writer, model=blob)
