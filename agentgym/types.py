@@ -103,6 +103,23 @@ class Completion:
     version: int  # of the weights that sampled it
 
 
+class Delivery(Protocol):
+    """New weights on their way to a policy; see `agentgym.models.transport`."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def digest(self) -> str:
+        """sha256 of them as a safetensors file, of the sender."""
+        ...
+
+    async def weights(self) -> dict[str, Tensor]:
+        """The receiver's own copy of all of them, by name; asked for once.
+        Errors: EngineMismatch where others arrived than were sent.
+        """
+        ...
+
+
 class Policy(Protocol):
     """What samples tokens, whichever engine does: all that rollouts, canary, evaluation and audit
     know of it.
@@ -125,10 +142,11 @@ class Policy(Protocol):
         """
         ...
 
-    async def publish(self, weights: dict[str, Tensor], version: int) -> None:
-        """Replace the weights between turns: running actions end, later ones wait.
-        Errors: ValueError where a version does not grow or the weights do not fit; the policy then
-        goes on as before.
+    async def publish(self, delivery: Delivery) -> None:
+        """First take the weights while sampling goes on, then change to them between turns:
+        running actions end, later ones wait.
+        Errors: ValueError where a version does not grow or the weights do not fit, EngineMismatch
+        where others arrived than were sent; the policy then goes on as before.
         """
         ...
 

@@ -120,7 +120,7 @@ class FakeEngine:
                 if not done.done():
                     done.set_result(None)
 
-    async def publish(self, weights: dict[str, Any], version: int) -> None: ...
+    async def publish(self, delivery: Any) -> None: ...
 
 
 @functools.cache

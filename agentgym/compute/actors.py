@@ -15,6 +15,12 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
 def end(actors: Sequence[Any]) -> None:
     import ray
 

@@ -18,7 +18,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 from agentgym.compute.actors import end, node_id
 from agentgym.compute.learner_ranks import LearnerRank, RayLearner
 from agentgym.compute.rollout_workers import RayEngine, RolloutWorker, WorkerPlan
+from agentgym.compute.sending import SENDING
 from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.rayjobs import RayUnreachable, auth_headers, forget_token
 from agentgym.learner.plan import LearnerPlan
@@ -83,9 +84,13 @@ class Cluster:
         self._num_slots = -(-cfg.rollout.concurrency // max(1, num_workers))
         settings = cfg.ray
         self._ranks = [
-            self._actor(rank, LearnerRank, settings.rank_cpus, settings.rank_gpus).remote(
-                rank, num_ranks, self._cfg.compute_device, settings.rank_timeout_s
-            )
+            self._actor(
+                rank,
+                LearnerRank,
+                settings.rank_cpus,
+                settings.rank_gpus,
+                groups={SENDING: 1},
+            ).remote(rank, num_ranks, self._cfg.compute_device, settings.rank_timeout_s)
             for rank in range(num_ranks)
         ]
         self._fresh = {index: self._new_worker(index) for index in range(num_workers)}
@@ -120,6 +125,7 @@ class Cluster:
             self._cfg,
             checkpoint.files(),
             checkpoint.weights,
+            version,
             endpoints,
             self._num_slots,
             node_id(),
@@ -127,7 +133,7 @@ class Cluster:
         loop = LoopThread()
         engine = RayEngine(plan, checkpoint, self._spawn, self._num_workers, loop)
         try:
-            engine.start(version)
+            engine.start()
             yield engine
         finally:
             loop.close()
@@ -138,27 +144,37 @@ class Cluster:
 
     def _new_worker(self, index: int) -> Any:
         settings = self._cfg.ray
-        options = {"max_concurrency": self._num_slots + 8}  # beside the episodes: publish, canary
         return self._actor(
             self._num_ranks + index,
             RolloutWorker,
             settings.worker_cpus,
             settings.worker_gpus,
-            **options,
+            max_concurrency=self._num_slots + 8,  # beside the episodes: publish, canary
         ).remote()
 
-    def _actor(self, bundle: int, kind: type, cpus: float, gpus: float, **options: Any) -> Any:
+    def _actor(
+        self,
+        bundle: int,
+        kind: type,
+        cpus: float,
+        gpus: float,
+        *,
+        max_concurrency: int | None = None,
+        groups: Mapping[str, int] | None = None,
+    ) -> Any:
+        """groups: concurrency groups, with the threads of each."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        return ray.remote(kind).options(
+        remote = ray.remote(concurrency_groups=dict(groups)) if groups else ray.remote
+        return remote(kind).options(
             num_cpus=cpus,
             num_gpus=gpus,
             scheduling_strategy=place,
             max_restarts=0,
             max_task_retries=0,
-            **options,
+            max_concurrency=max_concurrency,
         )
 
 

@@ -4,10 +4,7 @@ methods.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import fcntl
-import hashlib
 import logging
 import os
 import secrets
@@ -19,34 +16,34 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.experience import Experience
-from agentgym.compute.actors import cause_of, end, first_line
+from agentgym.compute.actors import cause_of, end, first_line, node_address
+from agentgym.compute.sending import (
+    BroadcastSender,
+    InObjectStore,
+    ObjectStoreSender,
+    Outbox,
+    Sender,
+    put,
+)
 from agentgym.config import PolicyGradientConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.model import set_threads
+from agentgym.models.transport import Broadcast, Place, meet, serve, use_interface_of
 from agentgym.store.manifest import Blob
 from agentgym.store.place import StorePlace
 from agentgym.types import EngineMismatch
 
 logger = logging.getLogger(__name__)
-TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch lists neither
-FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
-
-_SIOCGIFADDR, _IFREQ_BYTES, _ADDRESS = 0x8915, 40, slice(20, 24)  # netdevice(7)
 
 VERDICT_S = 10.0  # after one rank failed, for the others to say what they know
 MIN_BYTES_PER_S = 1 << 20  # that a store takes
 SLACK_S = 30.0  # on top of what the ranks themselves wait for each other
-
-
-Place = tuple[str, int] | Path  # where ranks meet: host and port, or a file
 
 
 class RankLost(RuntimeError):
@@ -73,41 +70,21 @@ class LearnerRank:
         """On rank 0: open the place where the ranks meet, on the address of this node alone.
         Result: that address.
         """
-        host = _node_address()
-        with socket.create_server(
-            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        ) as listener:
-            port, descriptor = listener.getsockname()[1], listener.detach()
-        self._meeting = TCPStore(
-            host,
-            port,
-            self._size,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
-        return host, port
+        self._meeting, place = serve(node_address(), self._size, self._timeout)
+        return place
 
     def join(self, place: Place, plan: LearnerPlan) -> None:
         """Meet the others, and build this rank's part of the learner."""
         from agentgym.learner.sharded import Sharded
 
-        if isinstance(place, Path):
-            store = FileStore(str(place), self._size)
-            store.set_timeout(self._timeout)
-        else:
-            store = self._meeting or TCPStore(
-                *place, self._size, is_master=False, timeout=self._timeout
-            )
-        name = interface_of(_node_address())
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
-            os.environ.setdefault(variable, name)  # what they exchange goes where Ray goes
+        store = self._meeting or meet(place, self._size, self._timeout)
+        use_interface_of(node_address())  # what they exchange goes where Ray goes
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend, store=store, rank=self._rank, world_size=self._size, timeout=self._timeout
         )
         self._learner = plan.build(Sharded(self._device))
+        self._outbox = Outbox(self._device, place.parent if isinstance(place, Path) else None)
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """A method of the learner, entered by every rank; rank 0 has the result."""
@@ -133,40 +110,21 @@ class LearnerRank:
         found: dict[str, Blob] = self._writing.result()
         return found
 
-    def export(self) -> tuple[str, list[Any]] | None:
-        """On rank 0: (sha256, [reference]) of the whole weights in the object store."""
-        import ray
+    def export(self, version: int) -> InObjectStore | None:
+        """On rank 0: the whole weights, in the object store."""
+        weights = self._learner.weights()
+        return None if self._rank else put(weights, version)
 
-        blob = save_safetensors(
-            {name: each.cpu().contiguous() for name, each in self._learner.weights().items()}
-        )
-        return (
-            (hashlib.sha256(blob).hexdigest(), [ray.put(np.frombuffer(blob, np.uint8))])
-            if self._rank == 0
-            else None
-        )
+    def keep(self, version: int, timeout_s: float) -> Broadcast | None:
+        """On rank 0: copy the whole weights, to broadcast them. Result: all of it but where."""
+        weights = self._learner.weights()
+        return None if self._rank else self._outbox.keep(weights, version, timeout_s)
 
+    def open_broadcast(self, template: Broadcast, size: int) -> Broadcast:
+        return self._outbox.open(template, size)
 
-def _node_address() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())
-
-
-def interface_of(address: str) -> str:
-    """Name of the network interface that has an IPv4 address, any of 127.0.0.0/8 included; ""
-    where none is found.
-    """
-    for _, name in socket.if_nameindex():
-        with (
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-            contextlib.suppress(OSError),
-        ):
-            reply = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(_IFREQ_BYTES, b"\0"))
-            found = socket.inet_ntoa(reply[_ADDRESS])
-            if found == address or (found.startswith("127.") and address.startswith("127.")):
-                return name
-    return ""
+    def send(self, broadcast: Broadcast) -> None:
+        self._outbox.send(broadcast)
 
 
 class RanksSnapshot:
@@ -300,10 +258,16 @@ class RayLearner:
         if self._snapshot is not None:
             self._snapshot.close()
 
-    def export(self) -> tuple[str, Any]:
-        """(sha256, reference) of the whole weights in the object store."""
-        digest, references = self._gather([actor.export.remote() for actor in self._actors])[0]
-        return digest, references[0]
+    def export(self, version: int, transport: str, timeout_s: float) -> Sender:
+        """The whole weights, for rollout workers, by the transport of that name.
+        timeout_s: of one sending.
+        """
+        if transport == "object_store":
+            return ObjectStoreSender(
+                self._gather([actor.export.remote(version) for actor in self._actors])[0]
+            )
+        kept = self._gather([actor.keep.remote(version, timeout_s) for actor in self._actors])[0]
+        return BroadcastSender(self._actors[0], kept)
 
     def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
         import ray

@@ -5,7 +5,7 @@ one and loses none.
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 import itertools
 import logging
 import os
@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import numpy as np
-from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from agentgym.compute.actors import cause_of, end, first_line, node_id
-from agentgym.compute.learner_ranks import RayLearner
+from agentgym.compute.actors import cause_of, end, first_line, node_address, node_id
+from agentgym.compute.learner_ranks import RankLost, RayLearner
+from agentgym.compute.sending import Sender
 from agentgym.config import RunConfig
 from agentgym.models.checkpoint import (
     ARCHITECTURE,
@@ -30,14 +29,15 @@ from agentgym.models.checkpoint import (
 )
 from agentgym.models.model import set_threads
 from agentgym.models.tensorfiles import StoredTensors
+from agentgym.models.transport import TransportBroken, use_interface_of
 from agentgym.rollouts.collect import collect, in_order, require_valid, samples
 from agentgym.rollouts.engine import canary_of, episode_settings
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
-from agentgym.rollouts.policies.engines import open_policy, start_timeout_s
+from agentgym.rollouts.policies.engines import num_processes, open_policy, start_timeout_s
 from agentgym.rollouts.pools import EnvPools
-from agentgym.types import Endpoints, EngineMismatch, Item, Trajectory
+from agentgym.types import Delivery, Endpoints, Item, Trajectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,6 +56,7 @@ class WorkerPlan:
     cfg: RunConfig
     files: dict[str, bytes]  # architecture and tokenizer
     weights: StoredTensors  # to begin with
+    version: int  # of these
     endpoints: Endpoints
     num_slots: int  # episodes at a time
     drivers_node: str  # Ray's id of the node the step runs on
@@ -66,13 +67,12 @@ class RolloutWorker:
     Its methods run in one event loop.
     """
 
-    async def start(
-        self, plan: WorkerPlan, weights: np.ndarray[Any, Any] | None, digest: str, version: int
-    ) -> tuple[str, dict[str, str]]:
-        """Begin with these weights, or with the plan's.
+    async def start(self, plan: WorkerPlan) -> tuple[str, dict[str, str]]:
+        """Begin with the plan's weights.
         Result: (where this is, instructions by environment).
         """
         set_threads()
+        use_interface_of(node_address())  # weights come the way that Ray goes
         self._cfg = cfg = plan.cfg
         if node_id() != plan.drivers_node:
             for endpoint in itertools.chain.from_iterable(plan.endpoints.values()):
@@ -85,10 +85,8 @@ class RolloutWorker:
         checkpoint = stored_checkpoint(
             plan.files[ARCHITECTURE].decode(), plan.files[TOKENIZER], plan.weights
         )
-        if weights is not None:
-            checkpoint = checkpoint.holding(load_safetensors(_received(weights, digest, version)))
         self._renderer = checkpoint.renderer
-        self._policy = open_policy(cfg, checkpoint, num_slots=plan.num_slots, version=version)
+        self._policy = open_policy(cfg, checkpoint, num_slots=plan.num_slots, version=plan.version)
         self._pool = EnvPools.of(cfg.envs, plan.endpoints)
         await self._pool.__aenter__()
         instructions = await self._pool.check(cfg.envs, allow_expert=False)
@@ -113,33 +111,19 @@ class RolloutWorker:
         )
         return trajectories[0]
 
-    async def publish(self, weights: np.ndarray[Any, Any], digest: str, version: int) -> None:
-        """Change weights between turns.
-        Errors: EngineMismatch where others arrived than were sent.
-        """
-        await self._policy.publish(load_safetensors(_received(weights, digest, version)), version)
+    async def publish(self, delivery: Delivery) -> None:
+        """As `Policy.publish`."""
+        await self._policy.publish(delivery)
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
         return await self._policy.score(sequences)
 
 
-def _received(weights: np.ndarray[Any, Any], digest: str, version: int) -> bytes:
-    blob = weights.tobytes()
-    came = hashlib.sha256(blob).hexdigest()
-    if came != digest:
-        raise EngineMismatch(
-            f"weights version {version} arrived at {socket.gethostname()} with sha256 {came[:12]},"
-            f" sent was {digest[:12]}"
-        )
-    return blob
-
-
 @dataclass(frozen=True)
 class Published:
-    """Weights on their way to the workers."""
+    """The weights that workers are to have."""
 
-    reference: Any  # in the object store; None: those of the plan
-    digest: str  # sha256
+    sender: Sender | None  # None: those of the plan
     version: int
     ours: Tensor | None = None  # the learner's scores of the canary; None before its first publish
 
@@ -150,9 +134,9 @@ class Worker:
 
     index: int
     actor: Any
+    version: int
     where: str = "not started yet"
     num_episodes: int = 0  # in flight
-    version: int = -1
     gap: float = 0.0  # nats, of its last canary
 
 
@@ -172,7 +156,7 @@ class RayEngine:
         self.workers: list[Worker] = []
         self._spawn, self._num_workers, self._loop = spawn, num_workers, loop
         self._canary = canary_of(self._cfg, checkpoint)
-        self._weights = Published(None, "", -1)
+        self._weights = Published(None, plan.version)
         self._instructions: dict[str, str] = {}
         self._num_lost = 0
         self._failure: Exception | None = None
@@ -182,9 +166,8 @@ class RayEngine:
             self._cfg.rollout.max_attempts * self._cfg.rollout.episode_timeout_s + SLACK_S
         )
 
-    def start(self, version: int) -> None:
-        """Bring up all workers with the checkpoint's weights."""
-        self._weights = Published(None, "", version)
+    def start(self) -> None:
+        """Bring up all workers with the plan's weights."""
 
         async def all_of_them() -> None:
             await asyncio.gather(*(self._bring_up(index) for index in range(self._num_workers)))
@@ -238,15 +221,18 @@ class RayEngine:
         return trajectories
 
     def publish(self, learner: RayLearner, version: int) -> float:
-        """Rank 0 puts the weights into the object store, every worker takes them from there and
-        answers the canary.
+        """Rank 0 sends the weights, every worker takes them and answers the canary.
 
-        Result: the largest difference, nats. Errors: EngineMismatch, WorkersLost.
+        Result: the largest difference, nats. Errors: EngineMismatch, WorkersLost, RankLost.
         """
-        digest, reference = learner.export()
-        self._weights = Published(reference, digest, version, self._canary.score(learner))
+        settings, limit_s = self._cfg.ray, self._cfg.rollout.publish_timeout_s
+        # its own deadline ends before the engine's
+        sender = learner.export(version, settings.transport, limit_s / 2)
+        self._weights = Published(sender, version, self._canary.score(learner))
 
         async def all_of_them() -> float:
+            with contextlib.suppress(TransportBroken):  # to each alone, then
+                await self._send(sender, tuple(self.workers))
             await asyncio.gather(
                 *(self._survive(worker, self._update(worker)) for worker in tuple(self.workers))
             )
@@ -352,18 +338,14 @@ class RayEngine:
         """
         import ray
 
-        worker = Worker(index, await asyncio.to_thread(self._spawn, index))
-        weights = self._weights
+        worker = Worker(index, await asyncio.to_thread(self._spawn, index), self._plan.version)
         try:
             worker.where, self._instructions = await _within(
-                worker.actor.start.remote(
-                    self._plan, weights.reference, weights.digest, weights.version
-                ),
+                worker.actor.start.remote(self._plan),
                 self._cfg.ray.placement_timeout_s
                 + max(env.start_timeout_s for env in self._cfg.envs)
                 + start_timeout_s(self._cfg),
             )
-            worker.version = weights.version
             await self._update(worker)
         except ray.exceptions.RayTaskError:
             raise
@@ -383,12 +365,9 @@ class RayEngine:
         """
         while True:
             weights = self._weights
-            if worker.version != weights.version:
-                await _within(
-                    worker.actor.publish.remote(weights.reference, weights.digest, weights.version),
-                    self._patience_s,
-                )
-                worker.version = weights.version
+            if weights.sender is not None and worker.version != weights.version:
+                await self._send(weights.sender, [worker])
+                continue  # others may have come meanwhile
             if weights.ours is not None:
                 scores = await _within(
                     worker.actor.score.remote(self._canary.sequences), self._patience_s
@@ -401,6 +380,50 @@ class RayEngine:
                 )
             if weights is self._weights:
                 return
+
+    async def _send(self, sender: Sender, workers: Sequence[Worker]) -> None:
+        """One sending to all of these. Those that are lost on the way are replaced.
+        Errors: RankLost where the sender died; TransportBroken where not all of the others have
+        the weights.
+        """
+        receivers = [num_processes(self._cfg)] * len(workers)
+        opening = asyncio.to_thread(sender.open, receivers)
+        deliveries, sending = await self._of_sender(opening)
+
+        async def one(worker: Worker, delivery: Delivery) -> None:
+            await _within(worker.actor.publish.remote(delivery), self._patience_s)
+            worker.version = delivery.version
+
+        ended = await asyncio.gather(
+            *(
+                self._survive(worker, one(worker, delivery))
+                for worker, delivery in zip(workers, deliveries, strict=True)
+            ),
+            return_exceptions=True,
+        )
+        causes = [cause_of(error) for error in ended if isinstance(error, BaseException)]
+        for cause in causes:
+            if not isinstance(cause, TransportBroken):
+                raise cause
+        if causes:
+            logger.warning("%s", causes[0])
+            with contextlib.suppress(TransportBroken):  # it lives, and heard of it too
+                await self._of_sender(_within(sending, self._patience_s))
+            raise causes[0]
+
+    async def _of_sender(self, answer: Awaitable[T]) -> T:
+        """Errors: the sender's own; RankLost where it died."""
+        import ray
+
+        try:
+            return await answer
+        except ray.exceptions.RayTaskError as error:
+            raise cause_of(error) from None
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise RankLost(
+                f"rank 0 of the learner was lost while it sent weights: {first_line(error)}; run"
+                " the step again to go on from its last commit"
+            ) from None
 
 
 async def _within(reference: Any, seconds: float) -> Any:

@@ -88,6 +88,11 @@ class RunConfig(Section):
                     " every worker and rank needs a share of a GPU, with cpu it would hold one and"
                     " not use it"
                 )
+            if self.ray.transport == "broadcast" and gpus % 1:
+                raise ValueError(
+                    f"ray.transport broadcast with ray.{name}_gpus {gpus:g}: NCCL refuses two"
+                    " processes on one GPU; use whole ones, or ray.transport object_store"
+                )
         return self
 
     @model_validator(mode="after")

@@ -161,6 +161,9 @@ class RolloutConfig(Section):
         64, "KiB, before compression, of such numbers in one optimizer step, at most"
     )
     concurrency: PositiveInt = operational(256, "episodes in flight")
+    publish_timeout_s: PositiveFloat = operational(
+        120.0, "seconds for each of the two steps in which new weights reach an engine"
+    )
     episode_timeout_s: PositiveFloat = setting(
         120.0, "seconds; a longer episode has failed, like one whose environment fails"
     )
@@ -188,9 +191,6 @@ class VllmConfig(Section):
     )
     cpu_cache_gib: PositiveInt = operational(1, "GiB for keys and values where it runs on the CPU")
     start_timeout_s: PositiveFloat = operational(600.0, "seconds until the engine is ready")
-    publish_timeout_s: PositiveFloat = operational(
-        120.0, "seconds for each of the two steps in which new weights reach it"
-    )
 
 
 class HorizonConfig(Section):
@@ -348,6 +348,11 @@ class RayConfig(Section):
         1.0, "CPUs of one rank, and of a job that trains in its own process"
     )
     rank_gpus: NonNegativeFloat = operational(0.0, "GPUs of one rank, and of such a job")
+    transport: Literal["object_store", "broadcast"] = operational(
+        "object_store",
+        "how weights reach the workers: through Ray's object store, or from rank 0 to all at once"
+        " (gloo; NCCL between GPUs, where each process has one of its own)",
+    )
     max_lost_workers: NonNegativeInt = operational(
         8, "lost workers replaced within one step of the pipeline; one more ends it"
     )

@@ -34,7 +34,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(DTYPES.values())}
 
 
@@ -53,7 +53,7 @@ class TensorFile:
     def __init__(self, parts: Mapping[str, Part]) -> None:
         """Errors: ValueError for a dtype that is not stored."""
         for name, part in parts.items():
-            if part.tensor.dtype not in _NAMES:
+            if part.tensor.dtype not in DTYPE_NAMES:
                 raise ValueError(
                     f"{name} is {part.tensor.dtype}; tensors are stored as one of"
                     f" {', '.join(map(str, _ORDER))}"
@@ -95,7 +95,7 @@ def _header(parts: Mapping[str, Part]) -> bytes:
     for name, part in parts.items():
         begin, end = end, end + part.tensor.nbytes
         tree[name] = {
-            "dtype": _NAMES[part.tensor.dtype],
+            "dtype": DTYPE_NAMES[part.tensor.dtype],
             "shape": list(part.tensor.shape),
             "data_offsets": [begin, end],
         }

@@ -15,6 +15,7 @@ from torch import Tensor
 from agentgym.algorithms.batch import Batch
 from agentgym.config import RunConfig
 from agentgym.models.checkpoint import Checkpoint
+from agentgym.models.transport import InProcess
 from agentgym.rollouts.canary import Canary
 from agentgym.rollouts.collect import collect, samples
 from agentgym.rollouts.episode import EpisodeSettings
@@ -101,7 +102,7 @@ class LocalEngine:
 
         Result: the canary's largest difference, nats. Errors: EngineMismatch.
         """
-        self.loop.run(self.policy.publish(learner.weights(), version))
+        self.loop.run(self.policy.publish(InProcess(learner.weights(), version)))
         canary = canary_of(self.cfg, self.checkpoint)
         scores = self.loop.run(self.policy.score(canary.sequences))
         return canary.compare(canary.score(learner), scores, version)

@@ -75,6 +75,11 @@ def start_timeout_s(cfg: RunConfig) -> float:
     return cfg.vllm.start_timeout_s if cfg.rollout.engine == "vllm" else 0.0
 
 
+def num_processes(cfg: RunConfig) -> int:
+    """Of one engine: so many take weights of a broadcast."""
+    return cfg.vllm.tensor_parallel_size if cfg.rollout.engine == "vllm" else 1
+
+
 def engine_module(name: str) -> str:
     """The module whose source computes what it samples. Errors: ConfigError."""
     return _entry(name).module

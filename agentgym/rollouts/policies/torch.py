@@ -22,8 +22,9 @@ from agentgym.models.attention import CachedRows, KeyValueCache, PackedSequences
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.model import load_weights
 from agentgym.models.tolerance import TORCH, Tolerances
+from agentgym.models.transport import require_newer
 from agentgym.rollouts.policies.draw import sample, uniforms
-from agentgym.types import Completion, SampleKey, Sampling
+from agentgym.types import Completion, Delivery, SampleKey, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -112,23 +113,16 @@ class TorchPolicy:
         finally:
             self._drop(request)
 
-    async def publish(self, weights: dict[str, Tensor], version: int) -> None:
-        """Replace the weights between turns: running actions end, later ones wait, every cached
-        key and value is forgotten.
-
-        Errors: ValueError where a version does not grow or the weights do not fit; the engine then
-        goes on as before.
-        """
+    async def publish(self, delivery: Delivery) -> None:
+        """As `Policy.publish`; every cached key and value is forgotten."""
+        require_newer(delivery.version, self.version)
+        weights = await delivery.weights()
         self._num_publishing += 1
         try:
             await self._idle()
-            if version <= self.version and not version == self.version == 0:
-                raise ValueError(
-                    f"weight versions must grow: engine holds {self.version}, got {version}"
-                )
             load_weights(self._model, weights)
             self._forget()
-            self.version = version
+            self.version = delivery.version
         finally:
             self._num_publishing -= 1
 

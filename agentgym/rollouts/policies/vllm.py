@@ -6,13 +6,13 @@ Of what it draws no run repeats a token: its kernels' sums depend on what else i
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -25,14 +25,20 @@ from agentgym.models.model import weights_of
 from agentgym.models.tensorfiles import (
     Shaped,
     StoredTensors,
-    TensorFile,
     export_tensors,
     require_fit,
 )
 from agentgym.models.tolerance import VLLM, Tolerances
+from agentgym.models.transport import (
+    Broadcast,
+    TransportBroken,
+    require_arrived,
+    require_newer,
+    write_weights,
+)
 from agentgym.rollouts.policies.draw import seed_of
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
-from agentgym.types import Completion, EngineMismatch, Sampling
+from agentgym.types import Completion, Delivery, Sampling
 
 T = TypeVar("T")
 LOWEST = 0.01  # temperature but 0
@@ -63,13 +69,14 @@ class VllmPolicy:
         *,
         stop_id: int,
         context_tokens: int,
-        settings: VllmConfig,
+        publish_timeout_s: float,
     ) -> None:
         """engine: an AsyncLLM. folder: this policy's own, for weights on their way; removed by
         `close`. like: the weights it holds.
         """
         self._engine, self._folder, self._like = engine, folder, like
-        self._stop_id, self._context, self._settings = stop_id, context_tokens, settings
+        self._stop_id, self._context = stop_id, context_tokens
+        self._publish_timeout_s = publish_timeout_s
         self._names = itertools.count()
         self._num_running = self._num_publishing = 0
         self._failure: RuntimeError | None = None
@@ -102,7 +109,7 @@ class VllmPolicy:
             like,
             stop_id=checkpoint.renderer.stop_id,
             context_tokens=cfg.model.context_tokens,
-            settings=cfg.vllm,
+            publish_timeout_s=cfg.rollout.publish_timeout_s,
         )
         policy.version = version
         return policy
@@ -160,31 +167,38 @@ class VllmPolicy:
 
         return list(await asyncio.gather(*map(one, sequences)))
 
-    async def publish(self, weights: dict[str, Tensor], version: int) -> None:
-        """Every process of the engine first reads them and tells their digest; between turns all
+    async def publish(self, delivery: Delivery) -> None:
+        """Every process of the engine first takes them and tells their digest; between turns all
         change to them, and what was cached under the old ones is forgotten. It wakes.
 
-        Errors: ValueError where a version does not grow or the weights do not fit; EngineMismatch
-        where others arrived; the engine then goes on as before. RuntimeError where it fails half
-        way: it then generates nothing any more.
+        Errors: as `Policy.publish`; TransportBroken. RuntimeError where it fails half way: it then
+        generates nothing any more.
         """
-        if version <= self.version and not version == self.version == 0:
-            raise ValueError(
-                f"weight versions must grow: engine holds {self.version}, got {version}"
-            )
-        require_fit(weights, self._like, f"weights version {version}")
+        require_newer(delivery.version, self.version)
+        for arrived in await self._stage(delivery):
+            require_arrived(arrived, delivery.digest, delivery.version, "vLLM")
+        async with self._between_turns():
+            await self.wake()
+            await self._switch(delivery.digest, delivery.version)
+
+    async def _stage(self, delivery: Delivery) -> list[str]:
+        """What each process says it has. A broadcast comes to them, all else to this process, which
+        hands them a file.
+        """
+        what = f"weights version {delivery.version}"
+        if isinstance(delivery, Broadcast):
+            require_fit(delivery.shapes, self._like, what)
+            answers = await self._rpc("stage_broadcast", asdict(delivery))
+            for _, broken in answers:
+                if broken:
+                    raise TransportBroken(broken)
+            return [digest for digest, _ in answers]
+        weights = await delivery.weights()
+        require_fit(weights, self._like, what)
         path = self._folder / "published.safetensors"
         try:
-            digest = await asyncio.to_thread(_write, path, weights)
-            arrived = await self._rpc("stage_weights", str(path))
-            if set(arrived) != {digest}:
-                raise EngineMismatch(
-                    f"weights version {version} arrived at vLLM with sha256"
-                    f" {', '.join(each[:12] for each in arrived)}, sent was {digest[:12]}"
-                )
-            async with self._between_turns():
-                await self.wake()
-                await self._switch(digest, version)
+            await asyncio.to_thread(write_weights, path, weights)
+            return await self._rpc("stage_file", str(path))
         finally:
             path.unlink(missing_ok=True)
 
@@ -252,7 +266,7 @@ class VllmPolicy:
 
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
         """What each process of the engine answers. Errors: as `_within`."""
-        limit = self._settings.publish_timeout_s
+        limit = self._publish_timeout_s
         answer = self._engine.collective_rpc(method, timeout=limit, args=arguments)
         told: list[Any] = await self._within(method, answer)
         return told
@@ -263,7 +277,7 @@ class VllmPolicy:
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        limit = self._settings.publish_timeout_s
+        limit = self._publish_timeout_s
         try:
             return await asyncio.wait_for(answer, limit)
         except TimeoutError:
@@ -362,15 +376,5 @@ def _write_model(folder: Path, checkpoint: Checkpoint) -> Mapping[str, Shaped]:
         export_tensors(weights, folder, SHARD_BYTES)
         return weights.tensors
     tensors = weights_of(weights)
-    _write(folder / WEIGHTS, tensors)
+    write_weights(folder / WEIGHTS, tensors)
     return {name: each.to("meta") for name, each in tensors.items()}
-
-
-def _write(path: Path, weights: Mapping[str, Tensor]) -> str:
-    """Result: sha256."""
-    found = hashlib.sha256()
-    with path.open("wb") as file:
-        for piece in TensorFile.of(weights).pieces():
-            found.update(piece)
-            file.write(piece)
-    return found.hexdigest()

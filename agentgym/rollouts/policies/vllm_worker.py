@@ -6,7 +6,6 @@ the model; OWNER tells it from every other process.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import select
 import signal
@@ -15,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 
+from agentgym.models.transport import Broadcast, TransportBroken, digest_of
+
+HOST = torch.device("cpu")
 OWNER = "AGENTGYM_VLLM_OWNER"  # variable with the id of the process that samples with this engine
 
 
@@ -24,27 +26,41 @@ class WeightReceiver:
     """Methods that vLLM's worker gets beside its own; called by `collective_rpc`."""
 
     model_runner: Any
-    staged: tuple[str, str] | None = None  # path, digest
+    rank: int  # among the engine's processes
+    device: torch.device
+    staged: tuple[str, dict[str, torch.Tensor]] | None = None  # digest, weights
 
-    def stage_weights(self, path: str) -> str:
-        """Read them all once. Result: their sha256."""
-        with Path(path).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self.staged = path, digest
-        return digest
+    def stage_file(self, path: str) -> str:
+        """Take the weights in a safetensors file. Result: their sha256."""
+        return self._stage(load_file(path))
+
+    def stage_broadcast(self, told: dict[str, Any]) -> tuple[str, str]:
+        """told: a `Broadcast`, with the place of the engine's first process.
+        Result: (their sha256, what broke it); vLLM would forget an error's kind.
+        """
+        first = Broadcast(**told)
+        here = first.at(first.rank + self.rank)
+        try:
+            weights = here.receive(self.device if here.backend == "nccl" else HOST)
+        except TransportBroken as error:
+            return "", str(error)
+        return self._stage(weights), ""
+
+    def _stage(self, weights: dict[str, torch.Tensor]) -> str:
+        self.staged = digest_of(weights), weights
+        return self.staged[0]
 
     def switch_weights(self, digest: str) -> list[str]:
         """From here on the weights are those that were staged. Nothing may be generated meanwhile.
 
         Result: parameters that were not in them. Errors: RuntimeError where others were staged.
         """
-        if self.staged is None or self.staged[1] != digest:
-            raise RuntimeError(f"weights {digest[:12]} were not staged, but {self.staged}")
-        path, self.staged = self.staged[0], None
+        if self.staged is None or self.staged[0] != digest:
+            held = self.staged and self.staged[0][:12]
+            raise RuntimeError(f"weights {digest[:12]} were not staged, but {held}")
+        weights, self.staged = self.staged[1], None
         model = self.model_runner.model
-        with safe_open(path, "pt", device="cpu") as file:
-            names = tuple(file.keys())
-            loaded = model.load_weights((name, file.get_tensor(name)) for name in names)
+        loaded = model.load_weights(weights.items())
         return sorted({name for name, _ in model.named_parameters()} - set(loaded))
 
 

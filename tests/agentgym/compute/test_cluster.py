@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import stat
 import subprocess
@@ -13,23 +12,18 @@ import psutil
 import pytest
 import torch
 
-from agentgym.audit import audit
 from agentgym.compute import cluster
 from agentgym.compute.cluster import PlacementError, open_cluster
 from agentgym.compute.learner_ranks import RankLost
-from agentgym.compute.rollout_workers import RayEngine, WorkersLost
+from agentgym.compute.rollout_workers import WorkersLost
 from agentgym.config import ConfigError, OptimizerConfig, load_config
-from agentgym.data.items import ItemStream, load_splits
 from agentgym.deploy.rayjobs import RayUnreachable
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import WEIGHTS
 from agentgym.models.tensorfiles import StoredTensors
 from agentgym.pipeline.run import run_step
-from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.horizon import stages
 
 ray = pytest.mark.ray
-BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
 STEP = "import sys; from agentgym.cli import main; sys.exit(main(['step', *sys.argv[1:]]))"
 
 
@@ -122,22 +116,6 @@ def test_what_a_killed_process_left_is_removed_and_what_is_in_use_or_anothers_is
         assert not left.exists()
 
 
-@pytest.fixture(scope="module")
-def warmed(tmp_path_factory, tiny_params):
-    """The folder of a run whose next step is stage 1."""
-    folder = tmp_path_factory.mktemp("warm")
-    for name in BEFORE:
-        run_step(name, load_config(tiny_params(folder)))
-    return folder
-
-
-@pytest.fixture
-def warm(warmed, tmp_path, tiny_params):
-    """The params file of a copy of it."""
-    shutil.copytree(warmed, tmp_path, dirs_exist_ok=True)
-    return tiny_params(tmp_path, ray={"num_workers": 2, "num_ranks": 2, "placement_timeout_s": 300})
-
-
 @pytest.fixture
 def joined(ray_cluster, monkeypatch):
     """Overrides that make a run a guest of the test session's cluster."""
@@ -166,44 +144,25 @@ def wait_for(what, seconds=240):
     return found
 
 
-def kill_worker_at(monkeypatch, step, count):
-    """SIGKILL to the first rollout worker once `count` episodes of the optimizer step are
-    finished; returns the killed.
-    """
-    killed, collect = [], RayEngine.collect
-
-    def collecting(self, items, **settings):
-        finished = []
-
-        def progress(number):
-            finished.append(number)
-            if settings["step"] == step and len(finished) == count and not killed:
-                killed.append(self.workers[0].where)
-                os.kill(int(killed[0].split()[1]), signal.SIGKILL)
-
-        return collect(self, items, **settings, progress=progress)
-
-    monkeypatch.setattr(RayEngine, "collect", collecting)
-    return killed
-
-
 @ray
 @pytest.mark.timeout(900)
 def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(
-    warm, monkeypatch, caplog
+    warm, kill_worker_at, assert_whole, caplog
 ):
-    cfg = load_config(warm, ["compute=ray"])
+    broadcasting = ["compute=ray", "ray.transport=broadcast"]
+    cfg = load_config(warm, broadcasting)
     handler, before = signal.getsignal(signal.SIGTERM), auth_settings()
 
     with subprocess.Popen(
-        [sys.executable, "-c", STEP, "stage-1", "--params", str(warm), "--set", "compute=ray"]
+        [sys.executable, "-c", STEP, "stage-1", "--params", str(warm)]
+        + [word for each in broadcasting for word in ("--set", each)]
     ) as process:
         wait_for(lambda: list(cfg.store.path.glob("steps/stage-1-*/manifests/000000.json")))
         process.kill()
     wait_for(lambda: not local_ray(), 60)
     assert list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}*"))  # nobody was there to remove it
 
-    killed = kill_worker_at(monkeypatch, step=2, count=3)
+    killed = kill_worker_at(step=2, count=3)
     assert str(run_step("stage-1", cfg)) == "resumed at commit 1"
     assert re.search(
         rf"rollout worker [01] \({killed[0]}\) is lost: .*; its unfinished episodes are played"
@@ -218,54 +177,16 @@ def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(
     assert_whole(cfg, "stage-1")
 
 
-def assert_whole(cfg, *names):
-    """Every episode once, every item once and in order, and the audit agrees."""
-    from agentgym.records import TRAJECTORIES, decode_trajectories
-
-    store = open_store(cfg)
-    done = finished(cfg, store)
-    commits = [commit for name in names for commit in store.history(name, done[name].key)]
-    splits = load_splits(
-        cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
-    )
-    steps = sum(
-        stage.last_step - stage.first_step + 1
-        for stage in stages(cfg.horizon)
-        if stage.name in names
-    )
-    expected = [
-        item.item_id
-        for item in ItemStream(splits.train, seed=cfg.seed).next(steps * cfg.rollout.items_per_step)
-    ]
-    assert [item for commit in commits for item in commit.state["consumed"]] == expected
-    for commit in commits:
-        episodes = [
-            t
-            for t in decode_trajectories(store.read(commit, TRAJECTORIES))
-            if t.item.split == "train" and t.max_turns == commit.state["max_turns"]
-        ]
-        admitted = [
-            (item, sample)
-            for item in commit.state["consumed"]
-            for sample in range(cfg.rollout.group_size)
-        ]
-        assert [(t.item.item_id, t.sample) for t in episodes[: len(admitted)]] == admitted
-        step, stale = commit.state["global_step"], cfg.rollout.max_staleness
-        assert {turn.version for t in episodes for turn in t.turns} <= set(
-            range(max(0, step - 1 - stale), step)
-        )
-    report = audit(cfg)
-    assert report.ok, report.to_json()
-
-
 @ray
 @pytest.mark.timeout(900)
-def test_a_job_trains_with_actors_of_its_cluster(warm, ray_cluster, monkeypatch):
+def test_a_job_trains_with_actors_of_its_cluster(
+    warm, ray_cluster, steps_before, assert_whole, monkeypatch
+):
     monkeypatch.setenv("RAY_AUTH_TOKEN", ray_cluster.token)
     cfg = load_config(
         warm, ["compute=ray-job", f"ray.address={ray_cluster.dashboard}", "rollout.max_staleness=1"]
     )
-    for name in BEFORE:
+    for name in steps_before:
         # under this run's key too: the staleness makes it another run
         assert str(run_step(name, cfg)) == "done"
     assert str(run_step("stage-1", cfg)) == "ran"
@@ -274,11 +195,11 @@ def test_a_job_trains_with_actors_of_its_cluster(warm, ray_cluster, monkeypatch)
 
 @ray
 @pytest.mark.timeout(600)
-def test_workers_are_replaced_so_often_and_no_more(warm, joined, monkeypatch):
+def test_workers_are_replaced_so_often_and_no_more(warm, joined, kill_worker_at):
     cfg = load_config(
         warm, [*joined, "ray.max_lost_workers=0", "ray.num_workers=1", "ray.num_ranks=1"]
     )
-    kill_worker_at(monkeypatch, step=1, count=1)
+    kill_worker_at(step=1, count=1)
     with pytest.raises(
         WorkersLost,
         match=(

@@ -50,7 +50,7 @@ class Gambler:
         )
         return Completion(ids, (-1.0,) * len(ids), "stop", 0)
 
-    async def publish(self, weights, version): ...
+    async def publish(self, delivery): ...
 
 
 class House:

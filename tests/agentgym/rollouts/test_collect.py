@@ -79,7 +79,7 @@ class Scripted:
         self.running -= 1
         return Completion(self.ids, (-0.5,) * len(self.ids), "stop", 3)
 
-    async def publish(self, weights, version): ...
+    async def publish(self, delivery): ...
 
 
 @pytest.fixture(scope="module")

@@ -76,8 +76,8 @@ def test_one_damaged_tensor_is_seen(pair, monkeypatch, name):
     engine, learner = pair
     publish = engine.policy.publish
 
-    async def damaging(weights, version):
-        await publish(weights, version)
+    async def damaging(delivery):
+        await publish(delivery)
         with torch.no_grad():
             dict(engine.policy._model.named_parameters())[name].mul_(1.01)
 

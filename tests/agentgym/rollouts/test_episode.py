@@ -56,7 +56,7 @@ class Scripted:
         self.asked.append((list(prompt_ids), sampling))
         return next(self.completions)
 
-    async def publish(self, weights, version): ...
+    async def publish(self, delivery): ...
 
 
 @pytest.fixture(scope="module")

@@ -155,7 +155,7 @@ def test_episodes_of_a_server_that_is_killed_are_played_on_another(tokenizer, tm
             ids = tuple(renderer.action_ids("turn left"))
             return Completion(ids, (-1.0,) * len(ids), "stop", 0)
 
-        async def publish(self, weights, version): ...
+        async def publish(self, delivery): ...
 
     async def main(endpoints):
         async with pool_of(*endpoints, patience_s=20.0) as pool:

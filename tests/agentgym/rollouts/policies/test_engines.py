@@ -64,9 +64,9 @@ class Slow:
         scores = [self._logp(ids)[:-1] for ids in sequences]
         return [each.gather(1, ids)[:, 0] for each, ids in zip(scores, following, strict=True)]
 
-    async def publish(self, weights, version):
-        load_weights(self._model, weights)
-        self.version = version
+    async def publish(self, delivery):
+        load_weights(self._model, await delivery.weights())
+        self.version = delivery.version
 
     async def sleep(self): ...
     async def wake(self): ...
@@ -101,7 +101,7 @@ def test_an_installed_engine_trains_and_is_audited_by_its_own_tolerance(
 
 
 def test_a_forgotten_publish_of_an_installed_engine_is_found(slow, tiny_params, tmp_path):
-    slow.write_text(SLOW.replace("load_weights(self._model, weights)", "pass"))
+    slow.write_text(SLOW.replace("load_weights(self._model, await delivery.weights())", "pass"))
     cfg = load_config(tiny_params(tmp_path / "run"), ["rollout.engine=slow", "optimizer.lr=0.01"])
     for name in ("prepare", "initialize", "warm-start"):
         run_step(name, cfg)

@@ -10,6 +10,7 @@ import torch
 from agentgym.models.attention import PackedSequences
 from agentgym.models.model import weights_of
 from agentgym.models.tolerance import TORCH
+from agentgym.models.transport import InProcess
 from agentgym.rollouts.policies.draw import Distribution, uniforms
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import SampleKey, Sampling
@@ -222,7 +223,7 @@ def test_publish_lets_running_actions_end_and_later_ones_see_the_new_weights_alo
         ]
         while not policy._active:
             await asyncio.sleep(0)
-        publishing = asyncio.create_task(policy.publish(weights_of(make_model(1)), 4))
+        publishing = asyncio.create_task(policy.publish(InProcess(weights_of(make_model(1)), 4)))
         await asyncio.sleep(0)
         later = asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(2), 0.0, 5)))
         for completion in await asyncio.gather(*running):
@@ -255,7 +256,7 @@ def test_publish_is_not_kept_waiting_by_an_endless_stream_of_requests(make_polic
 
         streams = [asyncio.create_task(stream(number)) for number in range(6)]
         await asyncio.sleep(0.01)
-        await asyncio.wait_for(policy.publish(weights_of(policy._model), 1), 5)
+        await asyncio.wait_for(policy.publish(InProcess(weights_of(policy._model), 1)), 5)
         stop = True
         await asyncio.wait_for(asyncio.gather(*streams), 10)
 
@@ -296,13 +297,13 @@ def test_few_requests_wait_for_those_that_run_and_as_many_join_them(make_policy)
 def test_an_older_version_is_refused(make_policy, make_model):
     async def main():
         policy, weights = make_policy(), weights_of(make_model())
-        await policy.publish(weights, 0)
-        await policy.publish(weights, 5)
+        await policy.publish(InProcess(weights, 0))
+        await policy.publish(InProcess(weights, 5))
         for version in (5, 4, 0):
             with pytest.raises(
                 ValueError, match=f"weight versions must grow: engine holds 5, got {version}"
             ):
-                await policy.publish(weights, version)
+                await policy.publish(InProcess(weights, version))
         assert policy.version == 5
 
     asyncio.run(main())
@@ -314,7 +315,7 @@ def test_weights_that_do_not_fit_leave_the_engine_as_it_was(make_policy, make_mo
         before = {name: tensor.clone() for name, tensor in weights_of(policy._model).items()}
         other["model.norm.weight"] = torch.ones(3)  # the last one
         with pytest.raises(ValueError, match=r"model.norm.weight is \(3,\), expected \(64,\)"):
-            await policy.publish(other, 1)
+            await policy.publish(InProcess(other, 1))
         assert all(
             torch.equal(tensor, before[name]) for name, tensor in weights_of(policy._model).items()
         )
@@ -451,7 +452,7 @@ def test_a_sleeping_engine_holds_no_cache_and_answers_when_it_wakes(make_policy,
         for _ in range(20):
             await asyncio.sleep(0)
         assert not late.done()
-        await policy.publish(weights_of(make_model()), 3)
+        await policy.publish(InProcess(weights_of(make_model()), 3))
         await policy.wake()
         assert await asyncio.wait_for(late, 10) == replace(expected, version=3)
         scores = await policy.score([[5, 6, 7]])

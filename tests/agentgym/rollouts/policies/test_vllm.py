@@ -16,6 +16,7 @@ from agentgym.config import RunConfig, load_config
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.models.tolerance import VLLM
+from agentgym.models.transport import InProcess
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.canary import Canary
@@ -77,7 +78,9 @@ def publish(running):
     """publish(model): the next version."""
 
     def next_one(model):
-        running.run(running.policy.publish(weights_of(model), running.policy.version + 1))
+        running.run(
+            running.policy.publish(InProcess(weights_of(model), running.policy.version + 1))
+        )
 
     return next_one
 
@@ -160,7 +163,9 @@ def test_weights_change_between_turns_and_every_turn_is_of_one_version(
     async def both():
         early = [asyncio.ensure_future(policy.generate(*each)) for each in asked[:16]]
         await asyncio.sleep(0.01)
-        change = asyncio.ensure_future(policy.publish(weights_of(make_model(5)), before + 1))
+        change = asyncio.ensure_future(
+            policy.publish(InProcess(weights_of(make_model(5)), before + 1))
+        )
         await asyncio.sleep(0)
         late = [asyncio.ensure_future(policy.generate(*each)) for each in asked[16:]]
         await change
@@ -195,7 +200,7 @@ def test_weights_that_do_not_fit_or_are_not_new_change_nothing(running, make_mod
     policy, before = running.policy, running.generate((PROMPT, sampling(1)))
     weights = weights_of(make_model(6))
     with pytest.raises(ValueError, match="versions must grow"):
-        running.run(policy.publish(weights, policy.version))
+        running.run(policy.publish(InProcess(weights, policy.version)))
     name = "model.norm.weight"
     for odd in (
         {name: weights[name][:-1]},
@@ -205,7 +210,7 @@ def test_weights_that_do_not_fit_or_are_not_new_change_nothing(running, make_mod
         with pytest.raises(
             ValueError, match=r"weights version \d+ do not fit: .* (expected|on one side only)"
         ):
-            running.run(policy.publish({**weights, **odd}, policy.version + 1))
+            running.run(policy.publish(InProcess({**weights, **odd}, policy.version + 1)))
     assert running.generate((PROMPT, sampling(1))) == before
 
 

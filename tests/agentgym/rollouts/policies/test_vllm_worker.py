@@ -1,6 +1,5 @@
 """What vLLM's processes do for us: weights in two steps, and an end with their owner."""
 
-import hashlib
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from agentgym.models.transport import digest_of
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 
 
@@ -39,7 +39,7 @@ def published(tmp_path):
     def write(tensors):
         path = tmp_path / "published.safetensors"
         save_file(tensors, path)
-        return str(path), hashlib.sha256(path.read_bytes()).hexdigest()
+        return str(path), digest_of(tensors)
 
     return write
 
@@ -49,7 +49,7 @@ def test_weights_are_read_first_and_change_later(receiver, published):
     new = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
     before = model.weight.detach().clone()
     path, digest = published(new)
-    assert receiver.stage_weights(path) == digest
+    assert receiver.stage_file(path) == digest
     assert torch.equal(model.weight, before)
     assert receiver.switch_weights(digest) == []
     assert torch.equal(model.weight, new["weight"])
@@ -59,10 +59,10 @@ def test_weights_are_read_first_and_change_later(receiver, published):
 
 def test_other_weights_than_the_staged_ones_and_missing_ones_are_told(receiver, published):
     path, digest = published({"weight": torch.ones(2, 3)})
-    receiver.stage_weights(path)
+    receiver.stage_file(path)
     with pytest.raises(RuntimeError, match=rf"weights {'0' * 12} were not staged"):
         receiver.switch_weights("0" * 64)
-    receiver.stage_weights(path)
+    receiver.stage_file(path)
     assert receiver.switch_weights(digest) == ["bias"]
 
 
@@ -71,6 +71,7 @@ import subprocess, sys, time
 open("/proc/self/comm", "w").write(sys.argv[2])
 grandchild = subprocess.Popen([sys.executable, "-c", '''
 import sys, time
+from agentgym.models.transport import digest_of
 from agentgym.rollouts.policies.vllm_worker import end_with
 end_with(int(sys.argv[1]))
 print("watches", flush=True)

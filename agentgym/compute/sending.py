@@ -1,0 +1,145 @@
+"""How weights go from the learner's first rank to rollout workers: through Ray's object store, or
+by collective broadcast.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from agentgym.compute.actors import node_address
+from agentgym.models.tensorfiles import TensorFile
+from agentgym.models.transport import (
+    Broadcast,
+    TransportBroken,
+    digest_of,
+    layout_of,
+    require_arrived,
+    serve,
+)
+from agentgym.types import Delivery
+
+SENDING = "send"  # concurrency group of the rank's calls
+SLACK_S = 30.0  # on top of a call's own deadline
+
+
+@dataclass(frozen=True)
+class InObjectStore:
+    """A `Delivery` that each node fetches once."""
+
+    references: list[Any]  # one; in a list, so that Ray does not replace it by what it names
+    digest: str
+    version: int
+
+    async def weights(self) -> dict[str, Tensor]:
+        arrived: dict[str, Tensor] = load_safetensors((await self.references[0]).tobytes())
+        require_arrived(digest_of(arrived), self.digest, self.version, node_address())
+        return arrived
+
+
+def put(weights: dict[str, Tensor], version: int) -> InObjectStore:
+    """Of this process's node."""
+    import ray
+
+    blob = b"".join(TensorFile.of(weights).pieces())
+    reference = ray.put(np.frombuffer(blob, np.uint8))
+    return InObjectStore([reference], hashlib.sha256(blob).hexdigest(), version)
+
+
+class Sender(Protocol):
+    """Weights of one version, to be sent to some workers now, and to others later."""
+
+    @property
+    def version(self) -> int: ...
+    def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
+        """num_receivers: processes of each worker that take weights.
+        Result: a delivery for each worker, and a reference to the sending, None where the sender
+        need do nothing.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ObjectStoreSender:
+    delivery: InObjectStore
+
+    @property
+    def version(self) -> int:
+        return self.delivery.version
+
+    def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
+        return [self.delivery for _ in num_receivers], None
+
+
+@dataclass(frozen=True)
+class BroadcastSender:
+    """A group of its own for each sending: who died in one is not waited for in the next."""
+
+    rank: Any  # actor of the learner's first, with an `Outbox`
+    template: Broadcast
+
+    @property
+    def version(self) -> int:
+        return self.template.version
+
+    def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
+        import ray
+
+        def ask(method: str, *arguments: Any) -> Any:  # beside what else the rank does
+            remote = getattr(self.rank, method).options(concurrency_group=SENDING).remote
+            return remote(*arguments)
+
+        opened = ask("open_broadcast", self.template, 1 + sum(num_receivers))
+        own: Broadcast = ray.get(opened, timeout=self.template.timeout_s + SLACK_S)
+        firsts = accumulate([1, *num_receivers[:-1]])
+        return [own.at(first) for first in firsts], ask("send", own)
+
+
+class Outbox:
+    """Of the learner's first rank: a copy of the weights that it broadcasts, now and to whoever
+    comes later.
+    """
+
+    def __init__(self, device: torch.device, folder: Path | None) -> None:
+        """device: what the rank computes on. folder: seen by all receivers; None: they meet at a
+        port.
+        """
+        self._device, self._folder = device, folder
+        self._open: dict[int, Any] = {}  # meeting places by port
+        self._kept: tuple[int, dict[str, Tensor]] = (-1, {})
+
+    def keep(self, weights: dict[str, Tensor], version: int, timeout_s: float) -> Broadcast:
+        kept = {name: each.detach().to("cpu", copy=True) for name, each in weights.items()}
+        self._kept = version, kept
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        return Broadcast(digest_of(kept), version, layout_of(kept), backend, timeout_s)
+
+    def open(self, template: Broadcast, size: int) -> Broadcast:
+        """With a place where so many processes meet, this one among them."""
+        if self._folder is not None:
+            path = self._folder / f"weights-{secrets.token_hex(8)}"
+            return replace(template, size=size, path=str(path))
+        limit = datetime.timedelta(seconds=template.timeout_s)
+        store, (host, port) = serve(node_address(), size, limit)
+        self._open[port] = store
+        return replace(template, size=size, host=host, port=port)
+
+    def send(self, broadcast: Broadcast) -> None:
+        """Errors: TransportBroken."""
+        meeting, (version, weights) = self._open.pop(broadcast.port, None), self._kept
+        if version != broadcast.version:
+            raise TransportBroken(
+                f"weights version {broadcast.version} are sent no more: {version} took their place"
+            )
+        broadcast.send(weights, self._device, meeting)

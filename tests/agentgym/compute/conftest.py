@@ -1,0 +1,114 @@
+"""A run whose next step is a stage on Ray, something to kill in it, and what must be left of it."""
+
+import os
+import shutil
+import signal
+
+import pytest
+
+from agentgym.audit import audit
+from agentgym.compute.rollout_workers import RayEngine
+from agentgym.config import load_config
+from agentgym.data.items import ItemStream, load_splits
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store
+from agentgym.records import TRAJECTORIES, decode_trajectories
+from agentgym.rollouts.horizon import stages
+
+BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
+
+
+@pytest.fixture(scope="session")
+def steps_before():
+    """Names of the steps before stage 1."""
+    return BEFORE
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory, tiny_params):
+    """The folder of a run whose next step is stage 1."""
+    folder = tmp_path_factory.mktemp("warm")
+    for name in BEFORE:
+        run_step(name, load_config(tiny_params(folder)))
+    return folder
+
+
+@pytest.fixture
+def warm(warmed, tmp_path, tiny_params):
+    """The params file of a copy of it."""
+    shutil.copytree(warmed, tmp_path, dirs_exist_ok=True)
+    return tiny_params(tmp_path, ray={"num_workers": 2, "num_ranks": 2, "placement_timeout_s": 300})
+
+
+@pytest.fixture
+def kill_worker_at(monkeypatch):
+    """step, count -> a list for who is killed: the first rollout worker, by SIGKILL, once so many
+    episodes of the optimizer step are finished.
+    """
+
+    def prepare(step, count):
+        killed, collect = [], RayEngine.collect
+
+        def collecting(self, items, **settings):
+            finished = []
+
+            def progress(number):
+                finished.append(number)
+                if settings["step"] == step and len(finished) == count and not killed:
+                    killed.append(self.workers[0].where)
+                    os.kill(int(killed[0].split()[1]), signal.SIGKILL)
+
+            return collect(self, items, **settings, progress=progress)
+
+        monkeypatch.setattr(RayEngine, "collect", collecting)
+        return killed
+
+    return prepare
+
+
+@pytest.fixture(scope="session")
+def assert_whole():
+    """cfg, stages -> every episode once, every item once and in order, and the audit agrees."""
+
+    def check(cfg, *names):
+        store = open_store(cfg)
+        done = finished(cfg, store)
+        commits = [commit for name in names for commit in store.history(name, done[name].key)]
+        assert [item for commit in commits for item in commit.state["consumed"]] == items(
+            cfg, names
+        )
+        for commit in commits:
+            episodes = [
+                t
+                for t in decode_trajectories(store.read(commit, TRAJECTORIES))
+                if t.item.split == "train" and t.max_turns == commit.state["max_turns"]
+            ]
+            admitted = [
+                (item, sample)
+                for item in commit.state["consumed"]
+                for sample in range(cfg.rollout.group_size)
+            ]
+            assert [(t.item.item_id, t.sample) for t in episodes[: len(admitted)]] == admitted
+            step, stale = commit.state["global_step"], cfg.rollout.max_staleness
+            assert {turn.version for t in episodes for turn in t.turns} <= set(
+                range(max(0, step - 1 - stale), step)
+            )
+        report = audit(cfg)
+        assert report.ok, report.to_json()
+        return report
+
+    return check
+
+
+def items(cfg, names):
+    """Ids of those that the stages take, in order."""
+    splits = load_splits(
+        cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
+    )
+    count = sum(
+        stage.last_step - stage.first_step + 1
+        for stage in stages(cfg.horizon)
+        if stage.name in names
+    )
+    stream = ItemStream(splits.train, seed=cfg.seed)
+    return [item.item_id for item in stream.next(count * cfg.rollout.items_per_step)]

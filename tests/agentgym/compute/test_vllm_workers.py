@@ -1,0 +1,44 @@
+"""vLLM in rollout workers: two of them, two ranks, and one worker that dies."""
+
+import re
+
+import psutil
+import pytest
+
+from agentgym.config import load_config
+from agentgym.models.tolerance import VLLM
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store
+from agentgym.steps.context import METRICS
+from agentgym.tracking.points import decode_points
+
+pytestmark = [pytest.mark.vllm, pytest.mark.integration]
+
+
+def of_vllm():
+    return {each for each in psutil.process_iter(["name"]) if "VLLM::" in each.info["name"]}
+
+
+@pytest.mark.timeout(600)
+def test_a_stage_goes_on_when_a_worker_with_vllm_dies(warm, kill_worker_at, assert_whole, caplog):
+    cfg = load_config(warm, ["compute=ray", "ray.transport=broadcast", "rollout.engine=vllm"])
+    local = load_config(warm, ["rollout.engine=vllm"])
+    for name in ("prepare", "initialize", "warm-start"):  # another engine makes it another run
+        run_step(name, local)
+    others = of_vllm()
+    killed = kill_worker_at(step=2, count=3)
+    assert str(run_step("stage-1", cfg)) == "ran"
+    lost = rf"rollout worker [01] \({killed[0]}\) is lost: .*; its unfinished episodes are played"
+    assert re.search(lost, caplog.text)
+    assert not psutil.wait_procs(of_vllm() - others, 30)[1]
+    told = {check.name: check for check in assert_whole(cfg, "stage-1").checks}
+    assert "engine vllm does not repeat its draws" in told["sampling"].not_checked
+
+    store = open_store(cfg)
+    commits = store.history("stage-1", finished(cfg, store)["stage-1"].key)
+    points = [point for commit in commits for point in decode_points(store.read(commit, METRICS))]
+    gaps = [
+        gap for point in points if (gap := point.metrics.get("sync/canary_max_abs")) is not None
+    ]
+    assert gaps
+    assert 0 <= max(gaps) <= max(each.canary for each in VLLM.values())
