@@ -366,8 +366,12 @@ class RayEngine:
         while True:
             weights = self._weights
             if weights.sender is not None and worker.version != weights.version:
-                await self._send(weights.sender, [worker])
-                continue  # others may have come meanwhile
+                try:
+                    await self._send(weights.sender, [worker])
+                except TransportBroken:
+                    if weights is self._weights:  # not because newer ones took their place
+                        raise
+                continue
             if weights.ours is not None:
                 scores = await _within(
                     worker.actor.score.remote(self._canary.sequences), self._patience_s

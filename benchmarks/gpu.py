@@ -1,0 +1,408 @@
+"""vLLM and the learner on one GPU, in one go: `python benchmarks/gpu.py [CASE ...]`.
+
+`--dry-run` runs every case's code on the CPU with a tiny model and writes nothing: its figures mean
+nothing. Writes docs/results/gpu.json; cases not asked for keep what the file says of them.
+Run it with the Python of an environment that has vLLM. Ratios are taken within one run, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pipeline import ROOT, machine  # of this folder
+from rollouts import TURNS, Latency, endless, episodes, renderer, serving
+
+from agentgym.config import ModelConfig, RunConfig, load_config
+from agentgym.models.checkpoint import Checkpoint, new_checkpoint
+from agentgym.models.model import new_model, weights_of
+from agentgym.models.transport import InProcess
+from agentgym.rollouts.policies.engines import open_policy
+from agentgym.rollouts.policies.torch import TorchPolicy
+from agentgym.types import Completion, SampleKey, Sampling
+
+RESULTS = ROOT / "docs/results/gpu.json"
+CONTEXT = 2048
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of model and load."""
+
+    device: str
+    dtype: torch.dtype
+    model: ModelConfig
+    vocab_size: int
+    num_episodes: int
+    concurrency: int
+    rounds: int
+    sequences: int  # whose log-probabilities are compared
+    matmul: int  # side of a square
+    copied: int  # bytes
+    staged: tuple[str, ...]  # overrides of the staged run
+
+
+# Qwen2.5-1.5B's dimensions, weights drawn at random
+GPU = Size(
+    "cuda",
+    torch.bfloat16,
+    ModelConfig(
+        hidden_size=1536,
+        num_layers=28,
+        num_heads=12,
+        num_kv_heads=2,
+        mlp_size=8960,
+        context_tokens=CONTEXT,
+    ),
+    vocab_size=151_936,
+    num_episodes=512,
+    concurrency=256,
+    rounds=3,
+    sequences=64,
+    matmul=8192,
+    copied=4 << 30,
+    staged=("compute_device=cuda", "rollout.engine=vllm"),
+)
+DRY = Size(
+    "cpu",
+    torch.float32,
+    ModelConfig(
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        mlp_size=96,
+        context_tokens=CONTEXT,
+    ),
+    vocab_size=300,
+    num_episodes=6,
+    concurrency=4,
+    rounds=1,
+    sequences=4,
+    matmul=64,
+    copied=1 << 20,
+    staged=(
+        "rollout.engine=vllm",
+        "horizon.stage_steps=[1,1,1]",
+        "warm_start.steps=2",
+        "rollout.items_per_step=2",
+        "validation.num_items=4",
+        "evaluation.num_items=4",
+        "evaluation.num_samples=1",
+        "evaluation.ks=[1]",
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if unknown := set(chosen.cases) - CASES.keys():
+        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    if not chosen.dry_run and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --dry-run runs the code on the CPU")
+    size, names = DRY if chosen.dry_run else GPU, chosen.cases or list(CASES)
+    if chosen.child:
+        chosen.child.write_text(json.dumps(CASES[names[0]](size)))
+        return 0
+    failed = False
+    for name in names:  # each in a process of its own: what it held of the GPU is free again
+        result = in_a_process(name, dry_run=chosen.dry_run)
+        failed |= result is None
+        print(f"{name}: {json.dumps(result, indent=1)}", flush=True)
+        if result is not None and not chosen.dry_run:
+            keep(name, result)
+    return int(failed)
+
+
+def in_a_process(name: str, *, dry_run: bool) -> Any:
+    """Result: None where it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "result.json"
+        command = [sys.executable, __file__, name, "--child", str(told)]
+        done = subprocess.run(command + ["--dry-run"] * dry_run, cwd=ROOT, timeout=1800)
+        return json.loads(told.read_text()) if done.returncode == 0 else None
+
+
+def table(results: dict[str, Any]) -> str:
+    """Of docs/operations.md. results: of RESULTS, or empty."""
+    cases = results.get("cases", {})
+    rows = ["| case | what it measures | figures |", "|---|---|---|"]
+    for name, case in CASES.items():
+        told = "; ".join(
+            f"{key} {value}"
+            for key, value in cases.get(name, {}).items()
+            if isinstance(value, int | float)
+        )
+        rows.append(f"| `{name}` | {(case.__doc__ or '').rstrip('.')} | {told or 'not run'} |")
+    if cases:
+        rows += ["", f"{results['machine']['gpu']}, `{results['command']}`"]
+    return "\n".join(rows)
+
+
+def keep(name: str, result: Any) -> None:
+    written = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cases": {}}
+    written["cases"][name] = result
+    written["machine"] = {**machine(), "gpu": torch.cuda.get_device_name()}
+    written["command"] = "python benchmarks/gpu.py"
+    RESULTS.write_text(json.dumps(written, indent=1) + "\n")
+
+
+def case_ceilings(size: Size) -> dict[str, Any]:
+    """What the device can do at most, in the same run."""
+    square = torch.randn(size.matmul, size.matmul, device=size.device, dtype=size.dtype)
+    block = torch.empty(size.copied, dtype=torch.uint8, device=size.device)
+    multiply, copy = seconds(size, lambda: square @ square), seconds(size, block.clone)
+    return {
+        "matmul_tflops": round(2 * size.matmul**3 / multiply / 1e12, 1),
+        "copy_gb_per_s": round(2 * size.copied / copy / 1e9, 1),
+    }
+
+
+def seconds(size: Size, work: Callable[[], Any]) -> float:
+    """Median of 5 after two that warm up."""
+
+    def once() -> float:
+        if size.device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        if size.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    return statistics.median([once() for _ in range(7)][2:])
+
+
+def case_rollouts(size: Size) -> dict[str, Any]:
+    """Whole episodes over HTTP against the same requests put to vLLM by hand."""
+
+    async def measure(endpoint: str) -> list[tuple[float, float]]:
+        policy = opened(size, size.concurrency)
+        try:
+            await episodes(endpoint, size.concurrency, policy, concurrency=size.concurrency)
+            return [
+                (await ours(policy, endpoint, size), await by_hand(policy, size))
+                for _ in range(size.rounds)
+            ]
+        finally:
+            await policy.close()
+
+    with serving(endless, Latency(0, 0)) as (endpoint, _):
+        found = asyncio.run(measure(endpoint))
+    return {
+        "definition": (
+            "sampled tokens per second of episodes that `collect` plays on an environment server"
+            " whose steps take no time, and of the same number of growing conversations put to"
+            " AsyncLLM.generate without environment, records and log-probs"
+        ),
+        "episodes": size.num_episodes,
+        "concurrency": size.concurrency,
+        "turns": TURNS,
+        "tokens_per_s": round(statistics.median(each for each, _ in found)),
+        "raw_tokens_per_s": round(statistics.median(each for _, each in found)),
+        "ratio": round(statistics.median(each / raw for each, raw in found), 3),
+    }
+
+
+async def ours(policy: Any, endpoint: str, size: Size) -> float:
+    """Sampled tokens per second."""
+    began = time.perf_counter()
+    played = await episodes(endpoint, size.num_episodes, policy, concurrency=size.concurrency)
+    sampled = sum(sum(each.action_mask) for each in played)
+    return sampled / (time.perf_counter() - began)
+
+
+async def by_hand(policy: Any, size: Size) -> float:
+    """Sampled tokens per second."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    names, slots = itertools.count(), asyncio.Semaphore(size.concurrency)
+    asked = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, detokenize=False)
+    start, heard = renderer().start("go to the red ball"), renderer().bridge("", stopped=True)
+
+    async def one() -> int:
+        async with slots:
+            ids, sampled = list(start), 0
+            for _ in range(TURNS):
+                name = f"raw-{next(names)}-{time.perf_counter()}"
+                async for output in policy._engine.generate(
+                    TokensPrompt(prompt_token_ids=ids), asked, request_id=name
+                ):
+                    last = output
+                said = last.outputs[0].token_ids
+                ids, sampled = [*ids, *said, *heard], sampled + len(said)
+        return sampled
+
+    began = time.perf_counter()
+    sampled = sum(await asyncio.gather(*(one() for _ in range(size.num_episodes))))
+    return sampled / (time.perf_counter() - began)
+
+
+def case_publish(size: Size) -> dict[str, Any]:
+    """How long new weights take to reach the engine, and how long nothing is sampled meanwhile."""
+
+    async def measure() -> tuple[list[float], list[float]]:
+        checkpoint = made(size, seed=1)
+        weights = {
+            name: each.to(size.device) for name, each in weights_of(checkpoint.model).items()
+        }
+        policy, took, gaps = opened(size, 16), [], []
+        try:
+            ended: list[float] = []
+            players = [asyncio.ensure_future(stream(policy, number, ended)) for number in range(8)]
+            for version in range(1, 2 + size.rounds):
+                await asyncio.sleep(2.0)
+                began = time.perf_counter()
+                await policy.publish(InProcess(weights, version))
+                took.append(time.perf_counter() - began)
+                await asyncio.sleep(0.5)
+                within = [each for each in ended if each >= began - 0.5]
+                gaps.append(max(late - early for early, late in itertools.pairwise(within)))
+            for each in players:
+                each.cancel()
+            await asyncio.gather(*players, return_exceptions=True)
+        finally:
+            await policy.close()
+        return took, gaps
+
+    took, gaps = asyncio.run(measure())
+    return {
+        "definition": (
+            "publish_s: from the call until the engine samples with the new weights, digests on"
+            " both sides and the file between them included; pause_s: the longest time meanwhile"
+            " in which none of eight streams of 8-token requests ended one"
+        ),
+        "bytes": sum(each.nbytes for each in weights_of(made(size).model).values()),
+        "publish_s": round(statistics.median(took[1:]), 3),
+        "pause_s": round(statistics.median(gaps[1:]), 3),
+    }
+
+
+async def stream(policy: Any, number: int, ended: list[float]) -> None:
+    """Requests one after the other, until cancelled."""
+    for turn in itertools.count():
+        await policy.generate([5, 6, 7], sampling(number, turn, 8))
+        ended.append(time.perf_counter())
+
+
+def case_mismatch(size: Size) -> dict[str, Any]:
+    """Log-probabilities of sampled tokens: the engine's minus those of our own forward."""
+
+    async def sample() -> list[Completion]:
+        policy = opened(size, size.sequences)
+        try:
+            prompts = [[*range(5, 25), number] for number in range(size.sequences)]
+            return await asyncio.gather(
+                *(
+                    policy.generate(ids, sampling(number, 0, 200))
+                    for number, ids in enumerate(prompts)
+                )
+            )
+        finally:
+            await policy.close()
+
+    said = asyncio.run(sample())
+    gc.collect()
+    model = made(size).model.to(size.device)
+    plain = TorchPolicy(model, stop_id=-1, num_slots=1, context_tokens=CONTEXT)
+    sequences = [[*range(5, 25), number, *each.ids] for number, each in enumerate(said) if each.ids]
+    scores = asyncio.run(plain.score(sequences))
+    gaps = torch.cat(
+        [
+            torch.tensor(each.logprobs) - score[-len(each.ids) :]
+            for each, score in zip(said, scores, strict=True)
+        ]
+    ).double()
+    return {
+        "tokens": len(gaps),
+        "mean_nats": round(float(gaps.mean()), 5),
+        "sd_nats": round(float(gaps.std()), 5),
+        "max_nats": round(float(gaps.abs().max()), 4),
+        "k3": round(float((torch.expm1(-gaps) + gaps).mean()), 6),
+        "outside_10_percent": round(float(((torch.exp(gaps) - 1).abs() > 0.1).double().mean()), 4),
+    }
+
+
+def case_staged(size: Size) -> dict[str, Any]:
+    """The default pipeline's steps to the end of its last stage, and its audit."""
+    from agentgym.audit import audit
+    from agentgym.pipeline.run import run_step
+    from agentgym.pipeline.table import finished, open_store
+
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [*size.staged, f"store.path={folder}/store"]
+        cfg = load_config(ROOT / "params.yaml", overrides)
+        names = ("prepare", "initialize", "warm-start", "stage-1", "stage-2", "stage-3")
+        took: dict[str, float] = {}
+        for name in (*names, "evaluate-stage-3"):
+            began = time.perf_counter()
+            run_step(name, cfg)
+            took[name] = round(time.perf_counter() - began, 1)
+        report = audit(cfg, num_episodes=16)
+        store = open_store(cfg)
+        done = finished(cfg, store)["evaluate-stage-3"]
+        metrics = json.loads(store.read(done, "metrics.json"))
+    return {
+        "seconds": took,
+        "metrics": metrics,
+        "audit": {check.name: check.ok for check in report.checks},
+    }
+
+
+def made(size: Size, seed: int = 0) -> Checkpoint:
+    """A model of random weights whose distributions are far from uniform."""
+    tokenizer = renderer()._tokenizer
+    model = new_model(
+        size.model,
+        vocab_size=size.vocab_size,
+        eos_id=tokenizer.eos_token_id,
+        pad_id=tokenizer.pad_token_id,
+        seed=seed,
+    )
+    with torch.no_grad():
+        model.model.norm.weight.mul_(4.5 / (0.02 * size.model.hidden_size**0.5))
+    return new_checkpoint(model.to(size.dtype), tokenizer)
+
+
+def opened(size: Size, num_slots: int) -> Any:
+    cfg = RunConfig(
+        compute_device=size.device,
+        rollout={"engine": "vllm", "concurrency": num_slots},
+        model={"context_tokens": CONTEXT},
+    )
+    return open_policy(cfg, made(size), num_slots=num_slots, version=0)
+
+
+def sampling(sample: int, turn: int, tokens: int) -> Sampling:
+    return Sampling(SampleKey(0, 1, "gpu_0", sample, turn), 1.0, tokens)
+
+
+CASES: dict[str, Callable[[Size], dict[str, Any]]] = {
+    "ceilings": case_ceilings,
+    "rollouts": case_rollouts,
+    "publish": case_publish,
+    "mismatch": case_mismatch,
+    "staged": case_staged,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

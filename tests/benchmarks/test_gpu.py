@@ -1,0 +1,57 @@
+"""What is said of a GPU is what was measured on one, or that nothing was."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs/results/gpu.json"
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        spec = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks/gpu.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["gpu"] = module
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def test_the_documents_hold_the_figures_of_the_result_file_or_say_not_run(gpu):
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    assert gpu.table(results) in (ROOT / "docs/operations.md").read_text()
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert ("on a GPU: not run" in readme) == (not results)
+
+
+def test_a_case_that_ran_shows_its_figures_and_the_others_that_they_did_not(gpu):
+    rows = gpu.table(
+        {
+            "cases": {"ceilings": {"matmul_tflops": 770.5, "definition": "words"}},
+            "machine": {"gpu": "H100"},
+            "command": "python benchmarks/gpu.py",
+        }
+    ).splitlines()
+    assert rows[2].endswith("| matmul_tflops 770.5 |")
+    assert all(row.endswith("| not run |") for row in rows[3 : 2 + len(gpu.CASES)])
+    assert rows[-1] == "H100, `python benchmarks/gpu.py`"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["cellings", "--dry-run"], "no case cellings; there are ceilings, rollouts")],
+)
+def test_an_unknown_case_is_named(arguments, message):
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
