@@ -102,7 +102,7 @@ DRY = Size(
         "validation.num_items=4",
         "evaluation.num_items=4",
         "evaluation.num_samples=1",
-        "evaluation.ks=[1]",
+        "evaluation.k=[1]",
     ),
 )
 

@@ -1,0 +1,153 @@
+"""The default task learned through vLLM and the built-in engine: `python benchmarks/engines.py`.
+
+With the same seeds, to the end of the last stage and its evaluation; and how many tokens a second
+each engine samples for whole episodes, in turns. Run it with the Python of an environment that has
+vLLM. Writes docs/results/engines.json; `--continue` runs what that lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline import ROOT, machine  # of this folder
+from rollouts import TURNS, Latency, endless, episodes, renderer, serving
+
+from agentgym.config import RunConfig, load_config
+from agentgym.models.checkpoint import new_checkpoint
+from agentgym.models.model import new_model
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store
+from agentgym.rollouts.policies.engines import open_policy
+
+RESULTS = ROOT / "docs/results/engines.json"
+ENGINES = ("torch", "vllm")
+STEPS = ("prepare", "initialize", "warm-start", "stage-1", "stage-2", "stage-3", "evaluate-stage-3")
+NUM_EPISODES, CONCURRENCY, ROUNDS = 256, 64, 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--continue", dest="goes_on", action="store_true")
+    parser.add_argument(
+        "--child", nargs=3, metavar=("ENGINE", "SEED", "FILE"), help="of this program"
+    )
+    chosen = parser.parse_args()
+    if chosen.child:
+        engine, seed, path = chosen.child
+        Path(path).write_text(json.dumps(learn(engine, int(seed))))
+        return 0
+    result: dict[str, Any] = {"learned": {}}
+    if chosen.goes_on and RESULTS.is_file():
+        result = json.loads(RESULTS.read_text())
+    result |= {"machine": machine(), "command": "python benchmarks/engines.py"}
+    for seed in chosen.seeds:
+        for engine in ENGINES:
+            if f"{engine} {seed}" in result["learned"]:
+                continue
+            result["learned"][f"{engine} {seed}"] = in_a_process(engine, seed)
+            RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+            print(engine, seed, json.dumps(result["learned"][f"{engine} {seed}"]), flush=True)
+    if "throughput" not in result:
+        result["throughput"] = throughput()
+    result["verdict"] = verdict(result["learned"], chosen.seeds)
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({name: result[name] for name in ("throughput", "verdict")}, indent=1))
+    return 0 if result["verdict"]["ok"] else 1
+
+
+def in_a_process(engine: str, seed: int) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "result.json"
+        command = [sys.executable, __file__, "--child", engine, str(seed), str(told)]
+        subprocess.run(command, cwd=ROOT, timeout=7200, check=True)
+        return json.loads(told.read_text())
+
+
+def learn(engine: str, seed: int) -> dict[str, Any]:
+    """Success on the test items after the last stage, and the seconds of each step."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [f"rollout.engine={engine}", f"seed={seed}", f"store.path={folder}/store"]
+        cfg = load_config(ROOT / "params.yaml", overrides)
+        took = {}
+        for name in STEPS:
+            began = time.perf_counter()
+            run_step(name, cfg)
+            took[name] = round(time.perf_counter() - began, 1)
+        summary = finished(cfg, open_store(cfg))[STEPS[-1]].results["summary"]
+    return {"sampled": summary["avg_at_4"], "greedy": summary["greedy"], "seconds": took}
+
+
+def verdict(learned: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
+    """Whether every seed's sampled success through vLLM lies within what the built-in engine's
+    seeds reach, their intervals over items included.
+    """
+    own = [learned[f"torch {seed}"]["sampled"] for seed in seeds]
+    others = [learned[f"vllm {seed}"]["sampled"]["mean"] for seed in seeds]
+    low, high = min(each["low"] for each in own), max(each["high"] for each in own)
+    return {
+        "torch": [round(100 * each["mean"], 1) for each in own],
+        "vllm": [round(100 * each, 1) for each in others],
+        "interval": [round(100 * low, 1), round(100 * high, 1)],
+        "ok": all(low <= each <= high for each in others),
+    }
+
+
+def throughput() -> dict[str, Any]:
+    """Of the model that params.yaml makes."""
+    found: dict[str, list[float]] = {name: [] for name in ENGINES}
+    with serving(endless, Latency(0, 0)) as (endpoint, _):
+        for _ in range(ROUNDS):
+            for name in ENGINES:
+                found[name].append(asyncio.run(tokens_per_s(name, endpoint)))
+    medians = {name: round(statistics.median(each)) for name, each in found.items()}
+    return {
+        "definition": (
+            "sampled tokens per second of episodes on an environment server whose steps take no"
+            " time, each engine in turn, its start not counted; median"
+        ),
+        "episodes": NUM_EPISODES,
+        "concurrency": CONCURRENCY,
+        "turns": TURNS,
+        **{f"{name}_tokens_per_s": each for name, each in medians.items()},
+        "vllm_over_torch": round(
+            statistics.median(
+                ours / theirs for ours, theirs in zip(found["vllm"], found["torch"], strict=True)
+            ),
+            2,
+        ),
+    }
+
+
+async def tokens_per_s(engine: str, endpoint: str) -> float:
+    tokenizer = renderer()._tokenizer
+    default = load_config(ROOT / "params.yaml")
+    model = new_model(
+        default.model,
+        vocab_size=len(tokenizer),
+        eos_id=tokenizer.eos_token_id,
+        pad_id=tokenizer.pad_token_id,
+        seed=0,
+    )
+    cfg = RunConfig(rollout={"engine": engine}, model={"context_tokens": 2048})
+    policy = open_policy(cfg, new_checkpoint(model, tokenizer), num_slots=CONCURRENCY, version=0)
+    try:
+        await episodes(endpoint, CONCURRENCY, policy, concurrency=CONCURRENCY)
+        began = time.perf_counter()
+        played = await episodes(endpoint, NUM_EPISODES, policy, concurrency=CONCURRENCY)
+        return sum(sum(each.action_mask) for each in played) / (time.perf_counter() - began)
+    finally:
+        await policy.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
