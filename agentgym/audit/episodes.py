@@ -170,7 +170,7 @@ def check_tokens(
                 )
                 rebuilt += ids
                 mask += [True] * len(ids)
-                answer = bridge(turn.observation, stopped=bool(ids) and ids[-1] == renderer.stop_id)
+                answer = bridge(turn.observation, stopped=renderer.ends_turn(ids))
                 room = cfg.model.context_tokens - len(rebuilt) - len(answer)
                 is_last = ended and number == len(episode.turns)
                 if is_last and episode.status is Status.MAX_TOKENS:

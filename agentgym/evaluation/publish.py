@@ -197,7 +197,10 @@ def report_files(
             for name, manifest in parents.items()
         },
         confidence=cfg.evaluation.confidence,
-        notes=found[Kind.PREPARE].results["warnings"],
+        notes=[
+            *found[Kind.PREPARE].results["warnings"],
+            *found[Kind.INITIALIZE].results.get("conversation", ()),
+        ],
     )
     return {"learning_curve.png": curve, "evaluation.png": bars, PAGE: page.encode()}
 

@@ -11,7 +11,7 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -61,7 +61,7 @@ class VllmPolicy:
         folder: Path,
         like: Mapping[str, Shaped],
         *,
-        stop_id: int,
+        stop_ids: Collection[int],
         context_tokens: int,
         settings: VllmConfig,
     ) -> None:
@@ -69,7 +69,7 @@ class VllmPolicy:
         `close`. like: the weights it holds.
         """
         self._engine, self._folder, self._like = engine, folder, like
-        self._stop_id, self._context, self._settings = stop_id, context_tokens, settings
+        self._stop_ids, self._context, self._settings = stop_ids, context_tokens, settings
         self._names = itertools.count()
         self._num_running = self._num_publishing = 0
         self._failure: RuntimeError | None = None
@@ -100,7 +100,7 @@ class VllmPolicy:
             engine,
             folder,
             like,
-            stop_id=checkpoint.renderer.stop_id,
+            stop_ids=checkpoint.renderer.stop_ids,
             context_tokens=cfg.model.context_tokens,
             settings=cfg.vllm,
         )
@@ -108,7 +108,7 @@ class VllmPolicy:
         return policy
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """One action: until the stop token or `max_new_tokens`.
+        """One action: until a stop token or `max_new_tokens`.
 
         Errors: ValueError where prompt and action cannot fit the context; RuntimeError where the
         engine itself fails.
@@ -131,14 +131,14 @@ class VllmPolicy:
                     top_k=0,
                     seed=seed_of(sampling.key),
                     max_tokens=sampling.max_new_tokens,
-                    stop_token_ids=[self._stop_id],
+                    stop_token_ids=list(self._stop_ids),
                     logprobs=0,  # of the sampled token alone
                     detokenize=False,
                 ),
             )
         said = output.outputs[0]
         ids = tuple(said.token_ids)
-        reason: Literal["stop", "length"] = "stop" if ids[-1] == self._stop_id else "length"
+        reason: Literal["stop", "length"] = "stop" if ids[-1] in self._stop_ids else "length"
         logprobs = tuple(
             float(each[token].logprob) for each, token in zip(said.logprobs, ids, strict=True)
         )

@@ -96,7 +96,7 @@ def ours(twin, prompt, completion, temperature):
 
 
 def scores(model, sequences, tokenizer):
-    policy = TorchPolicy(model, stop_id=tokenizer.eos_token_id, num_slots=1, context_tokens=64)
+    policy = TorchPolicy(model, stop_ids=[tokenizer.eos_token_id], num_slots=1, context_tokens=64)
     return torch.cat(asyncio.run(policy.score(sequences)))
 
 
