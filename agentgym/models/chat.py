@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from agentgym.config import ChatConfig
+from agentgym.config import ChatConfig, ConfigError
 from agentgym.models.template import TODAY, render
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class ChatRenderer:
             )
         variables = {} if chat.thinking == "auto" else {"enable_thinking": chat.thinking == "on"}
         if variables and "enable_thinking" not in self._tokenizer.get_chat_template():
-            raise ValueError(
+            raise ConfigError(
                 f"model.chat.thinking {chat.thinking} is nothing to this chat template, which does"
                 " not know enable_thinking; use auto"
             )
@@ -237,7 +237,7 @@ class ChatRenderer:
             shown, sampled = _apart(shown, sampled)
             which = " that hold reasoning" if thought else ""
             if chat.history == "exact":
-                raise ValueError(
+                raise ConfigError(
                     f"the chat template rewrites earlier turns{which} when the conversation"
                     f" grows: {sampled!r} becomes {shown!r}. Training ids"
                     " would differ from sampled ids; set model.chat.history append, which keeps"

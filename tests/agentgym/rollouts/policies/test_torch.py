@@ -196,6 +196,20 @@ def test_an_action_ends_with_the_stop_token_or_at_its_length(make_policy):
     asyncio.run(main())
 
 
+def test_an_action_ends_with_any_of_several_stop_tokens(make_policy):
+    async def main():
+        policy = make_policy()
+        policy._stop_ids = []
+        full = (await policy.generate([5, 6, 7], Sampling(key(), 1.0, 12))).ids
+        for stops in ([full[3], full[8]], [full[8], full[3]]):  # the one that comes first
+            policy._stop_ids = stops
+            said = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 12))
+            first = min(map(full.index, stops))
+            assert (said.ids, said.stop_reason) == (full[: first + 1], "stop")
+
+    asyncio.run(main())
+
+
 def test_what_cannot_fit_the_context_is_refused(make_policy):
     async def main():
         policy = make_policy(context_tokens=16)
