@@ -96,7 +96,7 @@ class Sampling:
 class Completion:
     """One sampled action, as the engine produced it."""
 
-    ids: tuple[int, ...]  # includes the stop token when stop_reason is "stop"
+    ids: tuple[int, ...]  # includes its stop token when stop_reason is "stop"
     # natural log, of the distribution sampled from (temperature applied)
     logprobs: tuple[float, ...]
     stop_reason: Literal["stop", "length"]
@@ -131,7 +131,7 @@ class Policy(Protocol):
         ...
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """One action: until the stop token or `max_new_tokens`. Errors: ValueError where prompt
+        """One action: until a stop token or `max_new_tokens`. Errors: ValueError where prompt
         and action cannot fit the context; RuntimeError where the engine fails.
         """
         ...

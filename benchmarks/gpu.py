@@ -322,7 +322,7 @@ def case_mismatch(size: Size) -> dict[str, Any]:
     said = asyncio.run(sample())
     gc.collect()
     model = made(size).model.to(size.device)
-    plain = TorchPolicy(model, stop_id=-1, num_slots=1, context_tokens=CONTEXT)
+    plain = TorchPolicy(model, stop_ids=(), num_slots=1, context_tokens=CONTEXT)
     sequences = [[*range(5, 25), number, *each.ids] for number, each in enumerate(said) if each.ids]
     scores = asyncio.run(plain.score(sequences))
     gaps = torch.cat(

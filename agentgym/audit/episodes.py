@@ -143,6 +143,7 @@ def check_tokens(
     if checkpoint is None or not record.episodes:
         return
     renderer = checkpoint.renderer
+    checks.notes += [note for note in renderer.notes if note not in checks.notes]
     bootstraps = record.stage is not None and reads_last(cfg)
     start, bridge, text = cache(renderer.start), cache(renderer.bridge), cache(renderer.text)
     for commit in record.commits:
@@ -158,19 +159,17 @@ def check_tokens(
             rebuilt = list(start(episode.first_observation, instructions.get(episode.item.env, "")))
             mask = [False] * len(rebuilt)
             for number, turn in enumerate(episode.turns, 1):
-                ids = episode.input_ids[turn.start : turn.end]
+                ids, at = episode.input_ids[turn.start : turn.end], f"{where} turn {number}"
+                checks.expect(at, "start of its action", len(rebuilt), turn.start)
                 checks.expect(
-                    f"{where} turn {number}", "start of its action", len(rebuilt), turn.start
-                )
-                checks.expect(
-                    f"{where} turn {number}",
+                    at,
                     "action",
                     extract_action(text(ids), cfg.rollout.action_format),
                     turn.action,
                 )
                 rebuilt += ids
                 mask += [True] * len(ids)
-                answer = bridge(turn.observation, stopped=bool(ids) and ids[-1] == renderer.stop_id)
+                answer = bridge(turn.observation, stopped=renderer.ends_turn(ids))
                 room = cfg.model.context_tokens - len(rebuilt) - len(answer)
                 is_last = ended and number == len(episode.turns)
                 if is_last and episode.status is Status.MAX_TOKENS:

@@ -118,8 +118,8 @@ class _Judge:
         logged: Sequence[tuple[str, Trajectory]],
     ) -> None:
         self._model = checkpoint.model.eval()
-        self._stop_id, self._seed, self._max_new_tokens = (
-            checkpoint.renderer.stop_id,
+        self._stop_ids, self._seed, self._max_new_tokens = (
+            checkpoint.renderer.stop_ids,
             seed,
             cfg.rollout.max_new_tokens,
         )
@@ -267,14 +267,14 @@ class _Judge:
                 f"{at} token {turn.start + first} (id {ids[first]}): the random numbers of this"
                 f" sample draw id {int(turn.drawn[first])}, {far} away{self._twins(where, episode)}"
             )
-        elif self._stop_id in ids[:-1] or len(ids) > self._max_new_tokens:
+        elif not set(ids[:-1]).isdisjoint(self._stop_ids) or len(ids) > self._max_new_tokens:
             sampling.fail(
-                f"{at}: {len(ids)} tokens that go on after the stop token or rollout.max_new_tokens"
+                f"{at}: {len(ids)} tokens that go on after a stop token or rollout.max_new_tokens"
                 f" {self._max_new_tokens}"
             )
-        elif ids[-1] != self._stop_id and len(ids) < self._max_new_tokens:
+        elif ids[-1] not in self._stop_ids and len(ids) < self._max_new_tokens:
             sampling.fail(
-                f"{at}: it ends after {len(ids)} tokens without the stop token; the engine goes on"
+                f"{at}: it ends after {len(ids)} tokens without a stop token; the engine goes on"
                 f" to {self._max_new_tokens}"
             )
         else:

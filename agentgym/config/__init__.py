@@ -26,6 +26,7 @@ from agentgym.config.load import (
 from agentgym.config.run import RunConfig
 from agentgym.config.section import ConfigError, Section
 from agentgym.config.sections import (
+    ChatConfig,
     EnvConfig,
     EvaluationConfig,
     HorizonConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "RENAMED",
     "ActorCriticConfig",
     "AlgorithmConfig",
+    "ChatConfig",
     "ConfigError",
     "DiscountedConfig",
     "DynamicSamplingConfig",

@@ -56,6 +56,19 @@ class EnvConfig(Section):
     )
 
 
+class ChatConfig(Section):
+    """How a conversation is written with the chat template of a model."""
+
+    history: Literal["exact", "append"] = setting(
+        "exact",
+        "exact: a chat template that rewrites earlier turns is refused; append: every turn stays as"
+        " it was sampled, whatever the template would make of it later",
+    )
+    thinking: Literal["auto", "on", "off"] = setting(
+        "auto", "enable_thinking of the chat template, where it has that; auto: its own default"
+    )
+
+
 class ModelConfig(Section):
     source: Literal["tiny", "hub"] = setting(
         "tiny", "tiny: from a seed, with its own tokenizer; hub: name a pretrained model"
@@ -64,6 +77,7 @@ class ModelConfig(Section):
         "", "source hub: repository or folder, for example Qwen/Qwen2.5-7B-Instruct"
     )
     revision: str | None = setting(None, "source hub: branch, tag or commit")
+    chat: ChatConfig = ChatConfig()
     context_tokens: PositiveInt = setting(512, "tokens of the longest episode")
     vocab_size: PositiveInt = setting(512, "source tiny: upper bound for the trained tokenizer")
     hidden_size: PositiveInt = setting(96, "source tiny: width")

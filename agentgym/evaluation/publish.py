@@ -197,9 +197,15 @@ def report_files(
             for name, manifest in parents.items()
         },
         confidence=cfg.evaluation.confidence,
-        notes=found[Kind.PREPARE].results["warnings"],
+        notes=_notes(found),
     )
     return {"learning_curve.png": curve, "evaluation.png": bars, PAGE: page.encode()}
+
+
+def _notes(found: Mapping[Kind, Manifest]) -> list[str]:
+    """What a reader must know of the data, and of how conversations are written."""
+    conversation = found[Kind.INITIALIZE].results.get("conversation", [])
+    return [*found[Kind.PREPARE].results["warnings"], *conversation]
 
 
 def _evaluations(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> dict[str, Manifest]:

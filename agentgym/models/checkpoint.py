@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agentgym.models.chat import ChatRenderer
+from agentgym.config import ChatConfig
+from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
 from agentgym.models.empty import empty_model, materialize
 from agentgym.models.fidelity import require_faithful
 from agentgym.models.model import (
+    CHAT,
     TokenizerFiles,
+    listed,
     load_weights,
     tokenizer_files,
     tokenizer_from_files,
@@ -100,14 +103,29 @@ class Checkpoint:
         return Snapshot({WEIGHTS: TensorFile.of(weights_of(self.model))})
 
 
-def new_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Checkpoint:
+def new_checkpoint(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatConfig = DEFAULT_CHAT,
+) -> Checkpoint:
     """Wrap a model and its tokenizer.
     Errors: ValueError where the chat template cannot be extended turn by turn.
     """
-    files = json.dumps(tokenizer_files(tokenizer), sort_keys=True).encode()
+    files = tokenizer_files(tokenizer)
+    if chat != DEFAULT_CHAT:
+        files[CHAT] = chat.model_dump_json()
+    text = json.dumps(files, sort_keys=True).encode()
+    architecture = model.config.to_json_string()
     return Checkpoint(
-        tokenizer, ChatRenderer(tokenizer), model.config.to_json_string(), files, model
+        tokenizer, _renderer(tokenizer, files, architecture), architecture, text, model
     )
+
+
+def _renderer(
+    tokenizer: PreTrainedTokenizerBase, files: TokenizerFiles, architecture: str
+) -> ChatRenderer:
+    chat = ChatConfig.model_validate_json(files.get(CHAT, "{}"))
+    return ChatRenderer(tokenizer, chat, listed(json.loads(architecture).get("eos_token_id")))
 
 
 def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
@@ -125,7 +143,8 @@ def stored_checkpoint(
     """Errors: ValueError where the tokenizer is not supported here."""
     files: TokenizerFiles = json.loads(tokenizer_json)
     tokenizer = tokenizer_from_files(files)
-    return Checkpoint(tokenizer, ChatRenderer(tokenizer), architecture, tokenizer_json, weights)
+    renderer = _renderer(tokenizer, files, architecture)
+    return Checkpoint(tokenizer, renderer, architecture, tokenizer_json, weights)
 
 
 def has_weights(manifest: Manifest) -> bool:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"  # of CHAT_TEMPLATE
+CHAT = "chat.json"  # how conversations are written: ChatConfig, where it is not the default
 _TOKENIZER_NAMES = frozenset(
     {
         "tokenizer.json",
@@ -38,6 +39,7 @@ _TOKENIZER_NAMES = frozenset(
         "merges.txt",
         "vocab.txt",
         "chat_template.jinja",
+        CHAT,
     }
 )
 # All tokenizer files travel as one JSON blob {file name: text}.
@@ -94,7 +96,8 @@ def new_model(
 
 def load_hub(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """(model, tokenizer) named by `config.name`: a Hub repository or a local folder.
-    Safetensors only, no remote code.
+    Safetensors only, no remote code. The model's config has the stop tokens of its
+    generation_config.json, too.
 
     Errors: ConfigError as `published_architecture`; ValueError where it computes what is not
     supported.
@@ -114,7 +117,16 @@ def load_hub(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerB
         config.name, revision=config.revision, trust_remote_code=False
     )
     require_faithful(model)
+    stop_ids = listed(model.config.eos_token_id)
+    more = set(listed(model.generation_config.eos_token_id)) - set(stop_ids)
+    if more:
+        model.config.eos_token_id = [*stop_ids, *sorted(more)]
     return model, tokenizer
+
+
+def listed(ids: int | list[int] | None) -> list[int]:
+    """The eos_token_id of a model's files, which may be one, several or none."""
+    return [] if ids is None else [ids] if isinstance(ids, int) else ids
 
 
 def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

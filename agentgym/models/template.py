@@ -9,10 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 CHAT_TEMPLATE = (  # of the models made here, and so the one that needs no process
@@ -24,40 +27,55 @@ CPU_S = 3  # for all conversations together; a template in use takes millisecond
 MEMORY_BYTES = 1 << 30  # on top of what the process needs before it begins
 MAX_CHARS = 1_000_000  # of all texts
 DEADLINE_S = 120.0  # of the whole process: it imports transformers, on a machine that may be busy
+TODAY = datetime(2024, 7, 26)  # for templates that ask: Llama's own where it has no clock
 # of the environment; no secret is among them
 _KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 Conversation = Sequence[dict[str, str]]
 
 
-def render(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str | ValueError]:
-    """What the tokenizer's chat template makes of each conversation, an answer's beginning added
-    after a user's message.
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    texts: list[str | ValueError]  # the error where the template refuses a conversation
+    is_dated: bool  # the template asked for the date, and got TODAY
 
-    Result: texts, and in place of a text the error where the template refuses the conversation.
+
+def render(
+    tokenizer: Any, conversations: Sequence[Conversation], variables: dict[str, bool]
+) -> Rendered:
+    """What the tokenizer's chat template makes of each conversation, an answer's beginning added
+    after a user's message. variables: handed to the template.
+
+    It is the same on every day and in every process.
     Errors: ValueError where the template takes longer or more than any sound one.
     """
     if tokenizer.chat_template == CHAT_TEMPLATE:
-        return [
-            tokenizer.apply_chat_template(
-                list(each), tokenize=False, add_generation_prompt=_is_asked(each)
-            )
-            for each in conversations
-        ]
+        return Rendered(
+            [
+                tokenizer.apply_chat_template(
+                    list(each), tokenize=False, add_generation_prompt=_is_asked(each)
+                )
+                for each in conversations
+            ],
+            is_dated=False,
+        )
     asked = {
         "template": tokenizer.get_chat_template(),
-        "tokens": tokenizer.special_tokens_map,
+        "variables": {**tokenizer.special_tokens_map, **variables},
         "conversations": list(map(list, conversations)),
     }
-    texts: list[dict[str, str]] = json.loads(_in_a_process(json.dumps(asked, default=str)))["texts"]
-    return [
-        (
-            each["text"]
-            if "text" in each
-            else ValueError(f"the chat template refuses a conversation: {each['error']}")
-        )
-        for each in texts
-    ]
+    answer = json.loads(_in_a_process(json.dumps(asked, default=str)))
+    return Rendered(
+        [
+            (
+                each["text"]
+                if "text" in each
+                else ValueError(f"the chat template refuses a conversation: {each['error']}")
+            )
+            for each in answer["texts"]
+        ],
+        answer["is_dated"],
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -106,14 +124,21 @@ def main() -> int:
         memory = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     texts: list[dict[str, str]] = []
+    dates: list[str] = []
+
+    def strftime_now(format: str) -> str:
+        dates.append(TODAY.strftime(format))
+        return dates[-1]
+
     num_chars = 0
     for conversation in asked["conversations"]:
+        random.seed(0)  # Jinja has a filter that draws
         try:
             rendered, _ = render_jinja_template(
                 conversations=[conversation],
                 chat_template=asked["template"],
                 add_generation_prompt=_is_asked(conversation),
-                **asked["tokens"],
+                **{**asked["variables"], "strftime_now": strftime_now},
             )
             texts.append({"text": rendered[0]})
         except MemoryError:
@@ -124,7 +149,7 @@ def main() -> int:
         if num_chars > MAX_CHARS:
             sys.stderr.write("it wrote too much\n")
             return 1
-    sys.stdout.write(json.dumps({"texts": texts}))
+    sys.stdout.write(json.dumps({"texts": texts, "is_dated": bool(dates)}))
     return 0
 
 

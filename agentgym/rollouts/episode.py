@@ -248,7 +248,12 @@ def reply_naming(action: str, action_format: Literal["plain", "react"]) -> str:
 def extract_action(reply: str, action_format: Literal["plain", "react"]) -> str:
     """The action a reply names. react: the rest of the line after the last `Action:`, empty
     where there is none.
+
+    A thought up to `</think>` names none, nor does one that was cut before its end.
     """
+    reply = reply.rpartition("</think>")[2]
+    if reply.lstrip().startswith("<think>"):
+        return ""
     if action_format == "plain":
         return reply.strip()
     _, found, rest = reply.rpartition("Action:")

@@ -32,7 +32,7 @@ class TokenPlayer:
         completion = await self._policy.generate(list(episode.input_ids), sampling)
         start = len(episode.input_ids)
         episode.act(completion)
-        self._stopped = completion.stop_reason == "stop"
+        self._stopped = self._renderer.ends_turn(completion.ids)
         text = self._renderer.text(completion.ids)
         return Said(text, version=completion.version, start=start, end=len(episode.input_ids))
 

@@ -4,6 +4,7 @@ from the other.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,6 +44,8 @@ from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.types import Completion, Endpoints, Item, Trajectory
 
+logger = logging.getLogger(__name__)
+
 DEMOS = "demos.jsonl.gz"
 COMMIT_EVERY = 20  # optimizer steps
 
@@ -55,6 +58,9 @@ def initialize(ctx: StepContext) -> Manifest:
     is_expert = cfg.warm_start.source == "expert"
     played, settings = _played(ctx, splits) if cfg.warm_start.enabled else ([], None)
     checkpoint = first_checkpoint(cfg, played)
+    notes = checkpoint.renderer.notes
+    for note in notes:
+        logger.warning("%s", note)
     demos = [tokenized(each, checkpoint.renderer, settings) for each in played if settings]
     if not is_expert:
         demos = [demo for demo in demos if len(demo.input_ids) <= cfg.model.context_tokens]
@@ -73,6 +79,7 @@ def initialize(ctx: StepContext) -> Manifest:
             "expert_success": num_solved / len(demos) if demos else 0.0,
             "vocab_size": len(checkpoint.tokenizer),
             "num_parameters": sum(parameter.numel() for parameter in checkpoint.model.parameters()),
+            **({"conversation": list(notes)} if notes else {}),
             **(
                 {}
                 if is_expert
@@ -151,7 +158,7 @@ def first_checkpoint(cfg: RunConfig, played: Sequence[Trajectory]) -> Checkpoint
     episodes. Errors: ValueError where there are none to do so.
     """
     if cfg.model.source == "hub":
-        return new_checkpoint(*load_hub(cfg.model))
+        return new_checkpoint(*load_hub(cfg.model), cfg.model.chat)
     if not played:
         raise ValueError(
             "model.source tiny trains its tokenizer on demonstrations; set warm_start.enabled"
@@ -167,7 +174,7 @@ def first_checkpoint(cfg: RunConfig, played: Sequence[Trajectory]) -> Checkpoint
         pad_id=tokenizer.pad_token_id,
         seed=cfg.seed,
     )
-    return new_checkpoint(model, tokenizer)
+    return new_checkpoint(model, tokenizer, cfg.model.chat)
 
 
 def _require_success(cfg: RunConfig, demos: Sequence[Trajectory]) -> None:

@@ -2,6 +2,7 @@
 learning signal in it.
 """
 
+import functools
 import importlib.util
 import json
 import secrets
@@ -180,13 +181,25 @@ class RayCluster:
     token: str
 
 
+def beside(name):
+    """The module of that name in this folder."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="session")
 def forger_of():
     """forger_of(cfg) -> a `tests/agentgym/forger.py` Forger of that run."""
-    spec = importlib.util.spec_from_file_location("forger", Path(__file__).with_name("forger.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Forger
+    return beside("forger").Forger
+
+
+@pytest.fixture(scope="session")
+def family_of():
+    """family_of(name) -> a tokenizer of a family of `tests/agentgym/families.py`."""
+    return functools.cache(beside("families").tokenizer_of)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -59,14 +60,16 @@ class TorchPolicy:
     repeats_draws: ClassVar[bool] = True
     tolerances: ClassVar[Tolerances] = TORCH
 
-    def __init__(self, model: Any, *, stop_id: int, num_slots: int, context_tokens: int) -> None:
-        """model: built with RAGGED attention. num_slots: sequences decoded together; more requests
-        wait their turn.
+    def __init__(
+        self, model: Any, *, stop_ids: Collection[int], num_slots: int, context_tokens: int
+    ) -> None:
+        """model: built with RAGGED attention. stop_ids: each ends an action. num_slots: sequences
+        decoded together; more requests wait their turn.
         """
         require_ragged(model)
         self._model = model.eval()
         self._cache = KeyValueCache.of(model, num_slots=num_slots, context_tokens=context_tokens)
-        self._stop_id, self._context = stop_id, context_tokens
+        self._stop_ids, self._context = stop_ids, context_tokens
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_of: dict[SampleKey, int] = {}  # by owner
         self._waiting: list[_Request] = []
@@ -85,7 +88,7 @@ class TorchPolicy:
         """On `cfg.compute_device`."""
         policy = cls(
             checkpoint.model.to(cfg.compute_device),
-            stop_id=checkpoint.renderer.stop_id,
+            stop_ids=checkpoint.renderer.stop_ids,
             num_slots=num_slots,
             context_tokens=cfg.model.context_tokens,
         )
@@ -93,7 +96,7 @@ class TorchPolicy:
         return policy
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """One action: until the stop token or `max_new_tokens`.
+        """One action: until a stop token or `max_new_tokens`.
 
         Errors: ValueError where prompt and action cannot fit the context; RuntimeError where the
         engine itself fails.
@@ -274,8 +277,9 @@ class TorchPolicy:
         for request, token, logprob in zip(active, tokens.tolist(), logprobs.tolist(), strict=True):
             request.ids.append(token)
             request.logprobs.append(logprob)
-            if token == self._stop_id or len(request.ids) == request.sampling.max_new_tokens:
-                reason: Literal["stop", "length"] = "stop" if token == self._stop_id else "length"
+            stops = token in self._stop_ids
+            if stops or len(request.ids) == request.sampling.max_new_tokens:
+                reason: Literal["stop", "length"] = "stop" if stops else "length"
                 if not request.done.done():
                     request.done.set_result(
                         Completion(

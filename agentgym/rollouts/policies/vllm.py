@@ -10,7 +10,7 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -67,7 +67,7 @@ class VllmPolicy:
         folder: Path,
         like: Mapping[str, Shaped],
         *,
-        stop_id: int,
+        stop_ids: Collection[int],
         context_tokens: int,
         publish_timeout_s: float,
     ) -> None:
@@ -75,7 +75,7 @@ class VllmPolicy:
         `close`. like: the weights it holds.
         """
         self._engine, self._folder, self._like = engine, folder, like
-        self._stop_id, self._context = stop_id, context_tokens
+        self._stop_ids, self._context = stop_ids, context_tokens
         self._publish_timeout_s = publish_timeout_s
         self._names = itertools.count()
         self._num_running = self._num_publishing = 0
@@ -107,7 +107,7 @@ class VllmPolicy:
             engine,
             folder,
             like,
-            stop_id=checkpoint.renderer.stop_id,
+            stop_ids=checkpoint.renderer.stop_ids,
             context_tokens=cfg.model.context_tokens,
             publish_timeout_s=cfg.rollout.publish_timeout_s,
         )
@@ -115,7 +115,7 @@ class VllmPolicy:
         return policy
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """One action: until the stop token or `max_new_tokens`.
+        """One action: until a stop token or `max_new_tokens`.
 
         Errors: ValueError where prompt and action cannot fit the context; RuntimeError where the
         engine itself fails.
@@ -138,14 +138,14 @@ class VllmPolicy:
                     top_k=0,
                     seed=seed_of(sampling.key),
                     max_tokens=sampling.max_new_tokens,
-                    stop_token_ids=[self._stop_id],
+                    stop_token_ids=list(self._stop_ids),
                     logprobs=0,  # of the sampled token alone
                     detokenize=False,
                 ),
             )
         said = output.outputs[0]
         ids = tuple(said.token_ids)
-        reason: Literal["stop", "length"] = "stop" if ids[-1] == self._stop_id else "length"
+        reason: Literal["stop", "length"] = "stop" if ids[-1] in self._stop_ids else "length"
         logprobs = tuple(
             float(each[token].logprob) for each, token in zip(said.logprobs, ids, strict=True)
         )

@@ -1,16 +1,24 @@
 """Models and tokenizers: reproducible, portable, and refused where they do not fit."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save
 
-from agentgym.config import ModelConfig, OptimizerConfig
+from agentgym.config import ChatConfig, ModelConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.attention import RAGGED, PackedSequences
-from agentgym.models.checkpoint import WEIGHTS, new_checkpoint, save_pretrained, stored_checkpoint
+from agentgym.models.checkpoint import (
+    WEIGHTS,
+    load_checkpoint,
+    new_checkpoint,
+    save_pretrained,
+    stored_checkpoint,
+)
 from agentgym.models.model import (
+    CHAT,
     load_hub,
     load_weights,
     new_model,
@@ -129,6 +137,25 @@ def test_a_local_folder_loads_like_a_hub_repository(tmp_path, make_model, tokeni
     assert torch.equal(logits_of(model, [5, 6, 7]), logits_of(source, [5, 6, 7]))
     assert weights_blob(model) == weights_blob(source)
     new_checkpoint(model, loaded)  # its chat template is usable
+
+
+def test_stop_tokens_and_chat_settings_of_a_model_stay_with_its_checkpoints(
+    tmp_path, make_model, tokenizer, keep
+):
+    source = make_model()
+    made = new_checkpoint(source, tokenizer)
+    assert CHAT not in json.loads(made.tokenizer_json)  # defaults leave no file
+    save_pretrained(tmp_path / "a", *keep(made.snapshot(), made.files()))
+    more = [tokenizer.pad_token_id, tokenizer.eos_token_id]
+    (tmp_path / "a" / "generation_config.json").write_text(json.dumps({"eos_token_id": more}))
+    chat = ChatConfig(history="append")
+    hub = new_checkpoint(*load_hub(ModelConfig(source="hub", name=str(tmp_path / "a"))), chat)
+    kept = load_checkpoint(*keep(hub.snapshot(), hub.files()))
+    assert kept.renderer.stop_ids == hub.renderer.stop_ids == (more[1], more[0])
+    assert json.loads(kept.tokenizer_json)[CHAT] == '{"history":"append","thinking":"auto"}'
+    broken = json.dumps({**json.loads(kept.tokenizer_json), CHAT: '{"history": "x"}'}).encode()
+    with pytest.raises(ValueError, match="Input should be 'exact' or 'append'"):
+        stored_checkpoint(kept.architecture, broken, kept.weights)
 
 
 def test_the_learners_weights_share_no_memory_with_the_engines(make_model, tokenizer, stored):

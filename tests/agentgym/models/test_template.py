@@ -52,6 +52,19 @@ def test_a_template_from_elsewhere_is_run_once_and_never_in_this_process(tokeniz
     assert theirs.bridge("b", stopped=False) == ours.bridge("b", stopped=False)
 
 
+def test_a_template_that_asks_for_the_time_or_draws_says_the_same_in_every_process(tokenizer):
+    drawn = "{{ range(10**5) | random }} {{ strftime_now('%d %b %Y %H:%M') }}"
+    answers = []
+    for _ in range(2):
+        template._in_a_process.cache_clear()
+        question = [{"role": "user", "content": "a"}]
+        answers.append(template.render(with_template(tokenizer, drawn), [question, question], {}))
+    assert answers[0] == answers[1]
+    assert answers[0].is_dated
+    assert answers[0].texts[0].endswith(" 26 Jul 2024 00:00")
+    assert answers[0].texts[0] == answers[0].texts[1]
+
+
 def test_its_process_has_no_secret(tokenizer, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     seen = {}

@@ -22,7 +22,7 @@ def pair(make_model, tokenizer):
     checkpoint = new_checkpoint(make_model(), tokenizer)
     learner = LocalLearner(checkpoint.model, OptimizerConfig(lr=LR, warmup_steps=0), total_steps=10)
     policy = TorchPolicy(
-        make_model(), stop_id=checkpoint.renderer.stop_id, num_slots=2, context_tokens=64
+        make_model(), stop_ids=checkpoint.renderer.stop_ids, num_slots=2, context_tokens=64
     )
     loop = LoopThread()
     yield LocalEngine(RunConfig(), checkpoint, policy, None, loop, ""), learner

@@ -155,6 +155,20 @@ def test_a_cut_action_is_closed_by_tokens_nobody_sampled(renderer):
     assert trajectory.action_mask[end - 1 : end + 1] == (True, False)
 
 
+def test_a_turn_after_another_stop_token_ends_as_the_template_ends_it(tokenizer):
+    renderer = ChatRenderer(tokenizer, eos_ids=[tokenizer.pad_token_id])
+    other = (*renderer.action_ids("turn")[:-1], tokenizer.pad_token_id)
+    trajectory, _, session = play(
+        renderer,
+        [Completion(other, (-1.0,) * len(other), "stop", 0), says(renderer, "left")],
+        [Reply("x"), Reply(terminated=True)],
+    )
+    end = trajectory.turns[0].end
+    assert trajectory.input_ids[end - 1 : end + 1] == (tokenizer.pad_token_id, renderer.stop_id)
+    assert trajectory.action_mask[end - 1 : end + 1] == (True, False)
+    assert session.actions == ["turn", "left"]
+
+
 def test_an_episode_cut_by_the_horizon_keeps_its_reward_so_far(renderer):
     trajectory, _, session = play(
         renderer, [says(renderer, "a")] * 2, [Reply(reward=0.5)] * 2, replace(SETTINGS, max_turns=2)
@@ -307,6 +321,11 @@ def test_a_trajectory_survives_the_way_through_json(renderer):
         ("Action: a\nAction:\n b ", "react", "b"),
         ("turn left", "react", ""),
         ("Action:", "react", ""),
+        ("<think>\nleft?\n</think>\n\nturn right", "plain", "turn right"),
+        ("so left.\n</think>\n\nturn right", "plain", "turn right"),
+        ("<think>\nAction: a\n</think>\n\nAction: b", "react", "b"),
+        ("<think>\nAction: a", "react", ""),
+        ("<think>\nI could", "plain", ""),
     ],
 )
 def test_the_action_a_reply_names(reply, action_format, action):

@@ -34,12 +34,12 @@ class Slow:
     repeats_draws = False
     tolerances = {torch.float32: Tolerance(1e-3, canary=5e-4, mismatch_kl=0.1, nats=2e-3, mass=1.0)}
 
-    def __init__(self, model, stop_id, version):
-        self._model, self._stop_id, self.version = model.eval(), stop_id, version
+    def __init__(self, model, stop_ids, version):
+        self._model, self._stop_ids, self.version = model.eval(), stop_ids, version
 
     @classmethod
     def open(cls, cfg, checkpoint, *, num_slots, version):
-        return cls(checkpoint.model, checkpoint.renderer.stop_id, version)
+        return cls(checkpoint.model, checkpoint.renderer.stop_ids, version)
 
     @torch.inference_mode()
     def _logp(self, ids):
@@ -50,13 +50,13 @@ class Slow:
 
     async def generate(self, prompt_ids, sampling):
         ids, logprobs = [], []
-        while len(ids) < sampling.max_new_tokens and self._stop_id not in ids:
+        while len(ids) < sampling.max_new_tokens and not {*ids} & {*self._stop_ids}:
             logp = self._logp(prompt_ids + ids)[-1] / (sampling.temperature or 1.0)
             logp = torch.log_softmax(logp, -1)
             drawn = logp.exp().multinomial(1) if sampling.temperature else logp.argmax()[None]
             ids.append(int(drawn))
             logprobs.append(float(logp[drawn]))
-        stop = "stop" if ids[-1] == self._stop_id else "length"
+        stop = "stop" if ids[-1] in self._stop_ids else "length"
         return Completion(tuple(ids), tuple(logprobs), stop, self.version)
 
     async def score(self, sequences):

@@ -35,7 +35,7 @@ def make_policy(make_model, tokenizer):
     def make(num_slots=4, context_tokens=64, seed=0):
         return TorchPolicy(
             make_model(seed),
-            stop_id=tokenizer.eos_token_id,
+            stop_ids=[tokenizer.eos_token_id],
             num_slots=num_slots,
             context_tokens=context_tokens,
         )
@@ -184,15 +184,29 @@ def test_an_action_ends_with_the_stop_token_or_at_its_length(make_policy):
     async def main():
         policy = make_policy()
         full = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))
-        policy._stop_id = full.ids[2]
+        policy._stop_ids = [full.ids[2]]
         stopped = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))
         first = full.ids.index(full.ids[2])
         assert stopped.ids == full.ids[: first + 1]
         assert (full.stop_reason, stopped.stop_reason) == ("length", "stop")
         assert len(full.ids) == 6
-        policy._stop_id = full.ids[5]
+        policy._stop_ids = [full.ids[5]]
         # at the very last token as well
         assert (await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))).stop_reason == "stop"
+
+    asyncio.run(main())
+
+
+def test_an_action_ends_with_any_of_several_stop_tokens(make_policy):
+    async def main():
+        policy = make_policy()
+        policy._stop_ids = []
+        full = (await policy.generate([5, 6, 7], Sampling(key(), 1.0, 12))).ids
+        for stops in ([full[3], full[8]], [full[8], full[3]]):  # the one that comes first
+            policy._stop_ids = stops
+            said = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 12))
+            first = min(map(full.index, stops))
+            assert (said.ids, said.stop_reason) == (full[: first + 1], "stop")
 
     asyncio.run(main())
 
@@ -277,7 +291,7 @@ def test_few_requests_wait_for_those_that_run_and_as_many_join_them(make_policy)
         async def ask(number, tokens):
             await policy.generate([5, 6, 7], Sampling(key(number), 0.0, tokens))
 
-        policy._stop_id = -1  # actions of a known length
+        policy._stop_ids = []  # actions of a known length
         first = [asyncio.create_task(ask(number, 6)) for number in range(3)]
         while len(sizes) < 2:
             await asyncio.sleep(0)
@@ -400,7 +414,7 @@ def test_what_the_engine_drew_in_a_crowd_is_its_draw_in_any_other_forward(
 ):
     """And what another sample drew is not."""
     model, asked, count = make_model().to(dtype), prompts(40), 12
-    policy = TorchPolicy(model, stop_id=tokenizer.eos_token_id, num_slots=16, context_tokens=64)
+    policy = TorchPolicy(model, stop_ids=[tokenizer.eos_token_id], num_slots=16, context_tokens=64)
 
     async def crowd():
         asks = [Sampling(key(index), float(index % 2), count) for index in range(len(asked))]

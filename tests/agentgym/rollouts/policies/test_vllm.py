@@ -99,7 +99,7 @@ def ours(twin, prompt, completion, temperature):
 
 
 def scores(model, sequences, tokenizer):
-    policy = TorchPolicy(model, stop_id=tokenizer.eos_token_id, num_slots=1, context_tokens=64)
+    policy = TorchPolicy(model, stop_ids=[tokenizer.eos_token_id], num_slots=1, context_tokens=64)
     return torch.cat(asyncio.run(policy.score(sequences)))
 
 
@@ -113,6 +113,17 @@ def test_probabilities_are_those_of_the_distribution_sampled_from_in_one_mixed_b
     for (prompt, how), said in zip(asked, running.generate(*asked), strict=True):
         expected = ours(twin, prompt, said, how.temperature)
         assert torch.tensor(said.logprobs) == pytest.approx(expected, abs=NATS)
+
+
+def test_a_turn_ends_at_any_of_several_stop_tokens(running, tokenizer, monkeypatch):
+    asked = [([*PROMPT, each % 200], sampling(each, tokens=60)) for each in range(96)]
+    stops = {tokenizer.eos_token_id, 7, 11}
+    monkeypatch.setattr(running.policy, "_stop_ids", tuple(stops))
+    said = running.generate(*asked)
+    assert {each.ids[-1] for each in said if each.stop_reason == "stop"} == stops
+    for each in said:
+        assert not stops & set(each.ids[:-1])
+        assert (each.ids[-1] in stops) == (each.stop_reason == "stop")
 
 
 def test_a_turn_ends_at_the_stop_token_or_at_its_length(running, tokenizer):
