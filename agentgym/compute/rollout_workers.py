@@ -37,7 +37,7 @@ from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
 from agentgym.rollouts.policies.engines import open_policy, start_timeout_s
 from agentgym.rollouts.pools import EnvPools
-from agentgym.types import Endpoints, EngineMismatch, Item, Trajectory
+from agentgym.types import Endpoints, EngineMismatch, EngineUsage, Item, Trajectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -122,6 +122,9 @@ class RolloutWorker:
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
         return await self._policy.score(sequences)
 
+    async def usage(self) -> EngineUsage:
+        return await self._policy.usage()
+
 
 def _received(weights: np.ndarray[Any, Any], digest: str, version: int) -> bytes:
     blob = weights.tobytes()
@@ -175,6 +178,7 @@ class RayEngine:
         self._weights = Published(None, "", -1)
         self._instructions: dict[str, str] = {}
         self._num_lost = 0
+        self._usages: dict[Worker, EngineUsage] = {}  # as last heard; lost workers' too
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
@@ -254,6 +258,21 @@ class RayEngine:
             return max(worker.gap for worker in self.workers)
 
         return self._run(all_of_them())
+
+    def usage(self) -> EngineUsage:
+        """As `Engine.usage`; what a lost worker did since it was last asked is not in it."""
+
+        async def ask(worker: Worker) -> None:
+            answer = _within(worker.actor.usage.remote(), self._patience_s)
+            told: EngineUsage | None = await self._survive(worker, answer)
+            if told is not None:
+                self._usages[worker] = told
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*map(ask, tuple(self.workers)))
+
+        self._run(all_of_them())
+        return sum(self._usages.values(), start=EngineUsage())
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         import ray

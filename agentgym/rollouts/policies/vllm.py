@@ -31,8 +31,9 @@ from agentgym.models.tensorfiles import (
 )
 from agentgym.models.tolerance import VLLM, Tolerances
 from agentgym.rollouts.policies.draw import seed_of
+from agentgym.rollouts.policies.meter import Meter
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
-from agentgym.types import Completion, EngineMismatch, Sampling
+from agentgym.types import Completion, EngineMismatch, EngineUsage, Sampling
 
 T = TypeVar("T")
 LOWEST = 0.01  # temperature but 0
@@ -71,7 +72,9 @@ class VllmPolicy:
         self._engine, self._folder, self._like = engine, folder, like
         self._stop_id, self._context, self._settings = stop_id, context_tokens, settings
         self._names = itertools.count()
-        self._num_running = self._num_publishing = 0
+        self._num_running = self._num_waiting = self._num_publishing = 0
+        self._num_slots = engine.vllm_config.scheduler_config.max_num_seqs
+        self._meter = Meter()
         self._failure: RuntimeError | None = None
         self._changed = asyncio.Condition()
         self._one_change = asyncio.Lock()
@@ -136,6 +139,7 @@ class VllmPolicy:
                     detokenize=False,
                 ),
             )
+        self._meter.prompt(len(prompt_ids), output.num_cached_tokens or 0)
         said = output.outputs[0]
         ids = tuple(said.token_ids)
         reason: Literal["stop", "length"] = "stop" if ids[-1] == self._stop_id else "length"
@@ -204,6 +208,9 @@ class VllmPolicy:
                 raise
             raise self._failure from error
         self.version = version
+
+    async def usage(self) -> EngineUsage:
+        return self._meter.usage()
 
     async def sleep(self) -> None:
         """Where it runs on a GPU, weights go to the host's memory and the cache is dropped."""
@@ -276,18 +283,30 @@ class VllmPolicy:
     async def _turn(self) -> AsyncIterator[None]:
         """Of one request; waits while weights change."""
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: self._failure or (self._awake and not self._num_publishing)
-            )
+            self._measure(waiting=1)
+            try:
+                await self._changed.wait_for(
+                    lambda: self._failure or (self._awake and not self._num_publishing)
+                )
+            finally:
+                self._measure(waiting=-1)
             if self._failure:
                 raise self._failure
-            self._num_running += 1
+            self._measure(running=1)
         try:
             yield
         finally:
-            self._num_running -= 1  # before anything that may be cancelled
+            self._measure(running=-1)  # before anything that may be cancelled
             async with self._changed:
                 self._changed.notify_all()
+
+    def _measure(self, *, running: int = 0, waiting: int = 0) -> None:
+        """So many requests more. vLLM begins as many of those it was given as it has slots."""
+        self._num_running += running
+        self._num_waiting += waiting
+        begun = min(self._num_running, self._num_slots)
+        given = self._num_running + self._num_waiting
+        self._meter.requests(running=begun, waiting=given - begun)
 
     @asynccontextmanager
     async def _between_turns(self) -> AsyncIterator[None]:
