@@ -283,13 +283,12 @@ class VllmPolicy:
     async def _turn(self) -> AsyncIterator[None]:
         """Of one request; waits while weights change."""
         async with self._changed:
-            self._measure(waiting=1)
-            try:
-                await self._changed.wait_for(
-                    lambda: self._failure or (self._awake and not self._num_publishing)
-                )
-            finally:
-                self._measure(waiting=-1)
+            while not (self._failure or (self._awake and not self._num_publishing)):
+                self._measure(waiting=1)
+                try:
+                    await self._changed.wait()
+                finally:
+                    self._measure(waiting=-1)
             if self._failure:
                 raise self._failure
             self._measure(running=1)

@@ -27,6 +27,8 @@ from agentgym.models.tensorfiles import StoredTensors
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.horizon import stages
+from agentgym.steps.context import METRICS
+from agentgym.tracking.points import decode_points
 
 ray = pytest.mark.ray
 BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
@@ -218,6 +220,21 @@ def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(
     assert_whole(cfg, "stage-1")
 
 
+def assert_measured(metrics):
+    """What the workers' engines did and where the step's time went, also of a step that lost a
+    worker.
+    """
+    split = ("commit", "generate", "wait", "update", "publish", "validate", "other")
+    times = [metrics[f"time/{part}_s"] for part in split]
+    assert min(times) >= 0
+    assert sum(times) == pytest.approx(metrics["time/step_s"])
+    assert metrics["perf/generated_tokens_per_s"] > 0
+    assert metrics["perf/prompt_tokens_per_s"] > 0
+    assert 0 < metrics["perf/prefix_cache_hit_frac"] < 1
+    assert 0 < metrics["perf/engine_idle_frac"] < 1
+    assert 0 <= metrics["perf/queue_depth_mean"] <= metrics["perf/queue_depth_max"]
+
+
 def assert_whole(cfg, *names):
     """Every episode once, every item once and in order, and the audit agrees."""
     from agentgym.records import TRAJECTORIES, decode_trajectories
@@ -251,6 +268,8 @@ def assert_whole(cfg, *names):
         ]
         assert [(t.item.item_id, t.sample) for t in episodes[: len(admitted)]] == admitted
         step, stale = commit.state["global_step"], cfg.rollout.max_staleness
+        (point,) = decode_points(store.read(commit, METRICS))
+        assert_measured(point.metrics)
         assert {turn.version for t in episodes for turn in t.turns} <= set(
             range(max(0, step - 1 - stale), step)
         )

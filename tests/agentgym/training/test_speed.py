@@ -1,6 +1,8 @@
 """Where the time of a step went, on a clock moved by hand and in a run."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
@@ -136,7 +138,10 @@ def test_every_step_of_a_run_says_where_its_time_went(
         assert parts_of(metrics) == pytest.approx(metrics["time/step_s"], rel=1e-9)
         assert metrics["time/update_s"] > 0
         assert metrics["perf/trained_tokens_per_s"] > 0
+    page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    told = set(re.findall(r"`((?:time|perf)/\w+)`", page))
     for metrics in rows["stage-1"]:
+        assert {name for name in metrics if name.startswith(("time/", "perf/"))} == told
         assert {f"time/{part}_s" for part in SPLIT} <= metrics.keys()
         assert metrics["time/publish_s"] > 0
         assert metrics["perf/generated_tokens_per_s"] > 0
