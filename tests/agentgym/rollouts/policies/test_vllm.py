@@ -323,6 +323,8 @@ def test_a_killed_run_leaves_no_engine_and_goes_on_to_the_end(tiny_params, tmp_p
     published = [point.metrics["sync/canary_max_abs"] for point in points]
     assert len(published) >= 3
     assert max(published) <= VLLM[torch.float32].canary
+    assert all(0 < point.metrics["perf/engine_idle_frac"] < 1 for point in points)
+    assert all(0 <= point.metrics["perf/prefix_cache_hit_frac"] < 1 for point in points)
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
     told = {check.name: check for check in report.checks}
