@@ -103,6 +103,55 @@ class Completion:
     version: int  # of the weights that sampled it
 
 
+@dataclass(frozen=True, slots=True)
+class EngineUsage:
+    """What engines did since they began; the difference of two is what they did between.
+    All zero of an engine that does not measure it.
+    """
+
+    prompt_tokens: int = 0  # of prompts that were read,
+    cached_tokens: int = 0  # and of these, found in the engine's cache
+    busy_s: float = 0.0  # seconds with a sequence in work
+    # number of requests that have not begun -> seconds with so many; in all, the engines' time
+    depth_s: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of engine: of two engines twice as many as have passed."""
+        return sum(self.depth_s.values())
+
+    @property
+    def busy_frac(self) -> float:
+        """Of the engines' time; 1 where nothing was measured."""
+        total = self.total_s
+        return min(max(self.busy_s / total, 0.0), 1.0) if total > 0 else 1.0
+
+    @property
+    def mean_depth(self) -> float:
+        """Requests that wait, of an engine, over its time; 0 where nothing was measured."""
+        waited = sum(depth * seconds for depth, seconds in self.depth_s.items())
+        return waited / self.total_s if self.depth_s else 0.0
+
+    def __add__(self, other: EngineUsage) -> EngineUsage:
+        return self._with(other, 1)
+
+    def __sub__(self, other: EngineUsage) -> EngineUsage:
+        return self._with(other, -1)
+
+    def _with(self, other: EngineUsage, sign: int) -> EngineUsage:
+        depths = self.depth_s.keys() | other.depth_s.keys()
+        seconds = {
+            depth: self.depth_s.get(depth, 0.0) + sign * other.depth_s.get(depth, 0.0)
+            for depth in sorted(depths)
+        }
+        return EngineUsage(
+            self.prompt_tokens + sign * other.prompt_tokens,
+            self.cached_tokens + sign * other.cached_tokens,
+            self.busy_s + sign * other.busy_s,
+            {depth: passed for depth, passed in seconds.items() if passed > 0},
+        )
+
+
 class Delivery(Protocol):
     """New weights on their way to a policy; see `agentgym.models.transport`."""
 
@@ -148,6 +197,10 @@ class Policy(Protocol):
         Errors: ValueError where a version does not grow or the weights do not fit, EngineMismatch
         where others arrived than were sent; the policy then goes on as before.
         """
+        ...
+
+    async def usage(self) -> EngineUsage:
+        """Since it began."""
         ...
 
     async def sleep(self) -> None:

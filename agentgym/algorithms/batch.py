@@ -40,6 +40,10 @@ class Batch:
         return len(self.starts) - 1
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
     def sequence(self) -> Tensor:
         """[N] int64: the sequence each token belongs to."""
         return torch.repeat_interleave(

@@ -18,7 +18,7 @@ from agentgym.learner.plan import LearnerPlan
 from agentgym.learner.process_group import SingleProcess
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.store.place import Writable
-from agentgym.types import Endpoints, Item, Trajectory
+from agentgym.types import Endpoints, EngineUsage, Item, Trajectory
 
 
 class Learner(Protocol):
@@ -65,6 +65,10 @@ class Engine(Protocol):
     ) -> list[Trajectory]: ...
     def publish(self, learner: Any, version: int) -> float:
         """learner: of the same `open_compute`."""
+        ...
+
+    def usage(self) -> EngineUsage:
+        """As `Policy.usage`; of several engines the sum."""
         ...
 
 

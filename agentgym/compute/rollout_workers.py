@@ -37,7 +37,7 @@ from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
 from agentgym.rollouts.policies.engines import num_processes, open_policy, start_timeout_s
 from agentgym.rollouts.pools import EnvPools
-from agentgym.types import Delivery, Endpoints, Item, Trajectory
+from agentgym.types import Delivery, Endpoints, EngineUsage, Item, Trajectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -118,6 +118,9 @@ class RolloutWorker:
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
         return await self._policy.score(sequences)
 
+    async def usage(self) -> EngineUsage:
+        return await self._policy.usage()
+
 
 @dataclass(frozen=True)
 class Published:
@@ -159,6 +162,7 @@ class RayEngine:
         self._weights = Published(None, plan.version)
         self._instructions: dict[str, str] = {}
         self._num_lost = 0
+        self._usages: dict[Worker, EngineUsage] = {}  # as last heard; lost workers' too
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
@@ -240,6 +244,21 @@ class RayEngine:
             return max(worker.gap for worker in self.workers)
 
         return self._run(all_of_them())
+
+    def usage(self) -> EngineUsage:
+        """As `Engine.usage`; what a lost worker did since it was last asked is not in it."""
+
+        async def ask(worker: Worker) -> None:
+            answer = _within(worker.actor.usage.remote(), self._patience_s)
+            told: EngineUsage | None = await self._survive(worker, answer)
+            if told is not None:
+                self._usages[worker] = told
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*map(ask, tuple(self.workers)))
+
+        self._run(all_of_them())
+        return sum(self._usages.values(), start=EngineUsage())
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         import ray

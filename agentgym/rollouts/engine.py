@@ -23,7 +23,7 @@ from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
 from agentgym.rollouts.policies.engines import open_policy, tolerance_of
 from agentgym.rollouts.pools import EnvPools
-from agentgym.types import Endpoints, Item, Policy, Trajectory
+from agentgym.types import Endpoints, EngineUsage, Item, Policy, Trajectory
 
 
 class HasWeights(Protocol):
@@ -106,6 +106,10 @@ class LocalEngine:
         canary = canary_of(self.cfg, self.checkpoint)
         scores = self.loop.run(self.policy.score(canary.sequences))
         return canary.compare(canary.score(learner), scores, version)
+
+    def usage(self) -> EngineUsage:
+        """As `Policy.usage`."""
+        return self.loop.run(self.policy.usage())
 
 
 def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:

@@ -44,6 +44,7 @@ from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.training.sft import DEMOS, demo_indices, demonstrations
+from agentgym.training.speed import StepClock
 from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -82,10 +83,12 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1
         )
         ctx.progress.advance(step + 1 - stage.first_step)
+        clock = StepClock()
         while step < stage.last_step:
             step += 1
-            began = time.perf_counter()
-            metrics = learn(step)
+            clock.lap("commit")  # of the step before
+            metrics, num_tokens = learn(step)
+            clock.lap("update")
             # of this process, the first step with exploration; no validation
             metrics["time/cpu_s"] = time.process_time() - cpu_began
             if episodes and step == stage.first_step:
@@ -93,9 +96,11 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             validation: list[Trajectory] = []
             if cfg.validation.every and step % cfg.validation.every == 0:
                 metrics["sync/canary_max_abs"] = engine.publish(learner, step)
+                clock.lap("publish")
                 validation = play_validation(cfg, engine, splits.validation, step)
                 metrics |= validation_metrics(validation)
-            metrics["time/step_s"] = time.perf_counter() - began
+                clock.lap("validate")
+            metrics |= clock.step(num_tokens)
             cpu_began = time.process_time()
             points.append(Point(step, now_ms(), metrics))
             if commits_at(cfg, stage, step):
@@ -330,8 +335,9 @@ def nothing_to_learn(cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory
     )
 
 
-# optimizer step -> metrics, having taken it; what a step learns from is a pure function of the step
-Update = Callable[[int], dict[str, float]]
+# optimizer step -> metrics and how many tokens were seen, having taken it; what a step learns from
+# is a pure function of the step
+Update = Callable[[int], tuple[dict[str, float], int]]
 
 
 def _preferring(
@@ -347,18 +353,19 @@ def _preferring(
     pairs = replace(pairs, logprobs=policy.score(pairs))
     size = min(own.pairs_per_step, len(dataset))
 
-    def dpo_step(step: int) -> dict[str, float]:
+    def prefer(step: int) -> tuple[dict[str, float], int]:
         chosen = torch.tensor(demo_indices(cfg.seed, step - before, len(dataset), size))
         batch = pairs.select(torch.stack([2 * chosen, 2 * chosen + 1], 1).flatten())
-        return learner.dpo_step(
+        metrics = learner.dpo_step(
             batch,
             batch.logprobs,
             beta=own.beta,
             label_smoothing=own.label_smoothing,
             step=step - before,
         )
+        return metrics, batch.num_tokens
 
-    return dpo_step
+    return prefer
 
 
 def _imitating(
@@ -373,9 +380,10 @@ def _imitating(
     # as many episodes as a step of reinforcement learning
     size = cfg.rollout.items_per_step * cfg.rollout.group_size
 
-    def imitate(step: int) -> dict[str, float]:
+    def imitate(step: int) -> tuple[dict[str, float], int]:
         chosen = torch.tensor(demo_indices(cfg.seed, step - before, pool.num_sequences, size))
-        return learner.sft_step(pool.select(chosen), step=step - before)
+        batch = pool.select(chosen)
+        return learner.sft_step(batch, step=step - before), batch.num_tokens
 
     return imitate
 

@@ -41,7 +41,8 @@ from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.training.learned import with_reasons
-from agentgym.types import Item, Trajectory
+from agentgym.training.speed import StepClock, rollout_speed
+from agentgym.types import EngineUsage, Item, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +73,16 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
         ) as (learner, engine),
     ):
         pending: Future[Rollouts] | None = None
+        clock = StepClock()
         while step < stage.last_step:
             step += 1
-            began, cpu_began = time.perf_counter(), time.process_time()
+            clock.lap("commit")  # of the step before
+            cpu_began, usage = time.process_time(), engine.usage()
 
             # generate
             turns = max_turns(cfg.horizon, step, horizon)
             rollouts = pending.result() if pending else generate(cfg, engine, stream, step, turns)
-            waited = time.perf_counter() - began
+            clock.lap_rollouts(rollouts.after - usage)
             horizon = advance(cfg.horizon, horizon, success_share(rollouts.trajectories))
             if cfg.rollout.max_staleness and step < stage.last_step:
                 following = max_turns(cfg.horizon, step + 1, horizon)
@@ -88,7 +91,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             metrics["sync/staleness_max"] = rollouts.staleness(step)
 
             # prepare experience
-            updating, episodes = time.perf_counter(), rollouts.learned
+            clock.lap("other")
+            episodes = rollouts.learned
             skipped = 0 if episodes else skipped + 1
             if skipped > MAX_SKIPPED:
                 raise nothing_to_learn(algorithm, step, skipped, rollouts.trajectories)
@@ -103,8 +107,9 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             if experience is not None:
                 metrics |= experience.metrics
                 metrics |= learner.update(experience, algorithm, step=step, seed=cfg.seed)
-            updated = time.perf_counter()
+            clock.lap("update")
             metrics["sync/canary_max_abs"] = engine.publish(learner, step)
+            clock.lap("publish")
             # of this process: neither servers nor validation
             metrics["time/cpu_s"] = time.process_time() - cpu_began
 
@@ -112,15 +117,12 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             if cfg.validation.every and step % cfg.validation.every == 0:
                 validation = play_validation(cfg, engine, splits.validation, step)
                 metrics |= validation_metrics(validation)
+            clock.lap("validate")
             records = with_reasons(
                 cfg, rollouts.trajectories, rollouts.reasons, experience, learner, step
             )
-            metrics |= {
-                "time/generate_s": rollouts.seconds,
-                "time/wait_s": waited,
-                "time/update_s": updated - updating,
-                "time/step_s": time.perf_counter() - began,
-            }
+            metrics |= rollouts.speed
+            metrics |= clock.step(experience.batch.num_tokens if experience else 0)
             manifest = ctx.step_taken(
                 step,
                 done=step == stage.last_step,
@@ -152,6 +154,8 @@ class Rollouts:
     reasons: list[str]  # of each, why it is not learned from; empty: it is
     position: int  # of the stream after them
     seconds: float
+    before: EngineUsage
+    after: EngineUsage
 
     @property
     def learned(self) -> list[Trajectory]:
@@ -159,6 +163,10 @@ class Rollouts:
         return [
             each for each, reason in zip(self.trajectories, self.reasons, strict=True) if not reason
         ]
+
+    @property
+    def speed(self) -> dict[str, float]:
+        return rollout_speed(self.trajectories, self.seconds, self.after - self.before)
 
     def staleness(self, step: int) -> float:
         """How many updates the oldest weights were behind that sampled a turn of them."""
@@ -170,7 +178,8 @@ def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, step: int, turn
     """`items_per_step` groups; with dynamic sampling those that teach nothing are replaced, as
     often as the recipe allows.
     """
-    began, rollout, algorithm = time.perf_counter(), cfg.rollout, resolved(cfg)
+    before, began = engine.usage(), time.perf_counter()
+    rollout, algorithm = cfg.rollout, resolved(cfg)
     truncated, signal = algorithm.truncated or "zero", isinstance(algorithm, DynamicSamplingConfig)
     items: list[Item] = []
     trajectories: list[Trajectory] = []
@@ -195,7 +204,8 @@ def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, step: int, turn
         missing = rollout.items_per_step - len(teaching)
         if missing <= 0:
             break
-    return Rollouts(items, trajectories, reasons, stream.position, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Rollouts(items, trajectories, reasons, stream.position, seconds, before, engine.usage())
 
 
 def batch_of(

@@ -42,6 +42,7 @@ from agentgym.rollouts.players import ExpertPlayer, PlayerOf, ScriptedPlayer
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
+from agentgym.training.speed import StepClock
 from agentgym.types import Completion, Endpoints, Item, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -238,19 +239,15 @@ def warm_start(ctx: StepContext) -> Manifest:
     ctx.progress.advance(step)
     points: list[Point] = []
     with open_learner(ctx.cfg, plan) as learner:
+        clock = StepClock()
         while step < settings.steps:
             step += 1
-            metrics = learner.sft_step(
-                to_batch(
-                    [
-                        demos[index]
-                        for index in demo_indices(
-                            ctx.cfg.seed, step, len(demos), settings.batch_size
-                        )
-                    ]
-                ),
-                step=step,
-            )
+            clock.lap("commit")  # of the step before
+            indices = demo_indices(ctx.cfg.seed, step, len(demos), settings.batch_size)
+            batch = to_batch([demos[index] for index in indices])
+            metrics = learner.sft_step(batch, step=step)
+            clock.lap("update")
+            metrics |= clock.step(batch.num_tokens)
             points.append(Point(step, now_ms(), metrics))
             ctx.progress.advance(1, f"loss {metrics['sft/loss']:.2f}")
             if step % COMMIT_EVERY == 0 or step == settings.steps:

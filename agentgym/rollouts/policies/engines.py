@@ -50,6 +50,12 @@ class EngineClass(Policy, Protocol):
 def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
     """The policy that `rollout.engine` names. Errors: ConfigError; whatever the engine raises."""
     chosen = engine_class(cfg.rollout.engine)
+    if not hasattr(chosen, "usage"):
+        raise ConfigError(
+            f"rollout.engine {cfg.rollout.engine}: {chosen.__module__}:{chosen.__qualname__} has no"
+            " method `usage`, which every engine has; return an `agentgym.types.EngineUsage`, an"
+            " empty one where nothing is measured"
+        )
     tolerance_of(cfg.rollout.engine, checkpoint.dtype)
     return chosen.open(cfg, checkpoint, num_slots=num_slots, version=version)
 

@@ -25,7 +25,8 @@ from agentgym.models.model import load_weights
 from agentgym.models.tolerance import TORCH, Tolerances
 from agentgym.models.transport import require_newer
 from agentgym.rollouts.policies.draw import sample, uniforms
-from agentgym.types import Completion, Delivery, SampleKey, Sampling
+from agentgym.rollouts.policies.meter import Meter
+from agentgym.types import Completion, Delivery, EngineUsage, SampleKey, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class TorchPolicy:
         self._pump: asyncio.Task[None] | None = None
         self._num_publishing = 0
         self._clock = 0
+        self._meter = Meter()
         self._awake = asyncio.Event()
         self._awake.set()
         self.version = 0
@@ -129,6 +131,9 @@ class TorchPolicy:
         finally:
             self._num_publishing -= 1
 
+    async def usage(self) -> EngineUsage:
+        return self._meter.usage()
+
     async def sleep(self) -> None:
         """Frees the cache of keys and values."""
         self._awake.clear()
@@ -172,9 +177,11 @@ class TorchPolicy:
     async def _run(self) -> None:
         try:
             while self._waiting or self._active:
-                if not self._active:
+                if not self._active and not self._awake.is_set():
+                    self._measure()
                     await self._awake.wait()
                 self._admit()
+                self._measure()
                 self._step()
                 await asyncio.sleep(0)  # let replies of environments in
         except Exception as error:
@@ -184,6 +191,11 @@ class TorchPolicy:
                 len(self._waiting),
             )
             self._fail(RuntimeError(f"engine failed: {type(error).__name__}: {error}"), error)
+        finally:
+            self._measure()
+
+    def _measure(self) -> None:
+        self._meter.requests(running=len(self._active), waiting=len(self._waiting))
 
     async def _idle(self) -> None:
         """Return when no action runs."""
@@ -221,6 +233,7 @@ class TorchPolicy:
             held = len(slot.ids)
             if held >= len(request.prompt) or request.prompt[:held] != slot.ids:
                 slot.ids = []
+            self._meter.prompt(len(request.prompt), len(slot.ids))
             slot.busy = True
             self._active.append(request)
 

@@ -37,8 +37,9 @@ from agentgym.models.transport import (
     write_weights,
 )
 from agentgym.rollouts.policies.draw import seed_of
+from agentgym.rollouts.policies.meter import Meter
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
-from agentgym.types import Completion, Delivery, Sampling
+from agentgym.types import Completion, Delivery, EngineUsage, Sampling
 
 T = TypeVar("T")
 LOWEST = 0.01  # temperature but 0
@@ -78,7 +79,9 @@ class VllmPolicy:
         self._stop_ids, self._context = stop_ids, context_tokens
         self._publish_timeout_s = publish_timeout_s
         self._names = itertools.count()
-        self._num_running = self._num_publishing = 0
+        self._num_running = self._num_waiting = self._num_publishing = 0
+        self._num_slots = engine.vllm_config.scheduler_config.max_num_seqs
+        self._meter = Meter()
         self._failure: RuntimeError | None = None
         self._changed = asyncio.Condition()
         self._one_change = asyncio.Lock()
@@ -143,6 +146,7 @@ class VllmPolicy:
                     detokenize=False,
                 ),
             )
+        self._meter.prompt(len(prompt_ids), output.num_cached_tokens or 0)
         said = output.outputs[0]
         ids = tuple(said.token_ids)
         reason: Literal["stop", "length"] = "stop" if ids[-1] in self._stop_ids else "length"
@@ -219,6 +223,9 @@ class VllmPolicy:
             raise self._failure from error
         self.version = version
 
+    async def usage(self) -> EngineUsage:
+        return self._meter.usage()
+
     async def sleep(self) -> None:
         """Where it runs on a GPU, weights go to the host's memory and the cache is dropped."""
         async with self._between_turns():
@@ -290,18 +297,29 @@ class VllmPolicy:
     async def _turn(self) -> AsyncIterator[None]:
         """Of one request; waits while weights change."""
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: self._failure or (self._awake and not self._num_publishing)
-            )
+            while not (self._failure or (self._awake and not self._num_publishing)):
+                self._measure(waiting=1)
+                try:
+                    await self._changed.wait()
+                finally:
+                    self._measure(waiting=-1)
             if self._failure:
                 raise self._failure
-            self._num_running += 1
+            self._measure(running=1)
         try:
             yield
         finally:
-            self._num_running -= 1  # before anything that may be cancelled
+            self._measure(running=-1)  # before anything that may be cancelled
             async with self._changed:
                 self._changed.notify_all()
+
+    def _measure(self, *, running: int = 0, waiting: int = 0) -> None:
+        """So many requests more. vLLM begins as many of those it was given as it has slots."""
+        self._num_running += running
+        self._num_waiting += waiting
+        begun = min(self._num_running, self._num_slots)
+        given = self._num_running + self._num_waiting
+        self._meter.requests(running=begun, waiting=given - begun)
 
     @asynccontextmanager
     async def _between_turns(self) -> AsyncIterator[None]:

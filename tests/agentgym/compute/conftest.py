@@ -14,6 +14,8 @@ from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import stages
+from agentgym.steps.context import METRICS
+from agentgym.tracking.points import decode_points
 
 BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
 
@@ -90,6 +92,8 @@ def assert_whole():
             ]
             assert [(t.item.item_id, t.sample) for t in episodes[: len(admitted)]] == admitted
             step, stale = commit.state["global_step"], cfg.rollout.max_staleness
+            (point,) = decode_points(store.read(commit, METRICS))
+            assert_measured(point.metrics)
             assert {turn.version for t in episodes for turn in t.turns} <= set(
                 range(max(0, step - 1 - stale), step)
             )
@@ -98,6 +102,21 @@ def assert_whole():
         return report
 
     return check
+
+
+def assert_measured(metrics):
+    """What the workers' engines did and where the step's time went, also of a step that lost a
+    worker.
+    """
+    split = ("commit", "generate", "wait", "update", "publish", "validate", "other")
+    times = [metrics[f"time/{part}_s"] for part in split]
+    assert min(times) >= 0
+    assert sum(times) == pytest.approx(metrics["time/step_s"])
+    assert metrics["perf/generated_tokens_per_s"] > 0
+    assert metrics["perf/prompt_tokens_per_s"] > 0
+    assert 0 < metrics["perf/prefix_cache_hit_frac"] < 1
+    assert 0 < metrics["perf/engine_idle_frac"] < 1
+    assert 0 <= metrics["perf/queue_depth_mean"] <= metrics["perf/queue_depth_max"]
 
 
 def items(cfg, names):

@@ -12,7 +12,12 @@ from agentgym.models.tolerance import TORCH
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.rollouts.policies import engines
-from agentgym.rollouts.policies.engines import engine_class, engine_module, tolerance_of
+from agentgym.rollouts.policies.engines import (
+    engine_class,
+    engine_module,
+    open_policy,
+    tolerance_of,
+)
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.steps.context import METRICS
 from agentgym.store.keys import package_folders, source_digest, source_files
@@ -26,7 +31,7 @@ import torch
 from agentgym.models.attention import PackedSequences
 from agentgym.models.model import load_weights
 from agentgym.models.tolerance import Tolerance
-from agentgym.types import Completion
+from agentgym.types import Completion, EngineUsage
 
 class Slow:
     """The whole sequence again for every token."""
@@ -68,6 +73,9 @@ class Slow:
         load_weights(self._model, await delivery.weights())
         self.version = delivery.version
 
+    async def usage(self):
+        return EngineUsage()
+
     async def sleep(self): ...
     async def wake(self): ...
     async def close(self): ...
@@ -93,6 +101,9 @@ def test_an_installed_engine_trains_and_is_audited_by_its_own_tolerance(
     assert len(points) >= 3
     assert any(point.metrics.get("actor/grad_norm", 0.0) > 0 for point in points)
     assert all(0 <= point.metrics["sync/canary_max_abs"] <= 5e-4 for point in points)
+    # it measures nothing of itself
+    assert all(point.metrics["perf/generated_tokens_per_s"] > 0 for point in points)
+    assert not any("perf/engine_idle_frac" in point.metrics for point in points)
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
     told = {check.name: check for check in report.checks}
@@ -107,6 +118,12 @@ def test_a_forgotten_publish_of_an_installed_engine_is_found(slow, tiny_params, 
         run_step(name, cfg)
     with pytest.raises(EngineMismatch, match=r"did not reach the engine.*limit 0.0005"):
         run_step("stage-1", cfg)
+
+
+def test_an_engine_that_does_not_tell_its_usage_is_refused_when_it_is_opened(slow):
+    slow.write_text(SLOW.replace("async def usage", "async def used"))
+    with pytest.raises(ConfigError, match=r"engine slow: slow_engine:Slow has no method `usage`"):
+        open_policy(RunConfig(rollout={"engine": "slow"}), None, num_slots=1, version=0)
 
 
 def test_an_engine_and_its_source_are_in_the_keys_of_what_it_samples(slow, tiny_params, tmp_path):

@@ -486,3 +486,51 @@ def test_who_waits_for_an_engine_that_is_closed_hears_of_it(make_policy):
             await asyncio.wait_for(waiting, 10)
 
     asyncio.run(main())
+
+
+def test_its_usage_is_that_of_its_slots_its_queue_and_what_it_found_cached(make_policy):
+    policy = make_policy(num_slots=2)
+    first = [5, 6, 7, 8, 9, 10]
+
+    async def main():
+        opened = await policy.usage()
+        said = await policy.generate(first, Sampling(key(0), 1.0, 4))
+        # all that was said is kept but its last token, which was never read
+        await policy.generate([*first, *said.ids, 11, 12], Sampling(key(0, 1), 1.0, 4))
+        alone = await policy.usage() - opened
+        crowd = [
+            policy.generate([5, 6, each], Sampling(key(each), 1.0, 3)) for each in range(20, 26)
+        ]
+        await asyncio.gather(*crowd)
+        worked = await policy.usage()
+        await asyncio.sleep(0.05)
+        return said, alone, worked - opened - alone, await policy.usage() - worked
+
+    said, alone, crowded, idle = asyncio.run(main())
+    num_said = len(said.ids)
+    assert (alone.prompt_tokens, alone.cached_tokens) == (6 + 6 + num_said + 2, 6 + num_said - 1)
+    assert max(alone.depth_s) == 0
+    assert 0 < alone.busy_s <= alone.total_s
+    assert (crowded.prompt_tokens, crowded.cached_tokens) == (18, 0)
+    assert max(crowded.depth_s) == 4  # six asked at once, and two have a slot
+    assert 0 < crowded.mean_depth < 4
+    assert idle.busy_frac < 0.05
+    assert idle.total_s == pytest.approx(0.05, abs=0.04)
+
+
+def test_requests_that_wait_for_new_weights_are_in_the_queue_and_not_in_work(make_policy):
+    policy = make_policy()
+
+    async def main():
+        await policy.sleep()
+        before = await policy.usage()
+        asked = asyncio.create_task(policy.generate([5, 6], Sampling(key(), 1.0, 2)))
+        await asyncio.sleep(0.05)
+        used = await policy.usage() - before
+        await policy.wake()
+        await asked
+        return used
+
+    used = asyncio.run(main())
+    assert (used.busy_s, max(used.depth_s)) == (0.0, 1)
+    assert used.mean_depth > 0.5

@@ -207,6 +207,31 @@ def test_who_sleeps_generates_nothing_until_it_wakes_or_has_new_weights(
         assert running.generate((PROMPT, sampling(1)))[0].version == policy.version
 
 
+def test_its_usage_is_that_of_its_slots_its_queue_and_what_it_found_cached(
+    running, publish, make_model
+):
+    publish(make_model(0))  # which empties the cache
+    before, prompt = running.run(running.policy.usage()), list(range(5, 205))
+    for _ in range(2):
+        running.generate((prompt, sampling(1)))
+    twice = running.run(running.policy.usage()) - before
+    assert twice.prompt_tokens == 400
+    assert 100 < twice.cached_tokens < 200  # whole blocks, of the second alone
+    assert max(twice.depth_s) == 0
+    assert 0 < twice.busy_s < twice.total_s
+    running.generate(*(([*PROMPT, each], sampling(each)) for each in range(24)))
+    crowded = running.run(running.policy.usage()) - before - twice
+    assert crowded.prompt_tokens == 24 * 36
+    assert max(crowded.depth_s) == 8  # of 24 at once 16 have a slot
+    running.run(running.policy.sleep())
+    before = running.run(running.policy.usage())
+    with pytest.raises(TimeoutError):
+        running.run(asyncio.wait_for(running.policy.generate(PROMPT, sampling(1)), 0.3))
+    asleep = running.run(running.policy.usage()) - before
+    assert (asleep.busy_s, max(asleep.depth_s)) == (0.0, 1)
+    running.run(running.policy.wake())
+
+
 def test_weights_that_do_not_fit_or_are_not_new_change_nothing(running, make_model):
     policy, before = running.policy, running.generate((PROMPT, sampling(1)))
     weights = weights_of(make_model(6))
@@ -314,6 +339,8 @@ def test_a_killed_run_leaves_no_engine_and_goes_on_to_the_end(tiny_params, tmp_p
     published = [point.metrics["sync/canary_max_abs"] for point in points]
     assert len(published) >= 3
     assert max(published) <= VLLM[torch.float32].canary
+    assert all(0 < point.metrics["perf/engine_idle_frac"] < 1 for point in points)
+    assert all(0 <= point.metrics["perf/prefix_cache_hit_frac"] < 1 for point in points)
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
     told = {check.name: check for check in report.checks}

@@ -1,0 +1,83 @@
+"""How fast a step of training was, and where its time went. No result depends on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from agentgym.types import EngineUsage, Trajectory
+
+
+class StepClock:
+    """Splits the time of a loop into optimizer steps, and each into parts: nothing is left out and
+    nothing counts twice.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._since = clock, clock()
+        self._parts: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        """Everything since the last lap was this part of the step."""
+        self._add(part, self._passed())
+
+    def lap_rollouts(self, usage: EngineUsage) -> None:
+        """Everything since the last lap the loop waited for rollouts: `generate` while the engine,
+        used so meanwhile, had a sequence in work, `wait` while all episodes waited for their
+        environments.
+        """
+        passed = self._passed()
+        generating = passed * usage.busy_frac
+        self._add("generate", generating)
+        self._add("wait", passed - generating)
+
+    def step(self, num_trained: int) -> dict[str, float]:
+        """The metrics of the step that ends here; the next one begins.
+
+        num_trained: tokens the update has seen, each once however often it passed them.
+        """
+        self.lap("other")
+        parts, self._parts = self._parts, {}
+        total = sum(parts.values())
+        metrics = {f"time/{part}_s": seconds for part, seconds in parts.items()}
+        metrics["time/step_s"] = total
+        metrics["perf/trained_tokens_per_s"] = _share(num_trained, parts.get("update", 0.0))
+        if "wait" in parts:
+            waited = parts["generate"] + parts["wait"]
+            metrics["perf/learner_idle_frac"] = _share(waited, total)
+        return metrics
+
+    def _passed(self) -> float:
+        before, self._since = self._since, self._clock()
+        return self._since - before
+
+    def _add(self, part: str, seconds: float) -> None:
+        self._parts[part] = self._parts.get(part, 0.0) + seconds
+
+
+def rollout_speed(
+    trajectories: Sequence[Trajectory], seconds: float, usage: EngineUsage
+) -> dict[str, float]:
+    """Of rollouts that took so long and used the engine so.
+
+    Of an engine that measures nothing the sampled tokens are known alone.
+    """
+    num_sampled = sum(sum(trajectory.action_mask) for trajectory in trajectories)
+    metrics = {
+        "time/rollouts_s": seconds,
+        "perf/generated_tokens_per_s": _share(num_sampled, seconds),
+    }
+    if usage.total_s > 0:
+        metrics |= {
+            "perf/prompt_tokens_per_s": _share(usage.prompt_tokens, seconds),
+            "perf/prefix_cache_hit_frac": _share(usage.cached_tokens, usage.prompt_tokens),
+            "perf/engine_idle_frac": 1.0 - usage.busy_frac,
+            "perf/queue_depth_mean": usage.mean_depth,
+            "perf/queue_depth_max": float(max(usage.depth_s, default=0)),
+        }
+    return metrics
+
+
+def _share(part: float, whole: float) -> float:
+    """0 of nothing."""
+    return part / whole if whole > 0 else 0.0

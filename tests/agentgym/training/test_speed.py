@@ -1,0 +1,161 @@
+"""Where the time of a step went, on a clock moved by hand and in a run."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from agentgym.config import load_config
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, open_store
+from agentgym.steps.context import METRICS
+from agentgym.tracking.points import decode_points
+from agentgym.training.speed import StepClock, rollout_speed
+from agentgym.types import EngineUsage, Item, Status, Trajectory
+
+SPLIT = ("commit", "generate", "wait", "update", "publish", "validate", "other")
+
+
+class Hand:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self, s=100.0):
+        self.s = s
+
+    def __call__(self):
+        return self.s
+
+
+def episode(num_sampled, num_read):
+    mask = (True,) * num_sampled + (False,) * num_read
+    ids, logprobs = (1,) * len(mask), (0.0,) * len(mask)
+    first = (Item("babyai", 1), 0, 1, 5, Status.TERMINATED, 1.0, True, "hello", ())
+    return Trajectory(*first, ids, mask, logprobs)
+
+
+def parts_of(metrics):
+    return sum(metrics.get(f"time/{part}_s", 0.0) for part in SPLIT)
+
+
+def test_the_parts_of_steps_leave_nothing_out_and_count_nothing_twice():
+    hand = Hand()
+    clock = StepClock(hand)
+    hand.s += 1.0
+    clock.lap("commit")
+    hand.s += 8.0  # of two engines one worked 12 of their 16 seconds
+    clock.lap_rollouts(EngineUsage(busy_s=12.0, depth_s={0: 10.0, 3: 6.0}))
+    hand.s += 0.5
+    clock.lap("other")
+    hand.s += 4.0
+    clock.lap("update")
+    hand.s += 0.25
+    clock.lap("publish")
+    hand.s += 2.0
+    clock.lap("validate")
+    hand.s += 0.25
+    assert clock.step(num_trained=600) == {
+        "time/commit_s": 1.0,
+        "time/generate_s": 6.0,
+        "time/wait_s": 2.0,
+        "time/update_s": 4.0,
+        "time/publish_s": 0.25,
+        "time/validate_s": 2.0,
+        "time/other_s": 0.75,
+        "time/step_s": 16.0,
+        "perf/trained_tokens_per_s": 150.0,
+        "perf/learner_idle_frac": 0.5,
+    }
+    hand.s += 3.0  # between two steps nothing is lost
+    clock.lap("commit")
+    assert clock.step(num_trained=0) == {
+        "time/commit_s": 3.0,
+        "time/other_s": 0.0,
+        "time/step_s": 3.0,
+        "perf/trained_tokens_per_s": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("usage", "generating"),
+    [
+        (EngineUsage(), 2.0),  # of an engine that measures nothing
+        (EngineUsage(busy_s=-1.0, depth_s={0: 4.0}), 0.0),  # a worker was lost between
+        (EngineUsage(busy_s=5.0, depth_s={0: 4.0}), 2.0),
+    ],
+)
+def test_no_usage_makes_a_part_negative_or_longer_than_the_wait(usage, generating):
+    hand = Hand()
+    clock = StepClock(hand)
+    hand.s += 2.0
+    clock.lap_rollouts(usage)
+    metrics = clock.step(0)
+    assert (metrics["time/generate_s"], metrics["time/wait_s"]) == (generating, 2.0 - generating)
+
+
+def test_rollouts_are_as_fast_as_their_tokens_and_the_engines_counters_say():
+    usage = EngineUsage(400, 100, busy_s=6.0, depth_s={0: 5.0, 1: 1.0, 4: 2.0})
+    assert rollout_speed([episode(30, 70), episode(10, 5)], 8.0, usage) == {
+        "time/rollouts_s": 8.0,
+        "perf/generated_tokens_per_s": 5.0,
+        "perf/prompt_tokens_per_s": 50.0,
+        "perf/prefix_cache_hit_frac": 0.25,
+        "perf/engine_idle_frac": 0.25,
+        "perf/queue_depth_mean": (1 * 1.0 + 4 * 2.0) / 8,
+        "perf/queue_depth_max": 4.0,
+    }
+    assert rollout_speed([episode(30, 70)], 2.0, EngineUsage()) == {
+        "time/rollouts_s": 2.0,
+        "perf/generated_tokens_per_s": 15.0,
+    }
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_every_step_of_a_run_says_where_its_time_went(
+    tiny_params, tiny_endpoint, tmp_path, max_staleness
+):
+    cfg = load_config(
+        tiny_params(tmp_path, endpoint=tiny_endpoint), [f"rollout.max_staleness={max_staleness}"]
+    )
+    for name in ("prepare", "initialize", "warm-start", "stage-1"):
+        run_step(name, cfg)
+    store = open_store(cfg)
+    done = finished(cfg, store)
+    rows = {
+        name: [
+            point.metrics
+            for commit in store.history(name, done[name].key)
+            if METRICS in commit.records
+            for point in decode_points(store.read(commit, METRICS))
+        ]
+        for name in ("warm-start", "stage-1")
+    }
+    assert len(rows["stage-1"]) == 2
+    for metrics in itertools.chain.from_iterable(rows.values()):
+        times = {name: value for name, value in metrics.items() if name.startswith("time/")}
+        assert min(times.values()) >= 0
+        assert parts_of(metrics) == pytest.approx(metrics["time/step_s"], rel=1e-9)
+        assert metrics["time/update_s"] > 0
+        assert metrics["perf/trained_tokens_per_s"] > 0
+    page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    told = set(re.findall(r"`((?:time|perf)/\w+)`", page))
+    for metrics in rows["stage-1"]:
+        assert {name for name in metrics if name.startswith(("time/", "perf/"))} == told
+        assert {f"time/{part}_s" for part in SPLIT} <= metrics.keys()
+        assert metrics["time/publish_s"] > 0
+        assert metrics["perf/generated_tokens_per_s"] > 0
+        assert metrics["perf/prompt_tokens_per_s"] > metrics["perf/generated_tokens_per_s"]
+        # all turns but the first find the one before
+        assert 0.3 < metrics["perf/prefix_cache_hit_frac"] < 1
+        assert 0 < metrics["perf/engine_idle_frac"] < 1
+        assert 0 < metrics["perf/learner_idle_frac"] < 1
+        assert 0 <= metrics["perf/queue_depth_mean"] <= metrics["perf/queue_depth_max"]
+    if not max_staleness:
+        for metrics in rows["stage-1"]:
+            waited = metrics["time/generate_s"] + metrics["time/wait_s"]
+            assert waited >= metrics["time/rollouts_s"]
+            idle = metrics["time/wait_s"] / waited
+            assert idle == pytest.approx(metrics["perf/engine_idle_frac"], abs=0.05)
+    # the second step is told of the first one's commit
+    assert rows["stage-1"][1]["time/commit_s"] > 0
