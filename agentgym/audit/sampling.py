@@ -22,7 +22,7 @@ from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import Checkpoint, has_weights
 from agentgym.models.networks import head_logits
 from agentgym.rollouts.policies.draw import Distribution, uniforms
-from agentgym.rollouts.policies.engines import engine_class
+from agentgym.rollouts.policies.engines import engine_class, engine_dtype
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.types import SampleKey, Trajectory
@@ -127,7 +127,7 @@ class _Judge:
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         engine = engine_class(cfg.rollout.engine)
         self._repeats_draws = engine.repeats_draws
-        self.tolerance = engine.tolerances.get(checkpoint.dtype)
+        self.tolerance = engine.tolerances.get(engine_dtype(cfg, checkpoint.dtype))
 
     def turns_of(
         self, episodes: Sequence[tuple[str, Trajectory]], version: int, rescore: Checks

@@ -30,6 +30,7 @@ from agentgym.models.checkpoint import (
 from agentgym.models.model import set_threads
 from agentgym.models.tensorfiles import StoredTensors
 from agentgym.models.transport import TransportBroken, use_interface_of
+from agentgym.rollouts.canary import Seen
 from agentgym.rollouts.collect import collect, in_order, require_valid, samples
 from agentgym.rollouts.engine import canary_of, episode_settings
 from agentgym.rollouts.episode import EpisodeSettings
@@ -140,7 +141,7 @@ class Worker:
     version: int
     where: str = "not started yet"
     num_episodes: int = 0  # in flight
-    gap: float = 0.0  # nats, of its last canary
+    seen: Seen | None = None  # by its last canary
 
 
 class RayEngine:
@@ -241,7 +242,7 @@ class RayEngine:
                 *(self._survive(worker, self._update(worker)) for worker in tuple(self.workers))
             )
             await self._pick()  # where all were lost, the first replacement has answered
-            return max(worker.gap for worker in self.workers)
+            return max(worker.seen.gap for worker in self.workers if worker.seen)
 
         return self._run(all_of_them())
 
@@ -395,11 +396,12 @@ class RayEngine:
                 scores = await _within(
                     worker.actor.score.remote(self._canary.sequences), self._patience_s
                 )
-                worker.gap = self._canary.compare(
+                worker.seen = self._canary.compare(
                     weights.ours,
                     scores,
                     weights.version,
                     f"rollout worker {worker.index} ({worker.where})",
+                    worker.seen,
                 )
             if weights is self._weights:
                 return

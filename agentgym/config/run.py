@@ -80,6 +80,11 @@ class RunConfig(Section):
                 " batch, and so on which episode is faster; use rollout.engine torch with"
                 " deterministic"
             )
+        if self.rollout.engine_dtype != "auto" and self.rollout.engine == "torch":
+            raise ValueError(
+                f"rollout.engine_dtype {self.rollout.engine_dtype}: the built-in engine computes in"
+                " the weights' own; use auto, or rollout.engine vllm"
+            )
         for name in ("worker", "rank"):
             gpus = getattr(self.ray, f"{name}_gpus")
             if self.compute == "ray" and (self.compute_device == "cuda") != bool(gpus):

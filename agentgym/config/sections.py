@@ -164,6 +164,9 @@ class RolloutConfig(Section):
         "what samples: torch, vllm, or one that an installed package offers as an entry point of"
         " agentgym.engines",
     )
+    engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "what vLLM computes in, whatever the learner's weights are; auto: as these"
+    )
     token_numbers_frac: float = setting(
         0.05,
         "share of the episodes learned from whose log-probabilities, advantages and ratios are"
@@ -191,8 +194,8 @@ class RolloutConfig(Section):
 
 
 class VllmConfig(Section):
-    """What vLLM is started with, where rollout.engine is vllm. Its dtype is that of the model's
-    weights, its longest sequence model.context_tokens.
+    """What vLLM is started with, where rollout.engine is vllm. Its dtype is rollout.engine_dtype,
+    its longest sequence model.context_tokens.
     """
 
     tensor_parallel_size: PositiveInt = operational(1, "processes, each on a GPU, of one engine")

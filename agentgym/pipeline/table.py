@@ -38,6 +38,7 @@ EVALUATION = (
     "mix",
     "model.context_tokens",
     "rollout.engine",
+    "rollout.engine_dtype",
     "rollout.max_new_tokens",
     *CONVERSATION,
     "rollout.episode_timeout_s",

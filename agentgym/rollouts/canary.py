@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,18 @@ from agentgym.types import EngineMismatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+STALE_SHARE = 0.1  # of the limit: a smaller change of the learner's may be noise of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Log-probabilities of one comparison, [N] each."""
+
+    ours: torch.Tensor
+    theirs: torch.Tensor
+    gap: float  # nats, the largest difference
 
 
 class Canary:
@@ -42,15 +55,27 @@ class Canary:
         theirs: list[torch.Tensor],
         version: int,
         engine: str = "the engine",
-    ) -> float:
-        """The largest difference of [N] and as many in pieces, nats. Errors: EngineMismatch."""
-        gap = float((ours - torch.cat(theirs)).abs().max())
-        if not gap <= self._limit:
+        before: Seen | None = None,
+    ) -> Seen:
+        """ours: [N]; theirs: as many in pieces; before: of the version before, from this engine.
+
+        Errors: EngineMismatch where they differ by more than the limit, which has room for the
+        noise of the engine's kernels, or where ours changed and theirs not by a bit.
+        """
+        seen = Seen(ours, whole := torch.cat(theirs), float((ours - whole).abs().max()))
+        if not seen.gap <= self._limit:
             raise EngineMismatch(
                 f"weights version {version} did not reach {engine}: canary prompts differ by"
-                f" {gap:.3g} nats (limit {self._limit:g})"
+                f" {seen.gap:.3g} nats (limit {self._limit:g})"
             )
-        return gap
+        if before is not None and torch.equal(before.theirs, seen.theirs):
+            change = float((before.ours - ours).abs().max())
+            if change > STALE_SHARE * self._limit:
+                raise EngineMismatch(
+                    f"weights version {version} did not reach {engine}: it scores canary prompts as"
+                    f" before to the bit, the learner by up to {change:.3g} nats otherwise"
+                )
+        return seen
 
 
 def canary_sequences(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

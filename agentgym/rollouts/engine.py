@@ -16,7 +16,7 @@ from agentgym.algorithms.batch import Batch
 from agentgym.config import RunConfig
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.transport import InProcess
-from agentgym.rollouts.canary import Canary
+from agentgym.rollouts.canary import Canary, Seen
 from agentgym.rollouts.collect import collect, samples
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
@@ -45,6 +45,7 @@ class LocalEngine:
     pool: EnvPools
     loop: LoopThread
     instructions: Mapping[str, str]  # by environment; empty where episodes do not begin with them
+    seen: Seen | None = None  # by the last canary
 
     def collect(
         self,
@@ -105,7 +106,8 @@ class LocalEngine:
         self.loop.run(self.policy.publish(InProcess(learner.weights(), version)))
         canary = canary_of(self.cfg, self.checkpoint)
         scores = self.loop.run(self.policy.score(canary.sequences))
-        return canary.compare(canary.score(learner), scores, version)
+        self.seen = canary.compare(canary.score(learner), scores, version, before=self.seen)
+        return self.seen.gap
 
     def usage(self) -> EngineUsage:
         """As `Policy.usage`."""
@@ -113,7 +115,7 @@ class LocalEngine:
 
 
 def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:
-    limit = tolerance_of(cfg.rollout.engine, checkpoint.dtype).canary
+    limit = tolerance_of(cfg, checkpoint.dtype).canary
     return Canary(checkpoint.tokenizer, limit)
 
 

@@ -305,7 +305,7 @@ def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> PolicyGradientConfig:
     algorithm = resolved(cfg)
     limit = algorithm.max_mismatch_kl
     if limit is None:
-        limit = tolerance_of(cfg.rollout.engine, checkpoint.dtype).mismatch_kl
+        limit = tolerance_of(cfg, checkpoint.dtype).mismatch_kl
     return algorithm.model_copy(update={"max_mismatch_kl": limit})
 
 

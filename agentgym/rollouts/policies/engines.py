@@ -56,7 +56,7 @@ def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, versi
             " method `usage`, which every engine has; return an `agentgym.types.EngineUsage`, an"
             " empty one where nothing is measured"
         )
-    tolerance_of(cfg.rollout.engine, checkpoint.dtype)
+    tolerance_of(cfg, checkpoint.dtype)
     return chosen.open(cfg, checkpoint, num_slots=num_slots, version=version)
 
 
@@ -91,8 +91,17 @@ def engine_module(name: str) -> str:
     return _entry(name).module
 
 
-def tolerance_of(name: str, dtype: torch.dtype) -> Tolerance:
+def engine_dtype(cfg: RunConfig, weights: torch.dtype) -> torch.dtype:
+    """In which the engine computes with weights of this one."""
+    import torch
+
+    name = cfg.rollout.engine_dtype
+    return weights if name == "auto" else cast(torch.dtype, getattr(torch, name))
+
+
+def tolerance_of(cfg: RunConfig, weights: torch.dtype) -> Tolerance:
     """Errors: ConfigError where the engine states none for weights of this dtype."""
+    name, dtype = cfg.rollout.engine, engine_dtype(cfg, weights)
     stated = engine_class(name).tolerances
     if dtype not in stated:
         raise ConfigError(

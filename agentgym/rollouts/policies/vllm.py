@@ -37,6 +37,7 @@ from agentgym.models.transport import (
     write_weights,
 )
 from agentgym.rollouts.policies.draw import seed_of
+from agentgym.rollouts.policies.engines import engine_dtype
 from agentgym.rollouts.policies.meter import Meter
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 from agentgym.types import Completion, Delivery, EngineUsage, Sampling
@@ -99,7 +100,8 @@ class VllmPolicy:
             with _environment(cfg.vllm):
                 from vllm.v1.engine.async_llm import AsyncLLM
 
-                arguments = _arguments(cfg, checkpoint.dtype, folder, num_slots)
+                dtype = engine_dtype(cfg, checkpoint.dtype)
+                arguments = _arguments(cfg, dtype, folder, num_slots)
                 engine = AsyncLLM.from_engine_args(arguments)
             for each in folder.iterdir():  # read by now, and large
                 each.unlink()

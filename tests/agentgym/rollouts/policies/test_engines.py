@@ -91,7 +91,7 @@ def test_an_installed_engine_trains_and_is_audited_by_its_own_tolerance(
     slow, tiny_params, tmp_path
 ):
     cfg = load_config(tiny_params(tmp_path / "run"), ["rollout.engine=slow"])
-    assert tolerance_of("slow", torch.float32).canary == 5e-4
+    assert tolerance_of(cfg, torch.float32).canary == 5e-4
     for name in ("prepare", "initialize", "warm-start", "stage-1", "stage-2"):
         run_step(name, cfg)
     store = open_store(cfg)
@@ -148,8 +148,12 @@ def test_an_unknown_engine_is_one_line_before_anything_starts(slow, tiny_params,
 
 
 def test_weights_of_a_dtype_without_a_tolerance_are_refused(slow):
-    with pytest.raises(ConfigError, match=r"'slow' states no tolerance .* torch\.bfloat16"):
-        tolerance_of("slow", torch.bfloat16)
+    for dtype, weights in (("auto", torch.bfloat16), ("bfloat16", torch.float32)):
+        cfg = RunConfig(rollout={"engine": "slow", "engine_dtype": dtype})
+        with pytest.raises(ConfigError, match=r"'slow' states no tolerance .* torch\.bfloat16"):
+            tolerance_of(cfg, weights)
+    with pytest.raises(ValueError, match="the built-in engine computes in the weights' own"):
+        RunConfig(rollout={"engine_dtype": "bfloat16"})
     assert engine_class("torch") is TorchPolicy
     assert set(TORCH) == {torch.float32, torch.float16, torch.bfloat16}
 

@@ -34,11 +34,10 @@ NATS = 1e-4  # between two float32 forwards of a tiny model
 PROMPT = list(range(5, 40))
 
 
-def of_run(**changes):
+def of_run(**rollout):
     return RunConfig(
-        rollout={"engine": "vllm", "max_new_tokens": 6, "observation_tokens": 8},
+        rollout={"engine": "vllm", "max_new_tokens": 6, "observation_tokens": 8, **rollout},
         model={"context_tokens": 256},
-        **changes,
     )
 
 
@@ -154,7 +153,7 @@ def test_scores_are_the_learners_and_a_forgotten_publish_is_found(
         publish(model)
         told = running.run(running.policy.score(canary.sequences))
         expected = scores(model, canary.sequences, tokenizer)
-        assert canary.compare(expected, told, seed) < NATS
+        assert canary.compare(expected, told, seed).gap < NATS
     moved = make_model(4)
     with torch.no_grad():  # one step of Adam at a learning rate of 1e-3, which never arrives
         for each in moved.parameters():
@@ -259,15 +258,25 @@ def test_what_cannot_fit_is_refused(running):
 
 
 def test_bfloat16_noise_passes_the_canary_and_one_missed_update_does_not(make_model, tokenizer):
-    canary = Canary(tokenizer, VLLM[torch.bfloat16].canary)
-    model, moved = make_model(0), make_model(1)
-    opened = Running(model.bfloat16(), tokenizer, of_run())
-    try:
+    canary, learner = Canary(tokenizer, VLLM[torch.bfloat16].canary), make_model(0)
+    opened = Running(make_model(0), tokenizer, of_run(engine_dtype="bfloat16"))
+
+    def compare(version, before=None):
         told = opened.run(opened.policy.score(canary.sequences))
-        gap = canary.compare(scores(make_model(0), canary.sequences, tokenizer), told, 0)
-        assert 0 < gap < VLLM[torch.bfloat16].canary / 3
-        with pytest.raises(EngineMismatch):
-            canary.compare(scores(moved, canary.sequences, tokenizer), told, 1)
+        ours = scores(learner, canary.sequences, tokenizer)
+        return canary.compare(ours, told, version, before=before)
+
+    try:
+        seen = compare(0)
+        assert 1e-4 < seen.gap < VLLM[torch.bfloat16].canary / 3
+        with torch.no_grad():  # one step of Adam at a learning rate of 1e-3
+            for each in learner.parameters():
+                each += 1e-3 * torch.randn_like(each).sign()
+        assert compare(1).gap < VLLM[torch.bfloat16].canary  # among the noise of real models
+        with pytest.raises(EngineMismatch, match="as before to the bit, the learner by up to"):
+            compare(1, seen)
+        opened.run(opened.policy.publish(InProcess(weights_of(learner), 1)))
+        assert compare(1, seen).gap < VLLM[torch.bfloat16].canary / 3
     finally:
         opened.close()
 
