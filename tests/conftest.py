@@ -200,6 +200,17 @@ def stored(keep):
     return place
 
 
+@pytest.fixture(scope="session")
+def empty_ledger(once):
+    """An MLflow database without runs: its tables take MLflow a second, so tests copy it."""
+    from agentgym.tracking.mlflow import Tracker
+
+    def build(folder):
+        assert Tracker(f"sqlite:///{folder / 'mlflow.db'}", "none", folder / "artifacts").client
+
+    return once("ledger", build) / "mlflow.db"
+
+
 ARTIFACTS = (  # where MLflow says that one lies
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
