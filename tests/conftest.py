@@ -29,6 +29,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # nor is time spent on looking for garbage among what imports leave: agentgym/defaults.py
 gc.set_threshold(100_000, 50, 100)
 
+# nor on making the code of Java processes fast that a test ends after a few games
+os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1")
+
 TEXTS = [
     "you see a red ball",
     "turn left",

@@ -35,7 +35,7 @@ SMALL = {
         "num_kv_heads": 1,
         "mlp_size": 64,
     },
-    "warm_start": {"num_demos": 72, "steps": 100, "batch_size": 16, "optimizer": {"lr": 0.005}},
+    "warm_start": {"num_demos": 48, "steps": 100, "batch_size": 8, "optimizer": {"lr": 0.005}},
     "horizon": {"kind": "stepwise", "max_turns": [5, 6], "stage_steps": [2, 1]},
     "validation": {"every": 2, "num_items": 6, "max_turns": 6},
     "evaluation": {
@@ -46,6 +46,7 @@ SMALL = {
         "num_bootstrap": 100,
     },
 }
+SHORT = {**SMALL["warm_start"], "steps": 20}  # where success is not asked for
 ROLLOUT = {"items_per_step": 6, "group_size": 4, "concurrency": 24, "temperature": 0.7}
 BABYAI = {"name": "babyai", "options": {"levels": ["GoToRedBallNoDists"]}}
 TEXTCRAFT = {
@@ -130,6 +131,7 @@ def test_three_updates_on_each_environment_pass_the_audit(
             {**env, "endpoints": [endpoint]},
             rollout=rollout,
             algorithm={"entropy_coef": entropy_coef},
+            warm_start=SHORT if entropy_coef else SMALL["warm_start"],
         )
         metrics, done = train(cfg)
     assert len(metrics) == 3
@@ -225,6 +227,7 @@ def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(par
         SEARCHQA,
         rollout={**ROLLOUT, "items_per_step": 8, "max_new_tokens": 60, "observation_tokens": 110},
         algorithm={"recipe": "reinforce++"},
+        warm_start=SHORT,
     )
     metrics, done = train(cfg)
     for row in metrics:
