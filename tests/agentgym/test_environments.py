@@ -3,6 +3,7 @@ audited like the first.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -90,8 +91,14 @@ def train(cfg):
     """From the data to the registered model, and the audit.
     Result: metrics of the three optimizer steps.
     """
+    for name in BEFORE:
+        run_step(name, cfg)
+    return train_on(cfg)
+
+
+def train_on(cfg):
+    """As `train`, once there is a model that imitates."""
     for name in (
-        *BEFORE,
         "stage-1",
         "stage-2",
         "evaluate-warm-start",
@@ -219,17 +226,31 @@ def test_three_updates_in_a_browser_pass_the_audit(params, tmp_path):
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)
 
 
-def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(params):
-    textcraft = {**TEXTCRAFT, "weight": 2.0}
-    cfg = params(
-        BABYAI,
-        textcraft,
-        SEARCHQA,
-        rollout={**ROLLOUT, "items_per_step": 8, "max_new_tokens": 60, "observation_tokens": 110},
-        algorithm={"recipe": "reinforce++"},
-        warm_start=SHORT,
-    )
-    metrics, done = train(cfg)
+def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(params, serving):
+    mixed = BABYAI, {**TEXTCRAFT, "weight": 2.0}, SEARCHQA
+    changes = {
+        "rollout": {
+            **ROLLOUT,
+            "items_per_step": 8,
+            "max_new_tokens": 60,
+            "observation_tokens": 110,
+        },
+        "algorithm": {"recipe": "reinforce++"},
+        "warm_start": SHORT,
+    }
+    alone = params(*mixed, **changes)  # a step starts a server of each
+    for name in BEFORE:
+        run_step(name, alone)
+    with contextlib.ExitStack() as stack:
+        served = [
+            {
+                **env,
+                "endpoints": [stack.enter_context(serving(env["name"], env["options"]))[0]],
+            }
+            for env in mixed
+        ]
+        cfg = params(*served, **changes)
+        metrics, done = train_on(cfg)
     for row in metrics:
         assert row["rollout/babyai/num_episodes"] == 2 * 4
         assert row["rollout/textcraft/num_episodes"] == 4 * 4
