@@ -136,7 +136,7 @@ def supervise(state: Path, prefect_socket: socket.socket, mlflow_socket: socket.
         "PWD": str(Path.cwd()),  # prefect.yaml's working directory
         "PREFECT_API_URL": me.api,
         "PREFECT_API_AUTH_STRING": me.login,
-        "PREFECT_WORKER_QUERY_SECONDS": "5",
+        "PREFECT_WORKER_QUERY_SECONDS": "2",  # what a submitted run waits at most
     }
     prefect_env = {
         **server_environment(prefect, me.login),

@@ -29,6 +29,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # nor is time spent on looking for garbage among what imports leave: agentgym/defaults.py
 gc.set_threshold(100_000, 50, 100)
 
+# nor on making the code of Java processes fast that a test ends after a few games
+os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1")
+
 TEXTS = [
     "you see a red ball",
     "turn left",
@@ -198,6 +201,17 @@ def stored(keep):
         return found[checkpoint.WEIGHTS] if is_model else found
 
     return place
+
+
+@pytest.fixture(scope="session")
+def empty_ledger(once):
+    """An MLflow database without runs: its tables take MLflow a second, so tests copy it."""
+    from agentgym.tracking.mlflow import Tracker
+
+    def build(folder):
+        assert Tracker(f"sqlite:///{folder / 'mlflow.db'}", "none", folder / "artifacts").client
+
+    return once("ledger", build) / "mlflow.db"
 
 
 ARTIFACTS = (  # where MLflow says that one lies

@@ -12,10 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from agentgym.config import RunConfig
-from agentgym.models.tensorfiles import StoredTensors, files_of
 from agentgym.records import TRAJECTORIES, encode_trajectories
 from agentgym.steps.step import Step
 from agentgym.store.manifest import Blob, Manifest
@@ -23,6 +22,9 @@ from agentgym.store.place import StorePlace, Writable
 from agentgym.store.runstore import Passed, RunStore, StepWriter
 from agentgym.tracking.points import Point, decode_points, encode_points
 from agentgym.types import Endpoints, Trajectory
+
+if TYPE_CHECKING:
+    from agentgym.models.tensorfiles import StoredTensors
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +113,14 @@ class StepContext:
 
     def tensors(self, manifest: Manifest, name: str) -> StoredTensors:
         """Tensors of a commit, for whoever reads them. Errors: KeyError."""
+        from agentgym.models.tensorfiles import StoredTensors  # torch, which a done step is spared
+
         return StoredTensors.of(self.store, manifest, name)
 
     def tensors_of(self, manifest: Manifest, *names: str) -> dict[str, StoredTensors]:
         """Those of these names that the commit has."""
+        from agentgym.models.tensorfiles import files_of
+
         return {name: self.tensors(manifest, name) for name in names if files_of(manifest, name)}
 
     def commit(

@@ -138,19 +138,33 @@ def _below(module: str, path: Path) -> Iterator[str]:
             yield ".".join([module, *(part for part in parts if part != "__init__")])
 
 
-def _imports(module: str, path: Path) -> Iterator[str]:
+def _imports(module: str, path: Path) -> tuple[str, ...]:
     """Every name that may be a module, with the packages above it: importing a.b.c runs a and
     a.b too.
     """
-    yield from _chain(module.rpartition(".")[0])
-    for node in ast.walk(ast.parse(path.read_bytes(), filename=str(path))):
+    return _imported(module, path, path.read_bytes())
+
+
+@functools.cache  # one file is of many steps' sources
+def _imported(module: str, path: Path, source: bytes) -> tuple[str, ...]:
+    found = list(_chain(module.rpartition(".")[0]))
+    for node in _statements(ast.parse(source, filename=str(path))):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _chain(alias.name)
+                found += _chain(alias.name)
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(node, module, path)
-            yield from _chain(base)
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            found += _chain(base)
+            found += [f"{base}.{alias.name}" for alias in node.names]
+    return tuple(found)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement inside; expressions are most of a tree, and import nothing."""
+    for inside in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for child in getattr(node, inside, ()):
+            yield child
+            yield from _statements(child)
 
 
 def _chain(name: str) -> Iterator[str]:

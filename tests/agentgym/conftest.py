@@ -53,9 +53,10 @@ TINY = {
 
 
 @pytest.fixture(scope="session")
-def tiny_params(tmp_path_factory):
+def tiny_params(tmp_path_factory, empty_ledger):
     """path, {dotted name: value} -> a params file of a tiny run whose state lies beside the
-    file. endpoint: of a running server of its environment; without it each step starts a process.
+    file, an MLflow database without runs among it.
+    endpoint: of a running server of its environment; without it each step starts a process.
     """
     data = tmp_path_factory.mktemp("data")
     for name, first, count in (
@@ -69,6 +70,8 @@ def tiny_params(tmp_path_factory):
 
     def write(folder, endpoint=None, **changes):
         folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "mlflow.db").exists():
+            shutil.copy(empty_ledger, folder)
         if endpoint is not None:
             changes["env"] = {**changes.get("env", TINY["env"]), "endpoints": [endpoint]}
         algorithm = changes.get("algorithm", {})

@@ -16,7 +16,6 @@ import pytest
 from agentgym.config import load_config
 from agentgym.pipeline.table import open_store
 from agentgym.steps.context import METRICS
-from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.points import decode_points
 
 ROOT = Path(__file__).parents[2]
@@ -154,16 +153,8 @@ def inserted(text, place, block):
     return "".join([*lines[:first], block, *lines[last:]])
 
 
-@pytest.fixture(scope="session")
-def ledger(tmp_path_factory):
-    """An empty MLflow database, made once: its tables take seconds."""
-    path = tmp_path_factory.mktemp("ledger") / "mlflow.db"
-    assert Tracker(f"sqlite:///{path}", "none", path.parent).client
-    return path
-
-
 @pytest.fixture(scope="module")
-def make_copy(tiny_params, ledger):
+def make_copy(tiny_params, empty_ledger):
     def make(folder):
         for name in COPIED:
             source, target = ROOT / name, folder / name
@@ -173,7 +164,7 @@ def make_copy(tiny_params, ledger):
             else:
                 shutil.copy(source, target)
         shutil.copy(ROOT / "pyproject.toml", folder)
-        shutil.copy(ledger, folder)
+        shutil.copy(empty_ledger, folder)
         tiny_params(folder, **SHORT)
         return Copy(folder)
 

@@ -3,6 +3,7 @@ audited like the first.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -35,7 +36,7 @@ SMALL = {
         "num_kv_heads": 1,
         "mlp_size": 64,
     },
-    "warm_start": {"num_demos": 72, "steps": 100, "batch_size": 16, "optimizer": {"lr": 0.005}},
+    "warm_start": {"num_demos": 48, "steps": 100, "batch_size": 8, "optimizer": {"lr": 0.005}},
     "horizon": {"kind": "stepwise", "max_turns": [5, 6], "stage_steps": [2, 1]},
     "validation": {"every": 2, "num_items": 6, "max_turns": 6},
     "evaluation": {
@@ -46,6 +47,7 @@ SMALL = {
         "num_bootstrap": 100,
     },
 }
+SHORT = {**SMALL["warm_start"], "steps": 20}  # where success is not asked for
 ROLLOUT = {"items_per_step": 6, "group_size": 4, "concurrency": 24, "temperature": 0.7}
 BABYAI = {"name": "babyai", "options": {"levels": ["GoToRedBallNoDists"]}}
 TEXTCRAFT = {
@@ -89,8 +91,14 @@ def train(cfg):
     """From the data to the registered model, and the audit.
     Result: metrics of the three optimizer steps.
     """
+    for name in BEFORE:
+        run_step(name, cfg)
+    return train_on(cfg)
+
+
+def train_on(cfg):
+    """As `train`, once there is a model that imitates."""
     for name in (
-        *BEFORE,
         "stage-1",
         "stage-2",
         "evaluate-warm-start",
@@ -130,6 +138,7 @@ def test_three_updates_on_each_environment_pass_the_audit(
             {**env, "endpoints": [endpoint]},
             rollout=rollout,
             algorithm={"entropy_coef": entropy_coef},
+            warm_start=SHORT if entropy_coef else SMALL["warm_start"],
         )
         metrics, done = train(cfg)
     assert len(metrics) == 3
@@ -217,16 +226,31 @@ def test_three_updates_in_a_browser_pass_the_audit(params, tmp_path):
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)
 
 
-def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(params):
-    textcraft = {**TEXTCRAFT, "weight": 2.0}
-    cfg = params(
-        BABYAI,
-        textcraft,
-        SEARCHQA,
-        rollout={**ROLLOUT, "items_per_step": 8, "max_new_tokens": 60, "observation_tokens": 110},
-        algorithm={"recipe": "reinforce++"},
-    )
-    metrics, done = train(cfg)
+def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(params, serving):
+    mixed = BABYAI, {**TEXTCRAFT, "weight": 2.0}, SEARCHQA
+    changes = {
+        "rollout": {
+            **ROLLOUT,
+            "items_per_step": 8,
+            "max_new_tokens": 60,
+            "observation_tokens": 110,
+        },
+        "algorithm": {"recipe": "reinforce++"},
+        "warm_start": SHORT,
+    }
+    alone = params(*mixed, **changes)  # a step starts a server of each
+    for name in BEFORE:
+        run_step(name, alone)
+    with contextlib.ExitStack() as stack:
+        served = [
+            {
+                **env,
+                "endpoints": [stack.enter_context(serving(env["name"], env["options"]))[0]],
+            }
+            for env in mixed
+        ]
+        cfg = params(*served, **changes)
+        metrics, done = train_on(cfg)
     for row in metrics:
         assert row["rollout/babyai/num_episodes"] == 2 * 4
         assert row["rollout/textcraft/num_episodes"] == 4 * 4

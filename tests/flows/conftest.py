@@ -13,7 +13,11 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+import agentgym.pipeline.run as pipeline_run
 import flows  # noqa: F401 (says where Prefect keeps its state, before a test imports it)
+from agentgym.config import load_config
+from agentgym.pipeline.table import finished as finished_steps
+from agentgym.pipeline.table import open_store, steps_of
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -145,6 +149,17 @@ def clone(folder: Path) -> Project:
     return project
 
 
+def mark_delivered(folder: Path) -> None:
+    """MLflow has all of a copied run: its database was copied too, but marks name its place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(pipeline_run, "deliver_step", lambda *_, **__: None)
+        cfg = load_config("params.yaml")
+        store = open_store(cfg)
+        for name, manifest in finished_steps(cfg, store).items():
+            pipeline_run.deliver(cfg, store, steps_of(cfg)[name], manifest)
+
+
 @pytest.fixture(scope="session")
 def make_clone():
     """make_clone(folder) -> a clone, for fixtures of a module's own."""
@@ -197,6 +212,7 @@ def finished(copied, once, tmp_path_factory):
 
     original = once("finished", build)
     project = copied(original, tmp_path_factory.mktemp("finished"))
+    mark_delivered(project.folder)
     project.first = SimpleNamespace(**json.loads((original / "first.json").read_text()))
     return project
 

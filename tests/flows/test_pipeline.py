@@ -109,16 +109,16 @@ def test_dvc_repro_after_it_trains_nothing_and_a_second_one_runs_no_stage(finish
 
 def test_another_evaluation_parameter_runs_evaluations_alone(finished, typed):
     plan = json.loads(
-        typed(finished, agentgym, "plan", "--json", "--set", "evaluation.num_items=10").stdout
+        typed(finished, agentgym, "plan", "--json", "--set", "evaluation.num_items=4").stdout
     )["steps"]
     actions = {step["name"]: step["action"] for step in plan}
     assert {name for name, action in actions.items() if action == "run"} == {
         name for name in actions if name.startswith("evaluate-") or name in ("register", "report")
     }
     why = {step["name"]: step["why"] for step in plan}
-    assert why["evaluate-warm-start"] == "changed: evaluation.num_items 8 -> 10"
+    assert why["evaluate-warm-start"] == "changed: evaluation.num_items 8 -> 4"
     before = finished.manifests()
-    ran = finished.pipeline("evaluation.num_items=10")
+    ran = finished.pipeline("evaluation.num_items=4")
     assert ran.returncode == 0, ran.stderr
     added = {
         path.parts[-3].rpartition("-")[0] for path in finished.manifests().keys() - before.keys()
@@ -164,7 +164,10 @@ def test_the_run_passes_its_audit_from_the_command_line(finished, typed):
 def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(
     fresh, number, typed
 ):
-    short = ("horizon.kind=fixed", "horizon.max_turns=[4]", "horizon.stage_steps=[2]")
+    short = (
+        *("horizon.kind=fixed", "horizon.max_turns=[4]", "horizon.stage_steps=[2]"),
+        *("evaluation.num_items=2", "evaluation.num_samples=1", "evaluation.k=[1]"),
+    )
     set_short = [word for value in short for word in ("--set", value)]
     process = fresh.start("python", "-m", "flows.pipeline", *short)
     deadline = time.monotonic() + 300

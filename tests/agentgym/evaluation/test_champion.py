@@ -2,6 +2,8 @@
 decides the same.
 """
 
+import shutil
+
 import pytest
 from mlflow import MlflowClient
 
@@ -22,8 +24,9 @@ ITEMS = [f"babyai_{number}" for number in range(100)]
 
 
 @pytest.fixture(scope="module")
-def tracker(tmp_path_factory):
+def tracker(tmp_path_factory, empty_ledger):
     folder = tmp_path_factory.mktemp("ledger")
+    shutil.copy(empty_ledger, folder)
     return Tracker(f"sqlite:///{folder / 'mlflow.db'}", "tests", folder / "artifacts")
 
 

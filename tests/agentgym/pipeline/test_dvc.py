@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +30,14 @@ SCHEDULES = {
 def test_the_file_is_what_the_command_makes():
     made = dvc_yaml(load_config(ROOT / "params.yaml"))
     assert (ROOT / "dvc.yaml").read_text() == made, "run `agentgym dvc`"
+
+
+def test_what_looks_at_steps_that_are_done_imports_no_torch():
+    code = (
+        "import sys, agentgym.pipeline.dvc, agentgym.pipeline.plan, agentgym.pipeline.run;"
+        "\nsys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("overrides", SCHEDULES.values(), ids=list(SCHEDULES))

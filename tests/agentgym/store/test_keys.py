@@ -60,6 +60,31 @@ def test_imports_are_followed_into_functions_packages_and_relative_names(
     assert list(source_files(["agentgym.train"], folders)) == [*REACHED, "envs", "envs.wire"]
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        "if x:\n {}",
+        "if x:\n pass\nelse:\n {}",
+        "if x:\n pass\nelif y:\n {}",
+        "try:\n {}\nexcept E:\n pass",
+        "try:\n pass\nexcept E:\n {}",
+        "try:\n pass\nexcept* E:\n {}",
+        "try:\n pass\nfinally:\n {}",
+        "for x in y:\n pass\nelse:\n {}",
+        "while x: {}",
+        "with x:\n {}",
+        "match x:\n case 1:\n  {}",
+        "class C:\n @f\n async def g(self):\n  async with x:\n   {}",
+        "x = 1; {}",
+    ],
+)
+def test_an_import_is_found_wherever_a_statement_may_stand(
+    folders: dict[str, Path], around: str
+) -> None:
+    (folders["agentgym"] / "maths/kl.py").write_text(around.format("import envs.wire"))
+    assert "envs.wire" in source_files(["agentgym.maths.kl"], folders)
+
+
 def test_a_named_package_brings_its_modules(folders: dict[str, Path]) -> None:
     assert list(source_files(["envs.babyai"], folders)) == [
         "envs",

@@ -203,7 +203,7 @@ def test_a_kill_between_points_and_their_mark_repeats_nothing(
 
 
 def test_a_ledger_that_was_lost_is_filled_again(
-    tracker: Tracker, store: RunStore, migrated_db: Path, tmp_path: Path
+    tracker: Tracker, store: RunStore, empty_ledger: Path, tmp_path: Path
 ) -> None:
     with store.open("stage-1", KEY) as writer:
         commit(writer, [Point(0, 1000, {"loss": 3.0})])
@@ -211,7 +211,7 @@ def test_a_ledger_that_was_lost_is_filled_again(
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
     deliver_committed(tracker, store, "stage-1", KEY, [run])
     before = tracker.points(run)
-    shutil.copy(migrated_db, tmp_path / "fresh.db")
+    shutil.copy(empty_ledger, tmp_path / "fresh.db")
     fresh = Tracker(f"sqlite:///{tmp_path / 'fresh.db'}", "tests", tmp_path / "artifacts")
     run = fresh.parent_run(RUN_KEY, params={}, tags={})
     assert deliver_committed(fresh, store, "stage-1", KEY, [run]) == 2

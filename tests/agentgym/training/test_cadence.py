@@ -17,10 +17,12 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.parametrize("every", [1, 3, 1000])
 def test_a_killed_stage_ends_the_same_however_many_steps_a_commit_holds(
-    copy_run, whole_run, tmp_path, tiny_params, monkeypatch, every
+    copy_run, whole_run, tmp_path, tiny_params, tiny_endpoint, monkeypatch, every
 ):
-    folder = copy_run(tmp_path / "run", half=True)
-    cfg = load_config(tiny_params(folder, deterministic=True), [f"store.commit_every={every}"])
+    params = tiny_params(
+        copy_run(tmp_path / "run", half=True), endpoint=tiny_endpoint, deterministic=True
+    )
+    cfg = load_config(params, [f"store.commit_every={every}"])
     twin = load_config(whole_run / "params.yaml")
     update = LocalLearner.update
 
@@ -58,11 +60,12 @@ def test_a_killed_stage_ends_the_same_however_many_steps_a_commit_holds(
 
 
 def test_a_damaged_newest_commit_costs_its_steps_and_is_told(
-    copy_run, tmp_path, tiny_params, monkeypatch, caplog
+    copy_run, tmp_path, tiny_params, tiny_endpoint, monkeypatch, caplog
 ):
     cfg = load_config(
         tiny_params(
             copy_run(tmp_path / "run", half=True),
+            endpoint=tiny_endpoint,
             deterministic=True,
             horizon={"max_turns": [5, 7], "stage_steps": [2, 4]},
         )
@@ -70,6 +73,7 @@ def test_a_damaged_newest_commit_costs_its_steps_and_is_told(
     twin = load_config(
         tiny_params(
             copy_run(tmp_path / "twin", half=True),
+            endpoint=tiny_endpoint,
             deterministic=True,
             horizon={"max_turns": [5, 7], "stage_steps": [2, 4]},
         )

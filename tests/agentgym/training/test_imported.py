@@ -42,7 +42,7 @@ SMALL = {
     "dpo": ["algorithm.num_items=8", "algorithm.pairs_per_step=4"],
     "agent_evol": ["algorithm.num_items=8"],
 }
-BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
+BEFORE = ("prepare", "initialize", "warm-start")
 LOSING = {"babyai": ["turn left", "turn left"], "textcraft": ["inventory", "inventory"]}
 ITEMS = {"babyai": range(60), "textcraft": range(40)}
 INSTRUCTIONS = [
@@ -123,7 +123,7 @@ def begun(published, tmp_path_factory):
         },
         "warm_start": {
             "source": "trajectories",
-            "num_demos": 120,
+            "num_demos": 60,
             "steps": 100,
             "batch_size": 16,
             "optimizer": {"lr": 0.005},
@@ -185,11 +185,11 @@ def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_compa
     assert {each.item.item_id for each in recorded} == trained
     demos = decode_trajectories(store.read(done["initialize"], DEMOS))
     results = done["initialize"].results
-    assert results["num_played"] == 120
+    assert results["num_played"] == 60
     assert results["num_demos"] == sum(demo.success for demo in demos)
     assert (
         results["num_demos"] + sum(not demo.success for demo in demos) + results["num_too_long"]
-        == 120
+        == 60
     )
     for env in OPTIONS:
         assert {demo.success for demo in demos if demo.item.env == env} == {True, False}

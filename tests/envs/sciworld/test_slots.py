@@ -146,7 +146,7 @@ def test_a_warm_pool_opens_four_games_for_a_fraction_of_what_a_cold_one_takes():
             )
         return pool.engine_s - before
 
-    cold, warm = SlotPool(), SlotPool()
+    cold, warm = SlotPool(slots_per_jvm=4), SlotPool(slots_per_jvm=4)
     try:
         warm.warm(256)
         (pid,) = warm.pids
