@@ -145,22 +145,20 @@ def table(results: dict[str, Any]) -> str:
     cases = results.get("cases", {})
     rows = ["| case | what it measures | figures |", "|---|---|---|"]
     for name, case in CASES.items():
+        found = cases.get(name, {})
         told = "; ".join(
-            f"{key} {value}"
-            for key, value in cases.get(name, {}).items()
-            if isinstance(value, int | float)
+            f"{key} {value}" for key, value in found.items() if isinstance(value, int | float)
         )
+        if told:
+            told += f" ({found['machine']['gpu']}, `{found['command']}`)"
         rows.append(f"| `{name}` | {(case.__doc__ or '').rstrip('.')} | {told or 'not run'} |")
-    if cases:
-        rows += ["", f"{results['machine']['gpu']}, `{results['command']}`"]
     return "\n".join(rows)
 
 
 def keep(name: str, result: Any) -> None:
     written = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cases": {}}
-    written["cases"][name] = result
-    written["machine"] = {**machine(), "gpu": torch.cuda.get_device_name()}
-    written["command"] = "python benchmarks/gpu.py"
+    here = {**machine(), "gpu": torch.cuda.get_device_name()}
+    written["cases"][name] = {**result, "machine": here, "command": "python benchmarks/gpu.py"}
     RESULTS.write_text(json.dumps(written, indent=1) + "\n")
 
 

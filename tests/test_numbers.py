@@ -97,9 +97,12 @@ def drift():
     """Of the default recipe's seeds: how many, success at the end in the mean and the least, the
     largest fall.
     """
-    found = result("drift")["summary"]["default"]
-    numbers = (found["last_mean"], found["last_least"], max(found["falls"]))
-    return [{10: "Ten"}[found["seeds"]], *(f"{100 * number:.1f}" for number in numbers)]
+    numbers = []
+    for recipe in ("default", "former"):
+        found = result("drift")["summary"][recipe]
+        assert found["seeds"] == 10
+        numbers += [found["last_mean"], found["last_least"], max(found["falls"])]
+    return ["Ten", *(f"{100 * number:.1f}" for number in numbers)]
 
 
 def learned():
@@ -234,7 +237,8 @@ BOUND = [
     (r"^(Three) seeds, each with its evaluations", [{3: "Three"}[len(runs("seed"))]]),
     (
         r"(Ten) seeds end at ([\d.]+) % sampled success on average, the worst at ([\d.]+) %;"
-        r"[^%]*?falls by more than ([\d.]+) points",
+        r"[^%]*?falls by more than ([\d.]+) points; with the recipe before it was ([\d.]+) %, the"
+        r" worst ([\d.]+) %, and a fall of ([\d.]+)\s",
         drift(),
     ),
     (r"finds everything done \((\d+) s, same machine\)", [str(math.ceil(max(runs("again_s"))))]),

@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+SLACK_S = 30.0  # on top of a remote call's own deadline
+
 
 def node_id() -> str:
     import ray

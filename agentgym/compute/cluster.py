@@ -136,8 +136,10 @@ class Cluster:
             engine.start()
             yield engine
         finally:
-            loop.close()
-            end([worker.actor for worker in engine.workers])
+            try:
+                engine.close()
+            finally:
+                loop.close()
 
     def _spawn(self, index: int) -> Any:
         return self._fresh.pop(index, None) or self._new_worker(index)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.experience import Experience
-from agentgym.compute.actors import cause_of, end, first_line, node_address
+from agentgym.compute.actors import SLACK_S, cause_of, end, first_line, node_address
 from agentgym.compute.sending import (
     BroadcastSender,
     InObjectStore,
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 VERDICT_S = 10.0  # after one rank failed, for the others to say what they know
 MIN_BYTES_PER_S = 1 << 20  # that a store takes
-SLACK_S = 30.0  # on top of what the ranks themselves wait for each other
 
 
 class RankLost(RuntimeError):

@@ -17,7 +17,14 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from agentgym.compute.actors import cause_of, end, first_line, node_address, node_id
+from agentgym.compute.actors import (
+    SLACK_S,
+    cause_of,
+    end,
+    first_line,
+    node_address,
+    node_id,
+)
 from agentgym.compute.learner_ranks import RankLost, RayLearner
 from agentgym.compute.sending import Sender
 from agentgym.config import RunConfig
@@ -43,7 +50,7 @@ from agentgym.types import Delivery, Endpoints, EngineUsage, Item, Trajectory
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SLACK_S = 30.0  # on top of a remote call's own deadline
+CLOSE_S = 15.0  # for workers to end of themselves
 
 
 class WorkersLost(RuntimeError):
@@ -122,6 +129,9 @@ class RolloutWorker:
     async def usage(self) -> EngineUsage:
         return await self._policy.usage()
 
+    async def close(self) -> None:
+        await self._policy.close()
+
 
 @dataclass(frozen=True)
 class Published:
@@ -167,9 +177,10 @@ class RayEngine:
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
-        self._patience_s = (
-            self._cfg.rollout.max_attempts * self._cfg.rollout.episode_timeout_s + SLACK_S
-        )
+        rollout = self._cfg.rollout
+        self._sending = asyncio.Lock()
+        self._patience_s = rollout.max_attempts * rollout.episode_timeout_s + SLACK_S
+        self._publish_s = max(self._patience_s, 2 * rollout.publish_timeout_s + SLACK_S)
 
     def start(self) -> None:
         """Bring up all workers with the plan's weights."""
@@ -228,16 +239,23 @@ class RayEngine:
     def publish(self, learner: RayLearner, version: int) -> float:
         """Rank 0 sends the weights, every worker takes them and answers the canary.
 
-        Result: the largest difference, nats. Errors: EngineMismatch, WorkersLost, RankLost.
+        Result: the largest difference, nats. Errors: EngineMismatch, WorkersLost, RankLost,
+        TransportBroken.
         """
-        settings, limit_s = self._cfg.ray, self._cfg.rollout.publish_timeout_s
-        # its own deadline ends before the engine's
-        sender = learner.export(version, settings.transport, limit_s / 2)
-        self._weights = Published(sender, version, self._canary.score(learner))
+        import ray
+
+        transport, ours = self._cfg.ray.transport, self._canary.score(learner)
+        # its deadline ends before the engine's own
+        sender = learner.export(version, transport, self._cfg.rollout.publish_timeout_s / 4)
+        self._weights = Published(sender, version, ours)
 
         async def all_of_them() -> float:
-            with contextlib.suppress(TransportBroken):  # to each alone, then
-                await self._send(sender, tuple(self.workers))
+            workers = tuple(self.workers)
+            for worker, error in zip(workers, await self._send(sender, workers), strict=True):
+                if isinstance(error, ray.exceptions.RayTaskError):
+                    logger.warning("%s; it is sent again", first_line(cause_of(error)))
+                elif error is not None:
+                    self._lose(worker, error)
             await asyncio.gather(
                 *(self._survive(worker, self._update(worker)) for worker in tuple(self.workers))
             )
@@ -255,11 +273,25 @@ class RayEngine:
             if told is not None:
                 self._usages[worker] = told
 
-        async def all_of_them() -> None:
+        async def all_of_them() -> EngineUsage:
             await asyncio.gather(*map(ask, tuple(self.workers)))
+            return sum(self._usages.values(), start=EngineUsage())
 
-        self._run(all_of_them())
-        return sum(self._usages.values(), start=EngineUsage())
+        return self._run(all_of_them())
+
+    def close(self) -> None:
+        """End the workers."""
+
+        async def ask(worker: Worker) -> None:
+            with contextlib.suppress(Exception):  # it is gone already, or ends as it is
+                await _within(worker.actor.close.remote(), CLOSE_S)
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*map(ask, self.workers))
+
+        self._loop.cancel()  # rollouts nobody waits for
+        self._loop.run(all_of_them())
+        end([worker.actor for worker in self.workers])
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         import ray
@@ -386,11 +418,12 @@ class RayEngine:
         while True:
             weights = self._weights
             if weights.sender is not None and worker.version != weights.version:
-                try:
-                    await self._send(weights.sender, [worker])
-                except TransportBroken:
-                    if weights is self._weights:  # not because newer ones took their place
-                        raise
+                (error,) = await self._send(weights.sender, [worker])
+                # unless newer weights took their place
+                if error and (
+                    weights is self._weights or not isinstance(cause_of(error), TransportBroken)
+                ):
+                    raise error
                 continue
             if weights.ours is not None:
                 scores = await _within(
@@ -406,35 +439,27 @@ class RayEngine:
             if weights is self._weights:
                 return
 
-    async def _send(self, sender: Sender, workers: Sequence[Worker]) -> None:
-        """One sending to all of these. Those that are lost on the way are replaced.
-        Errors: RankLost where the sender died; TransportBroken where not all of the others have
-        the weights.
+    async def _send(self, sender: Sender, workers: Sequence[Worker]) -> list[BaseException | None]:
+        """To all of these at once; one sending after the other. Result: what each of them raised.
+        Errors: RankLost where the sender died.
         """
-        receivers = [num_processes(self._cfg)] * len(workers)
-        opening = asyncio.to_thread(sender.open, receivers)
-        deliveries, sending = await self._of_sender(opening)
+        if not workers:
+            return []
 
         async def one(worker: Worker, delivery: Delivery) -> None:
-            await _within(worker.actor.publish.remote(delivery), self._patience_s)
+            await _within(worker.actor.publish.remote(delivery), self._publish_s)
             worker.version = delivery.version
 
-        ended = await asyncio.gather(
-            *(
-                self._survive(worker, one(worker, delivery))
-                for worker, delivery in zip(workers, deliveries, strict=True)
-            ),
-            return_exceptions=True,
-        )
-        causes = [cause_of(error) for error in ended if isinstance(error, BaseException)]
-        for cause in causes:
-            if not isinstance(cause, TransportBroken):
-                raise cause
-        if causes:
-            logger.warning("%s", causes[0])
-            with contextlib.suppress(TransportBroken):  # it lives, and heard of it too
-                await self._of_sender(_within(sending, self._patience_s))
-            raise causes[0]
+        async with self._sending:
+            receivers = [num_processes(self._cfg)] * len(workers)
+            opening = asyncio.to_thread(sender.open, receivers)
+            deliveries, sent = await self._of_sender(opening)
+            each = map(one, workers, deliveries)
+            ended = await asyncio.gather(*each, return_exceptions=True)
+            if sent is not None:
+                with contextlib.suppress(TransportBroken):  # they say so themselves
+                    await self._of_sender(_within(sent, self._publish_s))
+        return ended
 
     async def _of_sender(self, answer: Awaitable[T]) -> T:
         """Errors: the sender's own; RankLost where it died."""

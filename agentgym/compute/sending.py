@@ -4,6 +4,7 @@ by collective broadcast.
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import hashlib
 import secrets
@@ -18,34 +19,38 @@ import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from agentgym.compute.actors import node_address
+from agentgym.compute.actors import SLACK_S, node_address
 from agentgym.models.tensorfiles import TensorFile
 from agentgym.models.transport import (
     Broadcast,
     TransportBroken,
-    digest_of,
     layout_of,
     require_arrived,
     serve,
+    weights_digest,
 )
 from agentgym.types import Delivery
 
 SENDING = "send"  # concurrency group of the rank's calls
-SLACK_S = 30.0  # on top of a call's own deadline
 
 
 @dataclass(frozen=True)
 class InObjectStore:
     """A `Delivery` that each node fetches once."""
 
-    references: list[Any]  # one; in a list, so that Ray does not replace it by what it names
+    reference: Any  # of a safetensors file
     digest: str
     version: int
 
     async def weights(self) -> dict[str, Tensor]:
-        arrived: dict[str, Tensor] = load_safetensors((await self.references[0]).tobytes())
-        require_arrived(digest_of(arrived), self.digest, self.version, node_address())
-        return arrived
+        stored = await self.reference
+        return await asyncio.to_thread(self._opened, stored)
+
+    def _opened(self, stored: np.ndarray[Any, Any]) -> dict[str, Tensor]:
+        arrived = hashlib.sha256(stored.data).hexdigest()
+        require_arrived(arrived, self.digest, self.version, node_address())
+        opened: dict[str, Tensor] = load_safetensors(stored.tobytes())
+        return opened
 
 
 def put(weights: dict[str, Tensor], version: int) -> InObjectStore:
@@ -54,14 +59,12 @@ def put(weights: dict[str, Tensor], version: int) -> InObjectStore:
 
     blob = b"".join(TensorFile.of(weights).pieces())
     reference = ray.put(np.frombuffer(blob, np.uint8))
-    return InObjectStore([reference], hashlib.sha256(blob).hexdigest(), version)
+    return InObjectStore(reference, hashlib.sha256(blob).hexdigest(), version)
 
 
 class Sender(Protocol):
     """Weights of one version, to be sent to some workers now, and to others later."""
 
-    @property
-    def version(self) -> int: ...
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
         """num_receivers: processes of each worker that take weights.
         Result: a delivery for each worker, and a reference to the sending, None where the sender
@@ -74,24 +77,16 @@ class Sender(Protocol):
 class ObjectStoreSender:
     delivery: InObjectStore
 
-    @property
-    def version(self) -> int:
-        return self.delivery.version
-
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
         return [self.delivery for _ in num_receivers], None
 
 
 @dataclass(frozen=True)
 class BroadcastSender:
-    """A group of its own for each sending: who died in one is not waited for in the next."""
+    """Makes a group for each sending, so that a worker lost in one does not disturb the next."""
 
     rank: Any  # actor of the learner's first, with an `Outbox`
     template: Broadcast
-
-    @property
-    def version(self) -> int:
-        return self.template.version
 
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
         import ray
@@ -121,9 +116,10 @@ class Outbox:
 
     def keep(self, weights: dict[str, Tensor], version: int, timeout_s: float) -> Broadcast:
         kept = {name: each.detach().to("cpu", copy=True) for name, each in weights.items()}
-        self._kept = version, kept
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        return Broadcast(digest_of(kept), version, layout_of(kept), backend, timeout_s)
+        described = Broadcast(weights_digest(kept), version, layout_of(kept), backend, timeout_s)
+        self._kept = version, kept  # only now: a worker may come for the ones before
+        return described
 
     def open(self, template: Broadcast, size: int) -> Broadcast:
         """With a place where so many processes meet, this one among them."""

@@ -1,8 +1,8 @@
 """Weights on their way from a learner to the engines that sample with them: inside one process, by
 file, through Ray's object store, or by collective broadcast.
 
-Whoever sends them computes a digest, and whoever receives them computes it again of what arrived,
-before anything is sampled with it.
+The sender computes a digest, and the receiver computes it again of what arrived, before it samples
+with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import fcntl
 import hashlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +40,7 @@ class TransportBroken(RuntimeError):
     """Weights did not get to all of a group: one of them died, hangs, or was too slow."""
 
 
-def digest_of(weights: Mapping[str, Tensor]) -> str:
+def weights_digest(weights: Mapping[str, Tensor]) -> str:
     """sha256 of the safetensors file that holds them."""
     found = hashlib.sha256()
     for piece in TensorFile.of(weights).pieces():
@@ -73,17 +74,21 @@ class InProcess:
 
     def __init__(self, weights: Mapping[str, Tensor], version: int) -> None:
         self._weights, self.version = weights, version
-        self.digest = digest_of(weights)
+        self.digest = weights_digest(weights)
 
     async def weights(self) -> dict[str, Tensor]:
-        copied = {name: each.detach().clone() for name, each in self._weights.items()}
-        require_arrived(digest_of(copied), self.digest, self.version, "the engine")
+        """In host memory."""
+        return await asyncio.to_thread(self._copied)
+
+    def _copied(self) -> dict[str, Tensor]:
+        copied = {name: each.detach().to("cpu", copy=True) for name, each in self._weights.items()}
+        require_arrived(weights_digest(copied), self.digest, self.version, "the engine")
         return copied
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """A `Delivery` by one collective operation to all receivers: of it, one process's place.
+    """A `Delivery` by collective operations; one process's part in them.
 
     Every value is plain, so that it can be sent as JSON.
     """
@@ -92,7 +97,7 @@ class Broadcast:
     version: int
     layout: dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype as safetensors has it, shape
     backend: str  # gloo or nccl
-    timeout_s: float  # of each exchange, and of the meeting
+    timeout_s: float  # of the meeting, and from its beginning on of all that follows
     rank: int = 0  # the sender's is 0, an engine's first process has this, the next this + 1
     size: int = 0
     host: str = ""  # where rank 0 opened a meeting place
@@ -111,53 +116,72 @@ class Broadcast:
         """Errors: EngineMismatch, TransportBroken."""
         device = torch.device("cuda" if self.backend == "nccl" else "cpu")
         received = await asyncio.to_thread(self.receive, device)
-        found = await asyncio.to_thread(digest_of, received)
+        found = await asyncio.to_thread(weights_digest, received)
         require_arrived(found, self.digest, self.version, socket.gethostname())
         return received
 
     def receive(self, device: torch.device) -> dict[str, Tensor]:
         """In host memory, whatever the device they come to. Errors: TransportBroken."""
         received: dict[str, Tensor] = {}
-        with self._group(None) as group:
+        with self._group(None) as broadcast:
             for name, (dtype, shape) in sorted(self.layout.items()):
                 arriving = torch.empty(shape, dtype=DTYPES[dtype], device=device)
-                group.broadcast(_bytes_of(arriving), 0).wait()
+                broadcast(arriving)
                 received[name] = arriving.cpu()
         return received
 
     def send(self, weights: Mapping[str, Tensor], device: torch.device, meeting: Any) -> None:
         """meeting: see `serve`; None where processes meet in a file. Errors: TransportBroken."""
-        with self._group(meeting) as group:
+        with self._group(meeting) as broadcast:
             for name in sorted(self.layout):
-                group.broadcast(_bytes_of(weights[name].to(device).contiguous()), 0).wait()
+                broadcast(weights[name].to(device).contiguous())
 
     def at(self, rank: int) -> Broadcast:
         """Another process's place."""
         return replace(self, rank=rank)
 
     @contextmanager
-    def _group(self, meeting: Any) -> Iterator[Any]:
-        """Apart from torch's default group, which this process may be in with others."""
-        limit = datetime.timedelta(seconds=self.timeout_s)
+    def _group(self, meeting: Any) -> Iterator[Callable[[Tensor], None]]:
+        """Apart from torch's default group, which this process may be in with others.
+        Result: sends, or fills, a tensor.
+        """
+        deadline = time.monotonic() + self.timeout_s
         place: Place = (self.host, self.port) if self.host else Path(self.path)
+
+        def ended(work: Any) -> None:
+            work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+        group = None
         try:
-            store = meeting or meet(place, self.size, limit)
-            if self.backend == "nccl":
-                kind: Any = dist.ProcessGroupNCCL
-                options = kind.Options()
-            else:
-                kind = dist.ProcessGroupGloo
-                options = kind._Options()
-                options._devices = [_gloo_device()]
-            options._timeout = limit
-            group = kind(store, self.rank, self.size, options)
-            yield group
-            group.barrier().wait()  # nobody leaves while another reads
+            group = self._joined(meeting or meet(place, self.size, self._limit))
+            yield lambda tensor: ended(group.broadcast(_bytes_of(tensor), 0))
+            ended(group.barrier())  # nobody leaves while another reads
         except (RuntimeError, OSError) as error:  # torch's own are subclasses
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise TransportBroken(
                 f"weights version {self.version}: broadcast to {self.size - 1} processes broke at"
-                f" rank {self.rank} ({socket.gethostname()}): {str(error).strip().splitlines()[0]}"
+                f" rank {self.rank} ({socket.gethostname()}): {reason}"
             ) from error
+        finally:
+            if group is not None and self.backend == "nccl":
+                group.abort()  # it holds memory of the GPU
+
+    def _joined(self, store: Any) -> Any:
+        if self.backend == "nccl":
+            kind: Any = dist.ProcessGroupNCCL
+            options = kind.Options()
+            # else torch ends the whole process when another is lost
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+        else:
+            kind = dist.ProcessGroupGloo
+            options = kind._Options()
+            options._devices = [_gloo_device()]
+        options._timeout = self._limit
+        return kind(store, self.rank, self.size, options)
+
+    @property
+    def _limit(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self.timeout_s)
 
 
 def layout_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:

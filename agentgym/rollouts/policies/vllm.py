@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -166,12 +167,14 @@ class VllmPolicy:
         )
 
         async def one(ids: list[int]) -> Tensor:
-            async with self._turn():
-                told = (await self._answer(ids, parameters)).prompt_logprobs
+            told = (await self._answer(ids, parameters)).prompt_logprobs
             found = [each[token].logprob for each, token in zip(told[1:], ids[1:], strict=True)]
             return torch.tensor(found, dtype=torch.float32)
 
-        return list(await asyncio.gather(*map(one, sequences)))
+        async with self._between_turns():  # equal weights score alike to the bit
+            if not self._awake:
+                raise RuntimeError("vLLM sleeps, so it scores nothing; wake it first")
+            return [await one(ids) for ids in sequences]
 
     async def publish(self, delivery: Delivery) -> None:
         """Every process of the engine first takes them and tells their digest; between turns all
@@ -182,7 +185,9 @@ class VllmPolicy:
         """
         require_newer(delivery.version, self.version)
         for arrived in await self._stage(delivery):
-            require_arrived(arrived, delivery.digest, delivery.version, "vLLM")
+            require_arrived(
+                arrived, delivery.digest, delivery.version, f"vLLM on {socket.gethostname()}"
+            )
         async with self._between_turns():
             await self.wake()
             await self._switch(delivery.digest, delivery.version)

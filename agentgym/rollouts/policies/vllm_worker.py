@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from agentgym.models.transport import Broadcast, TransportBroken, digest_of
+from agentgym.models.transport import Broadcast, TransportBroken, weights_digest
 
 HOST = torch.device("cpu")
 OWNER = "AGENTGYM_VLLM_OWNER"  # variable with the id of the process that samples with this engine
@@ -47,7 +47,7 @@ class WeightReceiver:
         return self._stage(weights), ""
 
     def _stage(self, weights: dict[str, torch.Tensor]) -> str:
-        self.staged = digest_of(weights), weights
+        self.staged = weights_digest(weights), weights
         return self.staged[0]
 
     def switch_weights(self, digest: str) -> list[str]:

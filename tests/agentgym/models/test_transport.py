@@ -21,11 +21,11 @@ from agentgym.models.transport import (
     Broadcast,
     InProcess,
     TransportBroken,
-    digest_of,
     interface_of,
     layout_of,
     require_newer,
     serve,
+    weights_digest,
     write_weights,
 )
 from agentgym.types import EngineMismatch
@@ -48,9 +48,9 @@ def same(ours, theirs):
 
 def test_the_digest_is_that_of_the_file(tmp_path):
     write_weights(tmp_path / "w.safetensors", WEIGHTS)
-    assert digest_of(WEIGHTS) == sha256((tmp_path / "w.safetensors").read_bytes())
+    assert weights_digest(WEIGHTS) == sha256((tmp_path / "w.safetensors").read_bytes())
     assert same(load_file(tmp_path / "w.safetensors"), WEIGHTS)
-    assert digest_of({**WEIGHTS, "norm": WEIGHTS["norm"] + 1e-6}) != digest_of(WEIGHTS)
+    assert weights_digest({**WEIGHTS, "norm": WEIGHTS["norm"] + 1e-6}) != weights_digest(WEIGHTS)
 
 
 def test_in_one_process_the_receiver_has_a_copy_of_what_was_there_when_it_was_sent():
@@ -58,7 +58,7 @@ def test_in_one_process_the_receiver_has_a_copy_of_what_was_there_when_it_was_se
     delivery = InProcess(learner, 3)
     taken = asyncio.run(delivery.weights())
     learner["norm"] += 1  # the next update
-    assert (delivery.version, delivery.digest) == (3, digest_of(taken))
+    assert (delivery.version, delivery.digest) == (3, weights_digest(taken))
     assert same(taken, WEIGHTS)
     with pytest.raises(EngineMismatch, match="weights version 3 arrived at the engine with sha256"):
         asyncio.run(delivery.weights())
@@ -134,7 +134,7 @@ def receivers(tmp_path, monkeypatch):
 
 def broadcast(path="", port=0, digest=None, timeout_s=60.0):
     return Broadcast(
-        digest or digest_of(WEIGHTS),
+        digest or weights_digest(WEIGHTS),
         7,
         layout_of(WEIGHTS),
         "gloo",

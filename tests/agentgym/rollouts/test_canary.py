@@ -49,5 +49,7 @@ def test_an_engine_that_scores_as_before_to_the_bit_has_not_heard_of_an_update(t
     ):
         canary.compare(moved, [noise], 4, before=before)
     assert canary.compare(moved, [noise + 0.001], 4, before=before).ours is moved
-    # what the learner changed by less than its own noise need not show
-    canary.compare(torch.tensor([0.0, 0.02]), [noise], 4, before=before)
+    # what the learner changed by less than its own noise need not show, until it adds up
+    seen = canary.compare(torch.tensor([0.0, 0.02]), [noise], 4, before=before)
+    with pytest.raises(EngineMismatch, match=r"by up to 0\.04 nats"):
+        canary.compare(torch.tensor([0.0, 0.04]), [noise], 5, before=seen)

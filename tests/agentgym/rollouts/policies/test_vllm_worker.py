@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentgym.models.transport import digest_of
+from agentgym.models.transport import weights_digest
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 
 
@@ -39,7 +39,7 @@ def published(tmp_path):
     def write(tensors):
         path = tmp_path / "published.safetensors"
         save_file(tensors, path)
-        return str(path), digest_of(tensors)
+        return str(path), weights_digest(tensors)
 
     return write
 
@@ -71,7 +71,7 @@ import subprocess, sys, time
 open("/proc/self/comm", "w").write(sys.argv[2])
 grandchild = subprocess.Popen([sys.executable, "-c", '''
 import sys, time
-from agentgym.models.transport import digest_of
+from agentgym.models.transport import weights_digest
 from agentgym.rollouts.policies.vllm_worker import end_with
 end_with(int(sys.argv[1]))
 print("watches", flush=True)

@@ -1,0 +1,123 @@
+"""What becomes of a worker that is lost while it takes weights."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from agentgym.compute.rollout_workers import RayEngine, WorkersLost
+from agentgym.config import RunConfig
+from agentgym.models.checkpoint import new_checkpoint
+from agentgym.models.transport import TransportBroken
+from agentgym.rollouts.loop import LoopThread
+from agentgym.types import EngineUsage
+
+ray = pytest.importorskip("ray")
+
+
+class Call:
+    """A remote method that answers, or raises, at once."""
+
+    def __init__(self, answer):
+        self._answer = answer
+
+    def remote(self, *arguments):
+        async def answered():
+            await asyncio.sleep(0)
+            return self._answer(*arguments)
+
+        return answered()
+
+
+class Actor:
+    """A rollout worker whose process is here. publish: what it does with a delivery."""
+
+    def __init__(self, publish):
+        self.start = Call(lambda plan: ("here", {}))
+        self.publish = Call(publish)
+        self.score = Call(lambda sequences: [torch.zeros(len(each) - 1) for each in sequences])
+        self.usage = Call(lambda: EngineUsage(prompt_tokens=3))
+        self.close = Call(lambda: None)
+
+
+class Learner:
+    """Sends nothing, and scores what the actors score."""
+
+    def __init__(self):
+        self.sendings = []
+
+    def score(self, batch):
+        return torch.zeros(len(batch.input_ids))
+
+    def export(self, version, transport, timeout_s):
+        return self
+
+    def open(self, num_receivers):
+        self.sendings.append(len(num_receivers))
+        return [SimpleNamespace(version=7) for _ in num_receivers], None
+
+
+@pytest.fixture
+def engine_of(make_model, tokenizer):
+    """engine_of(publish, ...) -> a started engine whose workers' publish these are, in order."""
+    loop, engines = LoopThread(), []
+
+    def start(*publishes, num_workers=1):
+        cfg = RunConfig(ray={"max_lost_workers": 2}, rollout={"publish_timeout_s": 2.0})
+        waiting = list(publishes)
+        spawn = lambda index: Actor(waiting.pop(0))  # noqa: E731
+        plan = SimpleNamespace(cfg=cfg, version=0)
+        checkpoint = new_checkpoint(make_model(), tokenizer)
+        engines.append(RayEngine(plan, checkpoint, spawn, num_workers, loop))
+        engines[-1].start()
+        return engines[-1]
+
+    yield start
+    for each in engines:
+        each.close()
+    loop.close()
+
+
+def taken(delivery):
+    return None
+
+
+def died(delivery):
+    raise ray.exceptions.ActorDiedError
+
+
+def broken(delivery):
+    raise ray.exceptions.RayTaskError("publish", "", TransportBroken("on the way"))
+
+
+@pytest.mark.timeout(60)
+def test_workers_that_die_while_they_take_weights_are_counted_and_replaced(engine_of):
+    engine = engine_of(died, died, taken)
+    assert engine.publish(Learner(), 7) == 0.0
+    assert [worker.version for worker in engine.workers] == [7]
+
+
+@pytest.mark.timeout(60)
+def test_no_more_of_them_than_may_be_replaced(engine_of):
+    engine = engine_of(died, died, died, died)
+    with pytest.raises(WorkersLost, match="3 rollout workers were lost"):
+        engine.publish(Learner(), 7)
+
+
+@pytest.mark.timeout(60)
+def test_weights_that_did_not_get_to_all_are_sent_to_each_alone(engine_of):
+    answers = [broken, taken]
+    learner = Learner()
+    engine = engine_of(lambda delivery: answers.pop(0)(delivery), taken, num_workers=2)
+    engine.publish(learner, 7)
+    assert learner.sendings == [2, 1]
+    assert [worker.version for worker in engine.workers] == [7, 7]
+    assert engine.usage().prompt_tokens == 6
+
+
+@pytest.mark.timeout(60)
+def test_weights_that_do_not_arrive_alone_either_end_it(engine_of):
+    engine = engine_of(broken)
+    with pytest.raises(TransportBroken, match="on the way"):
+        engine.publish(Learner(), 7)
