@@ -58,6 +58,7 @@ TIMED = ("commit", "resume", "copy")
 STEP, KEY = "stage-1", "c" * 64
 SAMPLE_S = 0.002
 COPY_BYTES = 16 << 20
+SETTLED_BYTES = 4 << 30
 SPARED_BYTES = 1 << 30  # of free memory that is left untouched
 TOUCHED = 8  # times a model's weights: two copies of them and of the optimizer, and room
 LIMIT_S = 1800.0
@@ -318,12 +319,16 @@ def anonymous_kib() -> int:
 
 
 def settle(weights: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
-    """See above; entered by all ranks. weights: the blobs of a model's."""
+    """See above; entered by all ranks. weights: the blobs of a model's. A small one's times mean
+    nothing anyway, and others may be at work on the machine.
+    """
+    most = TOUCHED * sum(blob["size"] for blob in weights.values())
+    if most < SETTLED_BYTES:
+        return
     if rank == 0:
         os.sync()
         with contextlib.suppress(OSError):
             Path("/proc/sys/vm/drop_caches").write_text("3\n")
-        most = TOUCHED * sum(blob["size"] for blob in weights.values())
         command = [sys.executable, "-c", TOUCH, str(most)]
         subprocess.run(command, check=True, timeout=LIMIT_S)
     if size > 1:
