@@ -26,6 +26,8 @@ def node_address() -> str:
 def end(actors: Sequence[Any]) -> None:
     import ray
 
+    if not ray.is_initialized():  # to end an actor Ray would start a cluster
+        return
     for actor in actors:
         with contextlib.suppress(Exception):  # it is gone already, or goes with the cluster
             ray.kill(actor, no_restart=True)
