@@ -93,7 +93,7 @@ def assert_whole():
             assert [(t.item.item_id, t.sample) for t in episodes[: len(admitted)]] == admitted
             step, stale = commit.state["global_step"], cfg.rollout.max_staleness
             (point,) = decode_points(store.read(commit, METRICS))
-            assert_measured(point.metrics)
+            assert_measured(point.metrics, cfg.rollout.engine)
             assert {turn.version for t in episodes for turn in t.turns} <= set(
                 range(max(0, step - 1 - stale), step)
             )
@@ -104,7 +104,7 @@ def assert_whole():
     return check
 
 
-def assert_measured(metrics):
+def assert_measured(metrics, engine):
     """What the workers' engines did and where the step's time went, also of a step that lost a
     worker.
     """
@@ -114,7 +114,9 @@ def assert_measured(metrics):
     assert sum(times) == pytest.approx(metrics["time/step_s"])
     assert metrics["perf/generated_tokens_per_s"] > 0
     assert metrics["perf/prompt_tokens_per_s"] > 0
-    assert 0 < metrics["perf/prefix_cache_hit_frac"] < 1
+    hits = metrics["perf/prefix_cache_hit_frac"]
+    assert 0 <= hits < 1
+    assert hits > 0 or engine == "vllm"  # whose blocks are longer than these prompts
     assert 0 < metrics["perf/engine_idle_frac"] < 1
     assert 0 <= metrics["perf/queue_depth_mean"] <= metrics["perf/queue_depth_max"]
 
