@@ -120,11 +120,11 @@ class TorchPolicy:
 
     async def publish(self, delivery: Delivery) -> None:
         """As `Policy.publish`; every cached key and value is forgotten."""
-        require_newer(delivery.version, self.version)
         weights = await delivery.weights()
         self._num_publishing += 1
         try:
             await self._idle()
+            require_newer(delivery.version, self.version)  # only now: others may have come first
             load_weights(self._model, weights)
             self._forget()
             self.version = delivery.version

@@ -183,12 +183,12 @@ class VllmPolicy:
         Errors: as `Policy.publish`; TransportBroken. RuntimeError where it fails half way: it then
         generates nothing any more.
         """
-        require_newer(delivery.version, self.version)
         for arrived in await self._stage(delivery):
             require_arrived(
                 arrived, delivery.digest, delivery.version, f"vLLM on {socket.gethostname()}"
             )
         async with self._between_turns():
+            require_newer(delivery.version, self.version)  # only now: others may have come first
             await self.wake()
             await self._switch(delivery.digest, delivery.version)
 

@@ -323,6 +323,27 @@ def test_an_older_version_is_refused(make_policy, make_model):
     asyncio.run(main())
 
 
+def test_weights_that_arrive_after_newer_ones_are_refused(make_policy, make_model):
+    class Late(InProcess):
+        async def weights(self):
+            await newer
+            return await super().weights()
+
+    async def main():
+        nonlocal newer
+        policy, weights = make_policy(), weights_of(make_model(1))
+        newer = asyncio.create_task(policy.publish(InProcess(weights, 5)))
+        with pytest.raises(ValueError, match="engine holds 5, got 4"):
+            await policy.publish(Late(weights_of(make_model(2)), 4))
+        assert policy.version == 5
+        assert all(
+            torch.equal(each, weights[name]) for name, each in weights_of(policy._model).items()
+        )
+
+    newer = None
+    asyncio.run(main())
+
+
 def test_weights_that_do_not_fit_leave_the_engine_as_it_was(make_policy, make_model):
     async def main():
         policy, other = make_policy(), weights_of(make_model(1))
