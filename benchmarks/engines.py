@@ -11,19 +11,18 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine  # of this folder
+from gpu import DRY, made  # of this folder
+from pipeline import ROOT, in_a_process, machine
 from rollouts import TURNS, Latency, endless, episodes, renderer, serving
 
 from agentgym.config import RunConfig, load_config
-from agentgym.models.checkpoint import new_checkpoint
-from agentgym.models.model import new_model
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.policies.engines import open_policy
@@ -57,23 +56,18 @@ def main() -> int:
         for engine in ENGINES:
             if f"{engine} {seed}" in result["learned"]:
                 continue
-            result["learned"][f"{engine} {seed}"] = in_a_process(engine, seed)
+            learned = in_a_process([__file__, "--child", engine, str(seed)], timeout_s=7200)
+            if learned is None:
+                return 1
+            result["learned"][f"{engine} {seed}"] = learned
             RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-            print(engine, seed, json.dumps(result["learned"][f"{engine} {seed}"]), flush=True)
+            print(engine, seed, json.dumps(learned), flush=True)
     if "throughput" not in result:
         result["throughput"] = throughput()
     result["verdict"] = verdict(result["learned"], chosen.seeds)
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({name: result[name] for name in ("throughput", "verdict")}, indent=1))
     return 0 if result["verdict"]["ok"] else 1
-
-
-def in_a_process(engine: str, seed: int) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "result.json"
-        command = [sys.executable, __file__, "--child", engine, str(seed), str(told)]
-        subprocess.run(command, cwd=ROOT, timeout=7200, check=True)
-        return json.loads(told.read_text())
 
 
 def learn(engine: str, seed: int) -> dict[str, Any]:
@@ -132,17 +126,10 @@ def throughput() -> dict[str, Any]:
 
 
 async def tokens_per_s(engine: str, endpoint: str) -> float:
-    tokenizer = renderer()._tokenizer
-    default = load_config(ROOT / "params.yaml")
-    model = new_model(
-        default.model,
-        vocab_size=len(tokenizer),
-        eos_id=tokenizer.eos_token_id,
-        pad_id=tokenizer.pad_token_id,
-        seed=0,
-    )
+    model = load_config(ROOT / "params.yaml").model
+    size = replace(DRY, model=model, vocab_size=len(renderer()._tokenizer))
     cfg = RunConfig(rollout={"engine": engine}, model={"context_tokens": 2048})
-    policy = open_policy(cfg, new_checkpoint(model, tokenizer), num_slots=CONCURRENCY, version=0)
+    policy = open_policy(cfg, made(size), num_slots=CONCURRENCY, version=0)
     try:
         await episodes(endpoint, CONCURRENCY, policy, concurrency=CONCURRENCY)
         began = time.perf_counter()

@@ -13,7 +13,6 @@ import gc
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pipeline import ROOT, machine  # of this folder
+from pipeline import ROOT, in_a_process, machine  # of this folder
 from rollouts import TURNS, Latency, endless, episodes, renderer, serving
 
 from agentgym.config import ModelConfig, RunConfig, load_config
@@ -123,21 +122,13 @@ def main() -> int:
         return 0
     failed = False
     for name in names:  # each in a process of its own: what it held of the GPU is free again
-        result = in_a_process(name, dry_run=chosen.dry_run)
+        dry = ["--dry-run"] * chosen.dry_run
+        result = in_a_process([__file__, name, *dry, "--child"], timeout_s=1800)
         failed |= result is None
         print(f"{name}: {json.dumps(result, indent=1)}", flush=True)
         if result is not None and not chosen.dry_run:
             keep(name, result)
     return int(failed)
-
-
-def in_a_process(name: str, *, dry_run: bool) -> Any:
-    """Result: None where it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "result.json"
-        command = [sys.executable, __file__, name, "--child", str(told)]
-        done = subprocess.run(command + ["--dry-run"] * dry_run, cwd=ROOT, timeout=1800)
-        return json.loads(told.read_text()) if done.returncode == 0 else None
 
 
 def table(results: dict[str, Any]) -> str:

@@ -98,6 +98,16 @@ def _cpu_of_children() -> float:
     return times.children_user + times.children_system
 
 
+def in_a_process(arguments: list[str], *, timeout_s: float) -> Any:
+    """What a Python program writes as JSON to the path that it gets as its last argument.
+    None where it failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "result.json"
+        done = subprocess.run([sys.executable, *arguments, str(told)], cwd=ROOT, timeout=timeout_s)
+        return json.loads(told.read_text()) if done.returncode == 0 else None
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
     models = {

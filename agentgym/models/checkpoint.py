@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,6 @@ from agentgym.models.model import (
     CHAT,
     TokenizerFiles,
     listed,
-    load_weights,
     tokenizer_files,
     tokenizer_from_files,
     weights_of,
@@ -65,7 +64,8 @@ class Checkpoint:
         """
         if not isinstance(self.weights, StoredTensors):
             return self.weights
-        model = self._unfilled(self.dtype)
+        model = empty_model(self.architecture, self.dtype)
+        materialize(model, torch.device("cpu"))
         tensors = weights_of(model)
         self.weights.require_fit(tensors)
         self.weights.fill(tensors)
@@ -79,20 +79,6 @@ class Checkpoint:
             return self.weights.dtype
         weight: torch.Tensor = next(self.weights.parameters())
         return weight.dtype
-
-    def holding(self, weights: dict[str, torch.Tensor]) -> Checkpoint:
-        """The same policy with other weights, in this process.
-        Errors: ValueError where they do not fit.
-        """
-        model = self._unfilled(next(iter(weights.values())).dtype)
-        load_weights(model, weights)
-        return replace(self, weights=model)
-
-    def _unfilled(self, dtype: torch.dtype) -> PreTrainedModel:
-        """With any values in its parameters."""
-        model = empty_model(self.architecture, dtype)
-        materialize(model, torch.device("cpu"))
-        return model
 
     def files(self) -> dict[str, bytes]:
         """What a commit holds beside the weights."""

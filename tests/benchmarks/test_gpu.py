@@ -1,6 +1,6 @@
 """What is said of a GPU is what was measured on one, or that nothing was."""
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -12,17 +12,10 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results/gpu.json"
 
 
-@pytest.fixture(scope="module")
-def gpu():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        spec = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks/gpu.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["gpu"] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
-    return module
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("gpu")
 
 
 def test_the_documents_hold_the_figures_of_the_result_file_or_say_not_run(gpu):

@@ -1,7 +1,6 @@
 """Models and tokenizers: reproducible, portable, and refused where they do not fit."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from agentgym.config import ChatConfig, ModelConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.attention import RAGGED, PackedSequences
 from agentgym.models.checkpoint import (
-    WEIGHTS,
     load_checkpoint,
     new_checkpoint,
     save_pretrained,
@@ -80,15 +78,6 @@ def test_weights_survive_the_way_through_a_store(tokenizer, stored):
     assert torch.equal(logits_of(again, [5, 6, 7]), logits_of(model, [5, 6, 7]))
     assert again.get_output_embeddings().weight is again.get_input_embeddings().weight  # still tied
     assert again.config._attn_implementation == RAGGED
-
-
-def test_a_checkpoint_may_hold_other_weights_when_its_own_are_gone(tokenizer, stored):
-    made, weights = new_checkpoint(small(7), tokenizer), stored(small(7))
-    checkpoint = stored_checkpoint(made.architecture, made.tokenizer_json, weights)
-    folder = next((Path(weights.place.root) / "steps").iterdir())
-    (folder / "blobs" / weights.manifest.blobs[WEIGHTS].digest).unlink()  # as where it was pruned
-    other = checkpoint.holding(weights_of(small(8)))
-    assert weights_blob(other.model) == weights_blob(small(8))
 
 
 def test_weights_that_do_not_fit_are_named_and_change_nothing():

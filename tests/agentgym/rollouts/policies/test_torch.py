@@ -43,6 +43,16 @@ def make_policy(make_model, tokenizer):
     return make
 
 
+class Arrived:
+    """A `Delivery` whose weights are there at once."""
+
+    def __init__(self, model, version):
+        self._model, self.version, self.digest = model, version, ""
+
+    async def weights(self):
+        return weights_of(self._model)
+
+
 @torch.no_grad()
 def greedy_alone(twin, prompt, count, stop_id):
     """Greedy tokens and log-probabilities of Hugging Face, the whole row again for each token."""
@@ -237,8 +247,10 @@ def test_publish_lets_running_actions_end_and_later_ones_see_the_new_weights_alo
         ]
         while not policy._active:
             await asyncio.sleep(0)
-        publishing = asyncio.create_task(policy.publish(InProcess(weights_of(make_model(1)), 4)))
-        await asyncio.sleep(0)
+        publishing = asyncio.create_task(policy.publish(Arrived(make_model(1), 4)))
+        while not policy._num_publishing:
+            await asyncio.sleep(0)
+        assert policy._active
         later = asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(2), 0.0, 5)))
         for completion in await asyncio.gather(*running):
             assert (completion.ids, completion.version) == (before.ids, 0)
