@@ -93,6 +93,9 @@ honest: install  ## twenty-three honest runs of every kind, each of which its au
 coverage: install  ## how often intervals over seeds hold the truth; minutes, writes docs/results/coverage.json
 	@$(BIN)/python benchmarks/coverage.py $(ARGS)
 
+engines: vllm  ## the default task learned through vLLM and through the built-in engine, and how fast both sample; half an hour, writes docs/results/engines.json
+	@$(VLLM_ENV)/bin/python benchmarks/engines.py $(ARGS)
+
 drift: install  ## ten runs of the default recipe and of the former one, judged at every fifth optimizer step; writes docs/results/drift.json
 	@$(BIN)/python benchmarks/drift.py $(ARGS)
 

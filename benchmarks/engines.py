@@ -2,7 +2,7 @@
 
 With the same seeds, to the end of the last stage and its evaluation; and how many tokens a second
 each engine samples for whole episodes, in turns. Run it with the Python of an environment that has
-vLLM. Writes docs/results/engines.json; `--continue` runs what that lacks.
+vLLM (`make engines`). Writes docs/results/engines.json; `--continue` runs what that lacks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,51 @@
-"""What several files of tests learn from."""
+"""What several files of tests learn from, and the processes that learn together."""
+
+import multiprocessing
+import pickle
+import sys
 
 import pytest
 import torch
 
 from agentgym.algorithms.batch import Batch
+
+LIMIT_S = 240.0
+
+
+def run(program, *arguments):
+    sys.argv = ["-c", *arguments]
+    exec(program, {"__name__": "__main__"})
+
+
+@pytest.fixture(scope="session")
+def together():
+    """together(program, folder, size) -> what rank 0 of so many processes wrote to folder/told;
+    each runs the program's text with the folder, its rank and the size.
+
+    They begin with what takes seconds to import.
+    """
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(
+        ["agentgym.learner.learner", "agentgym.learner.sharded", "transformers.models.qwen2"]
+    )
+
+    def start(program, folder, size):
+        ranks = [
+            processes.Process(target=run, args=(program, str(folder), str(rank), str(size)))
+            for rank in range(size)
+        ]
+        try:
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(LIMIT_S)
+            assert [rank.exitcode for rank in ranks] == [0] * size
+        finally:
+            for rank in ranks:
+                rank.kill()
+        return pickle.loads((folder / "told").read_bytes())
+
+    return start
 
 
 @pytest.fixture(scope="session")

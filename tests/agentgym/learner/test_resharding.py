@@ -1,8 +1,6 @@
 """What two processes stored goes on in one, three and four as it would have in two."""
 
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -58,21 +56,16 @@ dist.destroy_process_group()
 """
 
 
-def together(folder, size, plan, batch, steps):
-    """What so many processes tell of these optimizer steps."""
-    folder.mkdir()
-    asked = (plan, batch, CONFIG, steps)
-    (folder / "asked").write_bytes(pickle.dumps(asked))
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(rank), str(size)])
-        for rank in range(size)
-    ]
-    try:
-        assert [rank.wait(240) for rank in ranks] == [0] * size
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return pickle.loads((folder / "told").read_bytes())
+@pytest.fixture(scope="module")
+def told(together):
+    """told(folder, size, plan, batch, steps) -> what so many processes tell of these steps."""
+
+    def tell(folder, size, plan, batch, steps):
+        folder.mkdir()
+        (folder / "asked").write_bytes(pickle.dumps((plan, batch, CONFIG, steps)))
+        return together(RANK, folder, size)
+
+    return tell
 
 
 def tensors(plan, blobs):
@@ -83,7 +76,7 @@ def tensors(plan, blobs):
 
 
 @pytest.fixture(scope="module")
-def two(make_model, stored, batch_of, tmp_path_factory):
+def two(told, make_model, stored, batch_of, tmp_path_factory):
     """(plan, batch, what two processes told of five steps, where to work)"""
     batch = batch_of([7, 12, 5, 9, 3, 8], 60)
     model, folder = make_model(), tmp_path_factory.mktemp("two")
@@ -91,14 +84,14 @@ def two(make_model, stored, batch_of, tmp_path_factory):
     plan = LearnerPlan(
         model.config.to_json_string(), stored(model), optimizer, 10, has_critic=True, critic_lr=LR
     )
-    return plan, batch, together(folder / "2", 2, plan, batch, [1, 2, 3, 4, 5]), folder
+    return plan, batch, told(folder / "2", 2, plan, batch, [1, 2, 3, 4, 5]), folder
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_a_commit_of_two_ranks_goes_on_at_another_number_of_them(two, size):
-    plan, batch, told, folder = two
-    manifest = plan.weights.manifest.model_copy(update={"blobs": told["kept"]})
-    assert len(told["kept"]) == 2 * len(KINDS)
+def test_a_commit_of_two_ranks_goes_on_at_another_number_of_them(two, told, size):
+    plan, batch, before, folder = two
+    manifest = plan.weights.manifest.model_copy(update={"blobs": before["kept"]})
+    assert len(before["kept"]) == 2 * len(KINDS)
     held = {kind: StoredTensors.of(plan.weights.store, manifest, kind) for kind in KINDS}
     resumed = LearnerPlan(
         plan.architecture,
@@ -110,20 +103,20 @@ def test_a_commit_of_two_ranks_goes_on_at_another_number_of_them(two, size):
         critic_lr=LR,
         optimizer_states={kind: held[kind] for kind in (OPTIMIZER, CRITIC_OPTIMIZER)},
     )
-    again = together(folder / str(size), size, resumed, batch, [3, 4, 5])
+    again = told(folder / str(size), size, resumed, batch, [3, 4, 5])
     # to the bit before anything is learned; a file of each kind from each process
     assert len(again["begun"]) == size * len(KINDS)
-    kept, begun = tensors(plan, told["kept"]), tensors(plan, again["begun"])
+    kept, begun = tensors(plan, before["kept"]), tensors(plan, again["begun"])
     for kind in KINDS:
         assert kept[kind].keys() == begun[kind].keys()
         for name, tensor in kept[kind].items():
             assert torch.equal(tensor, begun[kind][name]), name
-    ours, theirs = tensors(plan, again["ended"]), tensors(plan, told["ended"])
+    ours, theirs = tensors(plan, again["ended"]), tensors(plan, before["ended"])
     moved = 0.0
     for kind in KINDS:
         for name, tensor in theirs[kind].items():
             assert torch.allclose(ours[kind][name], tensor, atol=1e-6, rtol=1e-6), name
             moved = max(moved, float((tensor - kept[kind][name]).abs().max()))
     assert moved > LR
-    for after, before in zip(again["metrics"], told["metrics"][2:], strict=True):
-        assert after == pytest.approx(before, rel=1e-4, abs=1e-6)
+    for ours, theirs in zip(again["metrics"], before["metrics"][2:], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)

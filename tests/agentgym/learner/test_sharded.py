@@ -4,8 +4,6 @@ what it wrote.
 
 import json
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from typing import get_args
 
@@ -125,7 +123,7 @@ OTHERS = {
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def alone_and_together(request, make_model, stored, batch_of, tmp_path_factory):
+def alone_and_together(request, make_model, stored, batch_of, together, tmp_path_factory):
     """What one process and what several say about the same plans and batches."""
     model, folder = make_model(), tmp_path_factory.mktemp("ranks")
     optimizer = OptimizerConfig(lr=LR, warmup_steps=0)
@@ -157,16 +155,7 @@ def alone_and_together(request, make_model, stored, batch_of, tmp_path_factory):
     alone = scope["all_of"](plans, batches, CONFIG, OTHERS, lambda plan: plan.build())
     (folder / "asked").write_bytes(pickle.dumps((plans, batches, CONFIG, OTHERS)))
     (folder / "learn").write_bytes(pickle.dumps(LEARN))
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(rank), str(request.param)])
-        for rank in range(request.param)
-    ]
-    try:
-        assert [rank.wait(240) for rank in ranks] == [0] * request.param
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return new, batches, alone, pickle.loads((folder / "told").read_bytes())
+    return new, batches, alone, together(RANK, folder, request.param)
 
 
 @pytest.mark.parametrize("part", ["first", "second", "resumed", "one sequence", "pairs", *OTHERS])
