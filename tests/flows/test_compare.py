@@ -45,11 +45,12 @@ def steps_in(manifests):
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory, make_clone):
+def compared(tmp_path_factory, make_clone, made_databases):
     """A clone in which a comparison ran whose last cell cannot work.
     Two cells at a time, all of one seed: they share their start.
     """
     project = make_clone(tmp_path_factory.mktemp("compared"))
+    made_databases(project)
     (project.folder / "comparisons/small.yaml").write_text(
         yaml.safe_dump({**SMALL, "cells": [BROKEN]}, sort_keys=False)
     )

@@ -159,7 +159,7 @@ def make(project, target, *words):
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory, finished):
+def deployed(tmp_path_factory, finished, made_databases):
     """`make up` in a copy of a finished project: a few steps of another seed are quick, and its
     data is pulled.
     """
@@ -168,6 +168,7 @@ def deployed(tmp_path_factory, finished):
         finished.folder, project.folder, symlinks=True, ignore=shutil.ignore_patterns(".venv")
     )
     shutil.rmtree(project.folder / ".agentgym/prefect")
+    made_databases(project)
     (project.folder / ".venv").symlink_to(sys.prefix)
     for name in ("PREFECT_PORT", "MLFLOW_PORT"):
         project.environment.pop(name, None)

@@ -162,8 +162,9 @@ def test_the_run_passes_its_audit_from_the_command_line(finished, typed):
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(
-    fresh, number, typed
+    fresh, made_databases, number, typed
 ):
+    made_databases(fresh)
     short = (
         *("horizon.kind=fixed", "horizon.max_turns=[4]", "horizon.stage_steps=[2]"),
         *("evaluation.num_items=2", "evaluation.num_samples=1", "evaluation.k=[1]"),
