@@ -126,9 +126,10 @@ def throughput() -> dict[str, Any]:
 
 
 async def tokens_per_s(engine: str, endpoint: str) -> float:
-    model = load_config(ROOT / "params.yaml").model
+    longer = {"context_tokens": 2048}
+    model = load_config(ROOT / "params.yaml").model.model_copy(update=longer)
     size = replace(DRY, model=model, vocab_size=len(renderer()._tokenizer))
-    cfg = RunConfig(rollout={"engine": engine}, model={"context_tokens": 2048})
+    cfg = RunConfig(rollout={"engine": engine}, model=longer)
     policy = open_policy(cfg, made(size), num_slots=CONCURRENCY, version=0)
     try:
         await episodes(endpoint, CONCURRENCY, policy, concurrency=CONCURRENCY)

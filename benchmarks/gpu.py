@@ -335,6 +335,8 @@ def case_staged(size: Size) -> dict[str, Any]:
     from agentgym.audit import audit
     from agentgym.pipeline.run import run_step
     from agentgym.pipeline.table import finished, open_store
+    from agentgym.steps.context import METRICS
+    from agentgym.tracking.points import decode_points
 
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*size.staged, f"store.path={folder}/store"]
@@ -345,14 +347,20 @@ def case_staged(size: Size) -> dict[str, Any]:
             began = time.perf_counter()
             run_step(name, cfg)
             took[name] = round(time.perf_counter() - began, 1)
-        report = audit(cfg, num_episodes=16)
+        if not (report := audit(cfg, num_episodes=16)).ok:
+            raise RuntimeError(f"the audit fails: {report.to_json()}")
         store = open_store(cfg)
-        done = finished(cfg, store)["evaluate-stage-3"]
-        metrics = json.loads(store.read(done, "metrics.json"))
+        steps = finished(cfg, store)
+        last = decode_points(store.read(steps["stage-3"], METRICS))[-1].metrics
+    success = steps["evaluate-stage-3"].results["summary"]
     return {
+        "minutes": round(sum(took.values()) / 60, 1),
+        "greedy_percent": round(100 * success["greedy"]["mean"], 1),
         "seconds": took,
-        "metrics": metrics,
-        "audit": {check.name: check.ok for check in report.checks},
+        "success": success,
+        "last_step": {
+            name: value for name, value in last.items() if name.startswith(("time/", "perf/"))
+        },
     }
 
 

@@ -219,6 +219,14 @@ def faults():
     return [str(len(hits)), str(len({trial["kind"] for trial in hits})), str(len(hits) - len(bad))]
 
 
+def engines():
+    """Success of each seed through vLLM and through the built-in engine; tokens per second."""
+    found = result("engines")
+    assert found["verdict"]["ok"]
+    ended = [*found["verdict"]["vllm"], *found["verdict"]["torch"]]
+    return ["three", *map(str, ended), str(found["throughput"]["vllm_over_torch"])]
+
+
 def runs(key):
     return [run[key] for run in result("pipeline")["runs"]]
 
@@ -270,6 +278,11 @@ BOUND = [
         r"from (\d+) % sampled success, `gspo` ends at ([\d.]+)\sand `cispo` at ([\d.]+) % beside"
         r" ([\d.]+) % of `grpo` \((\d) seeds,",
         losses(),
+    ),
+    (
+        r"(three) seeds of the default task end at ([\d.]+), ([\d.]+) and\s([\d.]+) % sampled"
+        r" success, beside ([\d.]+), ([\d.]+) and ([\d.]+) % [^%]*?vLLM samples\s([\d.]+) times",
+        engines(),
     ),
     (r"of (\d+) faults\sof (\d+) kinds (\d+) left a run that passes every check\.", faults()),
 ]

@@ -22,7 +22,7 @@ def test_the_documents_hold_the_figures_of_the_result_file_or_say_not_run(gpu):
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     assert gpu.table(results) in (ROOT / "docs/operations.md").read_text()
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert ("[on a GPU](docs/operations.md#on-a-gpu): not run" in readme) == (not results)
+    assert ("[On a GPU](docs/operations.md#on-a-gpu): not run" in readme) == (not results)
 
 
 def test_a_case_that_ran_shows_its_figures_and_the_others_that_they_did_not(gpu):
