@@ -13,7 +13,7 @@ import numpy as np
 
 from agentgym.audit.report import Checks
 from agentgym.config import RunConfig, max_refills
-from agentgym.data.items import Splits, train_stream
+from agentgym.data.items import ItemStream, Splits, train_stream
 from agentgym.models.checkpoint import Checkpoint, load_checkpoint
 from agentgym.pipeline.table import key_of, semantic_of, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
@@ -153,6 +153,7 @@ def check_lineage(
             "consumed": items,
             "max_turns": max_turns(cfg.horizon, step, horizon),
             "horizon": json.loads(json.dumps(asdict(advance(cfg.horizon, horizon, success)))),
+            "ahead": expected_ahead(cfg, commit, stream, stage.last_step - step),
         }
         for name, value in expected.items():
             checks.expect(where, name, value, commit.state.get(name))
@@ -164,6 +165,28 @@ def check_lineage(
         checks.expect(
             record.name, "first step, after its parent's last", start + 1, stage.first_step
         )
+
+
+def expected_ahead(
+    cfg: RunConfig, commit: Manifest, stream: ItemStream, num_left: int
+) -> list[dict[str, Any]] | None:
+    """Rollouts begun for the `num_left` optimizer steps that follow a commit: of the items that
+    come next, sampled by no older weights than may be, and for no later steps.
+
+    stream: as the commit leaves it; it moves on. None where none may be ahead.
+    """
+    most, step = cfg.rollout.max_staleness, int(commit.state["global_step"])
+    if not most:
+        return None
+    begun = commit.state["ahead"][: min(most + 1, num_left)]
+    return [
+        {
+            "global_step": later,
+            "items": [item.item_id for item in stream.next(len(each["items"]))],
+            "versions": [v for v in each["versions"] if later - 1 - most <= v <= step],
+        }
+        for later, each in enumerate(begun, step + 1)
+    ]
 
 
 def _check_offline_stage(

@@ -130,8 +130,8 @@ class RunConfig(Section):
             )
         if self.deterministic and self.rollout.max_staleness:
             raise ValueError(
-                "rollout.max_staleness 1 overlaps rollouts with the update, which no run repeats;"
-                " use 0 with deterministic"
+                f"rollout.max_staleness {self.rollout.max_staleness} overlaps rollouts with the"
+                " update, which no run repeats; use 0 with deterministic"
             )
         return self
 

@@ -188,8 +188,10 @@ class RolloutConfig(Section):
     max_env_error_frac: float = setting(
         0.1, "share of failed episodes above which the run stops", ge=0, le=1
     )
-    max_staleness: int = setting(
-        0, "updates the sampling weights may lag; 1: rollouts overlap the update", ge=0, le=1
+    max_staleness: NonNegativeInt = setting(
+        0,
+        "updates that the weights which sampled a turn may be behind those that learn from it; from"
+        " 1 on, rollouts of so many later optimizer steps go on beside the update",
     )
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import Batch, overlong_penalty, to_batch, why_not
@@ -40,6 +40,7 @@ from agentgym.rollouts.policies.engines import tolerance_of
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
+from agentgym.training.ahead import Ahead
 from agentgym.training.learned import with_reasons
 from agentgym.training.speed import StepClock, rollout_speed
 from agentgym.types import EngineUsage, Item, Trajectory
@@ -57,9 +58,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     checkpoint = load_checkpoint(ctx.store, start)
     algorithm = with_limit(cfg, checkpoint)
-    step, horizon = int(start.state["global_step"]), horizon_state(start)
+    step, skipped = int(start.state["global_step"]), 0
     stream = train_stream(cfg, splits, start.state)
-    skipped = 0
     ctx.progress.start(
         f"stage {stage.index} · max_turns {stage.max_turns}", stage.last_step - stage.first_step + 1
     )
@@ -67,12 +67,15 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
 
     with (
         ctx.environment(False) as endpoints,
-        ThreadPoolExecutor(1) as ahead,
+        Ahead[Rollouts](cfg.rollout.max_staleness) as ahead,
         open_compute(
             cfg, plan_learner(ctx, start, checkpoint), checkpoint, endpoints, version=step
         ) as (learner, engine),
     ):
-        pending: Future[Rollouts] | None = None
+        ahead.begin(
+            (Rollouts(later) for later in range(step + 1, stage.last_step + 1)),
+            generation(cfg, engine, stream, horizon_state(start)),
+        )
         clock = StepClock()
         while step < stage.last_step:
             step += 1
@@ -80,15 +83,11 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             cpu_began, usage = time.process_time(), engine.usage()
 
             # generate
-            turns = max_turns(cfg.horizon, step, horizon)
-            rollouts = pending.result() if pending else generate(cfg, engine, stream, step, turns)
+            rollouts = ahead.take()
             clock.lap_rollouts(rollouts.after - usage)
-            horizon = advance(cfg.horizon, horizon, success_share(rollouts.trajectories))
-            if cfg.rollout.max_staleness and step < stage.last_step:
-                following = max_turns(cfg.horizon, step + 1, horizon)
-                pending = ahead.submit(generate, cfg, engine, stream, step + 1, following)
+            staleness = rollouts.staleness(most=cfg.rollout.max_staleness)
             metrics = rollout_metrics(rollouts.trajectories)
-            metrics["sync/staleness_max"] = rollouts.staleness(step)
+            metrics["sync/staleness_max"] = float(staleness)
 
             # prepare experience
             clock.lap("other")
@@ -100,7 +99,9 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             experience = None
             if episodes:
                 batch = batch_of(cfg, algorithm, episodes, step)
-                prepared = learner.prepare(batch, algorithm, step=step)
+                # older weights are elsewhere; the canary has compared the present ones
+                limited = resolved(cfg) if staleness else algorithm
+                prepared = learner.prepare(batch, limited, step=step)
                 experience = with_advantages(prepared, algorithm)
 
             # train
@@ -109,6 +110,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 metrics |= learner.update(experience, algorithm, step=step, seed=cfg.seed)
             clock.lap("update")
             metrics["sync/canary_max_abs"] = engine.publish(learner, step)
+            ahead.admit()
             clock.lap("publish")
             # of this process: neither servers nor validation
             metrics["time/cpu_s"] = time.process_time() - cpu_began
@@ -126,13 +128,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             manifest = ctx.step_taken(
                 step,
                 done=step == stage.last_step,
-                state={
-                    "global_step": step,
-                    "stream_position": rollouts.position,
-                    "consumed": [item.item_id for item in rollouts.items],
-                    "max_turns": turns,
-                    "horizon": asdict(horizon),
-                },
+                state=state_after(cfg, rollouts, ahead.begun),
                 files=checkpoint.files(),
                 snapshot=learner.snapshot,
                 points=[Point(step, now_ms(), metrics)],
@@ -145,17 +141,21 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     return manifest
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rollouts:
-    """The episodes of one optimizer step."""
+    """The episodes of one optimizer step, filled in as they are generated."""
 
-    items: list[Item]  # consumed from the stream, in order
-    trajectories: list[Trajectory]  # of all of them, in admission order
-    reasons: list[str]  # of each, why it is not learned from; empty: it is
-    position: int  # of the stream after them
-    seconds: float
-    before: EngineUsage
-    after: EngineUsage
+    step: int
+    max_turns: int = 0
+    items: list[Item] = field(default_factory=list)  # consumed from the stream, in order
+    # of all of them, in admission order
+    trajectories: list[Trajectory] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)  # why not learned from; empty: it is
+    position: int = 0  # of the stream after them
+    horizon: HorizonState = field(default_factory=HorizonState)  # after them
+    seconds: float = 0.0
+    before: EngineUsage = field(default_factory=EngineUsage)
+    after: EngineUsage = field(default_factory=EngineUsage)
 
     @property
     def learned(self) -> list[Trajectory]:
@@ -168,44 +168,100 @@ class Rollouts:
     def speed(self) -> dict[str, float]:
         return rollout_speed(self.trajectories, self.seconds, self.after - self.before)
 
-    def staleness(self, step: int) -> float:
-        """How many updates the oldest weights were behind that sampled a turn of them."""
-        versions = [turn.version for each in self.trajectories for turn in each.turns]
-        return float(step - 1 - min(versions)) if versions else 0.0
+    def staleness(self, *, most: int) -> int:
+        """How many updates the oldest weights were behind that sampled a turn of them.
+        Errors: RuntimeError where that is more than may.
+        """
+        played = [each for each in self.trajectories if each.versions]
+        if not played:
+            return 0
+        oldest = min(played, key=lambda each: each.versions)
+        lag = self.step - 1 - oldest.versions[0]
+        if lag > most:
+            raise RuntimeError(
+                f"step {self.step}: {oldest.item.item_id} sample {oldest.sample} was sampled by"
+                f" weights version {oldest.versions[0]}, {lag} updates behind (limit"
+                f" rollout.max_staleness {most}); the engine kept old weights after new ones were"
+                " published: run again, twice is a bug of the engine"
+            )
+        return lag
 
 
-def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, step: int, turns: int) -> Rollouts:
+def state_after(cfg: RunConfig, rollouts: Rollouts, waiting: Sequence[Rollouts]) -> dict[str, Any]:
+    """What a run goes on from that has learned from these; waiting: generated, or begun, for
+    later steps. A resume generates those again, of the same items under the same horizon's rule.
+    """
+    state = {
+        "global_step": rollouts.step,
+        "stream_position": rollouts.position,
+        "consumed": [item.item_id for item in rollouts.items],
+        "max_turns": rollouts.max_turns,
+        "horizon": asdict(rollouts.horizon),
+    }
+    if cfg.rollout.max_staleness:
+        state["ahead"] = [
+            {
+                "global_step": each.step,
+                "items": [item.item_id for item in each.items],
+                "versions": sorted({turn for e in each.trajectories for turn in e.versions}),
+            }
+            for each in waiting
+        ]
+    return state
+
+
+def generation(
+    cfg: RunConfig, engine: Engine, stream: ItemStream, horizon: HorizonState
+) -> Callable[[Rollouts], None]:
+    """Fills the rollouts of one optimizer step after another.
+
+    horizon: before the first of them. Each takes its items where the one before left the stream,
+    and its horizon from the success of all before it, learned from or not: no step's depends on
+    how far ahead it is generated.
+    """
+
+    def fill(rollouts: Rollouts) -> None:
+        nonlocal horizon
+        rollouts.max_turns = max_turns(cfg.horizon, rollouts.step, horizon)
+        generate(cfg, engine, stream, rollouts)
+        horizon = advance(cfg.horizon, horizon, success_share(rollouts.trajectories))
+        rollouts.horizon = horizon
+
+    return fill
+
+
+def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollouts) -> None:
     """`items_per_step` groups; with dynamic sampling those that teach nothing are replaced, as
     often as the recipe allows.
     """
-    before, began = engine.usage(), time.perf_counter()
-    rollout, algorithm = cfg.rollout, resolved(cfg)
+    rollouts.before, began = engine.usage(), time.perf_counter()
+    settings, algorithm = cfg.rollout, resolved(cfg)
     truncated, signal = algorithm.truncated or "zero", isinstance(algorithm, DynamicSamplingConfig)
-    items: list[Item] = []
-    trajectories: list[Trajectory] = []
-    reasons: list[str] = []
-    missing = rollout.items_per_step
+    missing = settings.items_per_step
     for _ in range(1 + max_refills(algorithm)):
         new = stream.next(missing)
-        items += new
-        trajectories += engine.collect(
+        rollouts.items += new
+        rollouts.trajectories += engine.collect(
             new,
-            num_samples=rollout.group_size,
-            step=step,
-            max_turns=turns,
-            temperature=rollout.temperature,
+            num_samples=settings.group_size,
+            step=rollouts.step,
+            max_turns=rollouts.max_turns,
+            temperature=settings.temperature,
             seed=cfg.seed,
             read_last=reads_last(cfg),
         )
-        reasons = why_not(trajectories, truncated=truncated, signal=signal)
+        rollouts.reasons = why_not(rollouts.trajectories, truncated=truncated, signal=signal)
         teaching = {
-            each.item for each, reason in zip(trajectories, reasons, strict=True) if not reason
+            each.item
+            for each, reason in zip(rollouts.trajectories, rollouts.reasons, strict=True)
+            if not reason
         }
-        missing = rollout.items_per_step - len(teaching)
+        missing = settings.items_per_step - len(teaching)
         if missing <= 0:
             break
-    seconds = time.perf_counter() - began
-    return Rollouts(items, trajectories, reasons, stream.position, seconds, before, engine.usage())
+    rollouts.position = stream.position
+    rollouts.seconds = time.perf_counter() - began
+    rollouts.after = engine.usage()
 
 
 def batch_of(
