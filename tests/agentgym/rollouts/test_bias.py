@@ -6,16 +6,20 @@ import asyncio
 import hashlib
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from agentgym.config import load_config
 from agentgym.data.items import ItemStream
 from agentgym.models.chat import ChatRenderer
-from agentgym.rollouts.collect import collect, samples
-from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.players import token_players
+from agentgym.rollouts.engine import LocalEngine
+from agentgym.rollouts.horizon import HorizonState
+from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.pools import EnvPool
-from agentgym.types import Completion, Item
+from agentgym.training.ahead import Ahead
+from agentgym.training.rl import Rollouts, generation
+from agentgym.types import Completion, EngineUsage, Item
 from envs.env import EnvSpec, StepResult
 
 # rewards 0, 0.25, 0.5, 0.75 and 1, equally likely: mean 0.5, variance (0 + 1 + 4 + 9 + 16) / 16 / 5
@@ -41,16 +45,17 @@ class Gambler:
     """A policy that names the level it drew, and says the same in every turn."""
 
     def __init__(self, renderer):
-        self.renderer = renderer
+        self.renderer, self.version = renderer, 0
 
     async def generate(self, prompt_ids, sampling):
         await asyncio.sleep(0.001)
         ids = tuple(
             self.renderer.action_ids(str(level_of(sampling.key.step, sampling.key.item_id)))
         )
-        return Completion(ids, (-1.0,) * len(ids), "stop", 0)
+        return Completion(ids, (-1.0,) * len(ids), "stop", self.version)
 
-    async def publish(self, delivery): ...
+    async def usage(self):
+        return EngineUsage()
 
 
 class House:
@@ -93,52 +98,75 @@ class House:
     def close(self): ...
 
 
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize(
+    ("breaks", "max_staleness"), [(False, 0), (True, 0), (True, 4)], ids=["slow", "fragile", "far"]
+)
 def test_latency_and_faults_that_grow_with_reward_leave_the_mean_of_batches_unbiased(
-    tokenizer, serving, breaks
+    tokenizer, serving, loop, breaks, max_staleness
 ):
-    renderer = ChatRenderer(tokenizer)
+    """far: with rollouts four updates ahead of a learner who is slow every other time."""
     house = type("Haunted", (House,), {"ended": [], "broken": set(), "breaks": breaks})
     spec = EnvSpec("house", "", house, {}, (), blocking=True)
-    items = ItemStream([Item("house", task) for task in range(BATCH * NUM_BATCHES)], seed=5)
-    batches, first_to_finish = [], []
+    items = [Item("house", task) for task in range(BATCH * NUM_BATCHES)]
+    cfg = load_config(
+        overrides=[
+            f"rollout.max_staleness={max_staleness}",
+            f"rollout.items_per_step={BATCH}",
+            "rollout.group_size=1",
+            f"rollout.concurrency={CONCURRENCY}",  # a third of the batch: every slot is refilled
+            "rollout.max_env_error_frac=0",
+            "algorithm.recipe=ppo",  # without groups
+            "horizon.kind=fixed",
+            "horizon.max_turns=[2]",
+            f"horizon.stage_steps=[{NUM_BATCHES}]",
+        ]
+    )
+    renderer = ChatRenderer(tokenizer)
+    policy, batches = Gambler(renderer), []
+    with serving(spec) as (endpoint, _), Ahead(max_staleness) as ahead:
+        pool = EnvPool([endpoint], request_timeout_s=30)
+        loop.run(pool.__aenter__())
+        engine = LocalEngine(cfg, SimpleNamespace(renderer=renderer), policy, pool, loop, {})
+        stream = ItemStream(items, seed=5)
+        ahead.begin(
+            (Rollouts(step) for step in range(1, NUM_BATCHES + 1)),
+            generation(cfg, engine, stream, HorizonState()),
+        )
+        for step in range(1, NUM_BATCHES + 1):
+            rollouts = ahead.take()
+            assert rollouts.staleness(most=max_staleness) <= max_staleness
+            batches.append(rollouts.trajectories)
+            time.sleep(0.2 * (step % 2) if max_staleness else 0)
+            policy.version = step
+            ahead.admit()
+        loop.run(pool.__aexit__(None, None, None))
 
-    async def main(endpoint):
-        async with EnvPool([endpoint], request_timeout_s=30) as pool:
-            for step in range(1, NUM_BATCHES + 1):
-                house.ended.clear()
-                trajectories = await collect(
-                    samples(items.next(BATCH), 1),
-                    pool=pool,
-                    player_of=token_players(Gambler(renderer), renderer),
-                    settings=EpisodeSettings(
-                        seed=0,
-                        step=step,
-                        max_turns=2,
-                        temperature=1.0,
-                        max_new_tokens=6,
-                        context_tokens=256,
-                    ),
-                    concurrency=CONCURRENCY,  # a third of the batch: every slot is refilled
-                    episode_timeout_s=60,
-                    max_attempts=3,
-                    max_env_error_frac=0.0,
-                )
-                batches.append(trajectories)
-                by_task = {trajectory.item.task_id: trajectory for trajectory in trajectories}
-                first_to_finish.append([by_task[task] for task in house.ended[: BATCH // 3]])
-
-    with serving(spec) as (endpoint, _):
-        asyncio.run(main(endpoint))
-
+    admitted = ItemStream(items, seed=5)
+    first_to_finish = []
     for step, batch in enumerate(batches, start=1):
+        assert [each.item for each in batch] == admitted.next(BATCH)
         for each in batch:  # nobody got another's reward on the way
+            assert each.step == step
             assert each.reward == reward_of(each.item, level_of(step, each.item.item_id))
+        by_task = {each.item.task_id: each for each in batch}
+        ended = [task for task in house.ended if task in by_task]
+        first_to_finish.append([by_task[task] for task in ended[: BATCH // 3]])
     assert sum(each.num_attempts == 2 for batch in batches for each in batch) == len(house.broken)
     assert bool(house.broken) == breaks
+    versions = {turn.version for batch in batches for each in batch for turn in each.turns}
+    assert versions == set(range(NUM_BATCHES)) or max_staleness
     assert abs(mean_reward(batches) - MEAN) < BOUND
     # negative control: of the same episodes, the third of each batch that was ready first
     assert mean_reward(first_to_finish) < MEAN - BOUND
+    spans = sum(len(each.versions) > 1 for batch in batches for each in batch)
+    assert bool(spans) == bool(max_staleness)
+
+
+@pytest.fixture
+def loop():
+    thread = LoopThread()
+    yield thread
+    thread.close()
 
 
 def mean_reward(batches):

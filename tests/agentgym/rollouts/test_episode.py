@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from agentgym.models.chat import ChatRenderer
+from agentgym.models.model import weights_of
+from agentgym.models.transport import InProcess
 from agentgym.records import from_json, to_json
 from agentgym.rollouts.episode import (
     Episode,
@@ -17,6 +19,7 @@ from agentgym.rollouts.episode import (
     run_episode,
 )
 from agentgym.rollouts.players import TokenPlayer
+from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import Completion, Item, Status
 
 SETTINGS = EpisodeSettings(
@@ -335,3 +338,38 @@ def test_the_action_a_reply_names(reply, action_format, action):
 @pytest.mark.parametrize("action_format", ["plain", "react"])
 def test_a_demonstrated_reply_names_its_action(action_format):
     assert extract_action(reply_naming("turn left", action_format), action_format) == "turn left"
+
+
+def test_each_turn_of_an_episode_that_spans_a_publish_keeps_the_version_that_sampled_it(
+    renderer, make_model
+):
+    policy = TorchPolicy(make_model(0), stop_ids=renderer.stop_ids, num_slots=2, context_tokens=256)
+
+    class Publishing(Session):
+        """New weights arrive while it answers the second action, and again the third."""
+
+        async def step(self, action):
+            reply = await super().step(action)
+            if len(self.actions) in (2, 3):
+                version = len(self.actions) - 1
+                await policy.publish(InProcess(weights_of(make_model(version)), version))
+            return reply
+
+    session = Publishing([Reply()] * 4)
+    episode = Episode(Item("babyai", 17), 2, SETTINGS, session.observation)
+    asyncio.run(run_episode(TokenPlayer(policy, renderer), session, episode))
+    trajectory = episode.finish(Status.MAX_TURNS)
+    assert [turn.version for turn in trajectory.turns] == [0, 0, 1, 2]
+    assert trajectory.versions == (0, 1, 2)
+    for version in trajectory.versions:
+        fresh = TorchPolicy(
+            make_model(version), stop_ids=renderer.stop_ids, num_slots=2, context_tokens=256
+        )
+        for number, turn in enumerate(trajectory.turns):
+            sampling = SETTINGS.sampling(trajectory.item, trajectory.sample, number)
+            said = asyncio.run(fresh.generate(list(trajectory.input_ids[: turn.start]), sampling))
+            sampled = trajectory.logprobs[turn.start : turn.end]
+            # to the weights named, and to no others, it is what they sample there
+            same = said.ids == trajectory.input_ids[turn.start : turn.end]
+            same = same and said.logprobs == pytest.approx(sampled, abs=1e-5)
+            assert same == (version == turn.version)
