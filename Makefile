@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints hostile honest coverage drift unchanged check site up down ui lock sbom clean
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints hostile honest coverage drift staleness unchanged check site up down ui lock sbom clean
 
 install: $(INSTALLED)
 
@@ -98,6 +98,9 @@ engines: vllm  ## the default task learned through vLLM and through the built-in
 
 drift: install  ## ten runs of the default recipe and of the former one, judged at every fifth optimizer step; writes docs/results/drift.json
 	@$(BIN)/python benchmarks/drift.py $(ARGS)
+
+staleness: install  ## the default task with rollouts 0, 1 and 4 updates ahead, and a run far ahead that is killed often; an hour, writes docs/results/staleness.json
+	@$(BIN)/python benchmarks/staleness.py $(ARGS)
 
 unchanged: install  ## do two commits compute the same weights and outcomes: make unchanged ARGS="BEFORE AFTER"; half an hour, writes docs/results/unchanged.json
 	@$(BIN)/python benchmarks/unchanged.py $(ARGS)

@@ -89,7 +89,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     max_mismatch_kl: PositiveFloat | None = setting(
         None,
         "nats per token between engine and learner, above which the run stops; None: what the"
-        " engine states for the dtype of the weights",
+        " engine states for the dtype of the weights, of batches that older ones had no part in",
     )
 
     @model_validator(mode="after")
