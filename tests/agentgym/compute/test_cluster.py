@@ -184,7 +184,7 @@ def test_a_job_trains_with_actors_of_its_cluster(
 ):
     monkeypatch.setenv("RAY_AUTH_TOKEN", ray_cluster.token)
     cfg = load_config(
-        warm, ["compute=ray-job", f"ray.address={ray_cluster.dashboard}", "rollout.max_staleness=1"]
+        warm, ["compute=ray-job", f"ray.address={ray_cluster.dashboard}", "rollout.max_staleness=4"]
     )
     for name in steps_before:
         # under this run's key too: the staleness makes it another run
