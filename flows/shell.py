@@ -32,6 +32,7 @@ from agentgym.rollouts.pools import check_env_servers
 from agentgym.steps.step import Kind, Step
 from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
+from agentgym.tracking.deliver import committed_alarms
 from agentgym.tracking.mlflow import check_server
 from envs.plain import PlainFormatter
 from flows.run import RunRequest, Wanted, check_parents
@@ -160,6 +161,8 @@ def list_results(cfg: RunConfig, done: dict[str, Manifest], console: Console) ->
             f"[dim]{manifest.digest[:12]}[/dim]",
         )
     console.print(table, highlight=False)
+    for line in alarm_lines(cfg, done):
+        console.print(line, style="yellow", markup=False, highlight=False)
 
 
 def summarise(
@@ -208,8 +211,8 @@ def summarise(
         f" {_baseline(evaluations).replace('-', ' ')}[/dim]\n",
         highlight=False,
     )
-    for line in left_out(evaluations):
-        console.print(f"[yellow]{line}[/yellow]", highlight=False)
+    for line in [*left_out(evaluations), *alarm_lines(cfg, done)]:
+        console.print(line, style="yellow", markup=False, highlight=False)
     seconds = dict.fromkeys(("warm start", "training", "evaluation", "other"), 0.0)
     for name, manifest in done.items():
         seconds[_part(steps[name])] += manifest.timings.get("wall_s", 0.0)
@@ -261,6 +264,16 @@ def left_out(evaluations: Mapping[str, Manifest]) -> list[str]:
             )
             lines += textwrap.wrap(text, 80, subsequent_indent="  ")
     return lines
+
+
+def alarm_lines(cfg: RunConfig, done: Mapping[str, Manifest]) -> list[str]:
+    """What the alarms said while these steps trained; 80 columns."""
+    steps = steps_of(cfg)
+    trained = [manifest for name, manifest in done.items() if steps[name].stage]
+    alarms = committed_alarms(open_store(cfg), trained)
+    return [
+        line for each in alarms for line in textwrap.wrap(str(each), 80, subsequent_indent="  ")
+    ]
 
 
 def _mlflow() -> str:

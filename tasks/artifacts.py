@@ -25,7 +25,7 @@ from agentgym.private import STATE
 from agentgym.steps.context import Progress
 from agentgym.steps.step import Outcome
 from agentgym.store.manifest import Manifest
-from agentgym.tracking.deliver import curve, step_run
+from agentgym.tracking.deliver import committed_alarms, curve, step_run
 from agentgym.tracking.mlflow import LedgerUnavailable
 from services.state import running
 
@@ -141,6 +141,7 @@ def _create_table(cfg: RunConfig, outcome: Outcome) -> None:
         description=(
             f"**{outcome.step.title}**: {outcome} · {where} · manifest `{manifest.digest[:12]}` · "
             f"{manifest.timings.get('wall_s', 0.0):.1f} s"
+            + "".join(f"\n\n{alarm}" for alarm in committed_alarms(open_store(cfg), [manifest]))
         ),
     )
 

@@ -44,11 +44,15 @@ class Batch:
         return len(self.input_ids)
 
     @property
+    def lengths(self) -> Tensor:
+        """[B] int64: tokens of each sequence."""
+        return self.starts[1:] - self.starts[:-1]
+
+    @property
     def sequence(self) -> Tensor:
         """[N] int64: the sequence each token belongs to."""
         return torch.repeat_interleave(
-            torch.arange(self.num_sequences, device=self.starts.device),
-            self.starts[1:] - self.starts[:-1],
+            torch.arange(self.num_sequences, device=self.starts.device), self.lengths
         )
 
     @property

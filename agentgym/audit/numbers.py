@@ -27,6 +27,9 @@ from agentgym.steps.context import METRICS, OUTCOMES
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
+from agentgym.tracking.alarms import LIMIT, PREFIX, RULES, measured
+from agentgym.tracking.points import Point
+from agentgym.training.learned import update_metrics
 from agentgym.training.offline import (
     dataset_of,
     exploration_metrics,
@@ -90,6 +93,8 @@ def check_numbers(
     The baseline of a later one is among them.
     """
     kind = record.step.kind
+    if kind is Kind.TRAIN:
+        check_alarms(record, steps, checks)
     if kind is Kind.INITIALIZE:
         episodes = record.episodes.get(0, [])
         results, asked = record.commits[0].results, min(cfg.warm_start.num_demos, len(splits.train))
@@ -125,6 +130,31 @@ def check_numbers(
                 record.final.results[side] in known,
             )
         _check_report(cfg, store, record, record.final, checks)
+
+
+def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks) -> None:
+    """Alarms that its points bear, measured again on the points before them: each broke its limit.
+    steps: of the run, in order.
+    """
+    history: list[Point] = []
+    for other in steps:
+        if other is record or (record.stage and other.stage):
+            history += [point for points in other.points.values() for point in points]
+        if other is record:
+            break
+    num_before = len(history) - sum(map(len, record.points.values()))
+    for index, point in enumerate(history[num_before:], num_before + 1):
+        where = f"{record.name} step {point.step}"
+        logged = {name: value for name, value in point.metrics.items() if name.startswith(PREFIX)}
+        for name, rule in RULES.items():
+            alarm, limit = (logged.pop(f"{PREFIX}{name}{part}", None) for part in ("", LIMIT))
+            if alarm is None and limit is None:
+                continue
+            value = measured(rule, history[:index])[1]
+            checks.expect(where, f"{PREFIX}{name}", value, alarm)
+            broken = alarm is not None and limit is not None and rule.is_broken(alarm, limit)
+            checks.expect(where, f"{PREFIX}{name} breaks its limit {limit}", True, broken)
+        checks.expect(where, "alarms that there are not", [], sorted(logged))
 
 
 def _check_report(
@@ -222,7 +252,8 @@ def _check_training(cfg: RunConfig, record: StepRecord, commit: Manifest, checks
         return
     checks.expect(where, "steps of its points", [step], [point.step for point in points])
     logged = points[0].metrics
-    expected = rollout_metrics([episode for episode in episodes if episode.item.split == "train"])
+    played = [episode for episode in episodes if episode.item.split == "train"]
+    expected = rollout_metrics(played) | update_metrics(played)
     expected["actor/lr"] = learning_rate(cfg.optimizer, step, sum(cfg.horizon.stage_steps))
     validation = [episode for episode in episodes if episode.item.split == "validation"]
     if validation:

@@ -221,6 +221,10 @@ class RayLearner:
             "; ".join(f"rank {rank} is {where}" for rank, where in enumerate(self._where)),
         )
 
+    def peak_tflops(self, of_device: float | None) -> float | None:
+        result: float | None = self._call("peak_tflops", of_device)
+        return result
+
     def score(self, batch: Batch) -> Tensor:
         result: Tensor = self._call("score", batch)
         return result

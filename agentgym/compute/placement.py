@@ -24,6 +24,10 @@ from agentgym.types import Endpoints, EngineUsage, Item, Trajectory
 class Learner(Protocol):
     """What updates weights, wherever they are."""
 
+    def peak_tflops(self, of_device: float | None) -> float | None:
+        """Of all ranks' devices. of_device: of one; None: as its name tells, if that is known."""
+        ...
+
     def score(self, batch: Batch) -> Tensor:
         """[N] log-probabilities under the present weights; 0 where action_mask is false."""
         ...

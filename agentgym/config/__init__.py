@@ -2,6 +2,7 @@
 A number that changes a result is written there and nowhere else.
 """
 
+from agentgym.config.alarms import AlarmsConfig
 from agentgym.config.algorithm import (
     ActorCriticConfig,
     AlgorithmConfig,
@@ -39,6 +40,7 @@ from agentgym.config.sections import (
 __all__ = [
     "RENAMED",
     "ActorCriticConfig",
+    "AlarmsConfig",
     "AlgorithmConfig",
     "ChatConfig",
     "ConfigError",

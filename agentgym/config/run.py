@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, NonNegativeInt, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, SerializeAsAny, model_validator
 
 from agentgym.algorithms.recipe import recipe_of
+from agentgym.config.alarms import AlarmsConfig
 from agentgym.config.algorithm import AlgorithmConfig, algorithm_config
 from agentgym.config.section import Section, operational, setting
 from agentgym.config.sections import (
@@ -44,6 +45,11 @@ class RunConfig(Section):
     compute_device: Literal["cpu", "cuda"] = setting(
         "cpu", "where models and batches are, in every back end; deterministic needs the CPU"
     )
+    compute_peak_tflops: PositiveFloat | None = operational(
+        None,
+        "dense bfloat16 TFLOP/s of one device, which model FLOPs utilization (perf/mfu) is a share"
+        " of; None: as the device's name tells, nothing on a CPU",
+    )
     compute: Literal["inline", "ray", "ray-job"] = operational(
         "inline", "where steps compute: this process, Ray actors, jobs on a Ray cluster"
     )
@@ -60,6 +66,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     horizon: HorizonConfig = HorizonConfig()
     validation: ValidationConfig = ValidationConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     pipeline: PipelineConfig = PipelineConfig()
     registry: RegistryConfig = RegistryConfig()

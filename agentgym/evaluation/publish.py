@@ -24,12 +24,17 @@ from agentgym.models.checkpoint import WEIGHTS, save_pretrained
 from agentgym.models.tensorfiles import digest_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import stages
-from agentgym.steps.context import METRICS, OUTCOMES, StepContext
+from agentgym.steps.context import OUTCOMES, StepContext
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.deliver import parent_run, tracker_of
-from agentgym.tracking.points import LedgerError, decode_points
+from agentgym.tracking.deliver import (
+    committed_alarms,
+    committed_points,
+    parent_run,
+    tracker_of,
+)
+from agentgym.tracking.points import LedgerError
 from agentgym.tracking.registry import find_version, register_model
 from agentgym.types import Trajectory
 
@@ -157,8 +162,9 @@ def report_files(
         manifest.step: _row(manifest, titles[manifest.step]) for manifest in [*compared, *others]
     }
     spans = stages(cfg.horizon)
+    trained = [parents[span.name] for span in spans]
     curve = learning_curve_png(
-        _curves(store, [parents[span.name] for span in spans]),
+        _curves(store, trained),
         [
             StageSpan(span.name.replace("-", " "), span.first_step, span.last_step, span.max_turns)
             for span in spans
@@ -197,7 +203,7 @@ def report_files(
             for name, manifest in parents.items()
         },
         confidence=cfg.evaluation.confidence,
-        notes=_notes(found),
+        notes=[*_notes(found), *map(str, committed_alarms(store, trained))],
     )
     return {"learning_curve.png": curve, "evaluation.png": bars, PAGE: page.encode()}
 
@@ -255,11 +261,7 @@ def _row(manifest: Manifest, title: str) -> EvaluationRow:
 
 def _curves(store: RunStore, trained: Sequence[Manifest]) -> list[Curve]:
     points = [
-        point
-        for final in trained
-        for commit in store.history(final.step, final.key)
-        if METRICS in commit.records
-        for point in decode_points(store.read(commit, METRICS))
+        point for final in trained for point in committed_points(store, final.step, final.key)
     ]
     curves = []
     for metric, title, smooth in (

@@ -30,6 +30,7 @@ from agentgym.algorithms.losses import (
 )
 from agentgym.algorithms.recipe import named, recipe_of
 from agentgym.config import ActorCriticConfig, OptimizerConfig, PolicyGradientConfig
+from agentgym.learner.flops import TrainingFlops, device_peak_tflops
 from agentgym.learner.optimizer import OptimizedNetwork
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
@@ -70,6 +71,8 @@ class LocalLearner:
             PolicyNet(reference.eval().requires_grad_(False)) if reference is not None else None
         )
         self._critic = critic
+        self._flops = TrainingFlops.of(model, model)
+        self._critic_flops = None if critic is None else TrainingFlops.of(critic, critic.body)
         for network in (self._net, self._critic, self._reference):
             if network is not None:
                 self.ranks.shard(network)
@@ -102,6 +105,11 @@ class LocalLearner:
         self._policy.load_state(states[OPTIMIZER])
         if self._values is not None:
             self._values.load_state(states[CRITIC_OPTIMIZER])
+
+    def peak_tflops(self, of_device: float | None) -> float | None:
+        """Of all ranks' devices. of_device: of one; None: as its name tells, if that is known."""
+        own = of_device or device_peak_tflops(self.ranks.device)
+        return own and own * self.ranks.size
 
     def score(self, batch: Batch) -> Tensor:
         """[N] log-probabilities under the present weights, on the CPU; 0 where action_mask is
@@ -200,6 +208,10 @@ class LocalLearner:
         critic_loss = self._critic_loss(experience, config, num_minibatches)
         is_warming = isinstance(config, ActorCriticConfig) and step <= config.critic_warmup_steps
         logs: dict[str, list[float]] = {}
+        trained = [] if is_warming else [self._flops]
+        if critic_loss is not None and self._critic_flops is not None:
+            trained.append(self._critic_flops)
+        lengths = experience.batch.lengths[signal]
         order = np.random.Generator(np.random.Philox(key=[seed, step]))
         for _ in range(config.epochs):
             shuffled = signal[torch.from_numpy(order.permutation(len(signal))).to(signal.device)]
@@ -222,6 +234,7 @@ class LocalLearner:
         return {
             "actor/lr": self._policy.rate(step),
             "actor/sequences_with_signal_frac": len(carrying) / num_sequences,
+            "perf/update_tflop": config.epochs * sum(each.tflop(lengths) for each in trained),
             **{name: float(np.mean(each)) for name, each in logs.items()},
             **_critic_metrics(experience),
         }
@@ -283,13 +296,16 @@ class LocalLearner:
             )
 
         def loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return -self._net(part)[0].sum() / num_tokens, {}
+            logprobs, entropy = self._net(part)
+            return -logprobs.sum() / num_tokens, {"entropy": entropy.detach() / num_tokens}
 
         done = self._step(self._net, self._policy, batch, _all(batch), step, loss)
         return {
             "sft/loss": done["loss"],
             "sft/lr": self._policy.rate(step),
             "sft/grad_norm": done["grad_norm"],
+            "sft/entropy": done["entropy"],
+            "perf/update_tflop": self._flops.tflop(batch.lengths),
         }
 
     def dpo_step(
@@ -310,11 +326,12 @@ class LocalLearner:
                 f"preferences come as pairs of sequences that act, got {batch.num_sequences}; check"
                 " the pairs"
             )
-        num_pairs = batch.num_sequences // 2
+        num_pairs, num_tokens = batch.num_sequences // 2, int(batch.action_mask.sum())
         held = reference.to(self.ranks.device)[batch.action_mask]
 
         def loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            gain = self._net(part)[0] - held[at]
+            logprobs, entropy = self._net(part)
+            gain = logprobs - held[at]
             sums = gain.new_zeros(part.num_sequences).index_add(
                 0, part.sequence[part.action_mask], gain
             )
@@ -326,11 +343,13 @@ class LocalLearner:
             return losses.sum(), {
                 "accuracy": (margin > 0) / num_pairs,
                 "margin": beta * margin / num_pairs,
+                "entropy": entropy.detach() / num_tokens,
             }
 
         done = self._step(self._net, self._policy, batch, _all(batch), step, loss, unit=2)
         return {f"dpo/{name}": value for name, value in done.items()} | {
-            "dpo/lr": self._policy.rate(step)
+            "dpo/lr": self._policy.rate(step),
+            "perf/update_tflop": self._flops.tflop(batch.lengths),
         }
 
     def _step(

@@ -27,8 +27,9 @@ from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore, StepWriter
+from agentgym.tracking.alarms import AlarmStop
 from agentgym.tracking.deliver import Paced, deliver_step, delivery_mark, ledger_identity
-from agentgym.tracking.mlflow import reaching
+from agentgym.tracking.mlflow import LedgerUnavailable, reaching
 from agentgym.types import Endpoints
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ def run_step(
             environment=environment or (lambda expert: local_environment(cfg, expert)),
             progress=progress or NoProgress(),
             on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
+            trained=[each for stage, each in done.items() if step.stage and table[stage].stage],
         )
         logger.info(
             "step %s (%s): %s",
@@ -102,7 +104,15 @@ def run_step(
         )
         # steps that speak to MLflow themselves
         with reaching(cfg.tracking_uri), ctx:
-            manifest = step.run(ctx)
+            try:
+                if stop := ctx.watch.stop:
+                    raise stop
+                manifest = step.run(ctx)
+            except AlarmStop:
+                with contextlib.suppress(LedgerUnavailable):  # it is delivered by what goes on
+                    if writer.head:
+                        deliver(cfg, store, step, writer.head)
+                raise
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import compress
 
+from agentgym.algorithms.batch import TRUNCATED
 from agentgym.algorithms.signal import all_equal
 from agentgym.types import Status, Trajectory
 
@@ -63,7 +65,15 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
                 len(trajectory.turns) for trajectory in own
             ) / len(own)
     count = len(valid)
+    logprobs = [
+        logprob
+        for trajectory in valid
+        for logprob in compress(trajectory.logprobs, trajectory.action_mask)
+    ]
     return metrics | {
+        # of the distributions sampled from, estimated by what was sampled: known at every step,
+        # also where nothing is learned
+        "rollout/entropy": -sum(logprobs) / max(len(logprobs), 1),
         "rollout/success": success_share(valid),
         "rollout/reward_mean": sum(trajectory.reward or 0.0 for trajectory in valid) / count,
         "rollout/turns_mean": sum(len(trajectory.turns) for trajectory in valid) / count,
@@ -71,6 +81,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/action_tokens_mean": (
             sum(sum(trajectory.action_mask) for trajectory in valid) / count
         ),
+        "rollout/truncated_frac": sum(statuses[status] for status in TRUNCATED) / count,
         "rollout/max_turns_frac": statuses[Status.MAX_TURNS] / count,
         "rollout/max_tokens_frac": statuses[Status.MAX_TOKENS] / count,
         "rollout/env_limit_frac": statuses[Status.ENV_LIMIT] / count,

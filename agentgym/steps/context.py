@@ -20,6 +20,8 @@ from agentgym.steps.step import Step
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.place import StorePlace, Writable
 from agentgym.store.runstore import Passed, RunStore, StepWriter
+from agentgym.tracking.alarms import Watch
+from agentgym.tracking.deliver import committed_points
 from agentgym.tracking.points import Point, decode_points, encode_points
 from agentgym.types import Endpoints, Trajectory
 
@@ -68,6 +70,7 @@ class StepContext:
     environment: Environment
     progress: Progress = field(default_factory=NoProgress)
     on_commit: Callable[[Manifest], None] = lambda _: None
+    trained: Sequence[Manifest] = ()  # the stages before this one, in order
     _opened_at: float = field(default_factory=time.perf_counter)
     _wall_s: float = field(init=False)  # of all attempts at this step
     _held: list[Passed] = field(default_factory=list)  # steps taken since the last commit
@@ -140,10 +143,14 @@ class StepContext:
 
         blobs, snapshot: content that another run of the same step would make to the bit; records:
         what tells of clocks.
+        Errors: AlarmStop, once it is made.
         """
         self._finish_writing()
-        logs = {**_logs(points, trajectories), **(records or {})}
-        return self._write(done, self._passed(state, logs, results), blobs, snapshot, ())
+        logs = {**_logs(self._watched(points), trajectories), **(records or {})}
+        manifest = self._write(done, self._passed(state, logs, results), blobs, snapshot, ())
+        if stop := self.watch.stop:
+            raise stop
+        return manifest
 
     def step_taken(
         self,
@@ -164,14 +171,17 @@ class StepContext:
         next call, or by `close`.
         files: what is small; snapshot: takes a copy of what is large, as it is now.
         Result: the manifest of the last step, which is waited for.
+        Errors: AlarmStop, once the step is durable.
         """
         if self._writing is not None and self._writing.done():
             self._finish_writing()
         if self._durable_step is None:
             self._durable_step = step - 1
+        points = self._watched(points)
+        stop = self.watch.stop
         passed = self._passed(state, _logs(points, trajectories), results)
         score = validation_of(points) if self.cfg.store.keep_best else None
-        if not (done or self._is_due(step, scored=score is not None)):
+        if not (done or stop or self._is_due(step, scored=score is not None)):
             self._held.append(passed)
             return None
         self._finish_writing()
@@ -180,7 +190,24 @@ class StepContext:
         self._durable_step, self._committed_at = step, time.monotonic()
         self._commit_bytes = sum(map(len, files.values())) + taken.size
         self._writing = self._thread.submit(self._write, done, passed, files, taken, held, score)
+        if stop:
+            self._finish_writing()
+            raise stop
         return self._finish_writing() if done else None
+
+    @cached_property
+    def watch(self) -> Watch:
+        """Looks at every optimizer step of the run's training; those committed before are read."""
+        steps = [(each.step, each.key) for each in self.trained]
+        points = [
+            point
+            for step, key in [*steps, (self.writer.step, self.writer.key)]
+            for point in committed_points(self.store, step, key)
+        ]
+        return Watch(self.cfg.alarms, points)
+
+    def _watched(self, points: Sequence[Point]) -> list[Point]:
+        return [self.watch.take(point) for point in points]
 
     def __enter__(self) -> Self:
         return self

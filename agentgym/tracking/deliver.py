@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from agentgym.config import RunConfig
 from agentgym.data.trajectories import input_digest
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
+from agentgym.tracking.alarms import Alarm, begun, raised
 from agentgym.tracking.mlflow import (
     SUPERSEDED,
     LedgerUnavailable,
@@ -112,17 +113,25 @@ def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
     """A step's main metrics, a row per point: {"step": 3, "rollout_success": 0.25, ...}; None
     where a metric was not measured.
     """
-    commits = [
-        commit for commit in store.history(manifest.step, manifest.key) if SPOOL in commit.records
-    ]
-    points = [point for commit in commits for point in decode_points(store.read(commit, SPOOL))]
     return [
         {
             "step": point.step,
             **{key.replace("/", "_"): _short(point.metrics.get(key)) for key in CURVE},
         }
-        for point in points
+        for point in committed_points(store, manifest.step, manifest.key)
     ]
+
+
+def committed_points(store: RunStore, step: str, key: str) -> list[Point]:
+    """Of all commits of a step under a key, in order."""
+    return [point for commit in store.history(step, key) for point in _points(store, commit)]
+
+
+def committed_alarms(store: RunStore, trained: Iterable[Manifest]) -> list[Alarm]:
+    """Each trouble of these stages, which are in order, where it began."""
+    return begun(
+        point for each in trained for point in committed_points(store, each.step, each.key)
+    )
 
 
 def _short(value: float | None) -> float | None:
@@ -284,7 +293,9 @@ def deliver_committed(
         if not pending:
             continue
         points = [point for manifest in pending for point in _points(store, manifest)]
-        tracker.deliver(run_id, points, {tag: f"{_mark(pending[-1])[0]} {_mark(pending[-1])[1]}"})
+        last_mark = f"{_mark(pending[-1])[0]} {_mark(pending[-1])[1]}"
+        told = {f"alarm.{alarm.name}": str(alarm) for alarm, _ in raised(points)}
+        tracker.deliver(run_id, points, {**told, tag: last_mark})
         delivered = max(delivered, len(pending))
     return delivered
 

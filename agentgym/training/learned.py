@@ -18,6 +18,7 @@ from agentgym.config import RunConfig
 from agentgym.types import Learned, Trajectory
 
 BYTES_PER_TOKEN = 24  # of three numbers as text, before compression
+LEAST_RATIO = 5e-5  # what is recorded as 0 is below this
 
 
 def with_reasons(
@@ -41,6 +42,19 @@ def with_reasons(
         for index, numbers in zip(drawn, learned_of(experience, learner, drawn), strict=True):
             notes[places[index]] = numbers
     return [replace(each, learned=notes.get(place)) for place, each in enumerate(trajectories)]
+
+
+def update_metrics(records: Sequence[Trajectory]) -> dict[str, float]:
+    """How far the update moved the policy on the episodes whose tokens' ratios are kept: nats per
+    action token, by the k3 estimate, ratio - 1 - log ratio, which is never negative.
+    Nothing where there are none.
+    """
+    kept = [each.learned.ratios for each in records if each.learned is not None]
+    ratios = [max(ratio, LEAST_RATIO) for of_episode in kept for ratio in of_episode]
+    if not ratios:
+        return {}
+    moved = sum(ratio - 1 - math.log(ratio) for ratio in ratios)
+    return {"actor/update_kl": moved / len(ratios)}
 
 
 def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:

@@ -83,7 +83,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1
         )
         ctx.progress.advance(step + 1 - stage.first_step)
-        clock = StepClock()
+        clock = StepClock(peak_tflops=learner.peak_tflops(cfg.compute_peak_tflops))
         while step < stage.last_step:
             step += 1
             clock.lap("commit")  # of the step before
@@ -100,7 +100,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 validation = play_validation(cfg, engine, splits.validation, step)
                 metrics |= validation_metrics(validation)
                 clock.lap("validate")
-            metrics |= clock.step(num_tokens)
+            metrics |= clock.step(num_tokens, metrics["perf/update_tflop"])
             cpu_began = time.process_time()
             points.append(Point(step, now_ms(), metrics))
             if commits_at(cfg, stage, step):

@@ -41,7 +41,7 @@ from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.training.ahead import Ahead
-from agentgym.training.learned import with_reasons
+from agentgym.training.learned import update_metrics, with_reasons
 from agentgym.training.speed import StepClock, rollout_speed
 from agentgym.types import EngineUsage, Item, Trajectory
 
@@ -76,7 +76,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             (Rollouts(later) for later in range(step + 1, stage.last_step + 1)),
             generation(cfg, engine, stream, horizon_state(start)),
         )
-        clock = StepClock()
+        clock = StepClock(peak_tflops=learner.peak_tflops(cfg.compute_peak_tflops))
         while step < stage.last_step:
             step += 1
             clock.lap("commit")  # of the step before
@@ -123,8 +123,12 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             records = with_reasons(
                 cfg, rollouts.trajectories, rollouts.reasons, experience, learner, step
             )
+            metrics |= update_metrics(records)
             metrics |= rollouts.speed
-            metrics |= clock.step(experience.batch.num_tokens if experience else 0)
+            metrics |= clock.step(
+                experience.batch.num_tokens if experience else 0,
+                metrics.get("perf/update_tflop", 0.0),
+            )
             manifest = ctx.step_taken(
                 step,
                 done=step == stage.last_step,

@@ -13,7 +13,11 @@ class StepClock:
     nothing counts twice.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, peak_tflops: float | None = None
+    ) -> None:
+        """peak_tflops: of all devices that update; None: not known."""
+        self._peak_tflops = peak_tflops
         self._clock, self._since = clock, clock()
         self._parts: dict[str, float] = {}
 
@@ -31,10 +35,11 @@ class StepClock:
         self._add("generate", generating)
         self._add("wait", passed - generating)
 
-    def step(self, num_trained: int) -> dict[str, float]:
+    def step(self, num_trained: int, tflop: float = 0.0) -> dict[str, float]:
         """The metrics of the step that ends here; the next one begins.
 
         num_trained: tokens the update has seen, each once however often it passed them.
+        tflop: 1e12 operations that its model asked for.
         """
         self.lap("other")
         parts, self._parts = self._parts, {}
@@ -42,6 +47,8 @@ class StepClock:
         metrics = {f"time/{part}_s": seconds for part, seconds in parts.items()}
         metrics["time/step_s"] = total
         metrics["perf/trained_tokens_per_s"] = _share(num_trained, parts.get("update", 0.0))
+        if self._peak_tflops is not None:
+            metrics["perf/mfu"] = _share(tflop / self._peak_tflops, parts.get("update", 0.0))
         if "wait" in parts:
             waited = parts["generate"] + parts["wait"]
             metrics["perf/learner_idle_frac"] = _share(waited, total)

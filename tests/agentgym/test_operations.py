@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from agentgym.config import load_config
+from agentgym.config import AlarmsConfig, load_config
 from agentgym.pipeline.table import finished, open_store, steps_of
+from agentgym.tracking.alarms import RULES
 from envs.sessions import STATUS
 from envs.wire import ErrorKind
 
@@ -103,6 +104,20 @@ def test_every_number_to_watch_is_measured(sources):
         # by its whole name, under the prefix of its section, or without what Prometheus adds
         known = (name, f"{GAP}/{last}", f"{prefix}/{GAP}", name.removesuffix("_total"))
         assert any(each in sources[0] for each in known), name
+
+
+def test_the_table_of_training_alarms_is_that_of_the_rules():
+    told = {row for row in rows(SECTIONS["Is it learning"], 3) if row[0].startswith("`alarms.")}
+    assert told == {
+        (
+            f"`alarms.{name}`",
+            f"{', '.join(f'`{metric}`' for metric in rule.metrics)}: {rule.what},"
+            f" {'below' if rule.at_least else 'above'} `alarms.{rule.limit}`"
+            f" ({getattr(AlarmsConfig(), rule.limit):g})",
+            rule.advice,
+        )
+        for name, rule in RULES.items()
+    }
 
 
 def test_a_setting_it_names_exists():

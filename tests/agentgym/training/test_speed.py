@@ -116,7 +116,8 @@ def test_every_step_of_a_run_says_where_its_time_went(
     tiny_params, tiny_endpoint, tmp_path, max_staleness
 ):
     cfg = load_config(
-        tiny_params(tmp_path, endpoint=tiny_endpoint), [f"rollout.max_staleness={max_staleness}"]
+        tiny_params(tmp_path, endpoint=tiny_endpoint),
+        [f"rollout.max_staleness={max_staleness}", "compute_peak_tflops=0.5"],
     )
     for name in ("prepare", "initialize", "warm-start", "stage-1"):
         run_step(name, cfg)
@@ -138,6 +139,9 @@ def test_every_step_of_a_run_says_where_its_time_went(
         assert parts_of(metrics) == pytest.approx(metrics["time/step_s"], rel=1e-9)
         assert metrics["time/update_s"] > 0
         assert metrics["perf/trained_tokens_per_s"] > 0
+        used = metrics["perf/update_tflop"] / metrics["time/update_s"]
+        assert metrics["perf/mfu"] == pytest.approx(used / 0.5)
+        assert 0 < metrics["perf/mfu"] < 1
     page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
     told = set(re.findall(r"`((?:time|perf)/\w+)`", page))
     for metrics in rows["stage-1"]:

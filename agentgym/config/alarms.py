@@ -1,0 +1,45 @@
+"""The settings of `alarms`: what is trouble while training, and what then happens.
+
+They change no result, so they may be changed between two starts of one run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat
+
+from agentgym.config.section import Section, operational
+
+Action = Literal["off", "warn", "stop"]
+
+
+def _action(trouble: str) -> Any:
+    return operational("warn", f"{trouble}: off, warn, or stop after the next commit")
+
+
+class AlarmsConfig(Section):
+    """Of each alarm what it does, and the limit of its measure: see docs/operations.md."""
+
+    entropy: Action = _action("entropy collapse")
+    min_entropy: NonNegativeFloat = operational(0.02, "nats per action token")
+    gradient: Action = _action("gradient spike")
+    max_gradient_factor: PositiveFloat = operational(20.0, "times the usual gradient norm")
+    update_kl: Action = _action("update that moves the policy far")
+    max_update_kl: PositiveFloat = operational(
+        0.2, "nats per action token between the policy before an update and after"
+    )
+    zero_variance: Action = _action("groups that teach nothing")
+    max_zero_variance_frac: float = operational(
+        0.99, "share of the groups whose rewards are all equal", gt=0, le=1
+    )
+    success: Action = _action("success falls")
+    max_success_drop: float = operational(
+        0.2, "below the best success so far, as a share of the episodes", gt=0, le=1
+    )
+    mismatch: Action = _action("engine and learner differ")
+    max_mismatch_kl: PositiveFloat = operational(
+        0.03, "nats per action token; algorithm.max_mismatch_kl ends a run whatever stands here"
+    )
+    throughput: Action = _action("throughput falls")
+    min_throughput_frac: float = operational(0.5, "of the usual tokens per second", ge=0, lt=1)

@@ -1,0 +1,81 @@
+"""How much arithmetic an update asks for, and how much a device can do: what model FLOPs
+utilization is made of.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+# Dense bfloat16 TFLOP/s of the makers' data sheets; those with sparsity are twice as many. The
+# first row whose words are all in the device's name counts.
+PEAK_TFLOPS = (
+    ("H100 NVL", 835.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("H200 NVL", 836.0),
+    ("H200", 989.0),
+    ("GH200", 989.0),
+    ("H20", 148.0),
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("A100", 312.0),
+    ("A10", 125.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("MI300X", 1307.0),
+)
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Of a device as `torch.cuda.get_device_name` calls it; None where it is not known, or a slice
+    of one (MIG).
+    """
+    named = set(re.split("[ -]", device_name))
+    if "MIG" in named:
+        return None
+    return next((peak for words, peak in PEAK_TFLOPS if set(words.split()) <= named), None)
+
+
+def device_peak_tflops(device: torch.device) -> float | None:
+    """None for a CPU, and where it is not known."""
+    return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFlops:
+    """What a forward and a backward of one network ask for, recomputation not counted.
+
+    Of a token 6 for each weight of blocks and head, and 6 x layers x width x sequence length for
+    attention, half of which is masked.
+    """
+
+    weights: int  # of blocks and head
+    attention: int  # layers x width
+
+    @classmethod
+    def of(cls, network: nn.Module, model: Any) -> Self:
+        """network: as it is trained; model: the causal language model or decoder inside.
+        Before it is spread over ranks.
+        """
+        embedding = model.get_input_embeddings().weight
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        is_head = head is not None and head.weight is embedding
+        config = model.config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            sum(each.numel() for each in network.parameters())
+            - (0 if is_head else embedding.numel()),
+            config.num_hidden_layers * heads * head_size,
+        )
+
+    def tflop(self, lengths: Tensor) -> float:
+        """1e12 operations for sequences of so many tokens, [R] int64."""
+        tokens, pairs = int(lengths.sum()), int((lengths * lengths).sum())
+        return 6e-12 * (self.weights * tokens + self.attention * pairs)
