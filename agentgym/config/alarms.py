@@ -5,13 +5,17 @@ They change no result, so they may be changed between two starts of one run.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import BeforeValidator, NonNegativeFloat, PositiveFloat
 
 from agentgym.config.section import Section, operational
 
-Action = Literal["off", "warn", "stop"]
+# YAML reads a bare `off` as false
+Action = Annotated[
+    Literal["off", "warn", "stop"],
+    BeforeValidator(lambda value: "off" if value is False else value),
+]
 
 
 def _action(trouble: str) -> Any:

@@ -72,7 +72,7 @@ class LocalLearner:
         )
         self._critic = critic
         self._flops = TrainingFlops.of(model, model)
-        self._critic_flops = None if critic is None else TrainingFlops.of(critic, critic.body)
+        self._critic_flops = [] if critic is None else [TrainingFlops.of(critic, critic.body)]
         for network in (self._net, self._critic, self._reference):
             if network is not None:
                 self.ranks.shard(network)
@@ -208,10 +208,7 @@ class LocalLearner:
         critic_loss = self._critic_loss(experience, config, num_minibatches)
         is_warming = isinstance(config, ActorCriticConfig) and step <= config.critic_warmup_steps
         logs: dict[str, list[float]] = {}
-        trained = [] if is_warming else [self._flops]
-        if critic_loss is not None and self._critic_flops is not None:
-            trained.append(self._critic_flops)
-        lengths = experience.batch.lengths[signal]
+        networks = self._critic_flops if is_warming else [self._flops, *self._critic_flops]
         order = np.random.Generator(np.random.Philox(key=[seed, step]))
         for _ in range(config.epochs):
             shuffled = signal[torch.from_numpy(order.permutation(len(signal))).to(signal.device)]
@@ -234,7 +231,8 @@ class LocalLearner:
         return {
             "actor/lr": self._policy.rate(step),
             "actor/sequences_with_signal_frac": len(carrying) / num_sequences,
-            "perf/update_tflop": config.epochs * sum(each.tflop(lengths) for each in trained),
+            "perf/update_tflop": config.epochs
+            * sum(each.tflop(experience.batch.lengths[signal]) for each in networks),
             **{name: float(np.mean(each)) for name, each in logs.items()},
             **_critic_metrics(experience),
         }

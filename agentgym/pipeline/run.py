@@ -102,18 +102,22 @@ def run_step(
             key[:12],
             f"resumes after commit {head.seq}" if head else "starts",
         )
-        # steps that speak to MLflow themselves
-        with reaching(cfg.tracking_uri), ctx:
-            try:
-                if stop := ctx.watch.stop:
-                    raise stop
-                manifest = step.run(ctx)
-            except AlarmStop:
-                with contextlib.suppress(LedgerUnavailable):  # it is delivered by what goes on
-                    if writer.head:
-                        deliver(cfg, store, step, writer.head)
-                raise
+        with reaching(cfg.tracking_uri), ctx:  # some steps speak to MLflow themselves
+            manifest = _run_watched(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
+
+
+def _run_watched(ctx: StepContext) -> Manifest:
+    """Unless what was committed stops it. What stops it is in MLflow, where that can be reached."""
+    try:
+        if stop := ctx.watch.stop:
+            raise stop
+        return ctx.step.run(ctx)
+    except AlarmStop:
+        if ctx.head is not None:
+            with contextlib.suppress(LedgerUnavailable):
+                deliver(ctx.cfg, ctx.store, ctx.step, ctx.head)
+        raise
 
 
 def _intact_head(store: RunStore, writer: StepWriter) -> Manifest | None:

@@ -100,7 +100,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 validation = play_validation(cfg, engine, splits.validation, step)
                 metrics |= validation_metrics(validation)
                 clock.lap("validate")
-            metrics |= clock.step(num_tokens, metrics["perf/update_tflop"])
+            metrics |= clock.step(num_tokens, metrics)
             cpu_began = time.process_time()
             points.append(Point(step, now_ms(), metrics))
             if commits_at(cfg, stage, step):

@@ -123,12 +123,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             records = with_reasons(
                 cfg, rollouts.trajectories, rollouts.reasons, experience, learner, step
             )
-            metrics |= update_metrics(records)
-            metrics |= rollouts.speed
-            metrics |= clock.step(
-                experience.batch.num_tokens if experience else 0,
-                metrics.get("perf/update_tflop", 0.0),
-            )
+            metrics |= rollouts.speed | update_metrics(records)
+            metrics |= clock.step(experience.batch.num_tokens if experience else 0, metrics)
             manifest = ctx.step_taken(
                 step,
                 done=step == stage.last_step,

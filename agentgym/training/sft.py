@@ -247,7 +247,7 @@ def warm_start(ctx: StepContext) -> Manifest:
             batch = to_batch([demos[index] for index in indices])
             metrics = learner.sft_step(batch, step=step)
             clock.lap("update")
-            metrics |= clock.step(batch.num_tokens, metrics["perf/update_tflop"])
+            metrics |= clock.step(batch.num_tokens, metrics)
             points.append(Point(step, now_ms(), metrics))
             ctx.progress.advance(1, f"loss {metrics['sft/loss']:.2f}")
             if step % COMMIT_EVERY == 0 or step == settings.steps:

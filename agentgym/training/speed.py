@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from agentgym.types import EngineUsage, Trajectory
 
@@ -35,11 +35,11 @@ class StepClock:
         self._add("generate", generating)
         self._add("wait", passed - generating)
 
-    def step(self, num_trained: int, tflop: float = 0.0) -> dict[str, float]:
+    def step(self, num_trained: int, update: Mapping[str, float]) -> dict[str, float]:
         """The metrics of the step that ends here; the next one begins.
 
         num_trained: tokens the update has seen, each once however often it passed them.
-        tflop: 1e12 operations that its model asked for.
+        update: its metrics; empty where nothing was learned.
         """
         self.lap("other")
         parts, self._parts = self._parts, {}
@@ -48,6 +48,7 @@ class StepClock:
         metrics["time/step_s"] = total
         metrics["perf/trained_tokens_per_s"] = _share(num_trained, parts.get("update", 0.0))
         if self._peak_tflops is not None:
+            tflop = update.get("perf/update_tflop", 0.0)
             metrics["perf/mfu"] = _share(tflop / self._peak_tflops, parts.get("update", 0.0))
         if "wait" in parts:
             waited = parts["generate"] + parts["wait"]

@@ -25,6 +25,11 @@ def test_other_alarms_find_the_same_steps_and_the_same_run():
     assert key_of(step, cfg, {}) == key_of(step, other, {})
 
 
+def test_off_is_a_word_though_yaml_reads_it_as_false():
+    assert load_config(overrides=["alarms.entropy=off"]).alarms.entropy == "off"
+    assert load_config(overrides=["alarms.entropy='off'"]).alarms.entropy == "off"
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [

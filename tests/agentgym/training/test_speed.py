@@ -54,7 +54,7 @@ def test_the_parts_of_steps_leave_nothing_out_and_count_nothing_twice():
     hand.s += 2.0
     clock.lap("validate")
     hand.s += 0.25
-    assert clock.step(num_trained=600) == {
+    assert clock.step(600, {}) == {
         "time/commit_s": 1.0,
         "time/generate_s": 6.0,
         "time/wait_s": 2.0,
@@ -68,7 +68,7 @@ def test_the_parts_of_steps_leave_nothing_out_and_count_nothing_twice():
     }
     hand.s += 3.0  # between two steps nothing is lost
     clock.lap("commit")
-    assert clock.step(num_trained=0) == {
+    assert clock.step(0, {}) == {
         "time/commit_s": 3.0,
         "time/other_s": 0.0,
         "time/step_s": 3.0,
@@ -89,7 +89,7 @@ def test_no_usage_makes_a_part_negative_or_longer_than_the_wait(usage, generatin
     clock = StepClock(hand)
     hand.s += 2.0
     clock.lap_rollouts(usage)
-    metrics = clock.step(0)
+    metrics = clock.step(0, {})
     assert (metrics["time/generate_s"], metrics["time/wait_s"]) == (generating, 2.0 - generating)
 
 
@@ -163,3 +163,16 @@ def test_every_step_of_a_run_says_where_its_time_went(
             assert idle == pytest.approx(metrics["perf/engine_idle_frac"], abs=0.05)
     # the second step is told of the first one's commit
     assert rows["stage-1"][1]["time/commit_s"] > 0
+
+
+def test_utilization_is_of_the_updates_time_and_of_all_devices():
+    hand = Hand()
+    clock = StepClock(hand, peak_tflops=50.0)
+    hand.s += 3.0
+    clock.lap("other")
+    hand.s += 4.0
+    clock.lap("update")
+    assert clock.step(600, {"perf/update_tflop": 80.0})["perf/mfu"] == 80 / 4 / 50
+    hand.s += 1.0
+    clock.lap("update")
+    assert clock.step(0, {})["perf/mfu"] == 0.0  # nothing was learned

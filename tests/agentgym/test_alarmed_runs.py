@@ -1,0 +1,140 @@
+"""Runs in trouble: real training that raises alarms, one that stops itself and goes on, and what
+tells of them afterwards.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from agentgym.audit.numbers import check_alarms
+from agentgym.audit.report import Checks
+from agentgym.audit.steps import StepRecord
+from agentgym.cli import main
+from agentgym.config import load_config
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import finished, key_of, open_store, run_key, steps_of
+from agentgym.tracking.alarms import AlarmStop, begun
+from agentgym.tracking.deliver import committed_points, parent_run, tracker_of
+from flows.shell import alarm_lines
+
+pytestmark = pytest.mark.integration
+
+STAGE = "stage-1"
+
+
+@pytest.fixture(scope="module")
+def begin(tmp_path_factory, copy_run, tiny_params, tiny_endpoint):
+    """begin(*overrides) -> the parameter file and the configuration of a run whose warm start is
+    done.
+    """
+
+    def make(*overrides, folder=None, deterministic=True):
+        folder = folder or tmp_path_factory.mktemp("alarmed")
+        if not (folder / "store").exists():
+            copy_run(folder, half=True)
+        params = tiny_params(folder, endpoint=tiny_endpoint, deterministic=deterministic)
+        usual = ("horizon.kind=fixed", "horizon.max_turns=[5]", "validation.every=0")
+        return params, load_config(params, [*usual, *overrides])
+
+    return make
+
+
+def points_of(cfg):
+    store = open_store(cfg)
+    step = steps_of(cfg)[STAGE]
+    return committed_points(store, STAGE, key_of(step, cfg, finished(cfg, store)))
+
+
+def test_an_update_that_ruins_the_policy_raises_alarms_that_the_audit_measures_again(begin):
+    _, cfg = begin(
+        "horizon.stage_steps=[21]",
+        "optimizer.lr=0.05",
+        "optimizer.warmup_steps=20",
+        "rollout.token_numbers_frac=1",
+        "alarms.max_zero_variance_frac=0.5",
+        "alarms.max_success_drop=0.05",
+        "alarms.min_entropy=10",  # more than any
+    )
+    run_step(STAGE, cfg)
+    points = points_of(cfg)
+    assert {alarm.name for alarm in begun(points)} == {
+        "entropy",
+        "update_kl",
+        "zero_variance",
+        "success",
+    }
+    said = " ".join(alarm_lines(cfg, finished(cfg, open_store(cfg))))
+    assert "alarm zero_variance at optimizer step 20" in " ".join(said.split())
+
+    store, step = open_store(cfg), steps_of(cfg)[STAGE]
+    final = finished(cfg, store)[STAGE]
+    commits = store.history(STAGE, final.key)
+    record = StepRecord(step, final.key, {}, commits, dict(enumerate([each] for each in points)))
+
+    def checked(record):
+        checks = Checks("numbers")
+        check_alarms(record, [record], checks)
+        return checks
+
+    assert checked(record).num_failures == 0
+    assert checked(record).counted > 3 * 21
+    last = points[-1]
+    for name, value in {
+        "alarm/zero_variance": 0.51,  # not what its points say
+        "alarm/zero_variance_limit": 1.0,  # which it did not break
+        "alarm/gradient": 40.0,  # without a limit
+        "alarm/boredom": 1.0,  # no alarm
+    }.items():
+        forged = replace(last, metrics={**last.metrics, name: value})
+        assert checked(replace(record, points={**record.points, 20: [forged]})).num_failures
+
+
+def test_rollouts_that_fall_behind_an_update_raise_the_mismatch_alarm(begin):
+    _, cfg = begin(
+        "horizon.stage_steps=[5]",
+        "optimizer.lr=0.3",
+        "rollout.max_staleness=1",
+        "algorithm.max_mismatch_kl=1000",
+        deterministic=False,
+    )
+    for name in ("prepare", "initialize", "warm-start", STAGE):
+        run_step(name, cfg)
+    assert "mismatch" in {alarm.name for alarm in begun(points_of(cfg))}
+
+
+def test_a_run_that_stopped_itself_goes_on_once_the_limit_is_another_to_the_same_bytes(
+    begin, capsys, tmp_path
+):
+    sensitive = ("alarms.update_kl=stop", "alarms.max_update_kl=1e-9")
+    usual = ("horizon.stage_steps=[5]", "rollout.token_numbers_frac=1", "store.commit_every=1000")
+    params, cfg = begin(*usual, *sensitive, folder=tmp_path)
+    sets = [
+        word
+        for each in (
+            *("horizon.kind=fixed", "horizon.max_turns=[5]", "validation.every=0"),
+            *(*usual, *sensitive),
+        )
+        for word in ("--set", each)
+    ]
+    assert main(["step", STAGE, "--params", str(params), *sets]) == 1
+    said = capsys.readouterr().err
+    assert "failed: AlarmStop: alarm update_kl at optimizer step 3: actor/update_kl" in said
+    assert "the same command goes on from there" in said
+    # committed, whatever store.commit_every says, and told in MLflow
+    marked = points_of(cfg)
+    assert [point.step for point in marked] == [1, 2, 3]
+    tracker, run = tracker_of(cfg), parent_run(cfg, run_key(cfg))
+    assert "alarm update_kl" in tracker.client.get_run(run).data.tags["alarm.update_kl"]
+    assert ("alarm/update_kl", 3) in {(name, step) for name, step, _, _ in tracker.points(run)}
+    with pytest.raises(AlarmStop):  # again: nothing was changed
+        run_step(STAGE, cfg)
+    assert points_of(cfg) == marked
+    _, warned = begin(*usual, "alarms.max_update_kl=1e-9", folder=tmp_path)
+    assert str(run_step(STAGE, warned)) == "resumed at commit 3"
+    assert begun(points_of(warned)) == begun(marked)
+    _, never = begin(*usual, "alarms.update_kl=off")
+    run_step(STAGE, never)
+    assert begun(points_of(never)) == []
+    assert finished(never, open_store(never))[STAGE].digest == (
+        finished(warned, open_store(warned))[STAGE].digest
+    )
