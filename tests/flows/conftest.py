@@ -26,6 +26,7 @@ TINY = {
     "rollout": {"items_per_step": 4, "group_size": 4},
     "horizon": {"stage_steps": [1, 1, 2]},
     "validation": {"every": 2, "num_items": 4},
+    "alarms": {"min_entropy": 10.0},  # a limit that every step breaks
     "evaluation": {"num_items": 8, "num_samples": 2, "k": [1, 2], "num_bootstrap": 200},
 }
 
@@ -104,6 +105,12 @@ class Project:
             )
             for _, name, start, end, said in rows
         }
+
+    def told_in_prefect(self, table, column):
+        """All texts of a column of Prefect's database."""
+        database = self.folder / ".agentgym/prefect/prefect.db"
+        with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+            return [text for (text,) in connection.execute(f"select {column} from {table}")]
 
     def exported_model(self):
         """The registered model as an ordinary folder, as a user would have one."""

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import time
+from html import escape
 
 import pytest
 from mlflow import MlflowClient
@@ -90,6 +91,30 @@ def test_mlflow_holds_one_parent_with_a_child_per_step_on_one_continuous_axis(fi
     names = {artifact.path for artifact in client.list_artifacts(parents[0].info.run_id)}
     assert {"report.html", "learning_curve.png", "evaluation.png"} <= names
     assert client.get_model_version_by_alias("agentgym-babyai", "champion").version == 1
+
+
+def test_an_alarm_is_told_wherever_a_run_is_looked_at(finished):
+    begins = "alarm entropy at optimizer step 3"
+    (alarm,) = {
+        text for text in finished.told_in_prefect("log", "message") if text.startswith(begins)
+    }  # once, where the trouble began
+    assert alarm.endswith(
+        "raise algorithm.clip_high or algorithm.entropy_coef, or lower optimizer.lr"
+    )
+    described = finished.told_in_prefect("artifact", "description")
+    assert any(text and alarm in text and "stage 3" in text for text in described)
+    summary = finished.first.stdout.partition("success, %")[2]
+    assert alarm in " ".join(summary.split())
+    (page,) = finished.folder.glob(".agentgym/reports/*/report.html")
+    assert escape(alarm) in page.read_text()
+    client = MlflowClient(f"sqlite:///{finished.folder / '.agentgym/mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name("agentgym-babyai").experiment_id])
+    (parent,) = (run for run in runs if run.data.tags["kind"] == "pipeline")
+    assert parent.data.tags["alarm.entropy"].startswith("alarm entropy at optimizer step 4")
+    measured = client.get_metric_history(parent.info.run_id, "alarm/entropy")
+    limits = client.get_metric_history(parent.info.run_id, "alarm/entropy_limit")
+    assert sorted(point.step for point in measured) == [3, 4]
+    assert [point.value for point in limits] == [10.0, 10.0]
 
 
 def test_dvc_repro_after_it_trains_nothing_and_a_second_one_runs_no_stage(finished):
