@@ -229,6 +229,13 @@ class RayLearner:
         result: Tensor = self._call("score", batch)
         return result
 
+    def score_reference(self, batch: Batch) -> Tensor:
+        result: Tensor = self._call("score_reference", batch)
+        return result
+
+    def drop_reference(self) -> None:
+        self._call("drop_reference")
+
     def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
         result: Experience = self._call("prepare", batch, config, step=step)
         return result

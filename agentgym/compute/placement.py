@@ -32,6 +32,14 @@ class Learner(Protocol):
         """[N] log-probabilities under the present weights; 0 where action_mask is false."""
         ...
 
+    def score_reference(self, batch: Batch) -> Tensor:
+        """The same under the plan's reference."""
+        ...
+
+    def drop_reference(self) -> None:
+        """Give its memory back."""
+        ...
+
     def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
         """What is known of a batch before the update; advantages are not among it."""
         ...

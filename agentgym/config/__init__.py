@@ -15,6 +15,7 @@ from agentgym.config.algorithm import (
     family_of,
     max_refills,
 )
+from agentgym.config.learner import LearnerConfig
 from agentgym.config.load import (
     RENAMED,
     Setting,
@@ -50,6 +51,7 @@ __all__ = [
     "EvaluationConfig",
     "ExplorationConfig",
     "HorizonConfig",
+    "LearnerConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PolicyGradientConfig",

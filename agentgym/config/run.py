@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, SerializeAs
 from agentgym.algorithms.recipe import recipe_of
 from agentgym.config.alarms import AlarmsConfig
 from agentgym.config.algorithm import AlgorithmConfig, algorithm_config
+from agentgym.config.learner import LearnerConfig
 from agentgym.config.section import Section, operational, setting
 from agentgym.config.sections import (
     DataConfig,
@@ -64,6 +65,7 @@ class RunConfig(Section):
         algorithm_config()
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+    learner: LearnerConfig = LearnerConfig()
     horizon: HorizonConfig = HorizonConfig()
     validation: ValidationConfig = ValidationConfig()
     alarms: AlarmsConfig = AlarmsConfig()
@@ -86,6 +88,11 @@ class RunConfig(Section):
                 "deterministic is nothing vLLM can keep: its sums depend on what else is in the"
                 " batch, and so on which episode is faster; use rollout.engine torch with"
                 " deterministic"
+            )
+        if self.learner.offload_optimizer and self.compute_device == "cpu":
+            raise ValueError(
+                "learner.offload_optimizer with compute_device cpu: host memory is where the"
+                " optimizer's state is already; leave it out, or use compute_device cuda"
             )
         if self.rollout.engine_dtype != "auto" and self.rollout.engine == "torch":
             raise ValueError(

@@ -77,6 +77,10 @@ class ModelConfig(Section):
         "", "source hub: repository or folder, for example Qwen/Qwen2.5-7B-Instruct"
     )
     revision: str | None = setting(None, "source hub: branch, tag or commit")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "what weights are in and computed in; auto: as the model comes (tiny: float32)",
+    )
     chat: ChatConfig = ChatConfig()
     context_tokens: PositiveInt = setting(512, "tokens of the longest episode")
     vocab_size: PositiveInt = setting(512, "source tiny: upper bound for the trained tokenizer")

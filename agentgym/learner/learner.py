@@ -29,16 +29,21 @@ from agentgym.algorithms.losses import (
     value_loss,
 )
 from agentgym.algorithms.recipe import named, recipe_of
-from agentgym.config import ActorCriticConfig, OptimizerConfig, PolicyGradientConfig
+from agentgym.config import (
+    ActorCriticConfig,
+    LearnerConfig,
+    OptimizerConfig,
+    PolicyGradientConfig,
+)
 from agentgym.learner.flops import TrainingFlops, device_peak_tflops
+from agentgym.learner.micro_batches import deal, micro_batches
 from agentgym.learner.optimizer import OptimizedNetwork
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
+from agentgym.models.blocks import checkpoint_blocks, compile_blocks
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.networks import PolicyNet, ValueNet
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 from agentgym.types import EngineMismatch
-
-MICRO_BATCH_TOKENS = 16_384  # tokens of one forward and backward
 
 # sequences of one micro-batch, and whether they count; ranks without work still join the forward
 Share = tuple[Tensor, bool]
@@ -60,29 +65,48 @@ class LocalLearner:
         critic: ValueNet | None = None,
         critic_lr: float | None = None,
         reference: Any = None,
+        settings: LearnerConfig | None = None,
     ) -> None:
         """model, reference: causal language models built with RAGGED attention; the reference
         is never trained.
         """
-        self.ranks = ranks or SingleProcess()
+        self.ranks, self._settings = ranks or SingleProcess(), settings or LearnerConfig()
         self.model = model.eval()  # no dropout: the engine samples without it
-        self._net = PolicyNet(model)
+        chunk = self._settings.head_chunk_tokens
+        self._net = PolicyNet(model, chunk)
         self._reference = (
-            PolicyNet(reference.eval().requires_grad_(False)) if reference is not None else None
+            PolicyNet(reference.eval().requires_grad_(False), chunk)
+            if reference is not None
+            else None
         )
         self._critic = critic
         self._flops = TrainingFlops.of(model, model)
         self._critic_flops = [] if critic is None else [TrainingFlops.of(critic, critic.body)]
         for network in (self._net, self._critic, self._reference):
             if network is not None:
-                self.ranks.shard(network)
-        self._policy = OptimizedNetwork(model, config, total_steps=total_steps, ranks=self.ranks)
-        self._values = None
+                self._place(network)
+
+        def optimized(network: nn.Module, config: OptimizerConfig) -> OptimizedNetwork:
+            return OptimizedNetwork(
+                network,
+                config,
+                total_steps=total_steps,
+                ranks=self.ranks,
+                offload=self._settings.offload_optimizer,
+            )
+
+        self._policy, self._values = optimized(model, config), None
         if critic is not None:
             own = config.model_copy(update={"lr": critic_lr or config.lr})
-            self._values = OptimizedNetwork(
-                critic.eval(), own, total_steps=total_steps, ranks=self.ranks
-            )
+            self._values = optimized(critic.eval(), own)
+
+    def _place(self, network: nn.Module) -> None:
+        """Its blocks as the settings say, its parameters spread over the ranks."""
+        if self._settings.compile != "none":
+            compile_blocks(network, self._settings.compile)
+        if self._settings.activation_checkpointing:
+            checkpoint_blocks(network)
+        self.ranks.shard(network)
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's parameters by name, whole and detached."""
@@ -116,6 +140,18 @@ class LocalLearner:
         false.
         """
         return self._scores(self._net, batch.to(self.ranks.device)).cpu()
+
+    def score_reference(self, batch: Batch) -> Tensor:
+        """[N] log-probabilities under the reference, as `score`.
+        Errors: ValueError where there is none.
+        """
+        if self._reference is None:
+            raise ValueError("a reference model is needed; none was given to the learner")
+        return self._scores(self._reference, batch.to(self.ranks.device)).cpu()
+
+    def drop_reference(self) -> None:
+        """Give its memory back: all that is compared with it was scored."""
+        self._reference = None
 
     def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
         """What is known before the update: log-probabilities of the learner and of the reference,
@@ -411,13 +447,23 @@ class LocalLearner:
         """This rank's micro-batches, [R] sequences each; as many on every rank, because a forward
         of sharded weights needs all of them.
         """
+        lengths = (batch.starts[1:] - batch.starts[:-1]).tolist()
         per_rank = [
-            list(_micro_batches(batch, _deal(sequences, rank, self.ranks.size, unit), unit))
-            for rank in range(self.ranks.size)
+            list(
+                micro_batches(
+                    lengths,
+                    dealt,
+                    tokens=self._settings.micro_batch_tokens,
+                    unit=unit,
+                    padded=self.ranks.device.type == "cpu",
+                )
+            )
+            for dealt in deal(lengths, sequences.tolist(), num_ranks=self.ranks.size, unit=unit)
         ]
-        mine, idle = per_rank[self.ranks.rank], sequences[:unit]
+        mine, idle = per_rank[self.ranks.rank], sequences[:unit].tolist()
         for index in range(max(map(len, per_rank))):
-            yield (mine[index], True) if index < len(mine) else (idle, False)
+            counts = index < len(mine)
+            yield torch.tensor(mine[index] if counts else idle, device=sequences.device), counts
 
 
 def _all(batch: Batch) -> Tensor:
@@ -459,30 +505,3 @@ def _collect(
         logs.setdefault(f"{prefix}/{name}", []).append(
             value if name in ("loss", "grad_norm") else value / share
         )
-
-
-def _deal(sequences: Tensor, rank: int, size: int, unit: int) -> Tensor:
-    """[R] sequences, a multiple of `unit` -> [about R / size], those of this rank."""
-    return sequences.view(-1, unit)[rank::size].reshape(-1)
-
-
-def _micro_batches(
-    batch: Batch, sequences: Tensor | None = None, unit: int = 1
-) -> Iterator[Tensor]:
-    """[R] int64 each: consecutive sequences whose padded size stays under the token budget; at
-    least `unit` of them, and a multiple of it.
-    """
-    lengths = (batch.starts[1:] - batch.starts[:-1]).tolist()
-    chosen: list[int] = []
-    longest = 0
-    wanted = list(range(batch.num_sequences)) if sequences is None else sequences.tolist()
-    for first in range(0, len(wanted), unit):
-        block = wanted[first : first + unit]
-        new = max(lengths[sequence] for sequence in block)
-        if chosen and max(longest, new) * (len(chosen) + unit) > MICRO_BATCH_TOKENS:
-            yield torch.tensor(chosen, device=batch.starts.device)
-            chosen, longest = [], 0
-        chosen += block
-        longest = max(longest, new)
-    if chosen:
-        yield torch.tensor(chosen, device=batch.starts.device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from agentgym.config import OptimizerConfig
+from agentgym.learner.offload import HostMemory
 from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.tensorfiles import StoredTensors
 
@@ -42,12 +44,21 @@ class OptimizedNetwork:
     """
 
     def __init__(
-        self, network: nn.Module, config: OptimizerConfig, *, total_steps: int, ranks: ProcessGroup
+        self,
+        network: nn.Module,
+        config: OptimizerConfig,
+        *,
+        total_steps: int,
+        ranks: ProcessGroup,
+        offload: bool = False,
     ) -> None:
         """network: already spread over the ranks.
+        offload: moments and master weights are in host memory, and on the device those of one
+        parameter at a time, while it is stepped.
         A new optimizer begins at the weights as they are, rounded ones too.
         """
         self._config, self._total_steps, self._ranks = config, total_steps, ranks
+        self._host = HostMemory(ranks) if offload else None
         # this rank's parts: after a forward without a backward the network shows other, gathered
         # tensors under these names
         self._parameters = dict(network.named_parameters())
@@ -55,23 +66,35 @@ class OptimizedNetwork:
     @cached_property
     def _masters(self) -> dict[str, nn.Parameter]:
         """By parameter name. Made at the first use: a network that is only scored needs none."""
-        return {name: _master_of(parameter) for name, parameter in self._parameters.items()}
+        masters = {}
+        for name, parameter in self._parameters.items():
+            masters[name] = _master_of(parameter)
+            if self._host and masters[name] is not parameter:
+                self._host.put(masters[name])
+        return masters
 
     @cached_property
-    def _optimizer(self) -> torch.optim.AdamW:
-        config = self._config
-        return torch.optim.AdamW(
-            self._masters.values(),
-            lr=config.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-        )
+    def _optimizers(self) -> dict[tuple[str, ...], torch.optim.AdamW]:
+        """By the names of the masters each steps: one for all, or one for each where states are
+        offloaded.
+        """
+        config, names = self._config, tuple(self._masters)
+        return {
+            stepped: torch.optim.AdamW(
+                [self._masters[name] for name in stepped],
+                lr=config.lr,
+                betas=config.betas,
+                weight_decay=config.weight_decay,
+            )
+            for stepped in ([(name,) for name in names] if self._host else [names])
+        }
 
     def rate(self, step: int) -> float:
         return learning_rate(self._config, step, self._total_steps)
 
     def zero_grad(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        for each in self._optimizers.values():
+            each.zero_grad(set_to_none=True)
 
     def optimizer_step(self, step: int, loss: float) -> float:
         """Clip, check and take one step. Result: the gradient's norm before clipping.
@@ -88,10 +111,19 @@ class OptimizedNetwork:
             raise FloatingPointError(
                 f"loss {loss} with gradient norm {norm} is not finite; the weights were not changed"
             )
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.rate(step)
-        self._optimizer.step()
-        self._round()
+        for names, optimizer in self._optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate(step)
+            if self._host is None:
+                optimizer.step()
+                self._round(names)
+                continue
+            for each in self._kept(names, optimizer).values():
+                self._host.fetch(each)
+            optimizer.step()
+            self._round(names)
+            for each in self._kept(names, optimizer).values():
+                self._host.put(each)
         return norm
 
     def weights(self) -> dict[str, Tensor]:
@@ -111,12 +143,26 @@ class OptimizedNetwork:
         """This rank's parts of the optimizer's state and of the master weights, as
         `parameter:key`.
         """
+        return {
+            entry: self._at_rest(each)
+            for names, optimizer in self._optimizers.items()
+            for entry, each in self._kept(names, optimizer).items()
+        }
+
+    def _kept(self, names: Iterable[str], optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+        """What it keeps of these parameters, as `parameter:key`."""
         tensors: dict[str, Tensor] = {}
-        for name, master in self._masters.items():
-            own = {MASTER: master.detach()} if name in self._narrow() else {}
-            for key, value in {**own, **self._optimizer.state.get(master, {})}.items():
+        for name in names:
+            master = self._masters[name]
+            if master is not self._parameters[name]:
+                tensors[f"{name}:{MASTER}"] = master
+            for key, value in optimizer.state.get(master, {}).items():
                 tensors[f"{name}:{key}"] = value
         return tensors
+
+    def _at_rest(self, tensor: Tensor) -> Tensor:
+        """Where its values are between two updates, detached."""
+        return (self._host[tensor] if self._host else tensor).detach()
 
     def load_state(self, stored: StoredTensors) -> None:
         """What `state` was, for a network of the same parameters with the weights of that time.
@@ -130,7 +176,7 @@ class OptimizedNetwork:
                 f"the optimizer's state has no master weight of {missing[0].rpartition(':')[0]}; it"
                 " is of a model in float32"
             )
-        tensors: dict[str, Tensor] = {}
+        held: dict[str, Tensor] = {}
         keys: dict[str, set[str]] = {}
         for entry, each in stored.tensors.items():
             name, _, key = entry.rpartition(":")
@@ -140,28 +186,34 @@ class OptimizedNetwork:
                     f"the optimizer's state is of a parameter {name} that the model does not have;"
                     " take both from one commit"
                 )
-            like = self._masters[name].detach()
+            master = self._masters[name]
             if key == MASTER:
-                tensors[entry] = like
-            elif each.shape:
-                tensors[entry] = torch.empty_like(like, dtype=each.dtype)
-            else:
-                tensors[entry] = torch.empty((), dtype=each.dtype)
-        for name, held in keys.items():
-            if held - {MASTER} not in (set(), STATE):
+                held[entry] = master
+                continue
+            like = master.detach() if each.shape else torch.empty(())
+            held[entry] = torch.empty_like(like, dtype=each.dtype)
+            if self._host:
+                self._host.put(held[entry])
+        for name, found in keys.items():
+            if found - {MASTER} not in (set(), STATE):
                 raise ValueError(
-                    f"the optimizer's state of {name} is {', '.join(sorted(held))}; expected"
+                    f"the optimizer's state of {name} is {', '.join(sorted(found))}; expected"
                     f" {', '.join(sorted(STATE))}: it is of another optimizer"
                 )
+        tensors = {entry: self._at_rest(each) for entry, each in held.items()}
         stored.require_fit(tensors)
         self._ranks.load(tensors, stored)
-        for entry, tensor in tensors.items():
+        states = {
+            name: optimizer.state for names, optimizer in self._optimizers.items() for name in names
+        }
+        for entry, tensor in held.items():
             name, _, key = entry.rpartition(":")
             if key != MASTER:
-                self._optimizer.state[self._masters[name]][key] = tensor
+                states[name][self._masters[name]][key] = tensor
                 continue
-            rounded = self._ranks.own(narrow[name].detach())
-            if not torch.equal(self._ranks.own(tensor).to(rounded.dtype), rounded):
+            wide = self._ranks.own(tensors[entry])
+            rounded = self._ranks.own(narrow[name].detach()).to(wide.device)
+            if not torch.equal(wide.to(rounded.dtype), rounded):
                 raise ValueError(
                     f"master weight {name} does not round to its weight; take both from one commit"
                 )
@@ -175,9 +227,10 @@ class OptimizedNetwork:
         }
 
     @torch.no_grad()
-    def _round(self) -> None:
-        for name, parameter in self._narrow().items():
-            parameter.copy_(self._masters[name])
+    def _round(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self._parameters[name] is not self._masters[name]:
+                self._parameters[name].copy_(self._masters[name])
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:

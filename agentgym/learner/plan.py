@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from agentgym.config import OptimizerConfig
+from agentgym.config import LearnerConfig, OptimizerConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.empty import empty_model
@@ -29,6 +29,7 @@ class LearnerPlan:
     reference: StoredTensors | None = None  # weights
     # by name; empty: new ones
     optimizer_states: Mapping[str, StoredTensors] = field(default_factory=dict)
+    settings: LearnerConfig = field(default_factory=LearnerConfig)
 
     @property
     def size(self) -> int:
@@ -62,6 +63,7 @@ class LearnerPlan:
             critic=critic,
             critic_lr=self.critic_lr,
             reference=reference,
+            settings=self.settings,
         )
         fill(learner.ranks, model, self.weights)
         if reference is not None and self.reference is not None:

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from agentgym.models.blocks import blocks
 from agentgym.models.empty import materialize
 from agentgym.models.tensorfiles import Part, StoredTensors, TensorFile, file_name
 
@@ -52,10 +53,8 @@ class Sharded:
             module.to(self.device)
         # of sums over ranks, whatever the weights'
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        # of a decoder
-        for layers in [each for each in module.modules() if isinstance(each, nn.ModuleList)]:
-            for layer in layers:
-                fully_shard(layer, mesh=self._mesh, mp_policy=precision)
+        for block in blocks(module):
+            fully_shard(block, mesh=self._mesh, mp_policy=precision)
         fully_shard(module, mesh=self._mesh, mp_policy=precision)
         for each in module.modules():
             if isinstance(each, FSDPModule):

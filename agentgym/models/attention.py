@@ -8,6 +8,7 @@ One model code serves both sides, so what the engine samples from is what the le
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -83,6 +84,14 @@ def _ragged_attention(
 AttentionInterface.register(RAGGED, _ragged_attention)
 
 
+def leave_uncompiled() -> None:
+    """Let compiled blocks call attention as it is: how it groups sequences changes with the
+    batch.
+    """
+    plain = torch.compiler.disable(_ragged_attention)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(RAGGED, plain)
+
+
 def require_ragged(model: PreTrainedModel) -> None:
     """Errors: ValueError where the model would ignore the layout without a word."""
     kind = model.config._attn_implementation
@@ -120,6 +129,20 @@ def _attend(
     return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
 
 
+def has_kernel(query: Tensor, variant: Variant) -> bool:
+    """Whether flash attention computes this without padding: half precision on a CUDA device of
+    compute capability 8 or newer, heads [.., D] of a size it has, scores without a cap.
+    """
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and variant.softcap is None
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
 def _within(mask: Tensor, query_position: Tensor, window: int | None) -> Tensor:
     """mask [..., T, L] without the keys that lie a window or more before the query."""
     if window is None:
@@ -129,35 +152,76 @@ def _within(mask: Tensor, query_position: Tensor, window: int | None) -> Tensor:
 
 
 class PackedSequences:
-    """Rows packed end to end, each attending causally to itself alone."""
+    """Rows packed end to end, each attending causally to itself alone.
+
+    On a CUDA device flash attention reads them as they are; where it cannot (see `has_kernel`),
+    and on the CPU, they are padded for the attention alone. The results are equal.
+    """
 
     def __init__(self, starts: Tensor) -> None:
         """starts: [B + 1] int; sequence b is tokens starts[b]:starts[b + 1]."""
-        device, lengths = starts.device, starts[1:] - starts[:-1]
-        sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
-        self.position = torch.arange(int(starts[-1]), device=device) - starts[sequence]
-        # sequences of about one length together, padded with their own last token: for each group
-        # the packed index of every padded token
-        order = torch.argsort(lengths, stable=True)
-        self._groups: list[Tensor] = []  # [R, T]
-        begin, first = torch.empty_like(lengths), 0  # of each sequence among all padded tokens
-        for sequences in torch.split(order, GROUP_SEQUENCES):
-            longest = int(lengths[sequences[-1]])
-            column = torch.arange(longest, device=device).minimum((lengths[sequences] - 1)[:, None])
-            self._groups.append(starts[sequences][:, None] + column)
-            begin[sequences] = first + longest * torch.arange(len(sequences), device=device)
-            first += column.numel()
-        self._packed = begin[sequence] + self.position
+        device, self._lengths = starts.device, starts[1:] - starts[:-1]
+        self._starts = starts
+        self._sequence = torch.repeat_interleave(
+            torch.arange(len(self._lengths), device=device), self._lengths
+        )
+        self.position = torch.arange(int(starts[-1]), device=device) - starts[self._sequence]
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # shared by the layers of a forward
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        """query [N, H, D]; key, value [N, KV, D]. Result: [N, H, D].
-        Pads for the attention alone; right padding never reaches a real query.
+        """query [N, H, D]; key, value [N, KV, D]. Result: [N, H, D]."""
+        attend = self._attend_packed if has_kernel(query, variant) else self._attend_padded
+        return attend(query, key, value, variant)
+
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        starts, longest = self._bounds
+        attended = varlen_attn(
+            query,
+            key,
+            value,
+            starts,
+            starts,
+            longest,
+            longest,
+            scale=variant.scaling,
+            # keys before and after a query that it sees beside its own; -1: all
+            window_size=(-1 if variant.window is None else variant.window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(attended, Tensor)
+        return attended
+
+    @cached_property
+    def _bounds(self) -> tuple[Tensor, int]:
+        """([B + 1] int32 starts, tokens of the longest)."""
+        return self._starts.to(torch.int32), int(self._lengths.max())
+
+    @cached_property
+    def _padding(self) -> tuple[list[Tensor], Tensor]:
+        """Sequences of about one length together, padded with their own last token: ([R, T] of
+        each group the packed index of every padded token, [N] of each packed token its place among
+        all padded ones).
         """
+        starts, lengths, groups = self._starts, self._lengths, []
+        begin, first = torch.empty_like(lengths), 0  # of each sequence among all padded tokens
+        for sequences in torch.split(torch.argsort(lengths, stable=True), GROUP_SEQUENCES):
+            longest = int(lengths[sequences[-1]])
+            places = torch.arange(longest, device=starts.device)
+            column = places.minimum((lengths[sequences] - 1)[:, None])
+            groups.append(starts[sequences][:, None] + column)
+            begin[sequences] = first + longest * torch.arange(len(sequences), device=starts.device)
+            first += column.numel()
+        return groups, begin[self._sequence] + self.position
+
+    def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
+        """Right padding never reaches a real query."""
         attended = []
-        for group in self._groups:
+        groups, packed = self._padding
+        for group in groups:
             padded = [
                 each.index_select(0, group.flatten())
                 .view(*group.shape, *each.shape[1:])
@@ -167,7 +231,7 @@ class PackedSequences:
             mask = self._mask(group.shape[1], variant)
             part = _attend(padded[0], padded[1], padded[2], mask, variant)
             attended.append(part.transpose(1, 2).flatten(0, 1))
-        return torch.cat(attended).index_select(0, self._packed)
+        return torch.cat(attended).index_select(0, packed)
 
     def _mask(self, longest: int, variant: Variant) -> Tensor | None:
         """[T, L], or None where plain causal attention is meant: the kernels have that built in."""

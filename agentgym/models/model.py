@@ -71,8 +71,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 def new_model(
     config: ModelConfig, *, vocab_size: int, eos_id: int, pad_id: int, seed: int
 ) -> PreTrainedModel:
-    """A Qwen2 of the configured size with weights drawn from `seed`, without touching the
-    global generator.
+    """A Qwen2 of the configured size and dtype with weights drawn from `seed`, without touching
+    the global generator.
     """
     from transformers import Qwen2Config
 
@@ -91,7 +91,8 @@ def new_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return from_config(architecture, torch.float32)
+        drawn = from_config(architecture, torch.float32)
+    return drawn if config.dtype == "auto" else drawn.to(getattr(torch, config.dtype))
 
 
 def load_hub(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -111,7 +112,7 @@ def load_hub(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerB
         attn_implementation=attention.RAGGED,
         use_safetensors=True,
         trust_remote_code=False,
-        dtype="auto",
+        dtype=config.dtype,
     )
     tokenizer = AutoTokenizer.from_pretrained(
         config.name, revision=config.revision, trust_remote_code=False

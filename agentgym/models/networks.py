@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-HEAD_CHUNK_TOKENS = 4_096  # action tokens whose logits exist at one time
-
-
 class PolicyNet(nn.Module):
     """Log-probabilities of the actions of a batch."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """model: a causal language model built with RAGGED attention."""
+    def __init__(self, model: PreTrainedModel, head_chunk_tokens: int = 4_096) -> None:
+        """model: a causal language model built with RAGGED attention; head_chunk_tokens: action
+        tokens whose logits exist at one time, in the backward, too.
+        """
         super().__init__()
         require_ragged(model)
         self.model = model
+        self._chunk = head_chunk_tokens
 
     def forward(self, batch: Batch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(log-probabilities, entropies) of every action token, [n] each, at the temperature it
@@ -48,10 +48,10 @@ class PolicyNet(nn.Module):
                 checkpoint(
                     head_logprobs, hidden[chunk - 1], batch.input_ids[chunk], use_reentrant=False
                 )
-                if len(positions) > HEAD_CHUNK_TOKENS
+                if len(positions) > self._chunk
                 else head_logprobs(hidden[chunk - 1], batch.input_ids[chunk])
             )
-            for chunk in torch.split(positions, HEAD_CHUNK_TOKENS)
+            for chunk in torch.split(positions, self._chunk)
         ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 

@@ -30,7 +30,8 @@ MODEL = ("seed", "deterministic", "compute_device", "env", "mix", "model")
 CONVERSATION = ("rollout.instructions", "rollout.action_format")
 DATA = ("seed", "data", "env", "mix", "warm_start.source")
 DEMONSTRATIONS = (*MODEL, "warm_start", *CONVERSATION, "rollout.episode_timeout_s")
-TRAINING = (*MODEL, "rollout", "algorithm", "optimizer", "horizon", "validation")
+WARM_START = (*DEMONSTRATIONS, "learner")
+TRAINING = (*MODEL, "rollout", "algorithm", "optimizer", "learner", "horizon", "validation")
 EVALUATION = (
     "deterministic",
     "compute_device",
@@ -64,7 +65,7 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
             title="warm start (SFT)",
             kind=Kind.TRAIN,
             run=_warm_start,
-            sections=DEMONSTRATIONS,
+            sections=WARM_START,
             modules=(SFT,),
             checkpoint=start,
             demonstrations=start,

@@ -27,7 +27,6 @@ from agentgym.compute.placement import (
 )
 from agentgym.config import ExplorationConfig, OptimizerConfig, PreferenceConfig, RunConfig
 from agentgym.data.items import Splits, splits_from_json, train_stream
-from agentgym.learner.learner import LocalLearner
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import (
     OPTIMIZER,
@@ -78,7 +77,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
         if episodes and not dataset:
             raise nothing_to_learn(cfg, stage, episodes)
         update_fn = _preferring if cfg.algorithm.loop.prefers else _imitating
-        learn = update_fn(ctx, stage, start, learner, dataset)
+        learn = update_fn(ctx, stage, learner, dataset)
         ctx.progress.start(
             f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1
         )
@@ -317,7 +316,10 @@ def _plan_learner(
         architecture=checkpoint.architecture,
         weights=ctx.tensors(ctx.start if anew else trained or start, WEIGHTS),
         optimizer=optimizer_of(cfg),
+        settings=cfg.learner,
         total_steps=rate_steps(cfg, stage),
+        # the policy that sampled the pairs; in a resumed stage the learner has moved on
+        reference=ctx.tensors(start, WEIGHTS) if cfg.algorithm.loop.prefers else None,
         optimizer_states={} if before is None else {OPTIMIZER: ctx.tensors(before, OPTIMIZER)},
     )
 
@@ -340,17 +342,13 @@ def nothing_to_learn(cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory
 Update = Callable[[int], tuple[dict[str, float], int]]
 
 
-def _preferring(
-    ctx: StepContext, stage: Stage, start: Manifest, learner: Learner, dataset: Dataset
-) -> Update:
+def _preferring(ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset) -> Update:
     """Direct preference optimization of the pairs."""
     cfg, own, before = ctx.cfg, ctx.cfg.algorithm, first_rate_step(ctx.cfg, stage)
     assert isinstance(own, PreferenceConfig)
     pairs = to_batch([trajectory for pair in dataset for trajectory in pair])
-    # the reference is the policy that sampled them; also in a resumed stage, whose learner has
-    # moved on
-    policy = LocalLearner(load_checkpoint(ctx.store, start).model, cfg.optimizer, total_steps=1)
-    pairs = replace(pairs, logprobs=policy.score(pairs))
+    pairs = replace(pairs, logprobs=learner.score_reference(pairs))
+    learner.drop_reference()
     size = min(own.pairs_per_step, len(dataset))
 
     def prefer(step: int) -> tuple[dict[str, float], int]:
@@ -368,9 +366,7 @@ def _preferring(
     return prefer
 
 
-def _imitating(
-    ctx: StepContext, stage: Stage, start: Manifest, learner: Learner, dataset: Dataset
-) -> Update:
+def _imitating(ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset) -> Update:
     """Supervised learning on the demonstrations, and on successes beside them."""
     cfg, before = ctx.cfg, first_rate_step(ctx.cfg, stage)
     # likelihood is that of the policy itself, as in the warm start, whatever temperature its

@@ -322,6 +322,7 @@ def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> L
         architecture=checkpoint.architecture,
         weights=ctx.tensors(start, WEIGHTS),
         optimizer=cfg.optimizer,
+        settings=cfg.learner,
         total_steps=sum(cfg.horizon.stage_steps),
         has_critic=has_critic,
         critic=critic,

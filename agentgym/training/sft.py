@@ -232,6 +232,7 @@ def warm_start(ctx: StepContext) -> Manifest:
         architecture=checkpoint.architecture,
         weights=ctx.tensors(start, WEIGHTS),
         optimizer=settings.optimizer,
+        settings=ctx.cfg.learner,
         total_steps=settings.steps,
         optimizer_states=ctx.tensors_of(start, OPTIMIZER),
     )

@@ -15,12 +15,12 @@ from agentgym.algorithms.losses import clip_fractions
 from agentgym.algorithms.recipe import RECIPES, Correction
 from agentgym.config import (
     ActorCriticConfig,
+    LearnerConfig,
     OptimizerConfig,
     PolicyGradientConfig,
     algorithm_config,
     family_of,
 )
-from agentgym.learner import learner as learner_module
 from agentgym.learner.learner import LocalLearner
 from agentgym.models import checkpoint, networks
 from agentgym.models.model import load_weights, weights_of
@@ -28,6 +28,7 @@ from agentgym.types import EngineMismatch
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
 ONE_UPDATE = algorithm_config(minibatches=1)
+SPLIT = {"micro_batch_tokens": 7}  # sequences of up to 8
 # recipes that sample at every optimizer step
 SAMPLING = sorted(name for name in RECIPES if issubclass(family_of(name), PolicyGradientConfig))
 # two groups of three; actions at scattered places, observations between and after them
@@ -73,7 +74,9 @@ def on_policy(learner, batch):
 
 @pytest.fixture
 def make_learner(make_model):
-    return lambda config=OPTIMIZER, seed=0: LocalLearner(make_model(seed), config, total_steps=10)
+    return lambda config=OPTIMIZER, seed=0, **settings: LocalLearner(
+        make_model(seed), config, total_steps=10, settings=LearnerConfig(**settings)
+    )
 
 
 def gradients(learner):
@@ -110,15 +113,24 @@ def everything(recipe, **more):
 def make_whole(make_model):
     """A learner with a critic that has opinions, and a reference that is another policy."""
 
-    def make():
+    def make(**settings):
         critic = networks.ValueNet(make_model(7))
         with torch.no_grad():
             critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
         return LocalLearner(
-            make_model(0), OPTIMIZER, total_steps=10, critic=critic, reference=make_model(3)
+            make_model(0),
+            OPTIMIZER,
+            total_steps=10,
+            critic=critic,
+            reference=make_model(3),
+            settings=LearnerConfig(**settings),
         )
 
     return make
+
+
+def num_micro_batches(learner, batch):
+    return len(list(learner._shares(batch, torch.arange(batch.num_sequences))))
 
 
 def all_gradients(learner):
@@ -133,17 +145,16 @@ def all_gradients(learner):
 @pytest.mark.parametrize("recipe", SAMPLING)
 @pytest.mark.parametrize("how", ["micro-batches", "order"])
 def test_loss_and_gradient_of_every_recipe_depend_neither_on_micro_batches_nor_on_packing(
-    make_whole, monkeypatch, recipe, how
+    make_whole, recipe, how
 ):
-    whole, other = make_whole(), make_whole()
+    whole, other = make_whole(), make_whole(**({} if how == "order" else SPLIT))
     config = everything(recipe)
     batch = on_policy(whole, batch_of())
     metrics = train(whole, batch, config, step=1, seed=0)
     if how == "order":
         batch = batch.select(torch.tensor([4, 0, 5, 2, 3, 1]))
     else:
-        monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 7)
-        assert len(list(learner_module._micro_batches(batch))) > 1
+        assert num_micro_batches(other, batch) > 1
     assert train(other, batch, config, step=1, seed=0) == pytest.approx(metrics, abs=1e-4, rel=1e-5)
     assert_same(all_gradients(whole), all_gradients(other), atol=1e-4, rtol=1e-3)
     assert metrics["actor/grad_norm"] > 1e-2
@@ -152,12 +163,10 @@ def test_loss_and_gradient_of_every_recipe_depend_neither_on_micro_batches_nor_o
 
 @pytest.mark.parametrize("correction", get_args(Correction))
 @pytest.mark.parametrize("recipe", ["grpo", "gspo", "cispo"])
-def test_corrections_depend_neither_on_micro_batches_nor_on_packing(
-    make_whole, monkeypatch, recipe, correction
-):
+def test_corrections_depend_neither_on_micro_batches_nor_on_packing(make_whole, recipe, correction):
     config = everything(recipe, correction=correction, importance_cap=1.02)
     off = 0.05 * torch.randn(29, generator=torch.Generator().manual_seed(5))
-    whole, packed, split = make_whole(), make_whole(), make_whole()
+    whole, packed, split = make_whole(), make_whole(), make_whole(**SPLIT)
     batch = on_policy(whole, batch_of())
     batch = replace(batch, logprobs=batch.logprobs + off[: len(batch.logprobs)] * batch.action_mask)
     metrics = train(whole, batch, config, step=1, seed=0)
@@ -165,7 +174,6 @@ def test_corrections_depend_neither_on_micro_batches_nor_on_packing(
     assert not torch.equal(weights, torch.ones_like(weights))
     order = batch.select(torch.tensor([4, 0, 5, 2, 3, 1]))
     others = {"packed": train(packed, order, config, step=1, seed=0)}
-    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 7)
     others["split"] = train(split, batch, config, step=1, seed=0)
     for other in others.values():
         assert other == pytest.approx(metrics, abs=1e-4, rel=1e-5)
@@ -311,23 +319,19 @@ def test_a_saved_critic_continues_to_the_bit(make_whole, stored, content):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 20])
-def test_gradients_and_metrics_do_not_depend_on_the_micro_batches(
-    make_learner, monkeypatch, tokens
-):
-    whole, split = make_learner(), make_learner()
+def test_gradients_and_metrics_do_not_depend_on_the_micro_batches(make_learner, tokens):
+    whole, split = make_learner(), make_learner(micro_batch_tokens=tokens)
     batch = on_policy(whole, batch_of())
     metrics = train(whole, batch, ONE_UPDATE, step=1, seed=0)
-    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", tokens)
-    assert len(list(learner_module._micro_batches(batch))) > 1
+    assert num_micro_batches(split, batch) > 1
     assert train(split, batch, ONE_UPDATE, step=1, seed=0) == pytest.approx(metrics, abs=1e-5)
     assert_same(gradients(whole), gradients(split), atol=1e-5, rtol=1e-4)
     assert metrics["actor/grad_norm"] > 1e-2
 
 
-def test_supervised_gradients_do_not_depend_on_the_micro_batches(make_learner, monkeypatch):
-    whole, split = make_learner(), make_learner()
+def test_supervised_gradients_do_not_depend_on_the_micro_batches(make_learner):
+    whole, split = make_learner(), make_learner(**SPLIT)
     metrics = whole.sft_step(batch_of(), step=1)
-    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 7)
     assert split.sft_step(batch_of(), step=1) == pytest.approx(metrics, abs=1e-5)
     assert_same(gradients(whole), gradients(split), atol=1e-5, rtol=1e-4)
 
@@ -340,22 +344,6 @@ def test_gradients_and_metrics_do_not_depend_on_the_order_of_the_rows(make_learn
         other, batch.select(torch.tensor([4, 0, 5, 2, 3, 1])), ONE_UPDATE, step=1, seed=0
     ) == pytest.approx(metrics, abs=1e-5)
     assert_same(gradients(one), gradients(other), atol=1e-5, rtol=1e-4)
-
-
-def test_micro_batches_hold_every_row_once_within_the_budget(monkeypatch):
-    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 12)
-    batch = batch_of()
-    # lengths 6, 3, 8, 3, 5, 2: 2 * 6 fits, 3 * 8 does not, 2 * 8 does not, 2 * 5 fits, 3 * 5 does
-    # not
-    assert [rows.tolist() for rows in learner_module._micro_batches(batch)] == [
-        [0, 1],
-        [2],
-        [3, 4],
-        [5],
-    ]
-    assert [
-        rows.tolist() for rows in learner_module._micro_batches(batch, torch.tensor([2, 4]))
-    ] == [[2], [4]]
 
 
 def test_observation_tokens_reach_no_loss(make_learner):

@@ -12,10 +12,10 @@ from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import Batch
 from agentgym.config import (
     ActorCriticConfig,
+    LearnerConfig,
     OptimizerConfig,
     algorithm_config,
 )
-from agentgym.learner import learner as learner_module
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.optimizer import learning_rate
 from agentgym.models import checkpoint, networks
@@ -168,9 +168,9 @@ def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_mo
     assert gain(weights(plain)) < 0.05 * gain(weights(twin))
 
 
-def test_gradients_of_bfloat16_weights_add_up_in_float32(make_model, monkeypatch):
-    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", 1)
-    learner = LocalLearner(make_model().bfloat16(), OPTIMIZER, total_steps=10)
+def test_gradients_of_bfloat16_weights_add_up_in_float32(make_model):
+    alone = LearnerConfig(micro_batch_tokens=1)
+    learner = LocalLearner(make_model().bfloat16(), OPTIMIZER, total_steps=10, settings=alone)
     learner.sft_step(batch_of(), step=1)
     assert all(parameter.grad is None for parameter in learner.model.parameters())
     assert {master.grad.dtype for master in learner._policy._masters.values()} == {torch.float32}

@@ -114,12 +114,11 @@ def test_the_critic_values_the_state_before_each_action_and_where_each_row_was_c
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_a_chunked_head_equals_the_whole(make_learner, monkeypatch, chunk):
+def test_a_chunked_head_equals_the_whole(make_learner, chunk):
     whole, chunked = make_learner(), make_learner()
     batch = batch_of()
     expected = PolicyNet(whole.model)(batch)
-    monkeypatch.setattr(networks, "HEAD_CHUNK_TOKENS", chunk)
-    got = PolicyNet(chunked.model)(batch)
+    got = PolicyNet(chunked.model, chunk)(batch)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     (expected[0] ** 2).sum().backward()

@@ -13,9 +13,8 @@ from torch.nn.functional import logsigmoid
 
 from agentgym.algorithms.batch import to_batch
 from agentgym.audit import audit
-from agentgym.config import ConfigError, OptimizerConfig, load_config
+from agentgym.config import ConfigError, LearnerConfig, OptimizerConfig, load_config
 from agentgym.data.check import load_data
-from agentgym.learner import learner as learner_module
 from agentgym.learner.learner import LocalLearner
 from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, load_checkpoint
 from agentgym.models.model import weights_of
@@ -162,9 +161,12 @@ PAIRS = [
 def learner_and_pairs(make_model):
     """A learner, pairs, and what another policy thinks of their actions."""
 
-    def make():
+    def make(**settings):
         learner = LocalLearner(
-            make_model(0), OptimizerConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9), total_steps=10
+            make_model(0),
+            OptimizerConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9),
+            total_steps=10,
+            settings=LearnerConfig(**settings),
         )
         batch = to_batch([each for pair in PAIRS for each in pair])
         return learner, replace(
@@ -215,13 +217,10 @@ def test_one_preference_step_has_the_gradient_of_the_formula(learner_and_pairs, 
 
 
 @pytest.mark.parametrize("tokens", [1, 12, 20])
-def test_micro_batches_keep_pairs_together_and_change_no_gradient(
-    learner_and_pairs, monkeypatch, tokens
-):
-    (whole, batch), (split, _) = learner_and_pairs(), learner_and_pairs()
+def test_micro_batches_keep_pairs_together_and_change_no_gradient(learner_and_pairs, tokens):
+    (whole, batch), (split, _) = learner_and_pairs(), learner_and_pairs(micro_batch_tokens=tokens)
     metrics = whole.dpo_step(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1)
-    monkeypatch.setattr(learner_module, "MICRO_BATCH_TOKENS", tokens)
-    parts = list(learner_module._micro_batches(batch, unit=2))
+    parts = [part for part, _ in split._shares(batch, torch.arange(6), 2)]
     assert len(parts) > 1
     assert all(part[0] % 2 == 0 and len(part) % 2 == 0 for part in parts)
     assert split.dpo_step(

@@ -1,0 +1,31 @@
+"""The section `learner` of params.yaml."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from agentgym.config.section import Section, operational, setting
+
+
+class LearnerConfig(Section):
+    """How an update fits the memory of its device, and how fast it is.
+    What the weights are in is model.dtype; master weights are float32.
+    """
+
+    micro_batch_tokens: PositiveInt = setting(
+        16_384,
+        "tokens of one forward and backward, but where one sequence is longer; on a CPU, where"
+        " attention pads, each sequence counts as the longest beside it",
+    )
+    head_chunk_tokens: PositiveInt = setting(4_096, "action tokens whose logits exist at one time")
+    compile: Literal["none", "inductor", "aot_eager"] = setting(
+        "none", "compile each block; aot_eager: traced, but without kernels of its own"
+    )
+    activation_checkpointing: bool = operational(
+        False, "keep each block's input alone, and compute its inside again in the backward"
+    )
+    offload_optimizer: bool = operational(
+        False, "moments and master weights wait in host memory while no update needs them"
+    )
