@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints hostile honest coverage drift staleness unchanged check site up down ui lock sbom clean
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage engines drift staleness unchanged check site up down ui lock sbom clean
 
 install: $(INSTALLED)
 
@@ -83,6 +83,9 @@ checkpoints: install  ## memory and time of building, committing and resuming 0.
 
 cadence: install  ## runs that commit every 1, 5 and 1000 optimizer steps, each killed ten times and compared with one that is left alone; a quarter of an hour, writes docs/results/cadence.json
 	@$(BIN)/python benchmarks/cadence.py $(ARGS)
+
+packed: install  ## tokens and time of an update on packed and on padded sequences of lengths that experts' episodes have; minutes, needs Java and Chromium, writes docs/results/packed.json
+	@$(BIN)/python benchmarks/packed.py $(ARGS)
 
 hostile: install  ## 20,000 actions of each environment that nobody means well; half an hour, writes docs/results/hostile.json
 	@$(BIN)/python benchmarks/hostile.py $(ARGS)

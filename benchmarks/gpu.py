@@ -16,16 +16,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from packed import batch_of, packed, padded, twin_of
 from pipeline import ROOT, in_a_process, machine  # of this folder
 from rollouts import TURNS, Latency, endless, episodes, renderer, serving
 
-from agentgym.config import ModelConfig, RunConfig, load_config
+from agentgym.algorithms.batch import Batch
+from agentgym.config import LearnerConfig, ModelConfig, OptimizerConfig, RunConfig, load_config
+from agentgym.learner.learner import LocalLearner
+from agentgym.learner.process_group import SingleProcess
+from agentgym.models import attention
 from agentgym.models.checkpoint import Checkpoint, new_checkpoint
 from agentgym.models.model import new_model, weights_of
 from agentgym.models.transport import InProcess
@@ -35,6 +40,7 @@ from agentgym.types import Completion, SampleKey, Sampling
 
 RESULTS = ROOT / "docs/results/gpu.json"
 CONTEXT = 2048
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # dense bfloat16, of the data sheets
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class Size:
     matmul: int  # side of a square
     copied: int  # bytes
     staged: tuple[str, ...]  # overrides of the staged run
+    trained: tuple[int, ...]  # lengths of the sequences of an update
+    mixed: tuple[int, ...]  # and of one whose lengths differ
 
 
 # Qwen2.5-1.5B's dimensions, weights drawn at random
@@ -74,6 +82,8 @@ GPU = Size(
     matmul=8192,
     copied=4 << 30,
     staged=("compute_device=cuda", "rollout.engine=vllm"),
+    trained=(2048,) * 8,
+    mixed=(256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096),
 )
 DRY = Size(
     "cpu",
@@ -103,6 +113,8 @@ DRY = Size(
         "evaluation.num_samples=1",
         "evaluation.k=[1]",
     ),
+    trained=(48,) * 4,
+    mixed=(8, 12, 16, 48, 64),
 )
 
 
@@ -364,6 +376,110 @@ def case_staged(size: Size) -> dict[str, Any]:
     }
 
 
+def case_training(size: Size) -> dict[str, Any]:
+    """Forward and backward of the learner: model FLOPs utilization and memory"""
+    batch = actions_of(size, size.trained)
+    weights = weights_of(made(size).model)
+    block = sum(each.numel() for name, each in weights.items() if ".layers." in name)
+    head, layers = size.vocab_size * size.model.hidden_size, size.model.num_layers
+    causal = layers * size.model.hidden_size * size.trained[0]  # scores and values, half of each
+    flops = 6 * batch.num_tokens * (block + head + causal)
+    result: dict[str, Any] = {
+        "definition": (
+            "model FLOPs: 6 a token for each weight of blocks and head, and for attention 6 x"
+            " layers x width x length, recomputation not counted; mfu: their rate by the peak of"
+            " the data sheet, of_matmul by that of a large matrix product in this run"
+        ),
+        "matmul_tflops": case_ceilings(size)["matmul_tflops"],
+    }
+    for name, settings in {
+        "plain": {},
+        "checkpointed": {"activation_checkpointing": True},
+        "compiled": {"compile": "inductor" if size.device == "cuda" else "aot_eager"},
+    }.items():
+        told = trained(size, batch, LearnerConfig(micro_batch_tokens=1 << 30, **settings))
+        rate = flops / told["seconds"] / 1e12
+        peak = peak_tflops(size)
+        result |= {
+            f"{name}_tokens_per_s": round(batch.num_tokens / told["seconds"]),
+            f"{name}_mfu": peak and round(rate / peak, 3),
+            f"{name}_of_matmul": round(rate / result["matmul_tflops"], 3),
+            f"{name}_peak_gib": told["peak_gib"],
+        }
+    return result
+
+
+def case_head(size: Size) -> dict[str, Any]:
+    """The output head in chunks against whole logits: memory and time"""
+    batch = actions_of(size, size.trained)
+    result: dict[str, Any] = {
+        "definition": "forward and backward of one block and the head, every token an action",
+        "tokens": batch.num_tokens,
+    }
+    small = replace(size, model=size.model.model_copy(update={"num_layers": 1}))
+    for name, chunk in {"whole": batch.num_tokens, "chunked": batch.num_tokens // 4}.items():
+        told = trained(
+            small, batch, LearnerConfig(micro_batch_tokens=1 << 30, head_chunk_tokens=chunk)
+        )
+        result |= {f"{name}_peak_gib": told["peak_gib"], f"{name}_s": round(told["seconds"], 4)}
+    return result
+
+
+def case_varlen(size: Size) -> dict[str, Any]:
+    """Sequences of different lengths: attention without padding, with it, and whole rows padded"""
+    batch = actions_of(size, size.mixed)
+    model = made(size).model.to(size.device)
+    twin = twin_of(model)
+    able = attention.has_kernel
+    times = {"without_padding": seconds(size, lambda: packed(model, batch))}
+    try:
+        attention.has_kernel = lambda *_: False
+        times["attention_padded"] = seconds(size, lambda: packed(model, batch))
+    finally:
+        attention.has_kernel = able
+    times["rows_padded"] = seconds(size, lambda: padded(twin, batch, max(size.mixed)))
+    return {
+        "definition": "tokens of the sequences per second of a forward and backward",
+        "tokens": batch.num_tokens,
+        **{f"{name}_tokens_per_s": round(batch.num_tokens / took) for name, took in times.items()},
+        "ratio_to_rows": round(times["rows_padded"] / times["without_padding"], 2),
+    }
+
+
+def trained(size: Size, batch: Batch, settings: LearnerConfig) -> dict[str, float]:
+    """Seconds of a forward and backward of all sequences, and the most memory it takes."""
+    learner = LocalLearner(
+        made(size).model,
+        OptimizerConfig(),
+        total_steps=1,
+        ranks=SingleProcess(size.device),
+        settings=settings,
+    )
+    every = torch.arange(batch.num_sequences, device=size.device)
+
+    def learn() -> None:
+        learner.forward_backward(batch, every, lambda part, _: (-learner._net(part)[0].mean(), {}))
+        learner._policy.zero_grad()
+
+    if size.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    took = seconds(size, learn)
+    peak = torch.cuda.max_memory_allocated() if size.device == "cuda" else 0
+    return {"seconds": took, "peak_gib": round(peak / 2**30, 2)}
+
+
+def actions_of(size: Size, lengths: Sequence[int]) -> Batch:
+    """Random tokens, all but the first of each sequence actions."""
+    batch = batch_of(lengths, seed=0, vocabulary=size.vocab_size, action_frac=1.0)
+    return batch.to(torch.device(size.device))
+
+
+def peak_tflops(size: Size) -> int | None:
+    """Of the device, where it is known."""
+    name = torch.cuda.get_device_name() if size.device == "cuda" else ""
+    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+
+
 def made(size: Size, seed: int = 0) -> Checkpoint:
     """A model of random weights whose distributions are far from uniform."""
     tokenizer = renderer()._tokenizer
@@ -397,6 +513,9 @@ CASES: dict[str, Callable[[Size], dict[str, Any]]] = {
     "rollouts": case_rollouts,
     "publish": case_publish,
     "mismatch": case_mismatch,
+    "training": case_training,
+    "head": case_head,
+    "varlen": case_varlen,
     "staged": case_staged,
 }
 

@@ -375,6 +375,7 @@ def test_the_profile_after_the_published_script_has_its_settings():
         algorithm.entropy_coef,
     ) == (0.001, "k3", "loss", 0.001)
     assert (cfg.rollout.items_per_step, cfg.rollout.group_size, cfg.optimizer.lr) == (32, 4, 1e-6)
+    assert cfg.learner.activation_checkpointing
     assert cfg.horizon.max_turns == (6, 13, 20)
     assert cfg.horizon.stage_steps[:2] == (100, 100)
     assert sum(cfg.horizon.stage_steps) == 810 // 32 * 20

@@ -92,7 +92,9 @@ def new_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drawn = from_config(architecture, torch.float32)
-    return drawn if config.dtype == "auto" else drawn.to(getattr(torch, config.dtype))
+    if config.dtype != "auto":
+        drawn.config.dtype = getattr(torch, config.dtype)
+    return drawn.to(drawn.config.dtype)
 
 
 def load_hub(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

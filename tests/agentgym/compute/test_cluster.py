@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from agentgym.algorithms.batch import Batch
 from agentgym.compute import cluster
 from agentgym.compute.cluster import PlacementError, open_cluster
 from agentgym.compute.learner_ranks import RankLost
@@ -277,6 +278,33 @@ def test_a_lost_rank_ends_the_step_and_is_named(
             ),
         ):
             learner.snapshot()
+
+
+@ray
+@pytest.mark.timeout(600)
+def test_a_reference_is_scored_by_the_ranks_that_hold_it(
+    tmp_path, tiny_params, joined, make_model, stored
+):
+    cfg = load_config(tiny_params(tmp_path), [*joined, "ray.placement_timeout_s=300"])
+    model, ids = make_model(), torch.arange(5, 25)
+    plan = LearnerPlan(
+        model.config.to_json_string(),
+        stored(model),
+        OptimizerConfig(),
+        10,
+        reference=stored(make_model(1)),
+    )
+    none, some = torch.zeros(20), torch.arange(20) % 5 > 1
+    starts, groups = torch.tensor([0, 5, 15, 20]), torch.arange(3)
+    batch = Batch(ids, starts, some, none, none, groups, groups < 0, 1.0)
+    expected = plan.build().score_reference(batch)
+    with open_cluster(cfg, num_ranks=2, num_workers=0) as room, room.learner(plan) as learner:
+        scores = learner.score_reference(batch)
+        torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(scores, learner.score(batch), atol=1e-2)
+        learner.drop_reference()
+        with pytest.raises(ValueError, match="a reference model is needed; none was given"):
+            learner.score_reference(batch)
 
 
 @ray

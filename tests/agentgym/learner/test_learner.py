@@ -318,6 +318,37 @@ def test_a_saved_critic_continues_to_the_bit(make_whole, stored, content):
     assert content(resumed) == content(whole)
 
 
+def test_a_reference_is_scored_as_the_policy_and_dropped(make_whole, make_model):
+    learner, batch = make_whole(), batch_of()
+    alone = LocalLearner(make_model(3), OPTIMIZER, total_steps=1)
+    assert torch.equal(learner.score_reference(batch), alone.score(batch))
+    assert not torch.equal(learner.score_reference(batch), learner.score(batch))
+    learner.drop_reference()
+    with pytest.raises(ValueError, match="a reference model is needed; none was given"):
+        learner.score_reference(batch)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_checkpointing": True},
+        {"offload_optimizer": True},
+        {"activation_checkpointing": True, "offload_optimizer": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_what_is_in_no_key_changes_no_bit(make_whole, content, recipe, settings):
+    plain, other = make_whole(), make_whole(**settings)
+    batch = on_policy(plain, batch_of())
+    for step in (1, 2):
+        told = [
+            train(each, batch, everything(recipe), step=step, seed=0) for each in (plain, other)
+        ]
+        assert told[0] == told[1]
+    assert content(plain) == content(other)
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 20])
 def test_gradients_and_metrics_do_not_depend_on_the_micro_batches(make_learner, tokens):
     whole, split = make_learner(), make_learner(micro_batch_tokens=tokens)

@@ -1,4 +1,4 @@
-"""Two and three processes that hold the weights together learn what one learns alone, and read
+"""Two and four processes that hold the weights together learn what one learns alone, and read
 what it wrote.
 """
 
@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from agentgym.algorithms.recipe import RECIPES, Correction
-from agentgym.config import OptimizerConfig, PolicyGradientConfig, algorithm_config, family_of
+from agentgym.config import (
+    LearnerConfig,
+    OptimizerConfig,
+    PolicyGradientConfig,
+    algorithm_config,
+    family_of,
+)
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 
@@ -39,10 +45,10 @@ set_threads()
 wait = datetime.timedelta(seconds=120)
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, \
 world_size=int(sys.argv[3]), timeout=wait)
-plans, batches, config, others = pickle.load(open(folder + "/asked", "rb"))
+asked = pickle.load(open(folder + "/asked", "rb"))
 learn = pickle.load(open(folder + "/learn", "rb"))
 exec(learn)
-told = all_of(plans, batches, config, others, lambda plan: plan.build(Sharded(torch.device("cpu"))))
+told = all_of(*asked, lambda plan: plan.build(Sharded(torch.device("cpu"))))
 if rank == 0:
     pickle.dump(told, open(folder + "/told", "wb"))
 dist.destroy_process_group()
@@ -76,8 +82,31 @@ def keep(learner, like):
     return {name: StoredTensors.of(place.open(), manifest, name) for name in names \
 if files_of(manifest, name)}
 
-def all_of(plans, batches, config, others, build):
+def five_steps(learner, batch, config):
+    # what each tells, its gradients (clipped), and the weights in the end
+    told, whole = [], learner.ranks.whole
+    for step in range(1, 6):
+        if config is None:
+            reference = learner.score_reference(batch)
+            metrics = learner.dpo_step(batch, reference, beta=0.1, label_smoothing=0.0, step=step)
+        else:
+            batch = replace(batch, logprobs=learner.score(batch))
+            metrics = train(learner, batch, config, step)
+        networks = {"actor": learner._policy, "critic": learner._values}
+        gradients = {
+            kind + " " + name: whole(master.grad).clone()
+            for kind, network in networks.items()
+            for name, master in network._masters.items()
+            if master.grad is not None
+        }
+        told.append((metrics, gradients))
+    return told, {name: each.clone() for name, each in learner.weights().items()}
+
+def all_of(plans, batches, config, others, five, build):
     told = {}
+    for name, recipe in [*(("plain", each) for each in five), ("small", "ppo"), ("small", "dpo")]:
+        batch = batches["long pairs" if recipe == "dpo" else "long"]
+        told[name, recipe] = five_steps(build(plans[name]), batch, five[recipe])
     learner = build(plans["new"])
     told["score"] = learner.score(batches["whole"])
     told["first"] = train(learner, batches["whole"], config, 1)
@@ -90,14 +119,15 @@ def all_of(plans, batches, config, others, build):
     told["pairs"] = lonely.dpo_step(batches["pairs"], told["score"][: \
 len(batches["pairs"].input_ids)], beta=0.1, label_smoothing=0.0, step=2)
     told["after"] = keep(lonely, plans["new"].weights)["model.safetensors"]
-    narrow = build(plans["narrow"])
-    told["narrow first"] = train(narrow, batches["whole"], config, 1)
-    kept = keep(narrow, plans["new"].weights)
-    told["narrow second"] = train(narrow, batches["whole"], config, 2)
-    told["narrow"] = keep(narrow, plans["new"].weights)
-    again = build(plan_from(plans["narrow"], kept))
-    train(again, batches["whole"], config, 2)
-    told["narrow again"] = keep(again, plans["new"].weights)
+    for name in ("narrow", "narrow small"):
+        narrow = build(plans[name])
+        told[name + " first"] = train(narrow, batches["whole"], config, 1)
+        kept = keep(narrow, plans["new"].weights)
+        told[name + " second"] = train(narrow, batches["whole"], config, 2)
+        told[name] = keep(narrow, plans["new"].weights)
+        again = build(plan_from(plans[name], kept))
+        train(again, batches["whole"], config, 2)
+        told[name + " again"] = keep(again, plans["new"].weights)
     for name, other in others.items():
         fresh = build(plans["new"])
         told[name] = train(fresh, replace(batches["whole"], logprobs=batches["off"]), other, 1)
@@ -122,10 +152,26 @@ OTHERS = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def alone_and_together(request, make_model, stored, batch_of, together, tmp_path_factory):
-    """What one process and what several say about the same plans and batches."""
-    model, folder = make_model(), tmp_path_factory.mktemp("ranks")
+# five optimizer steps of each, with every network there is; dpo has no settings of its own here
+FIVE = {
+    "grpo": algorithm_config("grpo", kl_coef=0.1, entropy_coef=0.01, max_mismatch_kl=1.0),
+    "ppo": algorithm_config("ppo", max_mismatch_kl=1.0, critic_warmup_steps=0, minibatches=2),
+    "gspo": algorithm_config("gspo", max_mismatch_kl=1.0, minibatches=2, epochs=2),
+    "dpo": None,
+}
+# all that makes an update smaller: micro-batches of a sequence or two, logits of three tokens
+SMALL = LearnerConfig(
+    micro_batch_tokens=16,
+    head_chunk_tokens=3,
+    activation_checkpointing=True,
+    offload_optimizer=True,
+)
+
+
+@pytest.fixture(scope="module")
+def alone(make_model, stored, batch_of):
+    """(what is asked, what one process says of it)"""
+    model = make_model()
     optimizer = OptimizerConfig(lr=LR, warmup_steps=0)
     new = LearnerPlan(
         model.config.to_json_string(),
@@ -140,6 +186,8 @@ def alone_and_together(request, make_model, stored, batch_of, together, tmp_path
         "whole": batch_of([7, 12, 5, 9, 3], 60),
         "one sequence": batch_of([8], 60),
         "pairs": batch_of([7, 12, 5, 9], 60),
+        "long": batch_of([31, 4, 9, 18, 3, 12, 7], 60),
+        "long pairs": batch_of([31, 4, 9, 18, 3, 12], 60),
     }
     scored = new.build().score(batches["whole"])
     batches["whole"].logprobs.copy_(scored)  # as if an engine with these weights had sampled it
@@ -151,11 +199,28 @@ def alone_and_together(request, make_model, stored, batch_of, together, tmp_path
     scope["train"](one, batches["whole"], CONFIG, 1)
     kept = scope["keep"](one, new.weights)
     narrow = replace(new, weights=stored(make_model().bfloat16()))
-    plans = {"new": new, "resumed": scope["plan_from"](new, kept), "narrow": narrow}
-    alone = scope["all_of"](plans, batches, CONFIG, OTHERS, lambda plan: plan.build())
-    (folder / "asked").write_bytes(pickle.dumps((plans, batches, CONFIG, OTHERS)))
+    plain = replace(new, optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0), critic_lr=1e-4)
+    plans = {
+        "new": new,
+        "resumed": scope["plan_from"](new, kept),
+        "narrow": narrow,
+        "plain": plain,
+        "small": replace(plain, settings=SMALL),
+        "narrow small": replace(narrow, settings=SMALL),
+    }
+    asked = (plans, batches, CONFIG, OTHERS, FIVE)
+    alone = scope["all_of"](*asked, lambda plan: plan.build())
+    return asked, alone
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def alone_and_together(request, alone, together, tmp_path_factory):
+    """What one process and what several say about the same plans and batches."""
+    (plans, batches, *_), told = alone
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "asked").write_bytes(pickle.dumps(alone[0]))
     (folder / "learn").write_bytes(pickle.dumps(LEARN))
-    return new, batches, alone, together(RANK, folder, request.param)
+    return plans["new"], batches, told, together(RANK, folder, request.param)
 
 
 @pytest.mark.parametrize("part", ["first", "second", "resumed", "one sequence", "pairs", *OTHERS])
@@ -224,16 +289,38 @@ def test_a_checkpoint_of_one_process_goes_on_at_several_ranks(alone_and_together
     assert together["resumed"] == pytest.approx(alone["second"], rel=2e-4, abs=2e-5)
 
 
-def test_weights_in_bfloat16_have_masters_on_every_rank_and_go_on_to_the_bit(alone_and_together):
+@pytest.mark.parametrize(
+    ("plan", "recipe"), [*(("plain", each) for each in FIVE), ("small", "ppo"), ("small", "dpo")]
+)
+def test_five_steps_are_those_of_one_process(alone_and_together, plan, recipe):
     _, _, alone, together = alone_and_together
-    assert together["narrow first"] == pytest.approx(alone["narrow first"], rel=0.05, abs=0.02)
-    assert together["narrow again"] == together["narrow"]
+    expected, ours = alone["plain", recipe][0], together[plan, recipe][0]
+    for (before, gradients), (metrics, theirs) in zip(expected, ours, strict=True):
+        assert metrics == pytest.approx(before, rel=1e-5, abs=1e-5)
+        assert theirs.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(theirs[name], gradient, atol=1e-5, rtol=1e-5, msg=name)
+    weights, same = alone["plain", recipe][1], together[plan, recipe][1]
+    before, moved = alone_and_together[0].weights.load(), 0.0
+    for name, weight in weights.items():
+        torch.testing.assert_close(same[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+        moved = max(moved, float((weight - before[name]).abs().max()))
+    assert moved > 1e-4
+
+
+@pytest.mark.parametrize("plan", ["narrow", "narrow small"])
+def test_weights_in_bfloat16_have_masters_on_every_rank_and_go_on_to_the_bit(
+    alone_and_together, plan
+):
+    _, _, alone, together = alone_and_together
+    assert together[f"{plan} first"] == pytest.approx(alone[f"{plan} first"], rel=0.05, abs=0.02)
+    assert together[f"{plan} again"] == together[plan]
     for published, own in ((WEIGHTS, OPTIMIZER), (CRITIC, CRITIC_OPTIMIZER)):
-        weights, state = (together["narrow"][name].load() for name in (published, own))
+        weights, state = (together[plan][name].load() for name in (published, own))
         for name, tensor in weights.items():
             assert tensor.dtype == torch.bfloat16
             assert torch.equal(state[f"{name}:master"].bfloat16(), tensor), name
-    mine, other = (told["narrow"][OPTIMIZER].load() for told in (alone, together))
+    mine, other = (told[plan][OPTIMIZER].load() for told in (alone, together))
     apart = torch.cat(
         [(mine[name] - other[name]).flatten() for name in mine if name.endswith(":master")]
     )

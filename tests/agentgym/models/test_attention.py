@@ -1,9 +1,20 @@
 """Ragged attention against Hugging Face's own, one sequence at a time."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.nn.attention import varlen
 
-from agentgym.models.attention import CachedRows, KeyValueCache, PackedSequences, require_ragged
+from agentgym.models import attention
+from agentgym.models.attention import (
+    CachedRows,
+    KeyValueCache,
+    PackedSequences,
+    Variant,
+    has_kernel,
+    require_ragged,
+)
 
 ROWS = [[5, 9, 33, 12], [7], [4, 8, 15, 16, 23, 42, 4, 8], [11, 12]]
 
@@ -107,3 +118,90 @@ def test_the_last_token_of_each_row_is_pointed_at():
     layout = CachedRows(cache, [2, 0], [3, 0], [1, 4])
     assert layout.last.tolist() == [0, 4]
     assert layout.position.tolist() == [3, 0, 1, 2, 3]
+
+
+STARTS = torch.tensor([0, 4, 5, 13, 15])
+VARIANTS = {
+    "plain": Variant(),
+    "scaled": Variant(scaling=0.3),
+    "window": Variant(window=3),
+    "window of one": Variant(window=1),
+}
+
+
+def qkv(heads=4, kv_heads=2, dim=8, **kind):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(15, each, dim, generator=generator) for each in (heads, kv_heads)]
+    tensors.append(torch.randn(15, kv_heads, dim, generator=generator))
+    return [each.to(**kind).requires_grad_() for each in tensors]
+
+
+def as_documented(query, key, value, starts, same, longest, also, *, scale, window_size, **options):
+    """torch.nn.attention.varlen.varlen_attn by its documentation, one sequence at a time."""
+    assert starts is same
+    assert starts.dtype == torch.int32
+    assert longest == also == int((starts[1:] - starts[:-1]).max())
+    assert options == {"enable_gqa": query.shape[1] != key.shape[1]}
+    times = query.shape[1] // key.shape[1]
+    before, after = window_size
+    assert after == 0
+    parts = []
+    for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        q = query[first:end].transpose(0, 1)
+        k, v = (
+            each[first:end].transpose(0, 1).repeat_interleave(times, 0) for each in (key, value)
+        )
+        scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        distance = torch.arange(end - first)[:, None] - torch.arange(end - first)
+        seen = (distance >= 0) & ((distance <= before) | (before < 0))
+        scores = scores.masked_fill(~seen, float("-inf"))
+        parts.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_attention_without_padding_equals_that_with_it(monkeypatch, name, kv_heads):
+    ours, theirs = qkv(kv_heads=kv_heads), qkv(kv_heads=kv_heads)
+    padded = PackedSequences(STARTS).attend(0, *ours, VARIANTS[name])
+    monkeypatch.setattr(varlen, "varlen_attn", as_documented)
+    monkeypatch.setattr(attention, "has_kernel", lambda query, variant: True)
+    layout = PackedSequences(STARTS)
+    packed = layout.attend(0, *theirs, VARIANTS[name])
+    assert "_padding" not in vars(layout)
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
+    for each in (packed, padded):
+        (each * torch.linspace(-1, 1, each.numel()).view_as(each)).sum().backward()
+    for one, other in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-5)
+    # negative control
+    plain = PackedSequences(STARTS)._attend_packed(*theirs, Variant(scaling=0.9, window=2))
+    assert (plain - padded).abs().max() > 1e-2
+
+
+def test_the_installed_kernel_takes_the_call_and_its_gradient():
+    tensors = qkv(device="meta", dtype=torch.bfloat16)
+    attended = PackedSequences(STARTS)._attend_packed(*tensors, Variant(0.3, window=3))
+    assert attended.shape == (15, 4, 8)
+    attended.sum().backward()
+    assert [each.grad.shape for each in tensors] == [each.shape for each in tensors]
+
+
+def test_what_the_kernel_cannot_is_padded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def able(dim=64, dtype=torch.bfloat16, variant=VARIANTS["window"], device="cuda"):
+        query = SimpleNamespace(
+            is_cuda=device == "cuda", device=device, dtype=dtype, shape=(15, 4, dim)
+        )
+        return has_kernel(query, variant)
+
+    assert able()
+    assert able(dtype=torch.float16)
+    assert not able(device="cpu")
+    assert not able(dtype=torch.float32)
+    assert not able(dim=36)
+    assert not able(dim=512)
+    assert not able(variant=Variant(softcap=30.0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not able()

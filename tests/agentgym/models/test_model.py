@@ -147,6 +147,23 @@ def test_stop_tokens_and_chat_settings_of_a_model_stay_with_its_checkpoints(
         stored_checkpoint(kept.architecture, broken, kept.weights)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_in_the_dtype_that_is_asked_for(tmp_path, tokenizer, keep, dtype):
+    names = {"vocab_size": len(tokenizer), "eos_id": 1, "pad_id": 0, "seed": 0}
+    made = new_checkpoint(new_model(ModelConfig(dtype="bfloat16"), **names), tokenizer)
+    save_pretrained(tmp_path / "a", *keep(made.snapshot(), made.files()))
+    for asked, expected in ((dtype, getattr(torch, dtype)), ("auto", torch.bfloat16)):
+        config = ModelConfig(source="hub", name=str(tmp_path / "a"), dtype=asked)
+        loaded = new_checkpoint(*load_hub(config))
+        assert loaded.dtype == expected
+        assert load_checkpoint(*keep(loaded.snapshot(), loaded.files())).dtype == expected
+    drawn, asked = (new_model(ModelConfig(dtype=each), **names) for each in ("auto", dtype))
+    assert drawn.dtype == torch.float32
+    assert asked.dtype == getattr(torch, dtype)
+    for name, weight in drawn.named_parameters():
+        assert torch.equal(asked.get_parameter(name), weight.to(asked.dtype))
+
+
 def test_the_learners_weights_share_no_memory_with_the_engines(make_model, tokenizer, stored):
     checkpoint = new_checkpoint(make_model(), tokenizer)
     before = weights_blob(checkpoint.model)

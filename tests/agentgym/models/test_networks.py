@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import (
@@ -124,3 +125,33 @@ def test_a_chunked_head_equals_the_whole(make_learner, chunk):
     (expected[0] ** 2).sum().backward()
     (got[0] ** 2).sum().backward()
     assert_same(gradients(whole), gradients(chunked), atol=1e-3, rtol=1e-4)
+
+
+class Logits(TorchDispatchMode):
+    """The most rows of a tensor as wide as the vocabulary, of the head's weight apart."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.hidden, self.width, self.rows = model.config.hidden_size, model.config.vocab_size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            shape = tuple(each.shape) if isinstance(each, torch.Tensor) else ()
+            if shape[-1:] == (self.width,) and shape != (self.hidden, self.width):
+                self.rows = max(self.rows, each.numel() // self.width)
+        return result
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("chunk", "rows"), [(4, 4), (100, 40)])
+def test_no_more_logits_exist_than_of_one_chunk_forward_and_backward(
+    make_model, entropy, chunk, rows
+):
+    """Of forty action tokens; observations never reach the head."""
+    ids = [5 + place % 40 for place in range(81)]
+    model, batch = make_model(), batch_of([(ids, [0, *([1, 0] * 40)])], [1.0], (0,))
+    with Logits(model) as logits:
+        logprobs, entropies = PolicyNet(model, chunk)(batch, entropy)
+        (logprobs.sum() + entropies.sum()).backward()
+    assert logits.rows == rows

@@ -1,0 +1,233 @@
+"""Packed against padded sequences on episodes as long as real ones: `python benchmarks/packed.py`.
+
+An expert plays tasks of SciWorld and of WebArena; how many tokens its episodes have, under a
+tokenizer trained on them, is the distribution. Padded, a batch is a rectangle: rows as long as its
+longest. Beside it stands what it would be to pad each micro-batch to its own longest.
+
+A network then takes forwards and backwards of the same micro-batches packed, as the learner does,
+and of the rectangle's rows with Hugging Face's own attention, in turns; their losses must agree.
+For that all lengths are divided by one number, after which the longest has TIMED_TOKENS. Both put
+action tokens alone through the head. `--lengths FILE` takes the distributions of an earlier result.
+Writes docs/results/packed.json; fails below the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pipeline import ROOT, machine
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM
+
+from agentgym.algorithms.batch import Batch
+from agentgym.config import ModelConfig, load_config
+from agentgym.data.check import load_data
+from agentgym.deploy.environment import local_environment
+from agentgym.models.model import load_weights, new_model, set_threads, weights_of
+from agentgym.models.networks import PolicyNet
+from agentgym.rollouts.players import ExpertPlayer
+from agentgym.training.sft import demonstrate, expert_items, first_checkpoint, tokenized
+
+ENVIRONMENTS = ("sciworld", "webarena")
+EPISODES = 64
+MICRO_BATCH = 16  # sequences of one forward and backward
+ROUNDS = 3
+CONTEXT = 32_768  # tokens, where an episode ends at the latest
+TIMED_TOKENS = 1_024
+LIMIT = 2.0  # tokens computed, padded to packed
+VOCABULARY, ACTION_FRAC, AGREEMENT = 512, 0.1, 1e-3
+MODEL = ModelConfig(
+    hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, mlp_size=384, context_tokens=CONTEXT
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/packed.json")
+    parser.add_argument("--lengths", type=Path, help="a result whose lengths are taken")
+    chosen = parser.parse_args()
+    set_threads()
+    known = json.loads(chosen.lengths.read_text())["environments"] if chosen.lengths else {}
+    found = {}
+    for env in ENVIRONMENTS:
+        lengths = known[env]["lengths"] if known else played(env)
+        found[env] = {**compared(lengths), "lengths": lengths}
+        sys.stdout.write(f"{env}: {json.dumps(found[env])}\n")
+    result = {
+        "machine": machine(),
+        "command": " ".join(["python", *sys.argv]),
+        "context_tokens": CONTEXT,
+        "tokens_of_the_longest_when_timed": TIMED_TOKENS,
+        "sequences_of_a_micro_batch": MICRO_BATCH,
+        "rounds": ROUNDS,
+        "environments": found,
+    }
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(each["tokens_ratio"] >= LIMIT for each in found.values()) else 1
+
+
+def played(env: str) -> list[int]:
+    """Tokens of each episode of an expert on train items."""
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = load_config(
+            ROOT / "params.yaml",
+            [
+                f"env={{name: {env}}}",
+                f"store.path={folder}/store",
+                f"warm_start.num_demos={EPISODES}",
+                "model.vocab_size=8192",
+                f"model.context_tokens={CONTEXT}",
+                "rollout.concurrency=4",
+                "rollout.instructions=true",
+                "rollout.items_per_step=1",
+                "evaluation.num_items=1",
+                "validation.num_items=1",
+            ],
+        )
+        shown = [(item, 0) for item in expert_items(cfg, load_data(cfg))]
+        with local_environment(cfg, True) as endpoints:
+            episodes, settings = demonstrate(
+                cfg, endpoints, shown, lambda *_: ExpertPlayer(), allow_expert=True
+            )
+    renderer = first_checkpoint(cfg, episodes).renderer
+    return [len(tokenized(each, renderer, settings).input_ids) for each in episodes]
+
+
+def compared(lengths: Sequence[int]) -> dict[str, Any]:
+    """What both ways compute of one batch, and how long that takes."""
+    seconds = timed(shortened(in_order(lengths)))
+    median = {name: statistics.median(each) for name, each in seconds.items()}
+    return {
+        **counted(lengths),
+        "seconds": {name: [round(one, 2) for one in each] for name, each in seconds.items()},
+        "seconds_ratio": round(median["padded"] / median["packed"], 2),
+    }
+
+
+def in_order(lengths: Sequence[int]) -> list[int]:
+    """As a batch holds them: drawn at random, none longer than the context."""
+    ended = [min(each, CONTEXT) for each in lengths]
+    return random.Random(0).sample(ended, len(ended))  # noqa: S311
+
+
+def shortened(lengths: Sequence[int]) -> list[int]:
+    """All by one factor."""
+    return [max(2, each * TIMED_TOKENS // max(lengths)) for each in lengths]
+
+
+def counted(lengths: Sequence[int]) -> dict[str, Any]:
+    """Tokens that go through the linear layers, both ways."""
+    order = in_order(lengths)
+    longest, total = max(order), sum(order)
+    own = sum(len(part) * max(part) for part in parts_of(order))
+    return {
+        "episodes": len(order),
+        "tokens_of_an_episode": {
+            "least": min(order),
+            "median": statistics.median(order),
+            "most": longest,
+        },
+        "tokens_packed": total,
+        "tokens_padded": len(order) * longest,
+        "tokens_padded_by_micro_batch": own,
+        "tokens_ratio": round(len(order) * longest / total, 2),
+        "tokens_ratio_by_micro_batch": round(own / total, 2),
+    }
+
+
+def parts_of(lengths: Sequence[int]) -> list[Sequence[int]]:
+    return [lengths[first : first + MICRO_BATCH] for first in range(0, len(lengths), MICRO_BATCH)]
+
+
+def timed(lengths: Sequence[int]) -> dict[str, list[float]]:
+    """Seconds of each round, by way. Errors: AssertionError where they disagree."""
+    batches = [batch_of(part, seed) for seed, part in enumerate(parts_of(lengths))]
+    model = new_model(MODEL, vocab_size=VOCABULARY, eos_id=1, pad_id=0, seed=0)
+    twin = twin_of(model)
+    ways: dict[str, Callable[[Batch], float]] = {
+        "packed": lambda batch: packed(model, batch),
+        "padded": lambda batch: padded(twin, batch, max(lengths)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        losses: dict[str, list[float]] = {}
+        for name, way in ways.items():
+            began = time.perf_counter()
+            losses[name] = [way(batch) for batch in batches]
+            seconds[name].append(time.perf_counter() - began)
+        for one, other in zip(losses["packed"], losses["padded"], strict=True):
+            assert abs(one - other) <= AGREEMENT * abs(one), (one, other)
+    return seconds
+
+
+def twin_of(model: Any) -> Any:
+    """The same weights under Hugging Face's own attention."""
+    config = copy.deepcopy(model.config)  # from_config writes the attention into it
+    twin = AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=model.dtype
+    ).eval()
+    load_weights(twin, weights_of(model))
+    return twin.to(model.device)
+
+
+def batch_of(
+    lengths: Sequence[int],
+    seed: int,
+    vocabulary: int = VOCABULARY,
+    action_frac: float = ACTION_FRAC,
+) -> Batch:
+    """Random tokens; never the first of a sequence, and always the last, is an action."""
+    random_of = torch.Generator().manual_seed(seed)
+    starts = torch.cumsum(torch.tensor([0, *lengths]), 0)
+    count = int(starts[-1])
+    mask = torch.rand(count, generator=random_of) < action_frac
+    mask[starts[:-1]], mask[starts[1:] - 1] = False, True
+    ids = torch.randint(vocabulary, (count,), generator=random_of)
+    none = torch.zeros(count)
+    groups = torch.arange(len(lengths))
+    return Batch(ids, starts, mask, none, none, groups, groups < 0, 1.0)
+
+
+def packed(model: Any, batch: Batch) -> float:
+    """Loss of a forward and backward."""
+    return learned(model, PolicyNet(model)(batch)[0])
+
+
+def padded(model: Any, batch: Batch, width: int) -> float:
+    """The same of rows of so many tokens."""
+    lengths = batch.starts.diff().tolist()
+
+    def filled(values: Tensor) -> Tensor:
+        return torch.stack([pad(each, (0, width - len(each))) for each in values.split(lengths)])
+
+    ids, acted = filled(batch.input_ids), filled(batch.action_mask)
+    there = filled(torch.ones_like(batch.input_ids))
+    states = model.get_decoder()(
+        input_ids=ids, attention_mask=there, use_cache=False
+    ).last_hidden_state
+    logits = model.get_output_embeddings()(states[:, :-1][acted[:, 1:]])
+    logprobs = torch.log_softmax(logits.float(), -1).gather(1, ids[acted][:, None])[:, 0]
+    return learned(model, logprobs)
+
+
+def learned(model: Any, logprobs: Tensor) -> float:
+    loss = -logprobs.mean()
+    loss.backward()
+    model.zero_grad()
+    return loss.item()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

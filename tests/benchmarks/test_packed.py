@@ -1,0 +1,66 @@
+"""Packing computes at most half the tokens that padding does, on episodes as long as real ones."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = json.loads((ROOT / "docs/results/packed.json").read_text())
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("packed")
+
+
+def test_the_figures_follow_from_the_lengths_and_hold_the_limit(packed):
+    assert RESULT["environments"].keys() == set(packed.ENVIRONMENTS)
+    for found in RESULT["environments"].values():
+        counted = packed.counted(found["lengths"])
+        assert counted == {name: found[name] for name in counted}
+        assert found["episodes"] >= 50
+        assert found["tokens_ratio"] >= packed.LIMIT == 2.0
+        rounds = zip(found["seconds"]["packed"], found["seconds"]["padded"], strict=True)
+        assert all(own < rows for own, rows in rounds)
+
+
+def test_the_documents_have_its_figures():
+    text = " ".join((ROOT / "docs/operations.md").read_text().split())
+    (said,) = re.findall(
+        r"computes ([\d.]+) times fewer tokens on episodes as long as SciWorld's and ([\d.]+) times"
+        r" on WebArena's, in ([\d.]+) and ([\d.]+) times less time",
+        text,
+    )
+    environments = RESULT["environments"]
+    assert [float(each) for each in said] == [
+        environments[env][name]
+        for name in ("tokens_ratio", "seconds_ratio")
+        for env in ("sciworld", "webarena")
+    ]
+
+
+def test_tokens_are_counted_by_hand(packed, monkeypatch):
+    monkeypatch.setattr(packed, "MICRO_BATCH", 2)
+    monkeypatch.setattr(packed, "CONTEXT", 10)
+    assert sorted(packed.in_order([2, 4, 99, 3])) == [2, 3, 4, 10]
+    monkeypatch.setattr(packed, "in_order", list)
+    found = packed.counted([2, 4, 10, 4])
+    assert found["tokens_packed"] == 20
+    assert found["tokens_padded"] == 40  # rows of 10
+    assert found["tokens_padded_by_micro_batch"] == 28  # rows of 4, of 4, of 10, of 10
+    assert (found["tokens_ratio"], found["tokens_ratio_by_micro_batch"]) == (2.0, 1.4)
+
+
+def test_both_ways_have_the_same_loss(packed, monkeypatch):
+    monkeypatch.setattr(packed, "MICRO_BATCH", 3)
+    seconds = packed.timed([3, 20, 9, 5])
+    assert {name: len(each) for name, each in seconds.items()} == {"packed": 3, "padded": 3}
+    # negative control: whoever forgets a token is told
+    whole = packed.padded
+    monkeypatch.setattr(packed, "padded", lambda *given: 1.01 * whole(*given))
+    with pytest.raises(AssertionError):
+        packed.timed([3, 20, 9, 5])
