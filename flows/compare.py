@@ -190,8 +190,12 @@ def _waiting(cells: Sequence[Cell]) -> list[Cell]:
             waiting.append(cell)
     for env in {env.model_dump_json(): env for cell in waiting for env in cell.cfg.envs}.values():
         check_local_env(env)
-    for model in {cell.cfg.model.model_dump_json(): cell.cfg.model for cell in waiting}.values():
-        check_model(model)
+    models = {
+        cell.cfg.model.model_dump_json() + cell.cfg.lora.model_dump_json(): cell.cfg
+        for cell in waiting
+    }
+    for cfg in models.values():
+        check_model(cfg.model, cfg.lora)
     pulled = [
         cell.cfg
         for cell in waiting

@@ -132,7 +132,7 @@ def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
             check_local_env(env)
             check_env_servers(env)
         check_server(cfg.tracking_uri)
-        check_model(cfg.model)
+        check_model(cfg.model, cfg.lora)
         check_engine(cfg)
         if is_pulled:
             load_data(cfg)

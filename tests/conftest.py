@@ -186,6 +186,7 @@ def stored(keep):
         checkpoint.OPTIMIZER,
         checkpoint.CRITIC,
         checkpoint.CRITIC_OPTIMIZER,
+        checkpoint.ADAPTER,
     )
 
     def place(content):

@@ -14,8 +14,7 @@ from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
 from agentgym.evaluation.champion import decide
 from agentgym.evaluation.publish import headline_tags
-from agentgym.models.checkpoint import WEIGHTS
-from agentgym.models.tensorfiles import StoredTensors, digest_of
+from agentgym.models.checkpoint import policy_digest, policy_of
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -165,7 +164,7 @@ def check_registry(
     except MlflowException as error:
         checks.fail(f"{where}: {error.message}")
         return
-    wanted = {"step_key": checkpoint.digest, "weights.sha256": digest_of(checkpoint, WEIGHTS)}
+    wanted = {"step_key": checkpoint.digest, "weights.sha256": policy_digest(checkpoint)}
     if version.tags.get("run_key") == key:
         evaluation = record.parents[record.step.evaluation]
         wanted |= {"evaluation": evaluation.digest, **headline_tags(evaluation)}
@@ -239,7 +238,7 @@ def _check_registered_weights(
         checks.skipped += 1  # on a remote artifact store
         return
     try:
-        ours = StoredTensors.of(store, checkpoint, WEIGHTS).load()
+        ours = policy_of(store, checkpoint).load()
         theirs = load_file(path)
     except (LookupError, ValueError, OSError) as error:
         checks.fail(f"{where}: weights cannot be compared: {error}")

@@ -58,7 +58,7 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
         end_with_owner()
     check_server(cfg.tracking_uri)
-    check_model(cfg.model)
+    check_model(cfg.model, cfg.lora)
     with Bars(PlainConsole(stderr=True)) as bars:
         if arguments.with_parents:
             outcomes = run_with_parents(arguments.name, cfg, wait_s=arguments.wait, progress=bars)

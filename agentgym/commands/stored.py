@@ -37,6 +37,11 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="the commit that did best in validation, as store.keep_best kept it",
     )
+    export.add_argument(
+        "--adapter",
+        action="store_true",
+        help="a LoRA adapter alone, in peft's format (default: merged into the weights)",
+    )
 
 
 def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
@@ -82,7 +87,12 @@ def _export(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.export import export
 
     manifest = export(
-        cfg, arguments.step, arguments.folder, run=arguments.of_run, best=arguments.best
+        cfg,
+        arguments.step,
+        arguments.folder,
+        run=arguments.of_run,
+        best=arguments.best,
+        adapter=arguments.adapter,
     )
     say(f"{arguments.folder}: {manifest.step} commit {manifest.seq}, digest {manifest.digest[:12]}")
     return 0

@@ -13,7 +13,7 @@ from torch import Tensor
 import agentgym.rollouts.engine as inline
 from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.experience import Experience
-from agentgym.config import PolicyGradientConfig, RunConfig
+from agentgym.config import ConfigError, PolicyGradientConfig, RunConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.learner.process_group import SingleProcess
 from agentgym.models.checkpoint import Checkpoint
@@ -89,8 +89,13 @@ def open_compute(
     cfg: RunConfig, plan: LearnerPlan, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
 ) -> Iterator[tuple[Learner, Engine]]:
     """A learner, and an engine that holds the checkpoint's weights as `version`.
-    Errors: see `open_engine`, `open_cluster`.
+    Errors: see `open_engine`, `open_cluster`; ConfigError where the plan leaves `lora` out.
     """
+    if cfg.lora.rank and plan.adapter is None:
+        raise ConfigError(
+            f"lora.rank {cfg.lora.rank} with recipe {cfg.algorithm.recipe}, whose training loop"
+            " trains no adapter; use lora.rank 0, or give its LearnerPlan ctx.adapter(start)"
+        )
     if cfg.compute == "ray":
         from agentgym.compute.cluster import open_cluster
 

@@ -25,6 +25,7 @@ from agentgym.config.load import (
     read_tree,
     settings,
 )
+from agentgym.config.lora import LoraConfig
 from agentgym.config.run import RunConfig
 from agentgym.config.section import ConfigError, Section
 from agentgym.config.sections import (
@@ -52,6 +53,7 @@ __all__ = [
     "ExplorationConfig",
     "HorizonConfig",
     "LearnerConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PolicyGradientConfig",

@@ -11,6 +11,7 @@ from agentgym.algorithms.recipe import recipe_of
 from agentgym.config.alarms import AlarmsConfig
 from agentgym.config.algorithm import AlgorithmConfig, algorithm_config
 from agentgym.config.learner import LearnerConfig
+from agentgym.config.lora import LoraConfig
 from agentgym.config.section import Section, operational, setting
 from agentgym.config.sections import (
     DataConfig,
@@ -65,6 +66,7 @@ class RunConfig(Section):
         algorithm_config()
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
     learner: LearnerConfig = LearnerConfig()
     horizon: HorizonConfig = HorizonConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -213,6 +215,11 @@ class RunConfig(Section):
                 " auto, compute ray-job takes URLs"
             )
         return self
+
+    @property
+    def adapts_warm_start(self) -> bool:
+        """Whether the warm start trains an adapter: on random weights there is none to learn."""
+        return self.model.source == "hub" and self.lora.rank > 0
 
     @property
     def data_folders(self) -> dict[str, Path]:

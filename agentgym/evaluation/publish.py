@@ -20,8 +20,7 @@ from agentgym.evaluation.report import (
     learning_curve_png,
     report_html,
 )
-from agentgym.models.checkpoint import WEIGHTS, save_pretrained
-from agentgym.models.tensorfiles import digest_of
+from agentgym.models.checkpoint import policy_digest, save_pretrained
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import OUTCOMES, StepContext
@@ -109,7 +108,7 @@ def _register(
             tags={
                 "step_key": checkpoint.digest,
                 "run_key": run_key,
-                "weights.sha256": digest_of(checkpoint, WEIGHTS),
+                "weights.sha256": policy_digest(checkpoint),
                 "algorithm": cfg.algorithm.recipe,
                 "evaluation": evaluation.digest,
                 **headline_tags(evaluation),

@@ -39,8 +39,9 @@ from agentgym.learner.flops import TrainingFlops, device_peak_tflops
 from agentgym.learner.micro_batches import deal, micro_batches
 from agentgym.learner.optimizer import OptimizedNetwork
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
+from agentgym.models.adapter import Adapter, merged_weights, without_adapter
 from agentgym.models.blocks import checkpoint_blocks, compile_blocks
-from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
+from agentgym.models.checkpoint import ADAPTER, CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.networks import PolicyNet, ValueNet
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 from agentgym.types import EngineMismatch
@@ -66,23 +67,25 @@ class LocalLearner:
         critic_lr: float | None = None,
         reference: Any = None,
         settings: LearnerConfig | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """model, reference: causal language models built with RAGGED attention; the reference
         is never trained.
+        adapter: in the model; the reference may then be the model itself, which is without it.
         """
         self.ranks, self._settings = ranks or SingleProcess(), settings or LearnerConfig()
         self.model = model.eval()  # no dropout: the engine samples without it
         chunk = self._settings.head_chunk_tokens
-        self._net = PolicyNet(model, chunk)
-        self._reference = (
-            PolicyNet(reference.eval().requires_grad_(False), chunk)
-            if reference is not None
-            else None
-        )
+        self._net, self._adapter = PolicyNet(model, chunk), adapter
+        self._reference = self._net if reference is model else None
         self._critic = critic
         self._flops = TrainingFlops.of(model, model)
         self._critic_flops = [] if critic is None else [TrainingFlops.of(critic, critic.body)]
-        for network in (self._net, self._critic, self._reference):
+        networks: list[nn.Module | None] = [self._net, critic]
+        if reference is not None and reference is not model:
+            self._reference = PolicyNet(reference.eval().requires_grad_(False), chunk)
+            networks.append(self._reference)
+        for network in networks:
             if network is not None:
                 self._place(network)
 
@@ -109,14 +112,16 @@ class LocalLearner:
         self.ranks.shard(network)
 
     def weights(self) -> dict[str, Tensor]:
-        """The policy's parameters by name, whole and detached."""
-        return self._policy.weights()
+        """The policy's parameters by name, whole, detached and with the adapter merged."""
+        own = self._policy.weights()
+        return own if self._adapter is None else merged_weights(own, self._adapter.scale)
 
     def snapshot(self) -> Snapshot:
         """A copy of all that a commit must hold for another learner to go on from here, or of
         this rank's part.
         """
-        kinds = {WEIGHTS: self._policy.parameters(), OPTIMIZER: self._policy.state()}
+        trained = WEIGHTS if self._adapter is None else ADAPTER
+        kinds = {trained: self._policy.parameters(), OPTIMIZER: self._policy.state()}
         if self._values is not None:
             kinds |= {CRITIC: self._values.parameters(), CRITIC_OPTIMIZER: self._values.state()}
         files: dict[str, TensorFile] = {}
@@ -145,9 +150,7 @@ class LocalLearner:
         """[N] log-probabilities under the reference, as `score`.
         Errors: ValueError where there is none.
         """
-        if self._reference is None:
-            raise ValueError("a reference model is needed; none was given to the learner")
-        return self._scores(self._reference, batch.to(self.ranks.device)).cpu()
+        return self._reference_scores(batch.to(self.ranks.device)).cpu()
 
     def drop_reference(self) -> None:
         """Give its memory back: all that is compared with it was scored."""
@@ -187,7 +190,7 @@ class LocalLearner:
                     f"algorithm.kl_coef {config.kl_coef:g} needs a reference model; none was given"
                     " to the learner"
                 )
-            reference = self._scores(self._reference, batch)[acted]
+            reference = self._reference_scores(batch)[acted]
             metrics["actor/reference_kl"] = float(kl_penalty(old, reference, "k3").mean())
             if (config.kl_place or recipe.kl_place) == "reward":
                 estimator = config.kl_estimator or recipe.kl_estimator
@@ -429,6 +432,15 @@ class LocalLearner:
             if counts:
                 result[torch.isin(batch.sequence, own) & batch.action_mask] = scores
         return self.ranks.all_sum(result)
+
+    def _reference_scores(self, batch: Batch) -> Tensor:
+        """[N], as `_scores`. Errors: ValueError."""
+        if self._reference is None:
+            raise ValueError("a reference model is needed; none was given to the learner")
+        if self._reference is not self._net:
+            return self._scores(self._reference, batch)
+        with without_adapter(self.model):
+            return self._scores(self._net, batch)
 
     @torch.no_grad()
     def _estimate(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ MASTER = "master"  # name of a master weight among the optimizer's own tensors
 
 
 class OptimizedNetwork:
-    """The parameters of one network under AdamW.
+    """The parameters of one network, of which those that require a gradient are under AdamW.
 
     A parameter narrower than float32 has a float32 master weight.
     Gradients of micro-batches add up in float32, AdamW steps the master, and the parameter is its
@@ -62,12 +62,15 @@ class OptimizedNetwork:
         # this rank's parts: after a forward without a backward the network shows other, gathered
         # tensors under these names
         self._parameters = dict(network.named_parameters())
+        self._trained = {
+            name: each for name, each in self._parameters.items() if each.requires_grad
+        }
 
     @cached_property
     def _masters(self) -> dict[str, nn.Parameter]:
         """By parameter name. Made at the first use: a network that is only scored needs none."""
         masters = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._trained.items():
             masters[name] = _master_of(parameter)
             if self._host and masters[name] is not parameter:
                 self._host.put(masters[name])
@@ -136,8 +139,8 @@ class OptimizedNetwork:
         }
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's parts by name, detached."""
-        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+        """This rank's parts of what is trained, by name, detached."""
+        return {name: parameter.detach() for name, parameter in self._trained.items()}
 
     def state(self) -> dict[str, Tensor]:
         """This rank's parts of the optimizer's state and of the master weights, as
@@ -222,7 +225,7 @@ class OptimizedNetwork:
         """Parameters that have a master weight beside them."""
         return {
             name: parameter
-            for name, parameter in self._parameters.items()
+            for name, parameter in self._trained.items()
             if parameter is not self._masters[name]
         }
 
@@ -237,7 +240,7 @@ def _master_of(parameter: nn.Parameter) -> nn.Parameter:
     """What AdamW steps in the parameter's place; its gradients arrive there and leave the
     parameter.
     """
-    if not parameter.requires_grad or parameter.dtype.itemsize >= torch.float32.itemsize:
+    if parameter.dtype.itemsize >= torch.float32.itemsize:
         return parameter
     master = nn.Parameter(parameter.detach().float())
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from agentgym.config import LearnerConfig, OptimizerConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import ProcessGroup
+from agentgym.models.adapter import Adapter, is_matrix, plain_name
+from agentgym.models.checkpoint import ADAPTER_RECORD, AdapterRecord
 from agentgym.models.empty import empty_model
 from agentgym.models.networks import ValueNet
 from agentgym.models.tensorfiles import StoredTensors
@@ -20,7 +22,7 @@ class LearnerPlan:
     """All that a learner begins with; weights and optimizers by their places in the store."""
 
     architecture: str  # config.json
-    weights: StoredTensors
+    weights: StoredTensors  # the policy's
     optimizer: OptimizerConfig
     total_steps: int
     has_critic: bool = False
@@ -30,6 +32,13 @@ class LearnerPlan:
     # by name; empty: new ones
     optimizer_states: Mapping[str, StoredTensors] = field(default_factory=dict)
     settings: LearnerConfig = field(default_factory=LearnerConfig)
+    adapter: Adapter | None = None  # what is trained; None: all weights
+
+    def files(self) -> dict[str, bytes]:
+        """What a commit holds of it beside tensors."""
+        if self.adapter is None:
+            return {}
+        return {ADAPTER_RECORD: AdapterRecord.of(self.adapter).model_dump_json().encode()}
 
     @property
     def size(self) -> int:
@@ -42,8 +51,12 @@ class LearnerPlan:
         Errors: BlobMissing, DigestMismatch; ValueError where something does not fit.
         """
         model = empty_model(self.architecture, self.weights.dtype)
+        if self.adapter is not None:
+            self.adapter.inject(model)
         reference = None
-        if self.reference is not None:
+        if self.adapter is not None and self.reference == self.adapter.base:
+            reference = model
+        elif self.reference is not None:
             reference = empty_model(self.architecture, self.reference.dtype)
         critic, body = None, {}
         if self.has_critic:
@@ -64,9 +77,13 @@ class LearnerPlan:
             critic_lr=self.critic_lr,
             reference=reference,
             settings=self.settings,
+            adapter=self.adapter,
         )
-        fill(learner.ranks, model, self.weights)
-        if reference is not None and self.reference is not None:
+        if self.adapter is None:
+            fill(learner.ranks, model, self.weights)
+        else:
+            fill_adapted(learner.ranks, model, self.adapter)
+        if reference is not None and reference is not model and self.reference is not None:
             fill(learner.ranks, reference, self.reference)
         if critic is not None and self.critic is not None:
             fill(learner.ranks, critic, self.critic)
@@ -85,6 +102,21 @@ def fill(ranks: ProcessGroup, network: nn.Module, stored: StoredTensors) -> None
     tensors = _parameters(network)
     stored.require_fit(tensors)
     ranks.load(tensors, stored)
+
+
+def fill_adapted(ranks: ProcessGroup, model: nn.Module, adapter: Adapter) -> None:
+    """As `fill`, of a model with the adapter's layers."""
+    tensors = _parameters(model)
+    matrices = {name: each for name, each in tensors.items() if is_matrix(name)}
+    frozen = {plain_name(name): each for name, each in tensors.items() if not is_matrix(name)}
+    adapter.base.require_fit(frozen)
+    ranks.load(frozen, adapter.base)
+    if adapter.stored is None:
+        for name, values in adapter.new_matrices(matrices):
+            ranks.copy(matrices[name], values)
+    else:
+        adapter.stored.require_fit(matrices)
+        ranks.load(matrices, adapter.stored)
 
 
 def _parameters(network: nn.Module) -> dict[str, Tensor]:

@@ -50,6 +50,10 @@ class ProcessGroup(Protocol):
         """A copy in host memory of this rank's share of the tensors, as a file of that name."""
         ...
 
+    def copy(self, tensor: Tensor, whole: Tensor) -> None:
+        """Fill this rank's part of a spread tensor, in place, with that of one that all have."""
+        ...
+
     def load(self, tensors: Mapping[str, Tensor], stored: StoredTensors) -> None:
         """Fill this rank's parts, in place, with what any number of ranks stored.
         Errors: DigestMismatch, BlobMissing.
@@ -81,6 +85,9 @@ class SingleProcess:
     def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
         copies = {key: each.detach().to("cpu", copy=True) for key, each in tensors.items()}
         return {name: TensorFile.of(copies)}
+
+    def copy(self, tensor: Tensor, whole: Tensor) -> None:
+        tensor.copy_(whole)
 
     def load(self, tensors: Mapping[str, Tensor], stored: StoredTensors) -> None:
         stored.fill(tensors)

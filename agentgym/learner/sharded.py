@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future
 
 from agentgym.models.blocks import blocks
@@ -84,6 +84,12 @@ class Sharded:
         with _plain_errors():
             save(dict(tensors), storage_writer=copied, planner=planner)
         return {file_name(name, self.rank, self.size): TensorFile(copied.parts)}
+
+    def copy(self, tensor: Tensor, whole: Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            mesh, placements = tensor.device_mesh, tensor.placements
+            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        tensor.copy_(whole)
 
     def load(self, tensors: Mapping[str, Tensor], stored: StoredTensors) -> None:
         """torch.distributed.checkpoint works out which stored rows are this rank's."""

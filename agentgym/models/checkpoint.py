@@ -6,11 +6,13 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
-from agentgym.config import ChatConfig
+from agentgym.config import ChatConfig, LoraConfig
+from agentgym.models.adapter import Adapter, chosen_modules, peft_name
 from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
 from agentgym.models.empty import empty_model, materialize
 from agentgym.models.fidelity import require_faithful
@@ -27,10 +29,12 @@ from agentgym.models.tensorfiles import (
     Snapshot,
     StoredTensors,
     TensorFile,
+    digest_of,
     export_tensors,
     files_of,
 )
-from agentgym.store.manifest import Manifest
+from agentgym.models.transport import write_weights
+from agentgym.store.manifest import Digest, Manifest, sha256
 from agentgym.store.runstore import RunStore
 
 if TYPE_CHECKING:
@@ -44,6 +48,7 @@ ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMIZER = (
     "optimizer.safetensors",
 )
 SHARD_BYTES = 5 * 10**9  # of one file of weights that leave the store
+ADAPTER, ADAPTER_RECORD = "adapter.safetensors", "adapter.json"
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 
 
@@ -119,7 +124,7 @@ def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
     return stored_checkpoint(
         store.read(manifest, ARCHITECTURE).decode(),
         store.read(manifest, TOKENIZER),
-        StoredTensors.of(store, manifest, WEIGHTS),
+        policy_of(store, manifest),
     )
 
 
@@ -134,8 +139,87 @@ def stored_checkpoint(
 
 
 def has_weights(manifest: Manifest) -> bool:
-    """Whether a commit holds a policy."""
-    return bool(files_of(manifest, WEIGHTS))
+    """Whether a commit holds a policy, whole or as an adapter."""
+    return bool(files_of(manifest, WEIGHTS) or files_of(manifest, ADAPTER))
+
+
+def policy_of(store: RunStore, manifest: Manifest) -> StoredTensors:
+    """The weights of a commit's policy; those of an adapter are merged as they are read.
+    Errors: KeyError where it has none; as `adapter_of`.
+    """
+    adapter = adapter_of(store, manifest)
+    return StoredTensors.of(store, manifest, WEIGHTS) if adapter is None else adapter.policy
+
+
+def policy_digest(manifest: Manifest) -> str:
+    """sha256 that names a commit's policy; an adapter's is of its matrices and of its record,
+    which names the base.
+    """
+    if not files_of(manifest, ADAPTER):
+        return digest_of(manifest, WEIGHTS)
+    own = (digest_of(manifest, ADAPTER), manifest.blobs[ADAPTER_RECORD].digest)
+    return sha256("\n".join(own).encode())
+
+
+class AdapterRecord(BaseModel):
+    """What a commit says of the adapter in it: whose weights it changes, and how."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base_step: str
+    base_key: Digest
+    base_weights: Digest  # sha256, see `digest_of`
+    rank: PositiveInt
+    alpha: PositiveInt
+    target_modules: tuple[str, ...]
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> Self:
+        base = adapter.base.manifest
+        return cls(
+            base_step=base.step,
+            base_key=base.key,
+            base_weights=digest_of(base, WEIGHTS),
+            rank=adapter.rank,
+            alpha=adapter.alpha,
+            target_modules=adapter.target_modules,
+        )
+
+
+def adapter_of(store: RunStore, manifest: Manifest) -> Adapter | None:
+    """The adapter that a commit holds.
+    Errors: BlobMissing, DigestMismatch; ValueError where its record cannot be read, or the base is
+    not in the store.
+    """
+    if not files_of(manifest, ADAPTER):
+        return None
+    record = AdapterRecord.model_validate_json(store.read(manifest, ADAPTER_RECORD))
+    base = store.final(record.base_step, record.base_key)
+    if base is None or digest_of(base, WEIGHTS) != record.base_weights:
+        raise ValueError(
+            f"step {manifest.step} commit {manifest.seq} is an adapter of the weights"
+            f" {record.base_weights[:12]} of step {record.base_step} ({record.base_key[:12]}),"
+            " which are not in the store; run that step again"
+        )
+    return Adapter(
+        base=StoredTensors.of(store, base, WEIGHTS),
+        rank=record.rank,
+        alpha=record.alpha,
+        target_modules=record.target_modules,
+        stored=StoredTensors.of(store, manifest, ADAPTER),
+    )
+
+
+def adapter_for(store: RunStore, manifest: Manifest, lora: LoraConfig, seed: int) -> Adapter:
+    """The adapter that a commit holds, or else a new one beside its weights.
+    Errors: as `adapter_of`; ConfigError as `chosen_modules`.
+    """
+    held = adapter_of(store, manifest)
+    if held is not None:
+        return held
+    base = StoredTensors.of(store, manifest, WEIGHTS)
+    model = empty_model(store.read(manifest, ARCHITECTURE).decode(), base.dtype)
+    return Adapter(base, lora.rank, lora.alpha, chosen_modules(model, lora), seed)
 
 
 def save_pretrained(folder: Path, store: RunStore, manifest: Manifest) -> None:
@@ -143,10 +227,24 @@ def save_pretrained(folder: Path, store: RunStore, manifest: Manifest) -> None:
     and the registry load; large weights in several files and their index.
     Errors: BlobMissing, DigestMismatch.
     """
-    weights = StoredTensors.of(store, manifest, WEIGHTS)
+    weights = policy_of(store, manifest)
     weights.verify()
     tokenizer: TokenizerFiles = json.loads(store.read(manifest, TOKENIZER))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ARCHITECTURE).write_bytes(store.read(manifest, ARCHITECTURE))
     write_tokenizer(folder, tokenizer)
     export_tensors(weights, folder, SHARD_BYTES)
+
+
+def save_adapter(folder: Path, adapter: Adapter, base_name: str | None) -> None:
+    """Write a stored adapter as peft does: `PeftModel.from_pretrained` reads it.
+    base_name: of the model it belongs to, where people can load that.
+    Errors: BlobMissing, DigestMismatch.
+    """
+    assert adapter.stored is not None
+    matrices = adapter.stored.load()
+    config = adapter.peft_config()
+    config.base_model_name_or_path, config.inference_mode = base_name, True
+    config.save_pretrained(str(folder))
+    named = {peft_name(name): matrix for name, matrix in matrices.items()}
+    write_weights(folder / "adapter_model.safetensors", named)

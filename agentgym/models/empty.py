@@ -29,7 +29,7 @@ class _NothingAllocated(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def empty_model(architecture: str, dtype: torch.dtype) -> PreTrainedModel:
+def empty_model(architecture: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a config.json text, its parameters on the meta device.
     Errors: ValueError where it is not supported here.
     """

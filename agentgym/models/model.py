@@ -12,7 +12,7 @@ os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -74,10 +74,21 @@ def new_model(
     """A Qwen2 of the configured size and dtype with weights drawn from `seed`, without touching
     the global generator.
     """
+    tokens = {"eos_token_id": eos_id, "pad_token_id": pad_id, "bos_token_id": None}
+    architecture = tiny_architecture(config, vocab_size=vocab_size, **tokens)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drawn = from_config(architecture, torch.float32)
+    if config.dtype != "auto":
+        drawn.config.dtype = getattr(torch, config.dtype)
+    return drawn.to(drawn.config.dtype)
+
+
+def tiny_architecture(config: ModelConfig, **more: Any) -> PretrainedConfig:
+    """transformers' configuration of a Qwen2 of the configured size."""
     from transformers import Qwen2Config
 
-    architecture = Qwen2Config(
-        vocab_size=vocab_size,
+    return Qwen2Config(
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
@@ -85,16 +96,8 @@ def new_model(
         intermediate_size=config.mlp_size,
         max_position_embeddings=config.context_tokens,
         tie_word_embeddings=True,
-        eos_token_id=eos_id,
-        pad_token_id=pad_id,
-        bos_token_id=None,
+        **more,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        drawn = from_config(architecture, torch.float32)
-    if config.dtype != "auto":
-        drawn.config.dtype = getattr(torch, config.dtype)
-    return drawn.to(drawn.config.dtype)
 
 
 def load_hub(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

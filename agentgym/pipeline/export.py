@@ -1,11 +1,16 @@
-"""A commit as an ordinary Hugging Face model folder."""
+"""A commit as an ordinary Hugging Face model folder, or its adapter as a folder of peft's."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.models.checkpoint import has_weights, save_pretrained
+from agentgym.models.checkpoint import (
+    adapter_of,
+    has_weights,
+    save_adapter,
+    save_pretrained,
+)
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.steps.context import scores
 from agentgym.store.manifest import Manifest
@@ -14,7 +19,13 @@ from agentgym.tracking.deliver import delivered_steps
 
 
 def export(
-    cfg: RunConfig, name: str, folder: Path, *, run: str = "", best: bool = False
+    cfg: RunConfig,
+    name: str,
+    folder: Path,
+    *,
+    run: str = "",
+    best: bool = False,
+    adapter: bool = False,
 ) -> Manifest:
     """Write the newest commit of a step to `folder`, in files that transformers, vLLM and others
     load; large weights in several, as their index says.
@@ -22,6 +33,7 @@ def export(
     run: one that was started with this state folder, for example r3d1c27a5b9e0 or its beginning;
     empty: the configured one.
     best: the commit that did best in validation, the first of several, in place of the newest.
+    adapter: the adapter alone, as `PeftModel.from_pretrained` reads it; else merged weights.
     Result: the commit. Errors: ConfigError where there is none with weights, or the folder is
     there already; BlobMissing, DigestMismatch.
     """
@@ -47,8 +59,23 @@ def export(
                 f"the commit of step {name} that did best in validation, {seq}, has no weights any"
                 " more; train with store.keep_best=true"
             )
-    save_pretrained(folder, store, manifest)
+    if adapter:
+        held = adapter_of(store, manifest)
+        if held is None:
+            raise ConfigError(
+                f"step {name} commit {manifest.seq} holds whole weights and no adapter; export it"
+                " without --adapter"
+            )
+        save_adapter(folder, held, base_name=_published_name(held.base.manifest))
+    else:
+        save_pretrained(folder, store, manifest)
     return manifest
+
+
+def _published_name(base: Manifest) -> str | None:
+    """Of the model whose weights these are as they came; None where a warm start trained them."""
+    model = base.config.get("model", {})
+    return model.get("name") if base.step == "initialize" else None
 
 
 def _configured(cfg: RunConfig, store: RunStore, name: str) -> dict[str, Manifest]:

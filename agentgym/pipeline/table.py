@@ -31,7 +31,16 @@ CONVERSATION = ("rollout.instructions", "rollout.action_format")
 DATA = ("seed", "data", "env", "mix", "warm_start.source")
 DEMONSTRATIONS = (*MODEL, "warm_start", *CONVERSATION, "rollout.episode_timeout_s")
 WARM_START = (*DEMONSTRATIONS, "learner")
-TRAINING = (*MODEL, "rollout", "algorithm", "optimizer", "learner", "horizon", "validation")
+TRAINING = (
+    *MODEL,
+    "rollout",
+    "algorithm",
+    "optimizer",
+    "lora",
+    "learner",
+    "horizon",
+    "validation",
+)
 EVALUATION = (
     "deterministic",
     "compute_device",
@@ -65,7 +74,7 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
             title="warm start (SFT)",
             kind=Kind.TRAIN,
             run=_warm_start,
-            sections=WARM_START,
+            sections=(*WARM_START, *(("lora",) if cfg.model.source == "hub" else ())),
             modules=(SFT,),
             checkpoint=start,
             demonstrations=start,

@@ -115,7 +115,10 @@ class LocalEngine:
 
 
 def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:
-    limit = tolerance_of(cfg, checkpoint.dtype).canary
+    tolerance = tolerance_of(cfg, checkpoint.dtype)
+    limit = tolerance.canary
+    if cfg.lora.rank:  # the engine's weights are merged: another order of summation
+        limit = max(limit, tolerance.forward)
     return Canary(checkpoint.tokenizer, limit)
 
 

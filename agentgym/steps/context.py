@@ -26,6 +26,7 @@ from agentgym.tracking.points import Point, decode_points, encode_points
 from agentgym.types import Endpoints, Trajectory
 
 if TYPE_CHECKING:
+    from agentgym.models.adapter import Adapter
     from agentgym.models.tensorfiles import StoredTensors
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,21 @@ class StepContext:
         from agentgym.models.tensorfiles import files_of
 
         return {name: self.tensors(manifest, name) for name in names if files_of(manifest, name)}
+
+    def policy(self, manifest: Manifest) -> StoredTensors:
+        """The weights of a commit's policy, an adapter's merged. Errors: KeyError, ValueError."""
+        from agentgym.models.checkpoint import policy_of
+
+        return policy_of(self.store, manifest)
+
+    def adapter(self, manifest: Manifest) -> Adapter | None:
+        """What is trained from this commit on where `lora` is on: its adapter, or a new one.
+        Errors: ConfigError, ValueError.
+        """
+        from agentgym.models.checkpoint import adapter_for
+
+        cfg = self.cfg
+        return adapter_for(self.store, manifest, cfg.lora, cfg.seed) if cfg.lora.rank else None
 
     def commit(
         self,

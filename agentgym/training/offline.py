@@ -30,7 +30,6 @@ from agentgym.data.items import Splits, splits_from_json, train_stream
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import (
     OPTIMIZER,
-    WEIGHTS,
     Checkpoint,
     has_weights,
     load_checkpoint,
@@ -112,7 +111,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                         "consumed": [],
                         "max_turns": stage.max_turns,
                     },
-                    files=checkpoint.files(),
+                    files={**checkpoint.files(), **plan.files()},
                     snapshot=learner.snapshot,
                     points=points,
                     trajectories=validation,
@@ -311,15 +310,17 @@ def _plan_learner(
     """
     cfg = ctx.cfg
     anew = cfg.algorithm.loop.begins_anew and trained is None
+    begun = ctx.start if anew else trained or start
     before = trained or (start if not _explores(cfg) and "stream_position" in start.state else None)
     return LearnerPlan(
         architecture=checkpoint.architecture,
-        weights=ctx.tensors(ctx.start if anew else trained or start, WEIGHTS),
+        weights=ctx.policy(begun),
+        adapter=ctx.adapter(begun),
         optimizer=optimizer_of(cfg),
         settings=cfg.learner,
         total_steps=rate_steps(cfg, stage),
         # the policy that sampled the pairs; in a resumed stage the learner has moved on
-        reference=ctx.tensors(start, WEIGHTS) if cfg.algorithm.loop.prefers else None,
+        reference=ctx.policy(start) if cfg.algorithm.loop.prefers else None,
         optimizer_states={} if before is None else {OPTIMIZER: ctx.tensors(before, OPTIMIZER)},
     )
 

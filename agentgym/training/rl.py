@@ -29,7 +29,6 @@ from agentgym.models.checkpoint import (
     CRITIC,
     CRITIC_OPTIMIZER,
     OPTIMIZER,
-    WEIGHTS,
     Checkpoint,
     load_checkpoint,
 )
@@ -57,7 +56,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     start = ctx.head or ctx.checkpoint
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     checkpoint = load_checkpoint(ctx.store, start)
-    algorithm = with_limit(cfg, checkpoint)
+    algorithm, plan = with_limit(cfg, checkpoint), plan_learner(ctx, start, checkpoint)
     step, skipped = int(start.state["global_step"]), 0
     stream = train_stream(cfg, splits, start.state)
     ctx.progress.start(
@@ -68,9 +67,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     with (
         ctx.environment(False) as endpoints,
         Ahead[Rollouts](cfg.rollout.max_staleness) as ahead,
-        open_compute(
-            cfg, plan_learner(ctx, start, checkpoint), checkpoint, endpoints, version=step
-        ) as (learner, engine),
+        open_compute(cfg, plan, checkpoint, endpoints, version=step) as (learner, engine),
     ):
         ahead.begin(
             (Rollouts(later) for later in range(step + 1, stage.last_step + 1)),
@@ -129,7 +126,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 step,
                 done=step == stage.last_step,
                 state=state_after(cfg, rollouts, ahead.begun),
-                files=checkpoint.files(),
+                files={**checkpoint.files(), **plan.files()},
                 snapshot=learner.snapshot,
                 points=[Point(step, now_ms(), metrics)],
                 trajectories=[*records, *validation],
@@ -317,10 +314,11 @@ def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> L
                 " too, or use a recipe without a critic"
             )
     if algorithm.kl_coef:
-        reference = ctx.tensors(ctx.start, WEIGHTS)
+        reference = ctx.policy(ctx.start)
     return LearnerPlan(
         architecture=checkpoint.architecture,
-        weights=ctx.tensors(start, WEIGHTS),
+        weights=ctx.policy(start),
+        adapter=ctx.adapter(start),
         optimizer=cfg.optimizer,
         settings=cfg.learner,
         total_steps=sum(cfg.horizon.stage_steps),

@@ -21,7 +21,6 @@ from agentgym.learner.plan import LearnerPlan
 from agentgym.models.chat import ChatRenderer
 from agentgym.models.checkpoint import (
     OPTIMIZER,
-    WEIGHTS,
     Checkpoint,
     load_checkpoint,
     new_checkpoint,
@@ -230,7 +229,8 @@ def warm_start(ctx: StepContext) -> Manifest:
     step = int(start.state.get("sft_step", 0))
     plan = LearnerPlan(
         architecture=checkpoint.architecture,
-        weights=ctx.tensors(start, WEIGHTS),
+        weights=ctx.policy(start),
+        adapter=ctx.adapter(start) if ctx.cfg.adapts_warm_start else None,
         optimizer=settings.optimizer,
         settings=ctx.cfg.learner,
         total_steps=settings.steps,
@@ -256,7 +256,7 @@ def warm_start(ctx: StepContext) -> Manifest:
                     step,
                     done=step == settings.steps,
                     state={"global_step": 0, "sft_step": step},
-                    files=checkpoint.files(),
+                    files={**checkpoint.files(), **plan.files()},
                     snapshot=learner.snapshot,
                     results={"loss": metrics["sft/loss"]},
                     points=points,

@@ -1,0 +1,225 @@
+"""LoRA adapters: low-rank matrices trained beside the frozen weights of another commit.
+
+The layers, and the format in which an adapter leaves the store, are peft's.
+Whoever samples gets merged weights, each computed anew from the frozen one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from agentgym.config import ConfigError, LoraConfig
+from agentgym.models.blocks import blocks
+from agentgym.models.tensorfiles import PIECE_BYTES, StoredTensor, StoredTensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "default"  # of the adapter among those that peft's layers may have
+DOWN, UP = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"  # [rank, in], [out, rank]
+FROZEN = ".base_layer."  # in the name of an adapted layer's own parameters
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Low-rank matrices beside frozen weights, by where they lie; new ones change nothing yet."""
+
+    base: StoredTensors  # the frozen weights
+    rank: int
+    alpha: int
+    target_modules: tuple[str, ...]  # names of linear layers, or their ends
+    seed: int = 0  # new matrices are drawn from
+    stored: StoredTensors | None = None  # the matrices; None: new ones
+
+    @property
+    def scale(self) -> float:
+        """What the product of two matrices counts."""
+        return self.alpha / self.rank
+
+    @property
+    def policy(self) -> StoredTensors:
+        """The merged weights."""
+        if self.stored is None:
+            return self.base
+        own = self.stored
+        return MergedTensors(own.place, own.manifest, own.files, self.base, self.scale)
+
+    def inject(self, model: PreTrainedModel) -> None:
+        """Replace the layers of a model without memory by peft's; all but the matrices, which are
+        float32 whatever the weights are, is frozen.
+        """
+        from peft import inject_adapter_in_model
+
+        model.requires_grad_(False)
+        inject_adapter_in_model(self.peft_config(), model, NAME, low_cpu_mem_usage=True)
+        for layer in _layers(model):
+            for matrices in (layer.lora_A, layer.lora_B):
+                matrices.float().requires_grad_(True)
+
+    def peft_config(self) -> Any:
+        from peft import LoraConfig as PeftConfig
+
+        return PeftConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            target_modules=sorted(self.target_modules),
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+
+    def new_matrices(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(name, values) of each, drawn from the seed as peft draws: the second of each pair is
+        zero, so that nothing is changed yet.
+        """
+        draw = torch.Generator().manual_seed(self.seed)
+        for name in sorted(like):
+            values = torch.zeros(like[name].shape)
+            if name.endswith(DOWN):
+                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=draw)
+            yield name, values
+
+
+def chosen_modules(model: PreTrainedModel, lora: LoraConfig) -> tuple[str, ...]:
+    """The ends of the names of the layers that get an adapter.
+    Errors: ConfigError for a name that is of anything else than linear layers of blocks, or a
+    layer narrower than the rank.
+    """
+    inside = {layer for block in blocks(model) for layer in block.modules()}
+    modules = dict(model.named_modules())
+    linear = {
+        name: each
+        for name, each in modules.items()
+        if each in inside and isinstance(each, nn.Linear)
+    }
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    chosen = tuple(sorted(lora.target_modules)) or tuple(ends)
+    for end in chosen:
+        matching = [name for name in modules if f".{name}".endswith(f".{end}")]
+        odd = [name for name in matching if name not in linear]
+        if odd or not matching:
+            raise ConfigError(
+                f"lora.target_modules {end!r} names {', '.join(odd[:3]) or 'nothing'} in"
+                f" {type(model).__name__}; expected linear layers of its blocks:"
+                f" {', '.join(ends) or 'it has none'}"
+            )
+        for name in matching:
+            width = min(linear[name].in_features, linear[name].out_features)
+            if lora.rank > width:
+                raise ConfigError(
+                    f"lora.rank {lora.rank} is above the width {width} of {name}; lower it, or"
+                    " leave that layer out of lora.target_modules"
+                )
+    return chosen
+
+
+def is_matrix(name: str) -> bool:
+    """Of a parameter: whether it is trained."""
+    return name.endswith((DOWN, UP))
+
+
+def plain_name(name: str) -> str:
+    """Of a frozen parameter, as the model without an adapter calls it."""
+    return name.replace(FROZEN, ".")
+
+
+def peft_name(name: str) -> str:
+    """Of a matrix in the file that peft writes."""
+    return f"base_model.model.{name.removesuffix(f'.{NAME}.weight')}.weight"
+
+
+def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Rows [n, in] of a frozen weight, [rank, in] and [n, rank] -> [n, in] as the weight is,
+    computed in float32.
+    """
+    return (weight.float() + (up.float() @ down.float()) * scale).to(weight.dtype)
+
+
+def merged_weights(parameters: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """An adapted model's whole parameters -> those of the model it stands for, in new memory where
+    they differ.
+    """
+    result = {}
+    for name, tensor in parameters.items():
+        if is_matrix(name):
+            continue
+        layer, _, kind = name.rpartition(FROZEN)
+        if kind == "weight":
+            down, up = parameters[layer + DOWN], parameters[layer + UP]
+            tensor = merged(tensor, down, up, scale)
+        result[plain_name(name)] = tensor
+    return result
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """The model computes what its frozen weights do."""
+    layers = _layers(model)
+    for layer in layers:
+        layer.set_scale(NAME, 0.0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(NAME, 1.0)
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return [each for each in model.modules() if isinstance(each, LoraLayer)]
+
+
+@dataclass(frozen=True)
+class MergedTensors(StoredTensors):
+    """The weights of a policy that is stored as an adapter: merged as they are read."""
+
+    base: StoredTensors
+    scale: float
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.place, self.manifest, self.files, self.base, self.scale)
+
+    @cached_property
+    def matrices(self) -> StoredTensors:
+        return StoredTensors(self.place, self.manifest, self.files)
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        return self.base.tensors
+
+    @property
+    def size(self) -> int:
+        return self.matrices.size + self.base.size
+
+    def verify(self, rank: int = 0, size: int = 1) -> None:
+        self.base.verify(rank, size)
+        self.matrices.verify(rank, size)
+
+    def read(self, name: str, rows: Tensor, first_row: int = 0) -> None:
+        self.base.read(name, rows, first_row)
+        layer = name.removesuffix(".weight")
+        stored = self.matrices.tensors
+        if layer + DOWN not in stored:
+            return
+        down = rows.new_empty(stored[layer + DOWN].shape, dtype=stored[layer + DOWN].dtype)
+        up = down.new_empty(len(rows), len(down))
+        self.matrices.read(layer + DOWN, down)
+        self.matrices.read(layer + UP, up, first_row)
+        rows.copy_(merged(rows, down, up, self.scale))
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        stored = self.tensors[name]
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        self.read(name, whole)
+        flat = whole.reshape(-1).view(torch.uint8).numpy()
+        for start in range(0, len(flat), PIECE_BYTES):
+            yield flat[start : start + PIECE_BYTES].data

@@ -1,0 +1,265 @@
+"""An adapter is all that is trained, kept and resumed, in one process and in several alike."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+from agentgym.config import LearnerConfig, OptimizerConfig, algorithm_config
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models.adapter import DOWN, Adapter, is_matrix
+from agentgym.models.checkpoint import (
+    ADAPTER,
+    CRITIC,
+    CRITIC_OPTIMIZER,
+    OPTIMIZER,
+)
+from agentgym.models.model import load_weights
+from agentgym.models.networks import PolicyNet
+from agentgym.models.tensorfiles import StoredTensors
+
+RANK, MODULES = 4, ("down_proj", "q_proj", "v_proj")
+LR = 1e-3
+CONFIG = algorithm_config(
+    "ppo",
+    kl_coef=0.1,
+    kl_place="loss",
+    kl_estimator="k2",
+    minibatches=1,
+    max_mismatch_kl=1.0,
+    critic_warmup_steps=0,
+)
+KINDS = (ADAPTER, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER)
+LEARN = """
+import torch, torch.distributed as dist
+from agentgym.algorithms.advantages import with_advantages
+
+def keep(learner, like):
+    parts = [learner.snapshot().write(like.place, like.manifest.step, like.manifest.key)]
+    if learner.ranks.size > 1:
+        mine, parts = parts[0], [None] * learner.ranks.size
+        dist.all_gather_object(parts, mine)
+    return {name: blob for part in parts for name, blob in part.items()}
+
+def learn(learner, like, batch, config, steps):
+    told = {"metrics": [], "begun": keep(learner, like)}
+    for step in steps:
+        batch.logprobs.copy_(learner.score(batch))
+        experience = with_advantages(learner.prepare(batch, config, step=step), config)
+        told["metrics"].append(experience.metrics | learner.update(experience, config, \
+step=step, seed=0))
+        if step == 2:
+            told["kept"] = keep(learner, like)
+    told["reference"] = learner.score_reference(batch)
+    told["weights"] = {name: each.clone() for name, each in learner.weights().items()}
+    return {**told, "ended": keep(learner, like)}
+"""
+RANKS = (
+    """
+import datetime, pickle, sys
+from agentgym.learner.sharded import Sharded
+from agentgym.models.model import set_threads
+"""
+    + LEARN
+    + """
+folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+set_threads()
+wait = datetime.timedelta(seconds=120)
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, \
+world_size=size, timeout=wait)
+plan, batch, config, steps = pickle.load(open(folder + "/asked", "rb"))
+learner = plan.build(Sharded(torch.device("cpu")))
+told = learn(learner, plan.adapter.base, batch, config, steps)
+if rank == 0:
+    pickle.dump(told, open(folder + "/told", "wb"))
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def plan(make_model, stored):
+    """With a new adapter, a critic, and the base as the reference."""
+    model = make_model()
+    base = stored(model)
+    return LearnerPlan(
+        model.config.to_json_string(),
+        base,
+        OptimizerConfig(lr=LR, warmup_steps=0),
+        10,
+        has_critic=True,
+        critic_lr=LR,
+        reference=base,
+        adapter=Adapter(base, RANK, 8, MODULES, seed=5),
+    )
+
+
+@pytest.fixture
+def batch(batch_of):
+    return batch_of([7, 12, 5, 9, 3, 8], 60)
+
+
+@pytest.fixture(scope="module")
+def alone(plan, batch_of):
+    scope = {}
+    exec(LEARN, scope)
+    batch = batch_of([7, 12, 5, 9, 3, 8], 60)
+    return scope["learn"](plan.build(), plan.adapter.base, batch, CONFIG, [1, 2, 3, 4, 5])
+
+
+def resumed(plan, blobs):
+    """The plan that goes on with what was kept."""
+    base = plan.adapter.base
+    manifest = base.manifest.model_copy(update={"blobs": blobs})
+    held = {kind: StoredTensors.of(base.store, manifest, kind) for kind in KINDS}
+    adapter = replace(plan.adapter, stored=held[ADAPTER])
+    return replace(
+        plan,
+        weights=adapter.policy,
+        adapter=adapter,
+        critic=held[CRITIC],
+        optimizer_states={kind: held[kind] for kind in (OPTIMIZER, CRITIC_OPTIMIZER)},
+    )
+
+
+def tensors(plan, blobs, kind):
+    manifest = plan.adapter.base.manifest.model_copy(update={"blobs": blobs})
+    return StoredTensors.of(plan.adapter.base.store, manifest, kind).load()
+
+
+def test_a_learner_holds_trains_and_keeps_the_matrices_alone(plan, batch):
+    learner = replace(plan, has_critic=False).build()
+    before = plan.adapter.base.load()
+    for step in (1, 2):
+        learner.sft_step(batch, step=step)
+    files = learner.snapshot().files
+    assert files.keys() == {ADAPTER, OPTIMIZER}
+    matrices = set(files[ADAPTER].names)
+    assert len(matrices) == 2 * len(MODULES) * 2  # of two layers
+    assert all(is_matrix(name) for name in matrices)
+    assert {name.rpartition(":")[0] for name in files[OPTIMIZER].names} == matrices
+    # two moments of each matrix, and a count
+    trained = sum(each.numel() for each in learner.model.parameters() if each.requires_grad)
+    kept = files[OPTIMIZER].size - len(files[OPTIMIZER].header)
+    assert kept == 4 * (2 * trained + len(matrices))
+    assert trained < 0.15 * sum(each.numel() for each in before.values())
+    held = learner.model.state_dict()
+    for name, tensor in before.items():
+        layer, _, kind = name.rpartition(".")
+        frozen = held.get(name, held.get(f"{layer}.base_layer.{kind}"))
+        assert torch.equal(frozen, tensor), name
+
+
+def test_the_weights_that_are_published_compute_what_the_learner_computes(plan, batch, make_model):
+    learner = replace(plan, has_critic=False).build()
+    begun = learner.weights()
+    assert all(torch.equal(begun[name], each) for name, each in plan.weights.load().items())
+    for step in range(1, 6):
+        learner.sft_step(batch, step=step)
+        published = learner.weights()
+    model = make_model(1)
+    load_weights(model, published)
+    theirs = PolicyNet(model)(batch)[0]
+    torch.testing.assert_close(learner.score(batch)[batch.action_mask], theirs, rtol=0, atol=1e-5)
+    moved = max(float((published[name] - begun[name]).abs().max()) for name in begun)
+    assert moved > LR
+    # from the frozen weights each time: to publish twice adds nothing
+    assert all(torch.equal(each, published[name]) for name, each in learner.weights().items())
+
+
+def test_the_reference_is_the_frozen_weights_without_a_second_copy(plan, alone, make_model, batch):
+    learner = plan.build()
+    learner.sft_step(batch, step=1)
+    mine = learner.score_reference(batch)
+    expected = PolicyNet(make_model())(batch)[0]
+    torch.testing.assert_close(mine[batch.action_mask], expected, rtol=0, atol=1e-6)
+    assert float((learner.score(batch) - mine).abs().max()) > 1e-3
+    assert learner._reference is learner._net
+    torch.testing.assert_close(alone["reference"], mine, rtol=0, atol=0)
+
+
+def test_a_reference_that_was_trained_is_a_copy_of_its_own(plan, alone, batch):
+    later = resumed(plan, alone["ended"])
+    learner = replace(later, reference=later.weights, has_critic=False, optimizer_states={}).build()
+    begun = learner.score_reference(batch)
+    torch.testing.assert_close(begun, learner.score(batch), rtol=0, atol=1e-5)
+    learner.sft_step(batch, step=1)
+    torch.testing.assert_close(begun, learner.score_reference(batch), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_commit_goes_on_to_the_bit(plan, batch, make_model, stored, content, dtype):
+    base = stored(make_model().to(dtype))
+    begun = replace(
+        plan,
+        weights=base,
+        has_critic=False,
+        reference=None,
+        adapter=replace(plan.adapter, base=base),
+    )
+    whole = begun.build()
+    whole.sft_step(batch, step=1)
+    kept = stored(whole.snapshot())
+    assert {each.dtype for each in kept[ADAPTER].tensors.values()} == {torch.float32}
+    adapter = replace(begun.adapter, stored=kept[ADAPTER])
+    states = {OPTIMIZER: kept[OPTIMIZER]}
+    again = replace(begun, weights=adapter.policy, adapter=adapter, optimizer_states=states).build()
+    assert content(again) == content(whole)
+    for each in (whole, again):
+        each.sft_step(batch, step=2)
+    assert content(again) == content(whole)
+    published = again.weights()
+    stored_weights = replace(adapter, stored=stored(again.snapshot())[ADAPTER]).policy.load()
+    assert published.keys() == stored_weights.keys()
+    for name, each in published.items():
+        assert each.dtype == dtype
+        assert torch.equal(each, stored_weights[name]), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"activation_checkpointing": True}, {"compile": "aot_eager"}, {"offload_optimizer": True}],
+    ids=lambda each: next(iter(each)),
+)
+def test_what_saves_memory_changes_no_adapter(plan, batch, settings):
+    plain = replace(plan, has_critic=False)
+    saving = replace(plain, settings=LearnerConfig(**settings))
+    told = []
+    for each in (plain.build(), saving.build()):
+        metrics = [each.sft_step(batch, step=step) for step in (1, 2)]
+        told.append((metrics, each.score_reference(batch), each.weights()))
+    (first, reference, weights), (second, other, theirs) = told
+    assert second == [pytest.approx(each, rel=1e-5) for each in first]
+    torch.testing.assert_close(other, reference, rtol=0, atol=1e-6)
+    for name, each in weights.items():
+        torch.testing.assert_close(theirs[name], each, rtol=0, atol=1e-6)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_ranks_learn_what_one_learns(plan, alone, batch, together, tmp_path, size):
+    (tmp_path / "asked").write_bytes(pickle.dumps((plan, batch, CONFIG, [1, 2, 3, 4, 5])))
+    told = together(RANKS, tmp_path, size)
+    assert len(told["kept"]) == size * len(KINDS)
+    for ours, theirs in zip(told["metrics"], alone["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(told["reference"], alone["reference"], rtol=0, atol=1e-5)
+    begun = plan.weights.load()
+    moved = 0.0
+    for name, each in alone["weights"].items():
+        torch.testing.assert_close(told["weights"][name], each, rtol=0, atol=1e-5)
+        moved = max(moved, float((each - begun[name]).abs().max()))
+    assert moved > LR
+    # the new matrices are of the seed, whatever the number of ranks
+    first, other = (tensors(plan, each["begun"], ADAPTER) for each in (alone, told))
+    assert any(float(each.abs().max()) for name, each in first.items() if name.endswith(DOWN))
+    assert all(torch.equal(other[name], each) for name, each in first.items())
+    # and one process goes on with what several stored
+    scope = {}
+    exec(LEARN, scope)
+    again = scope["learn"](
+        resumed(plan, told["kept"]).build(), plan.adapter.base, batch, CONFIG, [3, 4, 5]
+    )
+    for ours, theirs in zip(again["metrics"], alone["metrics"][2:], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
