@@ -376,6 +376,7 @@ class Context:
         self.start = self.parents["warm-start"]
 
     read, tensors, tensors_of = StepContext.read, StepContext.tensors, StepContext.tensors_of
+    policy, adapter = StepContext.policy, StepContext.adapter
 
 
 def test_only_self_training_begins_anew_in_every_stage_and_only_imitation_keeps_its_optimizer(

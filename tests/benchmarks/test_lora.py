@@ -1,0 +1,49 @@
+"""An adapter learns the default task with every seed, and its merged weights act as it does."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = json.loads((ROOT / "docs/results/lora.json").read_text())
+
+
+@pytest.fixture
+def lora(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("lora")
+
+
+@pytest.mark.parametrize(
+    ("low", "same", "holds"), [(0.02, 512, True), (-0.01, 512, False), (0.02, 511, False)]
+)
+def test_a_seed_without_a_gain_or_with_another_action_is_none_that_holds(lora, low, same, holds):
+    runs = [
+        {
+            "start": {"mean": 0.5},
+            "end": {"mean": 0.9},
+            "gain": {"low": gain},
+            "greedy": {"items": 512, "same": equal, "actions": 2000},
+        }
+        for gain, equal in ((0.3, 512), (low, same))
+    ]
+    found = lora.verdict(runs)
+    assert found["ok"] is holds
+    assert (found["start"], found["end"], found["actions"]) == ([50.0] * 2, [90.0] * 2, 4000)
+
+
+def test_three_seeds_learned_as_it_is_configured_and_hold(lora):
+    assert RESULT["changes"] == lora.CHANGES
+    assert [run["seed"] for run in RESULT["runs"]] == [0, 1, 2]
+    assert RESULT["verdict"] == lora.verdict(RESULT["runs"])
+    assert RESULT["verdict"]["ok"]
+    assert {run["greedy"]["items"] for run in RESULT["runs"]} == {512}
+
+
+def test_an_adapter_and_its_optimizer_are_less_than_the_weights_and_theirs():
+    for run in RESULT["runs"]:
+        size = run["bytes"]
+        assert size["adapter"] < 0.5 * size["weights"]
+        assert size["its_optimizer"] < 0.5 * size["their_optimizer"]
