@@ -1,85 +1,341 @@
-"""What `kubectl apply -k k8s/base` would send is what the API accepts and what this project can
-run.
-"""
+"""What each overlay would send is what the API accepts and what this project can run."""
 
+import copy
+import json
+import re
+import subprocess
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
 
+from agentgym.config import EnvConfig
+from agentgym.deploy.capacity import CAPACITIES, MIN_REPLICAS
+from agentgym.deploy.manifests import find_kubectl
 from envs.__main__ import _parser
-from envs.doors import is_own
+from envs.doors import OPEN_PATHS, is_own
+from envs.env import EnvSpec
+from envs.server import ServerSettings, make_app
+from envs.sessions import CALL_TIMEOUT_S
 from envs.wire import TOKEN_VARIABLE
 
-BASE = Path(__file__).parents[2] / "k8s/base"
-RESOURCES = yaml.safe_load((BASE / "kustomization.yaml").read_text())["resources"]
-DOCUMENTS = [
-    document for name in RESOURCES for document in yaml.safe_load_all((BASE / name).read_text())
+pytestmark = pytest.mark.integration  # kubectl renders
+
+ROOT = Path(__file__).parents[2]
+K8S = ROOT / "k8s"
+VERSIONS = ("1.36", "1.37")
+OPTIONAL = ("autoscale", "network/https", "network/retriever", "network/sites")
+ENVS = sorted(path.parent.name for path in (ROOT / "envs").glob("*/README.md"))
+
+
+def of_kind(objects, kind):
+    return {each["metadata"]["name"]: each for each in objects if each["kind"] == kind}
+
+
+def server(deployment):
+    """(pod, container, the options that its command understands)."""
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["python", "-m", "envs", "serve"]
+    return pod, container, _parser().parse_args(["serve", *container["args"]])
+
+
+def mib(quantity):
+    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", quantity).groups()
+    return int(number) * {"Mi": 1, "Gi": 1024}[unit]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_is_what_the_api_accepts(objects, version):
+    kind = objects("kind", *OPTIONAL)
+    for each in [*kind, *(each for each in objects("gpu") if each not in kind)]:
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+@pytest.mark.parametrize("overlay", ["kind", "gpu"])
+def test_every_object_is_of_the_namespace_unless_it_can_be_of_none(objects, overlay):
+    for each in objects(overlay, *OPTIONAL):
+        of_none = each["kind"] in ("Namespace", "ClusterRole", "ClusterRoleBinding")
+        assert each["metadata"].get("namespace") == (None if of_none else "agentgym")
+        assert each["metadata"]["labels"]["app.kubernetes.io/part-of"] == "agentgym"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_misspelt_field_would_be_found_in_every_kind(objects, version):
+    for each in {each["kind"]: each for each in objects("kind", *OPTIONAL)}.values():
+        each["metadata"]["labelz"] = {}
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_every_file_is_rendered_by_somebody():
+    named = set()
+    for path in K8S.rglob("kustomization.yaml"):
+        found = yaml.safe_load(path.read_text())
+        named |= {
+            (path.parent / each).resolve()
+            for each in (*found.get("resources", ()), *found.get("components", ()))
+        }
+    offered = {K8S / f"overlays/{name}" for name in ("kind", "gpu", "test")}
+    offered |= {K8S / f"components/{name}" for name in OPTIONAL}
+    files = {path for path in K8S.rglob("*.yaml") if path.name != "kustomization.yaml"}
+    folders = {path.parent for path in K8S.rglob("kustomization.yaml")}
+    assert files | folders - offered == named - {K8S / "overlays/kind"}
+
+
+def test_the_overlay_test_steps_down_to_kubernetes_1_20_and_changes_nothing_else(objects):
+    expected = objects("kind")
+    for each in expected:
+        if each["kind"] == "PodDisruptionBudget":
+            each["apiVersion"] = "policy/v1beta1"
+            del each["spec"]["unhealthyPodEvictionPolicy"]
+        if each["kind"] == "Deployment":
+            _, container, options = server(each)
+            for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+                path = container[name].pop("httpGet")["path"]
+                ask = (
+                    "import urllib.request as r;"
+                    f' r.urlopen("http://127.0.0.1:{options.port}{path}", timeout=4)'
+                )
+                container[name]["exec"] = {"command": ["python", "-c", ask]}
+    assert objects("test") == expected
+    assert not of_kind(expected, "HorizontalPodAutoscaler")
+
+
+@pytest.mark.parametrize("overlay", ["kind", "gpu"])
+def test_each_environment_has_a_fleet_that_survives_a_lost_server(objects, overlay):
+    found = objects(overlay)
+    for kind in ("Deployment", "Service", "PodDisruptionBudget"):
+        assert sorted(of_kind(found, kind)) == [f"env-{env}" for env in ENVS]
+    for name, deployment in of_kind(found, "Deployment").items():
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        selector = deployment["spec"]["selector"]["matchLabels"]
+        service = of_kind(found, "Service")[name]["spec"]
+        budget = of_kind(found, "PodDisruptionBudget")[name]["spec"]
+        spread = deployment["spec"]["template"]["spec"]["topologySpreadConstraints"]
+        assert selector.items() <= labels.items()
+        assert selector["agentgym.io/environment"] == name.removeprefix("env-")
+        assert service["selector"] == budget["selector"]["matchLabels"] == selector
+        assert [each["labelSelector"]["matchLabels"] for each in spread] == 2 * [selector]
+        assert {each["topologyKey"] for each in spread} == {
+            "kubernetes.io/hostname",
+            "topology.kubernetes.io/zone",
+        }
+        assert service["clusterIP"] == "None"
+        assert budget["maxUnavailable"] == 1
+        assert deployment["spec"]["replicas"] >= MIN_REPLICAS
+        assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_a_server_starts_with_options_it_knows_and_asks_for_the_token_of_a_secret(objects, env):
+    pod, container, options = server(of_kind(objects("kind"), "Deployment")[f"env-{env}"])
+    assert options.name == env
+    assert options.port == container["ports"][0]["containerPort"]
+    assert not options.no_token
+    assert not options.expert  # training refuses such servers
+    assert container["env"] == [
+        {
+            "name": TOKEN_VARIABLE,
+            "valueFrom": {"secretKeyRef": {"name": "agentgym-env-token", "key": TOKEN_VARIABLE}},
+        }
+    ]
+    assert pod["automountServiceAccountToken"] is False
+    hosts = (f"env-{env}", f"env-{env}.any.svc", f"env-{env}.any.svc.cluster.local", "10.1.2.3")
+    for host in hosts:
+        assert is_own(f"{host}:8000", "10.1.2.3", options.allow_host), host
+    assert not is_own("pages.example:8000", "10.1.2.3", options.allow_host)
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_a_drain_is_longer_than_a_turn_and_a_pod_lives_longer_than_its_drain(objects, env):
+    pod, _, options = server(of_kind(objects("kind"), "Deployment")[f"env-{env}"])
+    assert options.drain_timeout > max(CALL_TIMEOUT_S, EnvConfig().request_timeout_s)
+    assert pod["terminationGracePeriodSeconds"] >= options.drain_timeout + 30
+
+
+def test_probes_ask_what_bears_no_token_and_only_readiness_ends_with_a_drain(objects):
+    spec = EnvSpec(name="x", instructions="", make=lambda: None, options={}, probe_actions=())
+    routes = {route.path for route in make_app(spec, ServerSettings()).routes}
+    for deployment in of_kind(objects("kind"), "Deployment").values():
+        _, container, _ = server(deployment)
+        asked = {
+            name: container[name]["httpGet"]["path"]
+            for name in ("startupProbe", "readinessProbe", "livenessProbe")
+        }
+        assert set(asked.values()) <= routes & set(OPEN_PATHS)
+        assert asked["startupProbe"] == asked["readinessProbe"] == "/readyz"
+        assert asked["livenessProbe"] == "/healthz"
+        started = container["startupProbe"]
+        assert started["periodSeconds"] * started["failureThreshold"] >= EnvConfig().start_timeout_s
+
+
+def measured_mib(env):
+    """(sessions, the most memory that a server with so many was measured with)."""
+    if env == "webarena":
+        rows = json.loads((ROOT / "docs/results/webarena.json").read_text())
+        rows = [
+            (row["sessions"], row["pss_mib"]) for row in rows["steps_on_a_page_of_260_elements"]
+        ]
+    else:
+        name = "sciworld" if env == "sciworld" else "envs"
+        found = json.loads((ROOT / f"docs/results/{name}.json").read_text())["rows"]
+        rows = [
+            (row["sessions"], row["rss_mib"])
+            for row in found
+            if (row["label"], row["env"]) == ("ours", env)
+        ]
+    return max(rows)
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_a_server_has_twice_the_memory_it_was_measured_with_and_may_hold_what_it_can(objects, env):
+    _, container, options = server(of_kind(objects("gpu"), "Deployment")[f"env-{env}"])
+    resources = container["resources"]
+    sessions, used = measured_mib(env)
+    assert sessions <= options.max_sessions <= 2 * sessions
+    assert mib(resources["limits"]["memory"]) >= 2 * used
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    assert CAPACITIES[env].sessions <= options.max_sessions
+    assert int(resources["requests"]["cpu"]) >= 1
+
+
+def test_images_are_named_by_the_tag_of_this_version_in_kind_and_by_digest_in_gpu(objects):
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    for name, deployment in of_kind(objects("kind"), "Deployment").items():
+        assert server(deployment)[1]["image"] == f"agentgym-{name}:{version}"
+    for deployment in of_kind(objects("gpu"), "Deployment").values():
+        assert re.fullmatch(r"registry:5000/.+@sha256:[0-9a-f]{64}", server(deployment)[1]["image"])
+    assert not of_kind(objects("gpu"), "ConfigMap")  # of the digests, never sent
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (None, "images.env"),
+        ({"babyai": "registry/agentgym-env-babyai:latest"}, "agentgym-env-babyai:latest"),
+        ({"sciworld": None}, "data.sciworld"),
+    ],
+)
+def test_gpu_without_every_digest_is_refused_in_one_line_by_kubectl_itself(
+    manifests, tmp_path, lines, said
+):
+    digests = manifests / "overlays/gpu/images.env"
+    text = dict(line.split("=") for line in digests.read_text().splitlines())
+    kept = digests.read_text()
+    try:
+        if lines is None:
+            digests.unlink()
+        else:
+            left = {name: value for name, value in {**text, **lines}.items() if value}
+            digests.write_text("\n".join(f"{name}={value}" for name, value in left.items()))
+        done = subprocess.run(
+            [find_kubectl(), "kustomize", str(digests.parent)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        digests.write_text(kept)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.strip().splitlines()
+    assert said in line
+
+
+def test_no_digest_is_invented():
+    tracked = subprocess.run(
+        ["git", "ls-files", "k8s"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
+    assert "k8s/overlays/gpu/kustomization.yaml" in tracked
+    assert "k8s/overlays/gpu/images.env" not in tracked
+    assert not any(re.search("sha256:[0-9a-f]{64}", (ROOT / each).read_text()) for each in tracked)
+
+
+NEEDED = [
+    (verb, resource)
+    for resource in (
+        "apps/deployments",
+        "/services",
+        "policy/poddisruptionbudgets",
+        "autoscaling/horizontalpodautoscalers",
+    )
+    for verb in ("get", "list", "watch", "create", "patch", "delete")
+]
+NEEDED += [
+    (verb, resource)
+    for resource in ("/pods", "/endpoints", "/events", "discovery.k8s.io/endpointslices")
+    for verb in ("get", "list", "watch")
+]
+NEEDED += [("get", "/pods/log"), ("get", "/resourcequotas"), ("get", "/persistentvolumeclaims")]
+REFUSED = [
+    *((verb, "/secrets") for verb in ("get", "list", "create", "patch", "delete")),
+    *(("create", each) for each in ("/pods", "/pods/exec", "/pods/eviction", "/configmaps")),
+    *(("create", f"rbac.authorization.k8s.io/{each}") for each in ("roles", "rolebindings")),
+    *((verb, "networking.k8s.io/networkpolicies") for verb in ("create", "patch", "delete")),
+    *((verb, "/resourcequotas") for verb in ("create", "patch", "delete")),
+    *(("create", each) for each in ("apps/daemonsets", "apps/statefulsets", "batch/jobs")),
+    ("deletecollection", "apps/deployments"),
+    ("delete", "/pods"),
+    ("delete", "/persistentvolumeclaims"),
+    ("create", "/serviceaccounts/token"),
 ]
 
 
-def test_every_file_is_in_the_kustomization():
-    assert {path.name for path in BASE.glob("*.yaml")} == {*RESOURCES, "kustomization.yaml"}
-
-
-@pytest.mark.parametrize("version", ["1.29", "1.35"])
-@pytest.mark.parametrize(
-    "document", DOCUMENTS, ids=lambda document: f"{document['kind']}-{document['metadata']['name']}"
-)
-def test_manifests_are_what_the_api_accepts(document, version):
-    kubernetes_validate.validate(document, version, strict=True)
-
-
-def test_a_misspelt_field_would_be_found():
-    broken = yaml.safe_load(yaml.safe_dump(DOCUMENTS[1]))
-    broken["spec"]["replicaz"] = 3
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(broken, "1.35", strict=True)
-
-
-def test_containers_start_our_own_entry_points_with_options_they_know():
-    (container,) = [
-        c
-        for d in DOCUMENTS
-        if d["kind"] == "Deployment"
-        for c in d["spec"]["template"]["spec"]["containers"]
-    ]
-    assert container["command"][:3] == ["python", "-m", "envs"]
-    arguments = _parser().parse_args([*container["command"][3:], *container["args"]])
-    assert arguments.port == container["ports"][0]["containerPort"]
-
-
-def test_servers_ask_for_the_token_of_a_secret_and_know_the_names_of_their_service():
-    (deployment,), (service,) = (
-        [d for d in DOCUMENTS if d["kind"] == kind] for kind in ("Deployment", "Service")
+def may(rules, verb, resource):
+    group, _, name = resource.partition("/")
+    return any(
+        group in rule["apiGroups"] and name in rule["resources"] and verb in rule["verbs"]
+        for rule in rules
     )
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    (token,) = [row for row in container["env"] if row["name"] == TOKEN_VARIABLE]
-    assert token == {
-        "name": TOKEN_VARIABLE,
-        "valueFrom": {"secretKeyRef": {"name": "agentgym-env-token", "key": "token"}},
+
+
+def test_the_flow_may_do_what_it_needs_and_nothing_else(objects):
+    found = objects("gpu")
+    rules = of_kind(found, "Role")["agentgym-flow"]["rules"]
+    assert [each for each in NEEDED if not may(rules, *each)] == []
+    assert [each for each in REFUSED if may(rules, *each)] == []
+    for role in (*of_kind(found, "Role").values(), *of_kind(found, "ClusterRole").values()):
+        assert "*" not in str(role["rules"])
+    cluster = of_kind(found, "ClusterRole")["agentgym-preflight"]["rules"]
+    assert {verb for rule in cluster for verb in rule["verbs"]} == {"get", "list"}
+    for kind in ("RoleBinding", "ClusterRoleBinding"):
+        for binding in of_kind(found, kind).values():
+            assert binding["subjects"] == [
+                {"kind": "ServiceAccount", "name": "agentgym-flow", "namespace": "agentgym"}
+            ]
+
+
+@pytest.mark.parametrize("overlay", ["kind", "gpu"])
+def test_the_fleets_of_an_overlay_fit_its_quota(objects, overlay):
+    found = objects(overlay)
+    (quota,) = of_kind(found, "ResourceQuota").values()
+    fleets = of_kind(found, "Deployment").values()
+    assert all("requests" in server(each)[1]["resources"] for each in fleets)
+    hard = copy.deepcopy(quota["spec"]["hard"])
+    pods = sum(each["spec"]["replicas"] + 1 for each in fleets)  # one more while images change
+    memory = sum(
+        (each["spec"]["replicas"] + 1) * mib(server(each)[1]["resources"]["requests"]["memory"])
+        for each in fleets
+    )
+    assert pods <= int(hard["pods"])
+    assert memory <= mib(hard["requests.memory"].replace("1Ti", "1024Gi"))
+    assert int(hard["services.loadbalancers"]) == 0
+
+
+def test_what_the_manifests_name_the_readme_tells(objects):
+    said = (K8S / "README.md").read_text()
+    assert "create secret generic agentgym-env-token" in said
+    assert "images.env" in said
+    found = objects("kind", *OPTIONAL)
+    roles = set(re.findall(r'"agentgym.io/role": ?"(\w+)"', json.dumps(found)))
+    roles |= {
+        value
+        for values in re.findall(
+            r'"key": "agentgym.io/role", "operator": "In", "values": \[(.+?)\]', json.dumps(found)
+        )
+        for value in json.loads(f"[{values}]")
     }
-    arguments = _parser().parse_args([*container["command"][3:], *container["args"]])
-    assert not arguments.no_token
-    assert "create secret generic agentgym-env-token" in (BASE.parent / "README.md").read_text()
-    name, namespace = (
-        service["metadata"]["name"],
-        yaml.safe_load((BASE / "kustomization.yaml").read_text())["namespace"],
-    )
-    for host in (
-        name,
-        f"{name}.{namespace}",
-        f"{name}.{namespace}.svc",
-        f"{name}.{namespace}.svc.cluster.local",
-        "10.1.2.3",
-    ):
-        assert is_own(f"{host}:8000", "10.1.2.3", arguments.allow_host), host
-
-
-def test_a_pod_lives_longer_than_its_drain():
-    (pod,) = [d["spec"]["template"]["spec"] for d in DOCUMENTS if d["kind"] == "Deployment"]
-    arguments = _parser().parse_args(
-        [*pod["containers"][0]["command"][3:], *pod["containers"][0]["args"]]
-    )
-    assert pod["terminationGracePeriodSeconds"] > arguments.drain_timeout
+    assert roles == set(re.findall(r"^\| `(\w+)` \|", said, re.M))
+    assert all(re.search(f"[`/]{each}`", said) for each in OPTIONAL)

@@ -1,0 +1,44 @@
+"""How many servers a number of episodes needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from agentgym.config import ConfigError
+
+MIN_REPLICAS = 2  # one may be lost, or moved, while the other plays on
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one server holds on two cores while every session acts as fast as it is answered."""
+
+    sessions: int
+    p99_ms: float  # of a step; sessions are the most that were measured to stay below it
+
+
+CAPACITIES: Mapping[str, Capacity] = MappingProxyType(
+    {
+        "babyai": Capacity(sessions=128, p99_ms=50.0),
+        "textcraft": Capacity(sessions=128, p99_ms=50.0),
+        "searchqa": Capacity(sessions=128, p99_ms=50.0),
+        "sciworld": Capacity(sessions=8, p99_ms=1000.0),
+        "webarena": Capacity(sessions=8, p99_ms=1000.0),
+    }
+)
+
+
+def replicas_for(env: str, episodes: int) -> int:
+    """Servers for so many episodes in flight, at least MIN_REPLICAS.
+
+    Errors: ConfigError for an environment whose capacity nobody measured.
+    """
+    if env not in CAPACITIES:
+        raise ConfigError(
+            f"env.replicas auto: the capacity of a server of {env} is not known (known:"
+            f" {', '.join(sorted(CAPACITIES))}); say how many servers"
+        )
+    return max(MIN_REPLICAS, math.ceil(episodes / CAPACITIES[env].sessions))

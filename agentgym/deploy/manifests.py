@@ -1,0 +1,192 @@
+"""The objects of `k8s/`, as kustomize renders them: a whole overlay for an administrator, or the
+servers of one environment for one run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agentgym.config import ConfigError
+
+Object = dict[str, Any]
+
+NAMESPACE = "agentgym"
+MANIFESTS = Path("k8s")  # of the project in whose root the command was typed
+ENVIRONMENT_LABEL = "agentgym.io/environment"
+RUN_LABEL = "agentgym.io/run"
+AUTOSCALE = "autoscale"  # the component that leaves the number of servers to an autoscaler
+TIMEOUT_S = 60.0  # rendering asks no cluster and takes less than a second
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
+DIGEST = re.compile(r"[^@]+@sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The servers of one environment for one run."""
+
+    env: str
+    run: str  # in the objects' names and in the label RUN_LABEL
+    replicas: int  # with the component autoscale: the fewest
+    arguments: tuple[str, ...] = ()  # of `python -m envs serve`; they win over the manifest's
+
+
+def rendered(
+    overlay: str,
+    *,
+    components: Sequence[str] = (),
+    namespace: str = NAMESPACE,
+    manifests: Path = MANIFESTS,
+) -> list[Object]:
+    """All objects of an overlay. components: optional ones beside it, as `network/https`.
+
+    Errors: ConfigError without a kubectl, where there is no such overlay or component, and
+    where the overlay lacks what it must be given.
+    """
+    return _render(_kustomization(overlay, components, namespace), manifests)
+
+
+def rendered_fleet(
+    overlay: str,
+    fleet: Fleet,
+    *,
+    components: Sequence[str] = (),
+    namespace: str = NAMESPACE,
+    manifests: Path = MANIFESTS,
+) -> list[Object]:
+    """The objects of one fleet alone: Deployment, Service, PodDisruptionBudget and, with the
+    component autoscale, HorizontalPodAutoscaler.
+
+    What a namespace holds once (policies, roles, quota) is not among them.
+    Errors: ConfigError as `rendered`, for a name that Kubernetes would refuse, and for an
+    environment that k8s/components does not have.
+    """
+    if not NAME.fullmatch(fleet.run):
+        raise ConfigError(
+            f"fleet {fleet.run!r}: expected at most 40 of a-z, 0-9 and -, neither first nor last -"
+        )
+    kustomization = _kustomization(overlay, components, namespace) | {
+        "nameSuffix": f"-{fleet.run}",
+        "labels": [{"pairs": {RUN_LABEL: fleet.run}, "includeSelectors": True}],
+        "patches": _patches(fleet, autoscaled=AUTOSCALE in components),
+    }
+    objects = [
+        each
+        for each in _render(kustomization, manifests)
+        if each["metadata"].get("labels", {}).get(ENVIRONMENT_LABEL) == fleet.env
+    ]
+    if not objects:
+        raise ConfigError(
+            f"environment {fleet.env}: {manifests / 'overlays' / overlay} has no servers of it;"
+            f" add it to {manifests / 'components'} and there"
+        )
+    return objects
+
+
+def _kustomization(overlay: str, components: Sequence[str], namespace: str) -> dict[str, Any]:
+    """What is built on an overlay; paths are relative to the folder of the manifests."""
+    return {
+        "resources": [f"overlays/{overlay}"],
+        "components": [f"components/{each}" for each in components],
+        "namespace": namespace,
+    }
+
+
+def _patches(fleet: Fleet, *, autoscaled: bool) -> list[dict[str, Any]]:
+    counts = {"minReplicas": fleet.replicas, "maxReplicas": 2 * fleet.replicas}
+    if autoscaled:
+        patches = [
+            _patch("HorizontalPodAutoscaler", f"/spec/{name}", counts[name]) for name in counts
+        ]
+    else:
+        patches = [_patch("Deployment", "/spec/replicas", fleet.replicas)]
+    return patches + [
+        # Kubernetes reads $(NAME) as a variable and $$ as $
+        _patch("Deployment", "/spec/template/spec/containers/0/args/-", each.replace("$", "$$"))
+        for each in fleet.arguments
+    ]
+
+
+def _patch(kind: str, path: str, value: str | int) -> dict[str, Any]:
+    operation = {"op": "add", "path": path, "value": value}
+    return {"target": {"kind": kind}, "patch": yaml.safe_dump([operation])}
+
+
+def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
+    """What `kubectl kustomize` makes of it. Errors: ConfigError."""
+    kubectl = find_kubectl()
+    for part in (*kustomization["resources"], *kustomization["components"]):
+        if not (manifests / part / "kustomization.yaml").is_file():
+            raise ConfigError(
+                f"{manifests / part}: no kustomization there; name a folder of"
+                f" {manifests / Path(part).parent}, and type the command in the project's root"
+            )
+    with tempfile.TemporaryDirectory(prefix="agentgym-k8s-") as folder:
+        place = Path(folder).resolve()
+        # kustomize takes no absolute path
+        way = os.path.relpath(manifests.resolve(), place)
+        moved = {
+            name: [f"{way}/{each}" for each in value]
+            if name in ("resources", "components")
+            else value
+            for name, value in kustomization.items()
+        }
+        (place / "kustomization.yaml").write_text(yaml.safe_dump(moved))
+        try:
+            done = subprocess.run(
+                [kubectl, "kustomize", str(place)],
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{kubectl} kustomize did not end within {TIMEOUT_S:g} s") from None
+    what = manifests / kustomization["resources"][0]
+    if done.returncode:
+        # each folder that was entered adds its own `in FOLDER': `
+        reason = done.stderr.strip().rpartition("\n")[2].rpartition("': ")[2].rstrip('"')
+        raise ConfigError(
+            f"{what} cannot be rendered: {reason}; it needs kubectl 1.27 or newer ({kubectl}) and"
+            f" what {manifests / 'README.md'} says of this overlay"
+        )
+    objects: list[Object] = list(yaml.safe_load_all(done.stdout))
+    _check_digests(objects, what)
+    return objects
+
+
+def _check_digests(objects: Sequence[Object], what: Path) -> None:
+    """Errors: ConfigError for an image whose digest is none."""
+    for each in objects:
+        if each["kind"] == "Deployment":
+            for container in each["spec"]["template"]["spec"]["containers"]:
+                image = container["image"]
+                if "@" in image and not DIGEST.fullmatch(image):
+                    raise ConfigError(
+                        f"{what}: image {image} of {each['metadata']['name']}: expected"
+                        " registry/name@sha256: and 64 hex digits, as the registry tells them"
+                    )
+
+
+def find_kubectl() -> str:
+    """Path of `kubectl`: the one installed beside this Python, else of PATH.
+    Errors: ConfigError with the command that installs one.
+    """
+    beside = str(Path(sys.executable).parent)
+    kubectl = shutil.which("kubectl", path=beside) or shutil.which("kubectl")
+    if kubectl is None:
+        raise ConfigError(
+            "manifests are rendered by kubectl, and there is none on PATH; install it with:"
+            " pip install 'agentgym-flow[cluster]'"
+        )
+    return kubectl

@@ -1,0 +1,34 @@
+"""The manifests as kustomize renders them, rendered once."""
+
+import copy
+import functools
+import shutil
+from pathlib import Path
+
+import pytest
+
+from agentgym.deploy.manifests import rendered
+
+K8S = Path(__file__).parents[2] / "k8s"
+ENVS = ("babyai", "sciworld", "searchqa", "textcraft", "webarena")
+
+
+@pytest.fixture(scope="session")
+def manifests(tmp_path_factory):
+    """A copy of k8s/ with the digests that the overlay gpu asks for."""
+    folder = tmp_path_factory.mktemp("manifests") / "k8s"
+    shutil.copytree(K8S, folder)
+    lines = [
+        f"{env}=registry:5000/agentgym-env-{env}@sha256:{i:064x}" for i, env in enumerate(ENVS)
+    ]
+    (folder / "overlays/gpu/images.env").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def objects(manifests):
+    """Objects of an overlay and optional components; the caller may change them."""
+    render = functools.cache(
+        lambda overlay, components: rendered(overlay, components=components, manifests=manifests)
+    )
+    return lambda overlay, *components: copy.deepcopy(render(overlay, components))

@@ -1,0 +1,198 @@
+"""The network policies let through what the pipeline needs, and nothing of what it does not."""
+
+import ipaddress
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration  # kubectl renders
+
+TEMPLATE = Path(__file__).parents[2] / "k8s/prefect/base-job-template.json"
+OURS = "agentgym"
+
+
+@dataclass(frozen=True)
+class Pod:
+    labels: dict = field(hash=False)
+    namespace: str = OURS
+    address: str = "10.244.0.7"
+
+
+def role(name, **others):
+    return Pod({"agentgym.io/role": name, **others})
+
+
+def env(name):
+    return role("env", **{"agentgym.io/environment": name})
+
+
+def outside(address):
+    return Pod({}, namespace="", address=address)
+
+
+FLOW, WORKER, MLFLOW, STORE, PREFECT = map(role, ("flow", "rollout", "mlflow", "store", "prefect"))
+BABYAI, TEXTCRAFT, SEARCHQA, WEBARENA = map(env, ("babyai", "textcraft", "searchqa", "webarena"))
+SITES, RETRIEVER, STRANGER = role("sites"), role("retriever"), Pod({"app": "x"})
+DNS = Pod({"k8s-app": "kube-dns"}, namespace="kube-system")
+PROMETHEUS = Pod({"app.kubernetes.io/name": "prometheus"}, namespace="monitoring")
+ELSEWHERE = Pod(FLOW.labels, namespace="default")
+API_SERVER, API_NODE = outside("10.96.0.1"), outside("172.18.0.2")
+INTERNET, METADATA = outside("93.184.216.34"), outside("169.254.169.254")
+
+
+def selects(selector, labels):
+    """A label selector as Kubernetes reads it; an empty one selects all."""
+    assert selector.keys() <= {"matchLabels", "matchExpressions"}
+    for each in selector.get("matchExpressions", ()):
+        assert each["operator"] == "In"
+        if labels.get(each["key"]) not in each["values"]:
+            return False
+    return selector.get("matchLabels", {}).items() <= labels.items()
+
+
+def is_peer(peer, pod):
+    if "ipBlock" in peer:  # of what is no pod: addresses of pods change on their way
+        address = ipaddress.ip_address(pod.address)
+        inside = [ipaddress.ip_network(each) for each in peer["ipBlock"].get("except", ())]
+        return (
+            not pod.namespace
+            and address in ipaddress.ip_network(peer["ipBlock"]["cidr"])
+            and not any(address in each for each in inside)
+        )
+    if not pod.namespace:
+        return False
+    namespace = {"kubernetes.io/metadata.name": pod.namespace}
+    there = (
+        selects(peer["namespaceSelector"], namespace)
+        if "namespaceSelector" in peer
+        else pod.namespace == OURS
+    )
+    return there and selects(peer.get("podSelector", {}), pod.labels)
+
+
+def passes(policies, direction, pod, other, port, protocol):
+    """Whether one end lets it through: no policy is about that pod, or one of those says so."""
+    if pod.namespace != OURS:
+        return True
+    about = [
+        each["spec"]
+        for each in policies
+        if direction.capitalize() in each["spec"]["policyTypes"]
+        and selects(each["spec"]["podSelector"], pod.labels)
+    ]
+    end = {"ingress": "from", "egress": "to"}[direction]
+    return not about or any(
+        (end not in rule or any(is_peer(peer, other) for peer in rule[end]))
+        and (
+            "ports" not in rule
+            or any((p["port"], p.get("protocol", "TCP")) == (port, protocol) for p in rule["ports"])
+        )
+        for spec in about
+        for rule in spec.get(direction, ())
+    )
+
+
+def reaches(policies, source, target, port, protocol="TCP"):
+    return passes(policies, "egress", source, target, port, protocol) and passes(
+        policies, "ingress", target, source, port, protocol
+    )
+
+
+@pytest.fixture(scope="module")
+def policies(objects):
+    def of(*components):
+        return [each for each in objects("gpu", *components) if each["kind"] == "NetworkPolicy"]
+
+    return of
+
+
+NEEDED = [
+    *((player, server, 8000) for player in (FLOW, WORKER) for server in (BABYAI, TEXTCRAFT)),
+    *((player, server, 8000) for player in (FLOW, WORKER) for server in (SEARCHQA, WEBARENA)),
+    *((player, MLFLOW, 5000) for player in (FLOW, WORKER)),
+    *((each, STORE, 9000) for each in (FLOW, WORKER, MLFLOW)),
+    *((each, DNS, 53, protocol) for each in (FLOW, WORKER, MLFLOW) for protocol in ("UDP", "TCP")),
+    (FLOW, PREFECT, 4200),
+    (FLOW, API_SERVER, 443),
+    (FLOW, API_NODE, 6443),
+    (FLOW, WORKER, 8265),
+    (WORKER, WORKER, 6379),
+]
+NOT_NEEDED = [
+    *((BABYAI, each, 443) for each in (INTERNET, API_SERVER, METADATA)),
+    *((WEBARENA, each, port) for each, port in ((INTERNET, 443), (API_NODE, 6443), (SITES, 7770))),
+    (SEARCHQA, RETRIEVER, 8000),
+    (BABYAI, DNS, 53, "UDP"),
+    (BABYAI, TEXTCRAFT, 8000),
+    (BABYAI, FLOW, 8000),
+    (BABYAI, MLFLOW, 5000),
+    (BABYAI, STORE, 9000),
+    (FLOW, BABYAI, 22),
+    (FLOW, INTERNET, 443),
+    (FLOW, METADATA, 80),
+    (WORKER, API_SERVER, 443),
+    (WORKER, PREFECT, 4200),
+    (WORKER, INTERNET, 443),
+    (MLFLOW, BABYAI, 8000),
+    (MLFLOW, INTERNET, 443),
+    (STORE, MLFLOW, 5000),
+    (STORE, INTERNET, 443),
+    (PREFECT, FLOW, 8080),
+    (STRANGER, BABYAI, 8000),
+    (STRANGER, STORE, 9000),
+    (STRANGER, INTERNET, 443),
+    (ELSEWHERE, BABYAI, 8000),
+    (ELSEWHERE, MLFLOW, 5000),
+    (PROMETHEUS, BABYAI, 8000),
+    (INTERNET, BABYAI, 8000),
+]
+WITH = {
+    "autoscale": [(PROMETHEUS, BABYAI, 8000)],
+    "network/https": [(FLOW, INTERNET, 443), (WORKER, INTERNET, 443), (MLFLOW, INTERNET, 443)],
+    "network/retriever": [(SEARCHQA, RETRIEVER, 8000), (SEARCHQA, DNS, 53, "UDP")],
+    "network/sites": [
+        (WEBARENA, DNS, 53, "UDP"),
+        *((WEBARENA, SITES, port) for port in (7770, 7780, 8023, 9999)),
+    ],
+}
+
+
+def test_every_arrow_that_the_pipeline_needs_is_allowed(policies):
+    assert [arrow for arrow in NEEDED if not reaches(policies(), *arrow)] == []
+
+
+def test_what_it_does_not_need_is_refused(policies):
+    assert len(NOT_NEEDED) >= 10
+    assert [arrow for arrow in NOT_NEEDED if reaches(policies(), *arrow)] == []
+
+
+@pytest.mark.parametrize("component", WITH)
+def test_a_component_allows_its_own_arrows_and_no_other(policies, component):
+    plain, more = policies(), policies(component)
+    assert [arrow for arrow in WITH[component] if not reaches(more, *arrow)] == []
+    assert [arrow for arrow in WITH[component] if reaches(plain, *arrow)] == []
+    others = [arrow for arrow in NOT_NEEDED if arrow not in WITH[component]]
+    assert [arrow for arrow in others if reaches(more, *arrow)] == []
+
+
+@pytest.mark.parametrize("lost", range(9))
+def test_no_policy_could_be_left_out(policies, lost):
+    """Each is what some needed arrow, or some refused one, stands on."""
+    left = policies()
+    assert len(left) == 9
+    left.pop(lost)
+    needed = all(reaches(left, *arrow) for arrow in NEEDED)
+    refused = not any(reaches(left, *arrow) for arrow in NOT_NEEDED)
+    assert not (needed and refused)
+
+
+def test_pods_bear_the_labels_that_the_policies_ask_for(objects):
+    job = json.loads(TEMPLATE.read_text())["job_configuration"]["job_manifest"]
+    assert selects({"matchLabels": FLOW.labels}, job["spec"]["template"]["metadata"]["labels"])
+    for each in objects("gpu"):
+        if each["kind"] == "Deployment":
+            labels = each["spec"]["template"]["metadata"]["labels"]
+            assert labels["agentgym.io/role"] == "env"
+            assert each["metadata"]["name"] == f"env-{labels['agentgym.io/environment']}"
