@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage engines drift staleness unchanged check site up down ui lock sbom clean
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage engines drift staleness unchanged check site up down ui lock sbom clean kubernetes
 
 install: $(INSTALLED)
 
@@ -54,11 +54,11 @@ vllm-test: vllm  ## what needs vLLM
 
 test: WORKERS ?= 4
 test: install  ## the tests, four at a time on two cores, for much of their time is waiting; one after the other: make test WORKERS=0
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm" --numprocesses $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm and not kubernetes" --numprocesses $(WORKERS) $(ARGS)
 
 quick: WORKERS ?= 3
 quick: install  ## those that start no process, train nothing and open no browser; at each edit
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm and not integration" --numprocesses $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm and not kubernetes and not integration" --numprocesses $(WORKERS) $(ARGS)
 
 suite: install  ## how long the two take; on an idle machine, writes docs/results/suite.json
 	@$(BIN)/python benchmarks/suite.py $(ARGS)
@@ -71,6 +71,9 @@ slow: install  ## what takes minutes
 
 ray: install  ## what starts Ray
 	@$(BIN)/python -m pytest -m "ray" $(ARGS)
+
+kubernetes: install  ## what needs the API server of a cluster: make kubernetes AGENTGYM_TEST_KUBECONFIG=~/.kube/config
+	@$(BIN)/python -m pytest -m "kubernetes" $(ARGS)
 
 chaos: install  ## kill parts of a run at random times and check what is left; most of an hour, writes docs/results/faults.md
 	@$(BIN)/python benchmarks/chaos.py $(ARGS)

@@ -59,6 +59,7 @@ INTEGRATION = {
     "empty_dvc_project",
     "hub",
     "java",
+    "kubeconfig",
     "openenv",
     "ray_cluster",
     "s3_endpoint",
@@ -111,8 +112,29 @@ def num_tests(request):
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
     if not files <= {file_of(item) for item in items}:
         pytest.skip("a part of the tests is run alone")
-    left_out = ("slow", "gpu", "ray", "vllm")
+    left_out = ("slow", "gpu", "ray", "vllm", "kubernetes")
     return sum(not any(map(item.get_closest_marker, left_out)) for item in items)
+
+
+@pytest.fixture(scope="session")
+def kubeconfig(tmp_path_factory):
+    """The kubeconfig of a real API server: that of AGENTGYM_TEST_KUBECONFIG, or of a control plane
+    that the script AGENTGYM_TEST_CONTROL_PLANE starts (`up FOLDER NODES`, `down FOLDER`).
+    """
+    given = os.environ.get("AGENTGYM_TEST_KUBECONFIG")
+    script = os.environ.get("AGENTGYM_TEST_CONTROL_PLANE")
+    if given:
+        yield Path(given)
+    elif script:
+        folder = tmp_path_factory.mktemp("control-plane")
+        try:
+            subprocess.run([script, "up", folder, "3"], check=True, timeout=280)
+            yield folder / "kubeconfig"
+        finally:
+            subprocess.run([script, "down", folder], check=False, timeout=60)
+    else:
+        assert not os.environ.get("AGENTGYM_TEST_ALL"), "AGENTGYM_TEST_KUBECONFIG names no cluster"
+        pytest.skip("AGENTGYM_TEST_KUBECONFIG names no cluster")
 
 
 @pytest.fixture(scope="session")

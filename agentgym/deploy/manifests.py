@@ -4,7 +4,6 @@ servers of one environment for one run.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -25,6 +24,8 @@ NAMESPACE = "agentgym"
 MANIFESTS = Path("k8s")  # of the project in whose root the command was typed
 ENVIRONMENT_LABEL = "agentgym.io/environment"
 RUN_LABEL = "agentgym.io/run"
+INSTANCE_LABEL = "app.kubernetes.io/instance"  # keeps fleets of one environment apart
+FOLDERS = ("overlays", "components")
 AUTOSCALE = "autoscale"  # the component that leaves the number of servers to an autoscaler
 TIMEOUT_S = 60.0  # rendering asks no cluster and takes less than a second
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -75,9 +76,10 @@ def rendered_fleet(
         raise ConfigError(
             f"fleet {fleet.run!r}: expected at most 40 of a-z, 0-9 and -, neither first nor last -"
         )
+    labels = {RUN_LABEL: fleet.run, INSTANCE_LABEL: f"env-{fleet.env}-{fleet.run}"}
     kustomization = _kustomization(overlay, components, namespace) | {
         "nameSuffix": f"-{fleet.run}",
-        "labels": [{"pairs": {RUN_LABEL: fleet.run}, "includeSelectors": True}],
+        "labels": [{"pairs": labels, "includeSelectors": True}],
         "patches": _patches(fleet, autoscaled=AUTOSCALE in components),
     }
     objects = [
@@ -103,10 +105,11 @@ def _kustomization(overlay: str, components: Sequence[str], namespace: str) -> d
 
 
 def _patches(fleet: Fleet, *, autoscaled: bool) -> list[dict[str, Any]]:
-    counts = {"minReplicas": fleet.replicas, "maxReplicas": 2 * fleet.replicas}
     if autoscaled:
+        bounds = {"minReplicas": fleet.replicas, "maxReplicas": 2 * fleet.replicas}
         patches = [
-            _patch("HorizontalPodAutoscaler", f"/spec/{name}", counts[name]) for name in counts
+            _patch("HorizontalPodAutoscaler", f"/spec/{name}", value)
+            for name, value in bounds.items()
         ]
     else:
         patches = [_patch("Deployment", "/spec/replicas", fleet.replicas)]
@@ -132,16 +135,10 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
                 f" {manifests / Path(part).parent}, and type the command in the project's root"
             )
     with tempfile.TemporaryDirectory(prefix="agentgym-k8s-") as folder:
-        place = Path(folder).resolve()
-        # kustomize takes no absolute path
-        way = os.path.relpath(manifests.resolve(), place)
-        moved = {
-            name: [f"{way}/{each}" for each in value]
-            if name in ("resources", "components")
-            else value
-            for name, value in kustomization.items()
-        }
-        (place / "kustomization.yaml").write_text(yaml.safe_dump(moved))
+        place = Path(folder)
+        for name in FOLDERS:  # kustomize takes relative paths alone
+            (place / name).symlink_to(manifests.resolve() / name)
+        (place / "kustomization.yaml").write_text(yaml.safe_dump(dict(kustomization)))
         try:
             done = subprocess.run(
                 [kubectl, "kustomize", str(place)],
@@ -157,7 +154,7 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
         # each folder that was entered adds its own `in FOLDER': `
         reason = done.stderr.strip().rpartition("\n")[2].rpartition("': ")[2].rstrip('"')
         raise ConfigError(
-            f"{what} cannot be rendered: {reason}; it needs kubectl 1.27 or newer ({kubectl}) and"
+            f"{what} cannot be rendered: {reason}; it needs kubectl 1.32 or newer ({kubectl}) and"
             f" what {manifests / 'README.md'} says of this overlay"
         )
     objects: list[Object] = list(yaml.safe_load_all(done.stdout))

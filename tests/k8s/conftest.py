@@ -32,3 +32,40 @@ def objects(manifests):
         lambda overlay, components: rendered(overlay, components=components, manifests=manifests)
     )
     return lambda overlay, *components: copy.deepcopy(render(overlay, components))
+
+
+# (verb, group/resource) of the account of the flow
+NEEDED = [
+    (verb, resource)
+    for resource in (
+        "apps/deployments",
+        "/services",
+        "policy/poddisruptionbudgets",
+        "autoscaling/horizontalpodautoscalers",
+    )
+    for verb in ("get", "list", "watch", "create", "patch", "delete")
+]
+NEEDED += [
+    (verb, resource)
+    for resource in ("/pods", "/endpoints", "/events", "discovery.k8s.io/endpointslices")
+    for verb in ("get", "list", "watch")
+]
+NEEDED += [("get", "/pods/log"), ("get", "/resourcequotas"), ("get", "/persistentvolumeclaims")]
+REFUSED = [
+    *((verb, "/secrets") for verb in ("get", "list", "create", "patch", "delete")),
+    *(("create", each) for each in ("/pods", "/pods/exec", "/pods/eviction", "/configmaps")),
+    *(("create", f"rbac.authorization.k8s.io/{each}") for each in ("roles", "rolebindings")),
+    *((verb, "networking.k8s.io/networkpolicies") for verb in ("create", "patch", "delete")),
+    *((verb, "/resourcequotas") for verb in ("create", "patch", "delete")),
+    *(("create", each) for each in ("apps/daemonsets", "apps/statefulsets", "batch/jobs")),
+    ("deletecollection", "apps/deployments"),
+    ("delete", "/pods"),
+    ("delete", "/persistentvolumeclaims"),
+    ("create", "/serviceaccounts/token"),
+]
+
+
+@pytest.fixture(scope="session")
+def rights():
+    """What the flow must be able to do, and what it must not."""
+    return NEEDED, REFUSED

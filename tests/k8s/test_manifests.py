@@ -253,36 +253,6 @@ def test_no_digest_is_invented():
     assert not any(re.search("sha256:[0-9a-f]{64}", (ROOT / each).read_text()) for each in tracked)
 
 
-NEEDED = [
-    (verb, resource)
-    for resource in (
-        "apps/deployments",
-        "/services",
-        "policy/poddisruptionbudgets",
-        "autoscaling/horizontalpodautoscalers",
-    )
-    for verb in ("get", "list", "watch", "create", "patch", "delete")
-]
-NEEDED += [
-    (verb, resource)
-    for resource in ("/pods", "/endpoints", "/events", "discovery.k8s.io/endpointslices")
-    for verb in ("get", "list", "watch")
-]
-NEEDED += [("get", "/pods/log"), ("get", "/resourcequotas"), ("get", "/persistentvolumeclaims")]
-REFUSED = [
-    *((verb, "/secrets") for verb in ("get", "list", "create", "patch", "delete")),
-    *(("create", each) for each in ("/pods", "/pods/exec", "/pods/eviction", "/configmaps")),
-    *(("create", f"rbac.authorization.k8s.io/{each}") for each in ("roles", "rolebindings")),
-    *((verb, "networking.k8s.io/networkpolicies") for verb in ("create", "patch", "delete")),
-    *((verb, "/resourcequotas") for verb in ("create", "patch", "delete")),
-    *(("create", each) for each in ("apps/daemonsets", "apps/statefulsets", "batch/jobs")),
-    ("deletecollection", "apps/deployments"),
-    ("delete", "/pods"),
-    ("delete", "/persistentvolumeclaims"),
-    ("create", "/serviceaccounts/token"),
-]
-
-
 def may(rules, verb, resource):
     group, _, name = resource.partition("/")
     return any(
@@ -291,11 +261,12 @@ def may(rules, verb, resource):
     )
 
 
-def test_the_flow_may_do_what_it_needs_and_nothing_else(objects):
+def test_the_flow_may_do_what_it_needs_and_nothing_else(objects, rights):
+    needed, refused = rights
     found = objects("gpu")
     rules = of_kind(found, "Role")["agentgym-flow"]["rules"]
-    assert [each for each in NEEDED if not may(rules, *each)] == []
-    assert [each for each in REFUSED if may(rules, *each)] == []
+    assert [each for each in needed if not may(rules, *each)] == []
+    assert [each for each in refused if may(rules, *each)] == []
     for role in (*of_kind(found, "Role").values(), *of_kind(found, "ClusterRole").values()):
         assert "*" not in str(role["rules"])
     cluster = of_kind(found, "ClusterRole")["agentgym-preflight"]["rules"]

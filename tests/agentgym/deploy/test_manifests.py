@@ -22,7 +22,12 @@ FLEET = Fleet(
 )
 
 
+def is_server(each, env):
+    return each["metadata"]["labels"].get("agentgym.io/environment") == env
+
+
 def by_kind(objects):
+    objects = list(objects)
     assert len({each["kind"] for each in objects}) == len(objects)
     return {each["kind"]: each for each in objects}
 
@@ -45,6 +50,25 @@ def test_a_fleet_is_its_own_objects_named_and_labelled_for_its_run():
     assert all(each.items() <= pod_labels.items() for each in selectors)
     # what the policies of the namespace go by
     assert pod_labels["agentgym.io/role"] == "env"
+
+
+def test_no_selector_of_a_fleet_selects_the_pods_of_another():
+    """An eviction of a pod that two budgets select is refused."""
+    fleets = [
+        by_kind(each for each in rendered("kind", manifests=K8S) if is_server(each, "textcraft")),
+        *(
+            by_kind(rendered_fleet("kind", Fleet("textcraft", run, 2), manifests=K8S))
+            for run in ("r1", "r2")
+        ),
+    ]
+    for mine in fleets:
+        budget = mine["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]
+        assert budget == mine["Service"]["spec"]["selector"]
+        selected = [
+            budget.items() <= fleet["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
+            for fleet in fleets
+        ]
+        assert selected == [fleet is mine for fleet in fleets]
 
 
 def test_it_has_the_replicas_and_arguments_that_were_asked_for():
