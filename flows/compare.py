@@ -33,7 +33,7 @@ from agentgym.console.progress import Bars
 from agentgym.console.terminal import PlainConsole
 from agentgym.data.check import load_data
 from agentgym.deploy.local import check_local_env
-from agentgym.models.architecture import check_model
+from agentgym.models.check import check_model
 from agentgym.private import private_state
 from agentgym.store.files import full_disk_told
 from agentgym.tracking.deliver import tracker_of

@@ -23,7 +23,7 @@ from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.champion import sentence
 from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.report import label
-from agentgym.models.architecture import check_model
+from agentgym.models.check import check_model
 from agentgym.pipeline.run import confirm
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of
 from agentgym.private import STATE, private_state

@@ -45,7 +45,7 @@ def add(commands: Commands) -> None:
 def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.console.progress import Bars
     from agentgym.console.terminal import PlainConsole
-    from agentgym.models.architecture import check_model
+    from agentgym.models.check import check_model
     from agentgym.pipeline.dvc import files_of, require_current
     from agentgym.pipeline.run import run_when_free, run_with_parents
     from agentgym.store.files import write_whole

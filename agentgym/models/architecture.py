@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentgym.config import ConfigError, LoraConfig, ModelConfig
+from agentgym.config import ConfigError, ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,20 +20,6 @@ if TYPE_CHECKING:
 _NAMES_CODE = re.compile(r"_?(attn|experts)_implementation(_internal)?|auto_map|custom_pipelines")
 _DTYPES = ("float32", "float16", "bfloat16")
 LAYERS = ("full_attention", "sliding_attention")
-
-
-def check_model(config: ModelConfig, lora: LoraConfig) -> None:
-    """Errors: ConfigError where a handed-over model is not there or not supported, or has no such
-    layers as an adapter is for; torch is imported for the latter alone.
-    """
-    published = published_architecture(config) if config.source == "hub" else None
-    if lora.rank:
-        from agentgym.models.adapter import chosen_modules
-        from agentgym.models.empty import empty_model
-        from agentgym.models.model import tiny_architecture
-
-        architecture = published or tiny_architecture(config, vocab_size=config.vocab_size)
-        chosen_modules(empty_model(architecture.to_json_string()), lora)
 
 
 def published_architecture(config: ModelConfig) -> Any:

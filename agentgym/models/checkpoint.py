@@ -35,7 +35,7 @@ from agentgym.models.tensorfiles import (
 )
 from agentgym.models.transport import write_weights
 from agentgym.store.manifest import Digest, Manifest, sha256
-from agentgym.store.runstore import RunStore
+from agentgym.store.runstore import BlobMissing, RunStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -188,15 +188,15 @@ class AdapterRecord(BaseModel):
 
 def adapter_of(store: RunStore, manifest: Manifest) -> Adapter | None:
     """The adapter that a commit holds.
-    Errors: BlobMissing, DigestMismatch; ValueError where its record cannot be read, or the base is
-    not in the store.
+    Errors: BlobMissing, also where the base is not in the store; DigestMismatch; ValueError where
+    its record cannot be read.
     """
     if not files_of(manifest, ADAPTER):
         return None
     record = AdapterRecord.model_validate_json(store.read(manifest, ADAPTER_RECORD))
     base = store.final(record.base_step, record.base_key)
     if base is None or digest_of(base, WEIGHTS) != record.base_weights:
-        raise ValueError(
+        raise BlobMissing(
             f"step {manifest.step} commit {manifest.seq} is an adapter of the weights"
             f" {record.base_weights[:12]} of step {record.base_step} ({record.base_key[:12]}),"
             " which are not in the store; run that step again"

@@ -74,8 +74,7 @@ def export(
 
 def _published_name(base: Manifest) -> str | None:
     """Of the model whose weights these are as they came; None where a warm start trained them."""
-    model = base.config.get("model", {})
-    return model.get("name") if base.step == "initialize" else None
+    return None if "sft_step" in base.state else base.config["model"]["name"] or None
 
 
 def _configured(cfg: RunConfig, store: RunStore, name: str) -> dict[str, Manifest]:

@@ -25,6 +25,7 @@ from agentgym.models.tensorfiles import StoredTensors, digest_of
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.steps.context import StepContext
+from agentgym.store.runstore import BlobMissing
 
 pytestmark = pytest.mark.integration
 
@@ -127,7 +128,9 @@ def test_an_adapter_whose_base_is_gone_says_so(adapted, monkeypatch):
     store = open_store(cfg)
     held = finished(cfg, store)["stage-1"]
     monkeypatch.setattr(store, "final", lambda step, key: None)
-    with pytest.raises(ValueError, match=r"of step warm-start \(.*not in the store; run that step"):
+    with pytest.raises(
+        BlobMissing, match=r"of step warm-start \(.*not in the store; run that step"
+    ):
         load_checkpoint(store, held)
 
 
@@ -179,3 +182,33 @@ def test_a_handed_over_model_is_adapted_from_the_warm_start_on(
     told = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert told["base_model_name_or_path"] == str(tmp_path / "model")
     assert load_file(tmp_path / "adapter/adapter_model.safetensors")
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_ranks_on_a_cluster_publish_and_store_an_adapter_that_one_process_goes_on_with(
+    copy_run, tiny_params, tmp_path
+):
+    folder = copy_run(tmp_path / "run", half=True)
+    params = tiny_params(folder, lora=LORA, algorithm=ALGORITHM)
+    for name in ("prepare", "initialize", "warm-start"):
+        run_step(name, load_config(params))
+    ranks = ["compute=ray", "ray.num_ranks=2", "ray.worker_cpus=0.1", "ray.rank_cpus=0.1"]
+    cfg = load_config(params, ranks)
+    assert str(run_step("stage-1", cfg)) == "ran"
+    held = finished(cfg, open_store(cfg))["stage-1"]
+    assert {name for name in held.blobs if name.startswith("adapter")} == {
+        "adapter-00001-of-00002.safetensors",
+        "adapter-00002-of-00002.safetensors",
+        "adapter.json",
+    }
+    cfg = load_config(params)
+    assert str(run_step("stage-2", cfg)) == "ran"
+    store = open_store(cfg)
+    done = finished(cfg, store)
+    assert ADAPTER in done["stage-2"].blobs
+    before, after = (
+        StoredTensors.of(store, done[name], ADAPTER).load() for name in ("stage-1", "stage-2")
+    )
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)

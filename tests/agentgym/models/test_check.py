@@ -1,0 +1,41 @@
+"""What a model lacks is told before anything starts."""
+
+import pytest
+from transformers import LlamaConfig
+
+from agentgym.config import ConfigError, LoraConfig, ModelConfig
+from agentgym.models.check import check_model
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+def test_what_is_missing_of_a_handed_over_model_is_told_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match="it holds no weights"):
+        check_model(ModelConfig(source="hub", name=str(tmp_path)), LoraConfig())
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="neither a folder with a model nor a repository"):
+        check_model(ModelConfig(source="hub", name=str(tmp_path)), LoraConfig())
+    LlamaConfig(rope_parameters=DYNAMIC).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="rope_type 'dynamic' depends on"):
+        check_model(ModelConfig(source="hub", name=str(tmp_path)), LoraConfig())
+
+
+def test_weights_that_could_run_a_program_are_refused_and_named(tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match=r"it holds pytorch_model\.bin, which are pickles"):
+        check_model(ModelConfig(source="hub", name=str(tmp_path)), LoraConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"target_modules": ("lm_head",)}, "'lm_head' names lm_head in Qwen2ForCausalLM; expected"),
+        ({"target_modules": ("q_proj", "query")}, "'query' names nothing in"),
+        ({"target_modules": ("self_attn",)}, r"names model\.layers\.0\.self_attn, model"),
+        ({"rank": 33}, "lora.rank 33 is above the width 32 of model.layers.0.self_attn.k_proj"),
+    ],
+)
+def test_layers_that_cannot_have_one_are_refused_before_anything_starts(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        check_model(ModelConfig(), LoraConfig(**{"rank": 4, **settings}))
+    check_model(ModelConfig(), LoraConfig(rank=32))
