@@ -105,7 +105,7 @@ engines: vllm  ## the default task learned through vLLM and through the built-in
 drift: install  ## ten runs of the default recipe and of the former one, judged at every fifth optimizer step; writes docs/results/drift.json
 	@$(BIN)/python benchmarks/drift.py $(ARGS)
 
-staleness: install  ## the default task with rollouts 0, 1 and 4 updates ahead, and a run far ahead that is killed often; an hour, writes docs/results/staleness.json
+staleness: install  ## the default task with rollouts 0, 1 and 4 updates ahead, and a run far ahead that is killed often; half an hour, writes docs/results/staleness.json
 	@$(BIN)/python benchmarks/staleness.py $(ARGS)
 
 unchanged: install  ## do two commits compute the same weights and outcomes: make unchanged ARGS="BEFORE AFTER"; half an hour, writes docs/results/unchanged.json

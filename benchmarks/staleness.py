@@ -1,9 +1,9 @@
 """What rollouts ahead of the updates cost and save: `python benchmarks/staleness.py [--seeds 0 1]`.
 
 The default task, over BUDGET, at each `rollout.max_staleness`, one after another under each seed:
-as it is; with a learner so slow that each batch is as old as may be; and with environments that
-take their time. Before, a run four updates ahead is killed at random moments and must learn from
-every item once.
+as it is, and with a learner so slow that each batch is as old as may be. Before, a run four updates
+ahead is killed at random moments and must learn from every item once.
+Seconds with slow environments are in benchmarks/rollouts.py.
 Cells that docs/results/staleness.json has are not run again; that file is rewritten after each.
 """
 
@@ -20,40 +20,37 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from functools import partial, partialmethod
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from cadence import durable_step
 from pipeline import ROOT, machine
-from rollouts import MEDIAN_S, SIGMA, Latency, serving
 
 from agentgym.audit import audit
 from agentgym.config import RunConfig, load_config
 from agentgym.data.check import load_data
 from agentgym.data.items import train_stream
 from agentgym.defaults import set_process_defaults
-from agentgym.pipeline.run import run_step, run_with_parents
+from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import decode_points
 from agentgym.training.ahead import Ahead
-from envs.babyai import spec
 
 OUT = ROOT / "docs/results/staleness.json"
 CASES = {
     "as it is": (0, 1, 4),
     "slow learner": (1, 4),  # 0 is as it is
-    "slow environments": (0, 1, 4),
 }
 BUDGET = ("horizon.stage_steps=[6,6,8]", "evaluation.num_items=256")
 # of the run that is killed
 KILLED = ("horizon.max_turns=[5,8]", "horizon.stage_steps=[8,8]", "rollout.items_per_step=8")
 FAR = "rollout.max_staleness=4"
+MEANS = ("avg_at_4", "greedy", "train_s", "train_cpu_s", "learner_idle_frac")
 LIMIT_S = 3600.0  # of one run
 
 
@@ -113,16 +110,9 @@ def run(case: str, seed: int, staleness: int, folder: Path) -> dict[str, Any]:
         overrides=[*settings, f"store.path={own}/store", f"rollout.max_staleness={staleness}"]
     )
     spans = [stage.name for stage in stages(cfg.horizon)]
-    with ExitStack() as stack:
-        offered = None
-        if case == "slow environments":
-            slow = serving(partial(spec, cfg.env.options), Latency(MEDIAN_S, SIGMA))
-            endpoint, _ = stack.enter_context(slow)
-            offered = lambda _: nullcontext({cfg.env.name: [endpoint]})  # noqa: E731
-        if case == "slow learner":
-            stack.enter_context(mock.patch.object(Ahead, "take", partialmethod(late, Ahead.take)))
-        for name in spans:
-            run_step(name, cfg, environment=offered)
+    take = partialmethod(late, Ahead.take) if case == "slow learner" else Ahead.take
+    with mock.patch.object(Ahead, "take", take):
+        run_with_parents(spans[-1], cfg)
     run_with_parents(f"evaluate-{spans[-1]}", cfg)
     rows = [row for commit in history(cfg, spans) for row in metrics_of(cfg, commit)]
     mean, most = statistics.mean, [row["sync/staleness_max"] for row in rows]
@@ -182,7 +172,7 @@ def summary(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "staleness_max": max(cell["staleness_max"] for cell in of_it),
                     **{
                         name: round(statistics.mean(cell[name] for cell in of_it), 4)
-                        for name in ("avg_at_4", "greedy", "train_s", "learner_idle_frac")
+                        for name in MEANS
                     },
                 }
             )

@@ -30,7 +30,6 @@ def test_the_summary_is_of_the_cells_and_the_page_has_its_rows(measured):
     assert [(row["case"], row["max_staleness"]) for row in rows] == [
         *(("as it is", most) for most in (0, 1, 4)),
         *(("slow learner", most) for most in (1, 4)),
-        *(("slow environments", most) for most in (0, 1, 4)),
     ]
     for row in rows:
         cells = [
@@ -40,13 +39,14 @@ def test_the_summary_is_of_the_cells_and_the_page_has_its_rows(measured):
             and cell["seed"] in row["seeds"]
         ]
         assert len(cells) == len(row["seeds"]) >= 1
-        for name in ("avg_at_4", "train_s", "learner_idle_frac"):
+        for name in ("avg_at_4", "train_s", "train_cpu_s", "learner_idle_frac"):
             assert row[name] == round(statistics.mean(cell[name] for cell in cells), 4)
+        largest_kl = max(cell["mismatch_kl_max"] for cell in cells)
         least_ess = min(cell["mismatch_ess_min"] for cell in cells)
         assert (
             f"| {row['case']} | {row['max_staleness']} | {row['staleness_max']} |"
-            f" {100 * row['avg_at_4']:.1f} % | {row['train_s']:.0f} |"
-            f" {100 * row['learner_idle_frac']:.0f} % | {least_ess:.2f} |"
+            f" {100 * row['avg_at_4']:.1f} % | {row['train_cpu_s']:.1f} |"
+            f" {100 * row['learner_idle_frac']:.0f} % | {largest_kl:.3f} | {least_ess:.2f} |"
         ) in PAGE
 
 
