@@ -91,7 +91,8 @@ def test_what_plan_says_and_services_log_is_quoted_as_it_is(sources):
 
 
 def test_every_kind_of_the_wire_is_explained_with_its_status():
-    told = {quoted(row[0]): int(row[1]) for row in rows(PAGE, 4)}
+    section = SECTIONS["What an environment server answers"]
+    told = {quoted(row[0]): int(row[1]) for row in rows(section, 4)}
     assert told == {kind.value: STATUS[kind] for kind in ErrorKind}
 
 
