@@ -14,10 +14,11 @@ def test_every_alarm_has_an_action_and_a_limit_and_the_file_says_what_is_usual()
     assert {getattr(AlarmsConfig(), name) for name in RULES} == {"warn"}
 
 
-def test_other_alarms_find_the_same_steps_and_the_same_run():
+def test_other_alarms_find_the_same_steps_and_the_same_run(tiny_params, tmp_path):
+    params = tiny_params(tmp_path)
     cfg, other = (
-        load_config(),
-        load_config(overrides=["alarms.success=stop", "alarms.min_entropy=9"]),
+        load_config(params),
+        load_config(params, ["alarms.success=stop", "alarms.min_entropy=9"]),
     )
     assert cfg.alarms != other.alarms
     assert run_key(cfg) == run_key(other)
