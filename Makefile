@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora
 
 install: $(INSTALLED)
 
@@ -110,6 +110,9 @@ staleness: install  ## the default task with rollouts 0, 1 and 4 updates ahead, 
 
 alarms: install  ## every recipe trains once, and no alarm may be raised; half an hour, writes docs/results/alarms.json
 	@$(BIN)/python benchmarks/alarms.py $(ARGS)
+
+lora: install  ## an adapter learns the default task, three seeds, and acts as its merged weights; ten minutes, writes docs/results/lora.json
+	@$(BIN)/python benchmarks/lora.py $(ARGS)
 
 unchanged: install  ## do two commits compute the same weights and outcomes: make unchanged ARGS="BEFORE AFTER"; half an hour, writes docs/results/unchanged.json
 	@$(BIN)/python benchmarks/unchanged.py $(ARGS)

@@ -54,6 +54,13 @@ step=step, seed=0))
     told["reference"] = learner.score_reference(batch)
     told["weights"] = {name: each.clone() for name, each in learner.weights().items()}
     return {**told, "ended": keep(learner, like)}
+
+def more(plans, batch, build):
+    # of a stage that begins with a trained adapter, and of weights in bfloat16
+    later, narrow = (build(plan) for plan in plans)
+    told = {"reference": later.score_reference(batch), "critic": later._values.weights()}
+    told["narrow"] = [narrow.sft_step(batch, step=step) for step in (1, 2)]
+    return told | {"narrow score": narrow.score(batch)}
 """
 RANKS = (
     """
@@ -68,9 +75,11 @@ set_threads()
 wait = datetime.timedelta(seconds=120)
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, \
 world_size=size, timeout=wait)
-plan, batch, config, steps = pickle.load(open(folder + "/asked", "rb"))
-learner = plan.build(Sharded(torch.device("cpu")))
-told = learn(learner, plan.adapter.base, batch, config, steps)
+plan, batch, config, steps, plans = pickle.load(open(folder + "/asked", "rb"))
+def build(plan):
+    return plan.build(Sharded(torch.device("cpu")))
+told = learn(build(plan), plan.adapter.base, batch, config, steps)
+told["more"] = more(plans, batch, build)
 if rank == 0:
     pickle.dump(told, open(folder + "/told", "wb"))
 dist.destroy_process_group()
@@ -121,6 +130,24 @@ def resumed(plan, blobs):
         critic=held[CRITIC],
         optimizer_states={kind: held[kind] for kind in (OPTIMIZER, CRITIC_OPTIMIZER)},
     )
+
+
+@pytest.fixture(scope="module")
+def further(plan, alone, batch_of, make_model, stored):
+    """(two more plans, what one process tells of them): a trained adapter whose reference and
+    whose new critic's body are its merged weights, and frozen weights in bfloat16.
+    """
+    later = resumed(plan, alone["ended"])
+    later = replace(later, critic=None, reference=later.weights, optimizer_states={})
+    base = stored(make_model().bfloat16())
+    adapter = replace(plan.adapter, base=base)
+    narrow = replace(plan, weights=base, reference=None, has_critic=False, adapter=adapter)
+    scope = {}
+    exec(LEARN, scope)
+    told = scope["more"](
+        (later, narrow), batch_of([7, 12, 5, 9, 3, 8], 60), lambda plan: plan.build()
+    )
+    return (later, narrow), told
 
 
 def tensors(plan, blobs, kind):
@@ -238,8 +265,9 @@ def test_what_saves_memory_changes_no_adapter(plan, batch, settings):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("size", [2, 4])
-def test_several_ranks_learn_what_one_learns(plan, alone, batch, together, tmp_path, size):
-    (tmp_path / "asked").write_bytes(pickle.dumps((plan, batch, CONFIG, [1, 2, 3, 4, 5])))
+def test_several_ranks_learn_what_one_learns(plan, alone, batch, further, together, tmp_path, size):
+    plans, expected = further
+    (tmp_path / "asked").write_bytes(pickle.dumps((plan, batch, CONFIG, [1, 2, 3, 4, 5], plans)))
     told = together(RANKS, tmp_path, size)
     assert len(told["kept"]) == size * len(KINDS)
     for ours, theirs in zip(told["metrics"], alone["metrics"], strict=True):
@@ -255,6 +283,12 @@ def test_several_ranks_learn_what_one_learns(plan, alone, batch, together, tmp_p
     first, other = (tensors(plan, each["begun"], ADAPTER) for each in (alone, told))
     assert any(float(each.abs().max()) for name, each in first.items() if name.endswith(DOWN))
     assert all(torch.equal(other[name], each) for name, each in first.items())
+    # merged weights as they are read by rows; bfloat16's forwards differ by their shapes
+    more = told["more"]
+    for name, near in (("reference", 1e-5), ("critic", 1e-6), ("narrow score", 0.1)):
+        torch.testing.assert_close(more[name], expected[name], rtol=0, atol=near)
+    for ours, theirs in zip(more["narrow"], expected["narrow"], strict=True):
+        assert ours == pytest.approx(theirs, rel=0.05)
     # and one process goes on with what several stored
     scope = {}
     exec(LEARN, scope)
