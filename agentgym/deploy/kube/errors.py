@@ -1,0 +1,114 @@
+"""What goes wrong between here and an API server, in one sentence that says what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+FORBIDDEN, UNAUTHORIZED, MISSING, CONFLICT, GONE, INVALID = 403, 401, 404, 409, 410, 422
+
+
+class KubeError(RuntimeError):
+    """The API server refused, or did not answer."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message, status)
+        self.message = message
+        self.status = status  # of HTTP; 0 without an answer
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ApiUnreachable(KubeError):
+    """No answer in time, however often it was asked."""
+
+
+class Forbidden(KubeError):
+    """This account may not, or the credentials are not accepted, or the quota is used up."""
+
+
+class NotFound(KubeError):
+    """There is no such object."""
+
+
+class NotServed(KubeError):
+    """The cluster knows no such kind."""
+
+
+class AlreadyExists(KubeError):
+    """An object of that name is there, which somebody else made."""
+
+
+class FieldConflict(KubeError):
+    """Another manager holds fields that server-side apply would change."""
+
+
+class Stale(KubeError):
+    """The object was changed since it was read."""
+
+
+class Gone(KubeError):
+    """The version that was asked for is forgotten: list again."""
+
+
+def error_of(status: int, body: bytes, doing: str) -> KubeError:
+    """What an answer of that status means.
+
+    body: a Status object where the API server itself spoke. doing: for example
+    `apply of Deployment env-babyai`.
+    """
+    said = status_of(body)
+    message = str(said.get("message") or body[:200].decode(errors="replace").strip() or "no reason")
+    reason, causes = said.get("reason", ""), (said.get("details") or {}).get("causes") or []
+    if status == CONFLICT and any(each.get("reason") == "FieldManagerConflict" for each in causes):
+        return FieldConflict(_conflict(doing, causes), status)
+    if status == CONFLICT and reason == "AlreadyExists":
+        return AlreadyExists(f"{doing}: one of that name is there already", status)
+    if status == CONFLICT:
+        return Stale(f"{doing}: it was changed meanwhile ({message})", status)
+    if status == UNAUTHORIZED:
+        return Forbidden(
+            f"{doing}: the cluster does not accept these credentials (401 {message}); renew them,"
+            " as `kubectl get pods` with the same kubeconfig shows",
+            status,
+        )
+    if status == FORBIDDEN:
+        return Forbidden(f"{doing}: {message}; {_allow(message)}", status)
+    if status == MISSING:
+        return NotFound(f"{doing}: {message}", status)
+    if status == GONE or said.get("code") == GONE:
+        return Gone(f"{doing}: {message}", GONE)
+    if status == INVALID or status == 400:
+        return KubeError(f"{doing}: the cluster refuses it as invalid: {message}", status)
+    return KubeError(f"{doing}: the API server answered {status}: {message}", status)
+
+
+def status_of(body: bytes) -> Mapping[str, Any]:
+    """The Status object in an answer; empty where there is none."""
+    try:
+        said = json.loads(body)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _allow(message: str) -> str:
+    if "exceeded quota" in message:
+        return "end what is no longer needed (agentgym envs gc), ask for less, or raise the quota"
+    if "being terminated" in message:
+        return "wait until the namespace is gone, and make it again"
+    return "give the account that right (k8s/base/flow.yaml has all that a flow needs)"
+
+
+def _conflict(doing: str, causes: list[dict[str, Any]]) -> str:
+    held: dict[str, list[str]] = {}  # manager -> fields
+    for each in causes:
+        manager = str(each.get("message", "")).removeprefix("conflict with ").partition(" using")[0]
+        held.setdefault(manager.strip('"'), []).append(str(each.get("field", "?")).lstrip("."))
+    fields = "; ".join(f"{', '.join(each)} by {manager}" for manager, each in held.items())
+    return (
+        f"{doing}: fields are held by another manager: {fields}. Let it give them up (apply"
+        " there without these fields), leave them out of the manifest, or take them over with force"
+    )
