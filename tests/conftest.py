@@ -138,6 +138,71 @@ def kubeconfig(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def kubectl(kubeconfig):
+    """kubectl(*arguments, objects) -> what it prints; objects are sent to its standard input."""
+    from agentgym.deploy.manifests import find_kubectl
+
+    def call(*arguments, objects=None):
+        done = subprocess.run(
+            [find_kubectl(), *arguments],
+            input=objects and json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
+            env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def real_nodes(kubeconfig, kubectl, tmp_path_factory):
+    """real_nodes(*names, **flags of tests/k8s/node) -> a context: nodes that run containers for
+    real, {"gateway": this machine's address for their pods, "nodes": {name: process}}.
+
+    Pods go there and nowhere else meanwhile. Skips where nodes are other than hollow: somebody's
+    own cluster has nodes, and these would be none of it.
+    """
+    from agentgym.deploy.owned import owned_process, tail
+
+    program = Path(__file__).with_name("k8s") / "node"
+
+    @contextmanager
+    def start(*names, **flags):
+        if os.geteuid():
+            pytest.skip("nodes of the tests need root, for the network of their pods")
+        hollow = kubectl("get", "nodes", "--output=name").split()
+        if not all(each.startswith("node/hollow-") for each in hollow):
+            pytest.skip("nodes of the tests join a control plane of the tests alone")
+        folder = tmp_path_factory.mktemp("nodes")
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+        command = [sys.executable, str(program), *names, f"--kubeconfig={kubeconfig}", *words]
+        kubectl("cordon", *hollow)
+        try:
+            with owned_process(
+                [*command, f"--folder={folder}"], log_path=folder / "log", env={}
+            ) as process:
+                deadline = time.monotonic() + 60
+                nodes = [f"node/{name}" for name in names]
+                while set(nodes) - set(kubectl("get", "nodes", "--output=name").split()):
+                    assert process.poll() is None, tail(folder / "log")
+                    assert time.monotonic() < deadline, tail(folder / "log")
+                    time.sleep(0.1)
+                kubectl("wait", "--for=condition=Ready", *nodes, "--timeout=60s")
+                yield json.loads((folder / "nodes.json").read_text())
+        finally:
+            lost = set(kubectl("get", "nodes", "--output=name").split()) - set(hollow)
+            if lost:  # nobody was left to remove them
+                kubectl("delete", *lost)
+            kubectl("uncordon", *hollow)
+
+    return start
+
+
+@pytest.fixture(scope="session")
 def once(tmp_path_factory):
     """once(name, build) -> the folder that build(folder) filled, by whichever of the test
     processes came first. Copy it, leave it whole.

@@ -5,37 +5,17 @@ in a namespace of its own, and what has no namespace is not sent.
 """
 
 import json
-import os
 import secrets
-import subprocess
 import time
 
 import pytest
 
-from agentgym.deploy.manifests import Fleet, find_kubectl, rendered, rendered_fleet
+from agentgym.deploy.manifests import Fleet, rendered, rendered_fleet
 
 pytestmark = pytest.mark.kubernetes
 
 ENVS = ("babyai", "textcraft")
 DEADLINE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def kubectl(kubeconfig):
-    def call(*arguments, objects=None):
-        done = subprocess.run(
-            [find_kubectl(), *arguments],
-            input=objects and json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
-            env={**os.environ, "KUBECONFIG": str(kubeconfig)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return call
 
 
 @pytest.fixture(scope="module")
