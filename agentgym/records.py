@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, asdict, fields
 from typing import Any, BinaryIO
 
-from agentgym.types import Item, Learned, Status, Trajectory, Turn
+from agentgym.types import Item, Learned, Status, Trajectory, Turn, Usage
 
 TRAJECTORIES = "trajectories.jsonl.gz"  # a record of a commit
 SCHEMA = 2
@@ -60,6 +60,8 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
     row["turns"] = [_told(turn, _TURN) for turn in trajectory.turns]
     if trajectory.learned is not None:
         row["learned"] = _told(trajectory.learned, _LEARNED)
+    if trajectory.usage is not None:
+        row["usage"] = asdict(trajectory.usage)
     return row
 
 
@@ -83,6 +85,8 @@ def from_json(row: dict[str, Any]) -> Trajectory:
         row["learned"] = Learned(
             **{name: tuple(v) for name, v in learned.items()}, excluded=excluded
         )
+    if "usage" in row:
+        row["usage"] = Usage(**row["usage"])
     return Trajectory(**row)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
@@ -19,12 +19,17 @@ class Status(StrEnum):
     MAX_TOKENS = "max_tokens"  # cut by the context length
     ENV_LIMIT = "env_limit"  # cut by the simulator's own step limit
     ENV_ERROR = "env_error"  # the environment failed: never a reward of 0
+    GRADER_ERROR = "grader_error"  # it ended, and nobody could judge it: never a reward of 0
     TIMEOUT = "timeout"  # past its deadline: never a reward of 0
+    INTERRUPTED = "interrupted"  # the policy could not go on: never a reward of 0
 
     @property
     def is_valid(self) -> bool:
         """True where the episode counts in losses, group statistics and scores."""
-        return self not in (Status.ENV_ERROR, Status.TIMEOUT)
+        return self not in _FAILED
+
+
+_FAILED = frozenset({Status.ENV_ERROR, Status.GRADER_ERROR, Status.TIMEOUT, Status.INTERRUPTED})
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -246,6 +251,35 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """What a policy's calls took, those that failed too. Tokens are sums of what was told: where
+    calls are untold, the whole is not known, and more than the sum.
+    """
+
+    num_calls: int = 0
+    num_failed: int = 0  # of these, without an answer that could be used
+    input_tokens: int = 0  # of prompts
+    cached_tokens: int = 0  # of these, read from a cache
+    output_tokens: int = 0
+    num_untold: int = 0  # calls that may have taken tokens and told none
+    num_cache_untold: int = 0  # calls that told their tokens, and not which were cached
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def known(self) -> dict[str, int | None]:
+        """Input, cached and output tokens; None where that is not known."""
+        cached = None if self.num_untold or self.num_cache_untold else self.cached_tokens
+        told = not self.num_untold
+        return {
+            "input": self.input_tokens if told else None,
+            "cached": cached,
+            "output": self.output_tokens if told else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """A finished episode: a conversation and, of policies that have tokens, their record.
     The three token fields have one length, T; 0 without such a record.
@@ -268,6 +302,7 @@ class Trajectory:
     error: str | None = None
     id: str = ""  # unique among the episodes of a step; empty in records of schema 1
     learned: Learned | None = None
+    usage: Usage | None = None  # of this attempt's calls, of policies that count them themselves
     # seconds: generate_s, env_s, wall_s, and began_s since 1970; with the turns' times the only
     # ones not reproducible
     timing: Mapping[str, float] = field(default_factory=dict, compare=False)

@@ -342,6 +342,26 @@ class _Epochs:
         return [int(index) for index in generator.permutation(len(self._items))]
 
 
+def load_ids(path: Path, env: str) -> list[str]:
+    """The item ids of one environment in a file of any place, in its order, each once.
+    Errors: DataError.
+    """
+    if not path.is_file():
+        raise DataError(
+            f"{path} does not exist; items.file is read from where the command is typed"
+        )
+    ids = _read_ids(path.parent, path.name)
+    if foreign := [each for each in ids if parse_item_id(each)[0] != env or "_" not in each]:
+        raise DataError(
+            f"{path}: {_some(foreign)} are no items of {env}; expected {env}_17 or alike"
+        )
+    if wrong := [each for each in ids if parse_item_id(each)[1] < 0]:
+        raise DataError(f"{path}: {_some(wrong)} end in no number; expected {env}_17 or alike")
+    if twice := [each for each, count in Counter(ids).items() if count > 1]:
+        raise DataError(f"{path}: {_some(twice)} stand there more than once; name each item once")
+    return ids
+
+
 def _read_ids(root: Path, name: str) -> list[str]:
     """The item ids of one file, in its order."""
     path = root / name

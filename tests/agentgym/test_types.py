@@ -10,7 +10,8 @@ from agentgym.types import Endpoint, Item, Status, Trajectory, Turn
 
 @pytest.mark.parametrize("status", Status)
 def test_an_episode_counts_unless_its_environment_failed(status):
-    assert status.is_valid is (status not in ("env_error", "timeout"))
+    failed = ("env_error", "grader_error", "timeout", "interrupted")
+    assert status.is_valid is (status not in failed)
 
 
 def test_an_item_has_agentgyms_textual_id():

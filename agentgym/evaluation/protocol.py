@@ -1,0 +1,269 @@
+"""How policies are evaluated: on which items of which environments, how often, for how many turns.
+
+A protocol is a YAML file, `profiles/eval/NAME.yaml`. It names no policy, so that every policy
+evaluated under it is comparable with every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from agentgym.config import ConfigError, EnvConfig, RunConfig, Section, first_line, read_tree
+from agentgym.config.section import operational, setting
+from agentgym.data.items import DataError, load_ids, load_splits, parse_item_id
+from agentgym.types import Item
+
+FOLDER = Path("profiles/eval")
+
+
+class ItemsConfig(Section):
+    """Which items: those of a split, of a file, or named one by one."""
+
+    split: Literal["test", "validation", "train"] = setting(
+        "test", "items of the run's lists (data.path); ignored where ids or a file are given"
+    )
+    num: PositiveInt | None = setting(None, "the first of them, so many; null: all")
+    ids: tuple[str, ...] = setting((), "item ids, for example babyai_17, in this order")
+    file: Path | None = operational(
+        None, "a JSON list of {item_id}, as the published ones; its items are in the digest"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.ids and self.file is not None:
+            raise ValueError("items.ids and items.file are both given; name the items once")
+        if twice := sorted({each for each in self.ids if self.ids.count(each) > 1}):
+            raise ValueError(
+                f"items.ids names {twice[0]} twice; samples of an item have num_samples"
+            )
+        return self
+
+
+class EnvProtocol(Section):
+    """How one environment is played."""
+
+    env: EnvConfig = EnvConfig()
+    items: ItemsConfig = ItemsConfig()
+    num_samples: PositiveInt = setting(1, "samples of each item")
+    greedy: bool = setting(False, "one greedy episode of each item, beside the samples")
+    max_turns: PositiveInt = setting(12, "turns an episode may have")
+    temperature: NonNegativeFloat = setting(1.0, "temperature of the samples; 0: greedy")
+    max_new_tokens: PositiveInt = setting(512, "tokens of one action, at most")
+    context_tokens: PositiveInt = setting(8192, "tokens of the longest episode")
+    instructions: bool = setting(True, "episodes begin with the environment's instructions")
+    action_format: Literal["plain", "react"] = setting(
+        "plain", 'plain: the reply is the action; react: the text after "Action:"'
+    )
+    episode_timeout_s: PositiveFloat = setting(
+        600.0, "seconds; a longer episode has failed, like one whose environment fails"
+    )
+    max_attempts: PositiveInt = setting(3, "attempts at an episode that fails")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_new_tokens >= self.context_tokens:
+            raise ValueError(
+                f"{self.env.name}: max_new_tokens {self.max_new_tokens} leaves no room in"
+                f" context_tokens {self.context_tokens}; raise the one or lower the other"
+            )
+        if self.env.weight != 1.0:
+            raise ValueError(
+                f"{self.env.name}: env.weight {self.env.weight:g} means nothing in an evaluation,"
+                " where every item is played; leave it out"
+            )
+        foreign = [each for each in self.items.ids if parse_item_id(each)[0] != self.env.name]
+        if foreign or any(parse_item_id(each)[1] < 0 for each in self.items.ids):
+            name = (foreign or [each for each in self.items.ids if parse_item_id(each)[1] < 0])[0]
+            raise ValueError(
+                f"items.ids: {name!r} is no item of {self.env.name}; expected {self.env.name}_17"
+                " or alike"
+            )
+        return self
+
+    @property
+    def num_episodes_per_item(self) -> int:
+        return self.num_samples + self.greedy
+
+    @property
+    def sample_numbers(self) -> tuple[int, ...]:
+        """0 is the greedy episode, where there is one; samples are counted from 1."""
+        return tuple(range(0 if self.greedy else 1, 1 + self.num_samples))
+
+
+class EvaluationProtocol(Section):
+    """The whole file. What changes a result is in the evaluation's digest."""
+
+    name: str = operational("", "for people; its settings are its identity")
+    follows: str = operational("", "the published protocol it follows, for people")
+    departs: tuple[str, ...] = operational((), "what it does not follow of it, a line each")
+    envs: tuple[EnvProtocol, ...] = setting((), "each environment of the evaluation", min_length=1)
+    seed: NonNegativeInt = setting(1, "seed of the samples and of the bootstrap")
+    confidence: float = setting(0.95, "level of every interval", gt=0.5, lt=1)
+    num_bootstrap: PositiveInt = setting(2000, "draws of a bootstrap interval")
+    min_coverage: float = setting(
+        0.95, "share of the episodes that must count; below it the result is invalid", ge=0, le=1
+    )
+    deterministic: bool = setting(
+        False, "fixed slots, one environment after the other: killed and resumed, it ends the same"
+    )
+    fail_on_error: bool | NonNegativeInt | NonNegativeFloat = operational(
+        False,
+        "true: stop at the first episode that fails for good; a whole number: at more than so many;"
+        " a share below 1: at more than this share of all episodes",
+    )
+    concurrency: PositiveInt = operational(64, "episodes in flight, over all environments")
+    chunk_episodes: PositiveInt = operational(256, "episodes committed at a time")
+    commit_every_s: PositiveFloat = operational(
+        20.0, "seconds after which finished episodes are committed, fewer than chunk_episodes too"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [each.env.name for each in self.envs]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"envs: the environments must have different names, got {', '.join(names)}; remove"
+                " one"
+            )
+        for each in self.envs:
+            if self.concurrency > each.env.max_sessions * max(1, len(each.env.endpoints)):
+                raise ValueError(
+                    f"concurrency {self.concurrency} is above env.max_sessions"
+                    f" {each.env.max_sessions} ({each.env.name}); lower it or raise the other"
+                )
+        return self
+
+    @property
+    def env_configs(self) -> tuple[EnvConfig, ...]:
+        return tuple(each.env for each in self.envs)
+
+    @property
+    def max_errors(self) -> float:
+        """`fail_on_error` as episodes that may fail, or as their share where it is below 1."""
+        if isinstance(self.fail_on_error, bool):
+            return 0.0 if self.fail_on_error else float("inf")
+        return float(self.fail_on_error)
+
+    def only(self, names: Sequence[str]) -> EvaluationProtocol:
+        """With these of its environments alone. Errors: ConfigError for one it has not."""
+        having = {each.env.name: each for each in self.envs}
+        if unknown := [name for name in names if name not in having]:
+            raise ConfigError(
+                f"the protocol {self.name or 'given'} has no environment {unknown[0]!r}; it has:"
+                f" {', '.join(having)}"
+            )
+        return self.model_copy(update={"envs": tuple(having[name] for name in names)})
+
+
+def load_protocol(
+    name: str, overrides: Mapping[str, Any] | None = None, folder: Path = FOLDER
+) -> EvaluationProtocol:
+    """A file, or one of `profiles/eval` by its name. overrides: fields laid over each environment
+    (`max_turns`, `items`, ...) and over the whole (`seed`, ...), by their names.
+    Errors: ConfigError with one line.
+    """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        path = folder / f"{name}.yaml"
+        if not path.is_file():
+            known = ", ".join(sorted(each.stem for each in folder.glob("*.yaml"))) or "none"
+            raise ConfigError(
+                f"there is no protocol {name!r} in {folder}; known: {known}. A file ends in .yaml"
+            )
+    tree = {"name": path.stem, **read_tree(path)}
+    return protocol_from(tree, overrides or {})
+
+
+def protocol_from(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> EvaluationProtocol:
+    """The mapping of a file as a protocol. Errors: ConfigError."""
+    envs = tree.get("envs", ())
+    tree = dict(tree)
+    for key, value in overrides.items():
+        if key in EnvProtocol.model_fields and isinstance(envs, list | tuple):
+            envs = [_over(each, key, value) if isinstance(each, dict) else each for each in envs]
+        else:
+            tree[key] = value
+    tree["envs"] = envs
+    try:
+        return EvaluationProtocol.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(first_line(error, EvaluationProtocol)) from None
+
+
+def _over(tree: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    both = isinstance(value, Mapping) and isinstance(tree.get(key), Mapping)
+    return {**tree, key: {**tree[key], **value} if both else value}
+
+
+def protocol_of_run(
+    cfg: RunConfig, envs: Sequence[str], overrides: Mapping[str, Any] | None = None
+) -> EvaluationProtocol:
+    """The protocol of a run's own evaluations, of these environments; one the run does not have
+    is played with its own defaults.
+    """
+    settings, rollout = cfg.evaluation, cfg.rollout
+    known = {env.name: env.model_copy(update={"weight": 1.0}) for env in cfg.envs}
+    shared = {
+        "items": {"split": settings.split, "num": settings.num_items},
+        "num_samples": settings.num_samples,
+        "greedy": True,
+        "max_turns": settings.max_turns,
+        "temperature": settings.temperature,
+        "max_new_tokens": rollout.max_new_tokens,
+        "context_tokens": cfg.model.context_tokens,
+        "instructions": rollout.instructions,
+        "action_format": rollout.action_format,
+        "episode_timeout_s": rollout.episode_timeout_s,
+        "max_attempts": rollout.max_attempts,
+    }
+    tree = {
+        "name": f"evaluation of {cfg.env_names}",
+        "envs": [
+            {**shared, "env": known[name].model_dump() if name in known else {"name": name}}
+            for name in envs
+        ],
+        "seed": settings.seed,
+        "confidence": settings.confidence,
+        "num_bootstrap": settings.num_bootstrap,
+        "min_coverage": settings.min_coverage,
+        "deterministic": cfg.deterministic,
+        "concurrency": rollout.concurrency,
+    }
+    return protocol_from(tree, overrides or {})
+
+
+def items_of(protocol: EvaluationProtocol, cfg: RunConfig) -> dict[str, tuple[Item, ...]]:
+    """The items of each environment, in order. cfg: whose lists and validation split count.
+    Errors: DataError where there are fewer than asked for, or none.
+    """
+    return {each.env.name: _items(each, cfg) for each in protocol.envs}
+
+
+def _items(asked: EnvProtocol, cfg: RunConfig) -> tuple[Item, ...]:
+    env, chosen = asked.env.name, asked.items
+    if chosen.file is not None or chosen.ids:
+        ids = chosen.ids if chosen.file is None else load_ids(chosen.file, env)
+        found = tuple(Item(env, parse_item_id(each)[1], "given") for each in ids)
+        place = str(chosen.file or "items.ids")
+    else:
+        splits = load_splits(
+            cfg.data.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
+        )
+        found, place = getattr(splits, chosen.split), f"the {chosen.split} split of {cfg.data.path}"
+    if chosen.num is not None and chosen.num > len(found):
+        raise DataError(
+            f"{env}: items.num {chosen.num} is more than the {len(found)} items of {place};"
+            " lower it"
+        )
+    return found[: chosen.num]
