@@ -85,7 +85,7 @@ def from_json(row: dict[str, Any]) -> Trajectory:
         row["learned"] = Learned(
             **{name: tuple(v) for name, v in learned.items()}, excluded=excluded
         )
-    if "usage" in row:
+    if row.get("usage") is not None:
         row["usage"] = Usage(**row["usage"])
     return Trajectory(**row)
 

@@ -131,6 +131,7 @@ class AgentGymRoutes:
             except Refused as error:
                 if self._dialect.step_failed is None or error.reply.kind not in (
                     ErrorKind.ENV_CRASHED,
+                    ErrorKind.GRADER_FAILED,
                     ErrorKind.SESSION_GONE,
                 ):
                     raise

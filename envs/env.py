@@ -33,6 +33,10 @@ class ExpertFailed(RuntimeError):
     """The expert has no action for this state."""
 
 
+class GraderFailed(RuntimeError):
+    """The episode ended and there is no verdict: a judge or a site it asks did not answer."""
+
+
 class UnknownTask(ValueError):
     """The environment has no task of this id."""
 

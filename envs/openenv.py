@@ -246,7 +246,8 @@ class Seat:
             return _full(self._sessions)
         if kind is ErrorKind.BAD_REQUEST:  # no such task
             return Failed(ErrorCode.EXECUTION_ERROR, error.reply.message)
-        code = crashed if kind is ErrorKind.ENV_CRASHED else ErrorCode.SESSION_ERROR
+        failures = (ErrorKind.ENV_CRASHED, ErrorKind.GRADER_FAILED)
+        code = crashed if kind in failures else ErrorCode.SESSION_ERROR
         return Failed(
             code,
             error.reply.message,

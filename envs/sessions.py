@@ -20,7 +20,15 @@ from typing import Any, NoReturn, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from envs.bounded import run_bounded
-from envs.env import EnvSpec, Expert, ExpertFailed, Simulator, StepResult, UnknownTask
+from envs.env import (
+    EnvSpec,
+    Expert,
+    ExpertFailed,
+    GraderFailed,
+    Simulator,
+    StepResult,
+    UnknownTask,
+)
 from envs.wire import (
     CloseReply,
     CreateReply,
@@ -55,6 +63,7 @@ STATUS = {
     ErrorKind.SESSION_GONE: 410,
     ErrorKind.BAD_REQUEST: 422,
     ErrorKind.ENV_CRASHED: 500,
+    ErrorKind.GRADER_FAILED: 500,
     ErrorKind.EXPERT_FAILED: 500,
     ErrorKind.FULL: 503,
     ErrorKind.DRAINING: 503,
@@ -445,8 +454,9 @@ class Sessions:
         logger.error("task %d crashed after turn %d", session.task_id, session.turn, exc_info=error)
         await self._close(session)
         reason = f"{type(error).__name__} {error}".strip()
+        kind = ErrorKind.GRADER_FAILED if isinstance(error, GraderFailed) else ErrorKind.ENV_CRASHED
         raise Refused(
-            ErrorKind.ENV_CRASHED, f"task {session.task_id}, after turn {session.turn}: {reason}"
+            kind, f"task {session.task_id}, after turn {session.turn}: {reason}"
         ) from error
 
     async def _close(self, session: Session) -> None:

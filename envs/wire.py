@@ -6,7 +6,7 @@ Errors are status codes with an `ErrorReply` body:
 
 401 unauthorized · 403 forbidden · 404 unknown_session · 409 turn_mismatch · 410 session_gone · 422
 bad_request (what is no request at all: 400, 404, 405, 408, 415, 431) · 500 env_crashed |
-expert_failed · 503 full | draining | not_ready
+grader_failed | expert_failed · 503 full | draining | not_ready
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class ErrorKind(StrEnum):
     SESSION_GONE = "session_gone"
     BAD_REQUEST = "bad_request"
     ENV_CRASHED = "env_crashed"
+    GRADER_FAILED = "grader_failed"  # the episode ended, and nobody could judge it
     EXPERT_FAILED = "expert_failed"  # no action from the expert; the session goes on
     FULL = "full"
     DRAINING = "draining"

@@ -41,7 +41,9 @@ def check_excluded(
             for what, episodes in _collections(record.episodes.get(commit.seq, ())).items():
                 counts.update(episode.status for episode in episodes)
                 _check_share(cfg, f"{record.at(commit)} {what}", episodes, checks)
-    said = ", ".join(f"{counts[status]} {status}" for status in (Status.ENV_ERROR, Status.TIMEOUT))
+    kinds = [Status.ENV_ERROR, Status.TIMEOUT]
+    kinds += [each for each in Status if not each.is_valid and each not in kinds and counts[each]]
+    said = ", ".join(f"{counts[status]} {status}" for status in kinds)
     checks.notes.append(f"{said} of {counts.total()} episodes")
     for record in steps:
         if record.checkpoint is not None and _left_out(record):

@@ -96,6 +96,11 @@ class EnvProtocol(Section):
         return self.num_samples + self.greedy
 
     @property
+    def most_in_flight(self) -> int:
+        """Episodes that its servers hold at a time."""
+        return self.env.max_sessions * max(1, len(self.env.endpoints))
+
+    @property
     def sample_numbers(self) -> tuple[int, ...]:
         """0 is the greedy episode, where there is one; samples are counted from 1."""
         return tuple(range(0 if self.greedy else 1, 1 + self.num_samples))
@@ -136,12 +141,6 @@ class EvaluationProtocol(Section):
                 f"envs: the environments must have different names, got {', '.join(names)}; remove"
                 " one"
             )
-        for each in self.envs:
-            if self.concurrency > each.env.max_sessions * max(1, len(each.env.endpoints)):
-                raise ValueError(
-                    f"concurrency {self.concurrency} is above env.max_sessions"
-                    f" {each.env.max_sessions} ({each.env.name}); lower it or raise the other"
-                )
         return self
 
     @property

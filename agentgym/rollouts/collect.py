@@ -6,13 +6,21 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.episode import Episode, EpisodeSettings, no_pace, run_episode
+from agentgym.rollouts.episode import (
+    Episode,
+    EpisodeSettings,
+    PlayerFailed,
+    no_pace,
+    run_episode,
+)
 from agentgym.rollouts.players import PlayerOf
 from agentgym.rollouts.pools import EnvPool, EnvPools
 from agentgym.types import Item, SampleKey, Status, Trajectory
+from envs.wire import ErrorKind
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +82,77 @@ def in_turn(barrier: Lockstep, deadline: asyncio.Timeout) -> Callable[[SampleKey
     return wait
 
 
+@dataclass
+class Attempts:
+    """Plays episodes, each until an attempt counts or there are no more."""
+
+    pool: EnvPool | EnvPools
+    player_of: PlayerOf
+    settings: EpisodeSettings
+    episode_timeout_s: float
+    max_attempts: int
+    # request keys of an earlier, killed attempt at this step must not be met again
+    nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
+    failures: list[str] = field(default_factory=list)  # one for each failed attempt
+
+    async def play(
+        self,
+        item: Item,
+        sample: int,
+        barrier: Lockstep | None = None,
+        failed: Callable[[Trajectory], None] = lambda _: None,
+    ) -> Trajectory:
+        """The attempt that counts, or the last one. failed: told of every other."""
+        settings = self.settings
+        for attempt in range(1, self.max_attempts + 1):
+            key = f"{self.nonce}-{settings.step}-{item.item_id}-{sample}-{attempt}"
+            trajectory, again = await self._attempt(item, sample, attempt, key, barrier)
+            if trajectory.status.is_valid:
+                break
+            # a server that is gone takes a whole batch with it: one line each would bury what the
+            # end of the command says
+            level = logging.INFO if self.failures else logging.WARNING
+            self.failures.append(
+                f"{item.item_id} sample {sample} attempt {attempt}/{self.max_attempts}:"
+                f" {trajectory.error}"
+            )
+            logger.log(level, "episode %s", self.failures[-1])
+            if not again:
+                break
+            if attempt < self.max_attempts:
+                failed(trajectory)
+        return trajectory
+
+    async def _attempt(
+        self, item: Item, sample: int, attempt: int, request_key: str, barrier: Lockstep | None
+    ) -> tuple[Trajectory, bool]:
+        """With whether another attempt can help."""
+        episode = Episode(item, sample, self.settings, first_observation="")
+        status: Status | None = None
+        try:
+            async with (
+                asyncio.timeout(self.episode_timeout_s) as deadline,
+                self.pool.session(item, request_key) as session,
+            ):
+                episode.first_observation = session.observation
+                pace = no_pace if barrier is None else in_turn(barrier, deadline)
+                status = await run_episode(self.player_of(item, sample), session, episode, pace)
+        except EnvError as error:
+            is_grader = error.kind == ErrorKind.GRADER_FAILED
+            ended, told = Status.GRADER_ERROR if is_grader else Status.ENV_ERROR, str(error)
+        except PlayerFailed as error:
+            last = episode.finish(Status.INTERRUPTED, num_attempts=attempt, error=str(error))
+            return last, not error.final
+        except TimeoutError:
+            # else it had ended, and only the closing of its session took too long
+            if status is not None:
+                return episode.finish(status, num_attempts=attempt), False
+            ended, told = Status.TIMEOUT, f"no end within {self.episode_timeout_s:g} s"
+        else:
+            return episode.finish(status, num_attempts=attempt), False
+        return episode.finish(ended, num_attempts=attempt, error=told), True
+
+
 async def collect(
     admitted: Sequence[tuple[Item, int]],
     *,
@@ -94,77 +173,26 @@ async def collect(
     Errors: RolloutError where more than `max_env_error_frac` of the episodes failed after
     `max_attempts` tries each.
     """
-    # request keys of an earlier, killed attempt at this step must not be met again
-    nonce = uuid.uuid4().hex
+    attempts = Attempts(pool, player_of, settings, episode_timeout_s, max_attempts)
     slots = asyncio.Semaphore(concurrency)
-    failures: list[str] = []  # one for each failed attempt
-
-    async def one(item: Item, sample: int, barrier: Lockstep | None) -> Trajectory:
-        for attempt in range(1, max_attempts + 1):
-            request_key = f"{nonce}-{settings.step}-{item.item_id}-{sample}-{attempt}"
-            trajectory = await _attempt(item, sample, attempt, request_key, barrier)
-            if trajectory.status.is_valid:
-                break
-            # a server that is gone takes a whole batch with it: one line each would bury what the
-            # end of the command says
-            level = logging.INFO if failures else logging.WARNING
-            failures.append(
-                f"{item.item_id} sample {sample} attempt {attempt}/{max_attempts}:"
-                f" {trajectory.error}"
-            )
-            logger.log(level, "episode %s", failures[-1])
-        progress(1)
-        return trajectory
-
-    async def _attempt(
-        item: Item, sample: int, attempt: int, request_key: str, barrier: Lockstep | None
-    ) -> Trajectory:
-        episode = Episode(item, sample, settings, first_observation="")
-        status: Status | None = None
-        try:
-            async with (
-                asyncio.timeout(episode_timeout_s) as deadline,
-                pool.session(item, request_key) as session,
-            ):
-                episode.first_observation = session.observation
-                pace = no_pace if barrier is None else in_turn(barrier, deadline)
-                status = await run_episode(player_of(item, sample), session, episode, pace)
-        except EnvError as error:
-            return episode.finish(Status.ENV_ERROR, num_attempts=attempt, error=str(error))
-        except TimeoutError:
-            # else it had ended, and only the closing of its session took too long
-            if status is None:
-                return episode.finish(
-                    Status.TIMEOUT,
-                    num_attempts=attempt,
-                    error=f"no end within {episode_timeout_s:g} s",
-                )
-        assert status is not None
-        return episode.finish(status, num_attempts=attempt)
 
     async def free(item: Item, sample: int) -> Trajectory:
         async with slots:
-            return await one(item, sample, None)
-
-    async def in_step(item: Item, sample: int, barrier: Lockstep) -> Trajectory:
-        try:
-            return await one(item, sample, barrier)
-        finally:
-            barrier.leave()
+            trajectory = await attempts.play(item, sample)
+            progress(1)
+            return trajectory
 
     trajectories: list[Trajectory] = []
     if deterministic:
         for first in range(0, len(admitted), concurrency):
             wave = admitted[first : first + concurrency]
-            barrier = Lockstep(len(wave))
-            trajectories += await in_order(
-                [in_step(item, sample, barrier) for item, sample in wave]
-            )
+            trajectories += await in_lockstep(attempts, wave, progress)
     else:
         trajectories = await in_order([free(item, sample) for item, sample in admitted])
     num_failed = require_valid(
         trajectories, max_attempts=max_attempts, max_env_error_frac=max_env_error_frac
     )
+    failures = attempts.failures
     if len(failures) > 1:
         logger.warning(
             "%d attempts at %d episodes failed, %d episodes for good; last: %s",
@@ -174,6 +202,28 @@ async def collect(
             failures[-1],
         )
     return trajectories
+
+
+async def in_lockstep(
+    attempts: Attempts,
+    wave: Sequence[tuple[Item, int]],
+    progress: Callable[[int], None] = lambda _: None,
+    failed: Callable[[Trajectory], None] = lambda _: None,
+) -> list[Trajectory]:
+    """Of each (item, sample) in order, all played turn by turn together: the same ones give the
+    same batches to the engine, whenever they are played.
+    """
+    barrier = Lockstep(len(wave))
+
+    async def one(item: Item, sample: int) -> Trajectory:
+        try:
+            trajectory = await attempts.play(item, sample, barrier, failed)
+            progress(1)
+            return trajectory
+        finally:
+            barrier.leave()
+
+    return await in_order([one(item, sample) for item, sample in wave])
 
 
 def samples(items: Sequence[Item], num_samples: int, first: int = 0) -> list[tuple[Item, int]]:

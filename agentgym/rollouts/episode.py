@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from agentgym.types import Completion, Item, SampleKey, Sampling, Status, Trajectory, Turn
+from agentgym.types import Completion, Item, SampleKey, Sampling, Status, Trajectory, Turn, Usage
 
 
 class Reply(Protocol):
@@ -56,7 +56,7 @@ class Player(Protocol):
 
     async def act(self, session: Any, sampling: Sampling) -> Said | None:
         """None: it gives up. Errors: ContextFull where what it heard leaves no room to act;
-        EnvError where the environment was asked and failed.
+        PlayerFailed where it cannot go on; EnvError where the environment was asked and failed.
         """
         ...
 
@@ -67,6 +67,16 @@ class Player(Protocol):
 
 class ContextFull(Exception):
     """A player that learns only when it acts that its context is used up."""
+
+
+class PlayerFailed(RuntimeError):
+    """A player that cannot go on with this episode, through no fault of the policy's: another
+    attempt may get further, unless it is final. Nothing of it is a reward of 0.
+    """
+
+    def __init__(self, message: str, *, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +118,7 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     success: bool = False
+    usage: Usage | None = None  # of the player's calls so far, where it counts them
     began: float = field(default_factory=time.perf_counter)
     began_at: float = field(default_factory=time.time)  # seconds since 1970
 
@@ -169,6 +180,7 @@ class Episode:
             num_attempts=num_attempts,
             error=error,
             id=self.id,
+            usage=self.usage,
             timing={
                 "generate_s": round(sum(turn.generate_s for turn in self.turns), 4),
                 "env_s": round(sum(turn.env_s for turn in self.turns), 4),

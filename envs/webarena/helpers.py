@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from envs.env import GraderFailed
 from envs.options import SECRET_PREFIX
 from envs.outbound import open_url
 from envs.webarena.evaluators import Page
@@ -43,7 +44,7 @@ _ROLE = """name => {
 }"""
 
 
-class HelperFailed(RuntimeError):
+class HelperFailed(GraderFailed):
     """A site did not answer what the evaluation needs: a failure of the environment."""
 
 

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 
+from envs.env import GraderFailed
 from envs.outbound import open_url
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ for that reason.
 End with one of these words on a line of its own: same, different."""
 
 
-class JudgeFailed(RuntimeError):
+class JudgeFailed(GraderFailed):
     """There is no verdict: a failure of the environment, not of the policy."""
 
 

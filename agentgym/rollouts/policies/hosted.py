@@ -6,29 +6,37 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Mapping
+import random
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from agentgym.rollouts.episode import ContextFull, Episode, Said
+from agentgym.rollouts.episode import ContextFull, Episode, PlayerFailed, Said
 from agentgym.rollouts.players import chance
-from agentgym.types import Item, Sampling
+from agentgym.rollouts.policies.prices import Tariff
+from agentgym.types import Item, Sampling, Usage
 from envs.plain import plain
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "AGENTGYM_SECRET_"  # of the variables that may hold a key
 MAX_REPLY_BYTES = 4 * 1024 * 1024
-BACKOFF_S, LONGEST_WAIT_S = 0.5, 30.0
+BACKOFF_S, LONGEST_BACKOFF_S, LONGEST_WAIT_S = 0.5, 30.0, 120.0
 AGAIN = (408, 409, 425, 429)  # and whatever is 500 or more
-FULL = "context_length_exceeded"
+FULL = (b"context_length_exceeded", b"maximum context length")
+MOST_LOST = 8  # calls given up one after the other: the endpoint is gone
+REFUSED = Usage(num_calls=1, num_failed=1)  # took no tokens
+LOST = Usage(num_calls=1, num_failed=1, num_untold=1)  # may have taken some
 
 
-class HostedError(RuntimeError):
+class HostedError(PlayerFailed):
     """The endpoint does not answer, or not as agreed."""
 
 
@@ -41,6 +49,10 @@ class Endpoint:
     key_variable: str = ""  # of the environment; empty: none is sent
     timeout_s: float = 60.0  # of one request
     max_retries: int = 5
+    max_concurrency: int = 64  # requests in flight
+    max_per_minute: float = 0.0  # requests; 0: as many as go
+    tariff: Tariff | None = None
+    max_cost: float | None = None  # in the tariff's currency; no request begins above it
 
     def __post_init__(self) -> None:
         """Errors: ValueError."""
@@ -57,20 +69,46 @@ class Endpoint:
             )
         if self.key_variable and not os.environ.get(self.key_variable):
             raise ValueError(f"the variable {self.key_variable} is not set; it holds the key")
+        if self.max_cost is not None and self.tariff is None:
+            raise ValueError("a limit of cost needs prices; name a price file too")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """With the key, which is nowhere else."""
+        if not self.key_variable:
+            return {}
+        return {"Authorization": f"Bearer {os.environ[self.key_variable]}"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
     text: str
     num_tokens: int  # of prompt and reply, as the endpoint counts; 0: it does not say
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Of one request."""
+
+    problem: str
+    again: bool  # may the same request be sent again
+    wait_s: float | None = None  # that the endpoint asks for
+    usage: Usage = REFUSED
 
 
 class HostedModel:
     """A client of one endpoint. Use as `async with`; `player` is a `PlayerOf`."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, spent: Usage | None = None) -> None:
+        """spent: what was spent before and counts against the limit of cost, too."""
+        self.stopped = ""  # why no further request is sent; empty: they are
+        self.spent = spent or Usage()
         self._endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
+        self._slots = asyncio.Semaphore(endpoint.max_concurrency)
+        self._next_at = 0.0  # on the monotonic clock: the next request may begin
+        self._num_lost = 0  # calls given up since one was answered
 
     async def __aenter__(self) -> Self:
         # no redirects and no proxy of the environment: the key goes where it was sent to
@@ -91,39 +129,107 @@ class HostedModel:
     def player(self, item: Item, sample: int) -> HostedPlayer:
         return HostedPlayer(self)
 
-    async def chat(self, messages: list[dict[str, str]], sampling: Sampling) -> _Answer:
-        """Errors: ContextFull; HostedError after `max_retries`, or at once where asking again
-        cannot help.
+    async def chat(
+        self,
+        messages: list[dict[str, str]],
+        sampling: Sampling,
+        spend: Callable[[Usage], None] = lambda _: None,
+    ) -> _Answer:
+        """spend: told what each request took, also those that failed.
+
+        Errors: ContextFull; HostedError after `max_retries`, or at once where asking again cannot
+        help, `final` where that holds for every further request.
         """
         body = {
             "model": self._endpoint.model,
             "messages": messages,
             "temperature": sampling.temperature,
+            "top_p": 1.0,
             "max_tokens": sampling.max_new_tokens,
             "seed": _seed(sampling),
         }
-        headers = {"Idempotency-Key": "-".join(map(str, sampling.key))}
-        if self._endpoint.key_variable:
-            key = os.environ[self._endpoint.key_variable]
-            headers["Authorization"] = f"Bearer {key}"
-        problem = ""
+        headers = {"Idempotency-Key": "-".join(map(str, sampling.key)), **self._endpoint.headers}
+
+        def took(usage: Usage) -> None:
+            self.spent += usage
+            spend(usage)
+
         for attempt in range(1 + self._endpoint.max_retries):
-            wait_s: float | None = None
+            async with self._slots:
+                await self._turn()
+                self._check()
+                try:
+                    came = await self._ask(body, headers)
+                except asyncio.CancelledError:  # the episode is over its time
+                    took(LOST)
+                    raise
+            took(came.usage)
+            if isinstance(came, _Answer):
+                self._num_lost = 0
+                return came
+            self._hold(came.wait_s)
+            if not came.again or attempt == self._endpoint.max_retries:
+                raise self._given_up(came)
+            logger.info("%s: %s; asked again", self._endpoint.model, came.problem)
+            if came.wait_s is None:
+                await asyncio.sleep(_backoff(attempt))
+        raise AssertionError
+
+    def _given_up(self, came: _Failure) -> HostedError:
+        self._num_lost += 1
+        error = f"model {self._endpoint.model} at {self._endpoint.base_url}: {came.problem}"
+        if not came.again:
+            self.stopped = self.stopped or error
+        elif self._num_lost >= MOST_LOST:
+            self.stopped = self.stopped or f"{self._num_lost} calls in a row were lost; {error}"
+        return HostedError(error, final=bool(self.stopped))
+
+    def _check(self) -> None:
+        """Errors: HostedError where no further request is to be sent."""
+        limit, tariff = self._endpoint.max_cost, self._endpoint.tariff
+        if limit is not None and tariff is not None and not self.stopped:
+            cost = tariff.cost(self.spent)
+            if cost.amount >= limit:
+                self.stopped = (
+                    f"the limit of cost is reached: {cost.amount:.4f} of {limit:.4f}"
+                    f" {cost.currency}"
+                )
+        if self.stopped:
+            raise HostedError(self.stopped, final=True)
+
+    async def _turn(self) -> None:
+        """Wait until a request may begin, by the rate and by what the endpoint asked for."""
+        while (wait_s := self._next_at - time.monotonic()) > 0:  # noqa: ASYNC110  (grows meanwhile)
+            await asyncio.sleep(wait_s)
+        if self._endpoint.max_per_minute:
+            self._next_at = time.monotonic() + 60 / self._endpoint.max_per_minute
+
+    def _hold(self, wait_s: float | None) -> None:
+        """All requests wait for what one of them was told."""
+        if wait_s is not None:
+            self._next_at = max(self._next_at, time.monotonic() + wait_s)
+
+    async def _ask(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> _Answer | _Failure:
+        """One request. Errors: ContextFull."""
+        try:
+            status, wait_s, content = await self._post(body, headers)
+        except aiohttp.ClientConnectorError as error:  # nothing was sent
+            return _Failure(f"{type(error).__name__} {error}", again=True)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            problem = f"{type(error).__name__} {error}".strip()
+            return _Failure(problem, again=True, usage=LOST)
+        if status == 200:
             try:
-                status, wait_s, content = await self._post(body, headers)
-                if status == 200:
-                    return _read(content)
-                problem = f"status {status}: {_line(content[:200].decode('utf-8', 'replace'))}"
-                if status == 400 and FULL.encode() in content:
-                    raise ContextFull
-                if status < 500 and status not in AGAIN:
-                    break
-            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                problem = f"{type(error).__name__} {error}".strip()
-            if attempt < self._endpoint.max_retries:
-                logger.info("%s: %s; asked again", self._endpoint.model, problem)
-                await asyncio.sleep(min(LONGEST_WAIT_S, wait_s or BACKOFF_S * 2**attempt))
-        raise HostedError(f"model {self._endpoint.model} at {self._endpoint.base_url}: {problem}")
+                return _read(content)
+            except ValueError as error:
+                return _Failure(f"{type(error).__name__} {error}", again=True, usage=LOST)
+        if status == 400 and any(text in content for text in FULL):
+            raise ContextFull
+        told = _line(content[:200].decode("utf-8", "replace"))
+        problem, again = f"status {status}: {told}", status >= 500 or status in AGAIN
+        if wait_s is not None and wait_s > LONGEST_WAIT_S:
+            problem, wait_s = f"{problem}; it asks to wait {wait_s:g} s", LONGEST_WAIT_S
+        return _Failure(problem, again, wait_s if again else None)
 
     async def _post(
         self, body: Mapping[str, Any], headers: Mapping[str, str]
@@ -141,8 +247,7 @@ class HostedModel:
                 content += more
             if len(content) > MAX_REPLY_BYTES:
                 raise ValueError(f"its reply is longer than {MAX_REPLY_BYTES} bytes")
-            said = reply.headers.get("Retry-After", "")
-            return reply.status, float(said) if said.isdecimal() else None, content
+            return reply.status, _retry_after(reply.headers.get("Retry-After", "")), content
 
 
 class HostedPlayer:
@@ -156,14 +261,15 @@ class HostedPlayer:
         self._num_tokens = 0
 
     def begin(self, episode: Episode) -> bool:
-        self._settings = episode.settings
+        self._episode, self._settings = episode, episode.settings
+        episode.usage = Usage()
         if instructions := episode.settings.instructions_of(episode.item):
             self._messages.append({"role": "system", "content": instructions})
         self._messages.append({"role": "user", "content": episode.first_observation})
         return True
 
     async def act(self, session: Any, sampling: Sampling) -> Said:
-        answer = await self._model.chat(self._messages, sampling)
+        answer = await self._model.chat(self._messages, sampling, self._spend)
         self._num_tokens = answer.num_tokens
         self._messages.append({"role": "assistant", "content": answer.text})
         return Said(answer.text)
@@ -173,9 +279,55 @@ class HostedPlayer:
         room = self._settings.context_tokens - self._num_tokens
         return room >= self._settings.max_new_tokens
 
+    def _spend(self, usage: Usage) -> None:
+        self._episode.usage = (self._episode.usage or Usage()) + usage
+
+
+async def only_model(base_url: str, key_variable: str = "", timeout_s: float = 30.0) -> str:
+    """The model of an endpoint that has one.
+    Errors: ValueError where it has none or several, or does not say.
+    """
+    endpoint = Endpoint(base_url, "", key_variable)
+    url = f"{base_url.rstrip('/')}/models"
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
+            session.get(url, headers=endpoint.headers, allow_redirects=False) as reply,
+        ):
+            told = json.loads(await reply.content.read(MAX_REPLY_BYTES))
+            names = [str(each["id"]) for each in told["data"]]
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__} {error}".strip()
+        raise ValueError(
+            f"{url} does not say which models there are ({_line(problem)}); name one"
+        ) from None
+    if len(names) != 1:
+        raise ValueError(
+            f"{url} has {', '.join(map(_line, names)) or 'no model'}; name one of them"
+        )
+    return names[0]
+
 
 def _line(text: str) -> str:
     return " ".join(plain(text).split())
+
+
+def _backoff(attempt: int) -> float:
+    """Seconds, longer each time, and never the same for all that failed together."""
+    longest = min(LONGEST_BACKOFF_S, BACKOFF_S * 2**attempt)
+    return float(longest * random.uniform(0.75, 1.0))  # noqa: S311  (changes no result)
+
+
+def _retry_after(text: str) -> float | None:
+    """Seconds: the header is a number of them, or a date."""
+    try:
+        if text.replace(".", "", 1).isdecimal():
+            return float(text)
+        at = parsedate_to_datetime(text)
+        return max(0.0, (at - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return None
 
 
 def _seed(sampling: Sampling) -> int:
@@ -188,7 +340,22 @@ def _read(content: bytes) -> _Answer:
     try:
         answer = json.loads(content)
         text = answer["choices"][0]["message"]["content"] or ""
-        usage = answer.get("usage") or {}
-        return _Answer(str(text), int(usage.get("total_tokens") or 0))
+        told = answer.get("usage") or {}
+        return _Answer(str(text), int(told.get("total_tokens") or 0), _usage(told))
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"no chat completion: {type(error).__name__} {error}") from error
+
+
+def _usage(told: Mapping[str, Any]) -> Usage:
+    """Of one answered request. What is not told is not known, and no 0."""
+    asked, replied = told.get("prompt_tokens"), told.get("completion_tokens")
+    if asked is None or replied is None:
+        return Usage(num_calls=1, num_untold=1)
+    cached = (told.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return Usage(
+        num_calls=1,
+        input_tokens=int(asked),
+        cached_tokens=int(cached or 0),
+        output_tokens=int(replied),
+        num_cache_untold=int(cached is None),
+    )

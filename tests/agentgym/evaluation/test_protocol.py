@@ -48,7 +48,6 @@ def test_each_environment_has_its_own_turns_temperature_format_items_and_samples
         ({"envs": [{**BABYAI, "items": {"ids": ["textcraft_1"]}}]}, "no item of babyai"),
         ({"envs": [{**BABYAI, "items": {"ids": ["babyai_1", "babyai_1"]}}]}, "twice"),
         ({"envs": [{**BABYAI, "max_new_tokens": 9000}]}, "leaves no room"),
-        ({"envs": [BABYAI], "concurrency": 1000}, "above env.max_sessions"),
         ({"envs": [{**BABYAI, "env": {"name": "babyai", "weight": 2.0}}]}, "weight"),
     ],
 )

@@ -6,9 +6,9 @@ import json
 import pytest
 from aiohttp import web
 
-from agentgym.rollouts.collect import collect, samples
+from agentgym.rollouts.collect import RolloutError, collect, samples
 from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.policies.hosted import Endpoint, HostedError, HostedModel
+from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item, Status
 
@@ -100,16 +100,16 @@ def test_an_endpoint_in_trouble_is_asked_again_within_bounds(serving):
         keys = [head["Idempotency-Key"] for head in stub.heads]
         assert keys[:6] == [keys[0]] * 6
         assert keys[6] != keys[0]
-        stub = Stub(trouble=[500] * 3)
-        with pytest.raises(HostedError, match=r"model m at http://127.0.0.1.*status 500"):
+        stub = Stub(trouble=[500] * 6)  # two attempts
+        with pytest.raises(RolloutError, match=r"model m at http://127.0.0.1.*status 500"):
             play_hosted(stub, endpoint, [Item("babyai", 0)], max_retries=2)
-        assert len(stub.asked) == 3
-        stub = Stub(trouble=[401])
-        with pytest.raises(HostedError, match="status 401"):
+        assert len(stub.asked) == 6
+        stub = Stub(trouble=[401])  # no other attempt helps
+        with pytest.raises(RolloutError, match="status 401"):
             play_hosted(stub, endpoint, [Item("babyai", 0)])
         assert len(stub.asked) == 1
         stub = Stub(trouble=[302])
-        with pytest.raises(HostedError, match="status 302"):
+        with pytest.raises(RolloutError, match="status 302"):
             play_hosted(stub, endpoint, [Item("babyai", 0)])
 
 
