@@ -21,6 +21,10 @@ PROTOCOL_VERSION = 2
 TOKEN_VARIABLE = "AGENTGYM_ENV_TOKEN"  # noqa: S105
 MAX_ACTION_CHARS = 16_384
 MAX_BATCH = 256  # requests
+# keys of a step's `info` that mean the same in every environment; others are its own
+FAMILY = "family"  # text: the kind of task, equal at every turn; results are told by it
+INVALID = "invalid"  # true where the action was not understood or could not be done, else absent
+PARTS = "parts"  # of the turn that was judged: what its outcome is made of, name -> number
 
 
 class Message(BaseModel):
@@ -106,7 +110,7 @@ class StepReply(Message):
     terminated: bool  # the task is over
     truncated: bool  # the simulator's own step limit was reached
     success: bool
-    info: dict[str, Any] = Field(default_factory=dict)
+    info: dict[str, Any] = Field(default_factory=dict)  # FAMILY, INVALID, PARTS, and its own
 
 
 class SessionRequest(Message):

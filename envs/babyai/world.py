@@ -29,6 +29,7 @@ from envs.babyai.actions import (
 from envs.babyai.levels import make_level, pick_level
 from envs.babyai.views import View, decode
 from envs.env import Expert, ExpertFailed, StepResult
+from envs.wire import FAMILY, INVALID
 
 _TEXT_OF = {move: text for text, move in LOW.items()}
 
@@ -53,6 +54,7 @@ class World:
         self.options = options
         self.env: Any = None
         self.view = View((), frozenset(), "")
+        self.level = ""
         self.num_moves = 0  # of this episode
         self.last_move: Move | None = None
         self._image: Any = None  # minigrid's observation after the last move
@@ -67,9 +69,9 @@ class World:
         return self._offered
 
     def reset(self, task_id: int) -> str:
-        level, seed = pick_level(self.options.levels, task_id)
+        self.level, seed = pick_level(self.options.levels, task_id)
         self.close()
-        self.env = make_level(level)
+        self.env = make_level(self.level)
         self._image = self.env.reset(seed=seed)[0]["image"]
         self.view = self._first_view()
         self.num_moves, self.last_move, self._offered, self._ended = 0, None, None, False
@@ -86,7 +88,7 @@ class World:
             else plan_high(text, self.view, self.offered)
         )
         if isinstance(plan, Refusal):
-            return self._stay(self._refused(plan))
+            return self._stay(self._refused(plan), invalid=True)
         return self._carry_out(plan) if plan else self._stay(self._unmoved())
 
     def render(self) -> tuple[str, bytes]:
@@ -119,8 +121,9 @@ class World:
             else replace(decode(self._image), carrying=view.carrying)
         )
 
-    def _stay(self, observation: str) -> StepResult:
-        return StepResult(observation, reward=0.0, terminated=False)
+    def _stay(self, observation: str, *, invalid: bool = False) -> StepResult:
+        info = {FAMILY: self.level, **({INVALID: True} if invalid else {})}
+        return StepResult(observation, reward=0.0, terminated=False, info=info)
 
     def _carry_out(self, plan: Sequence[Move]) -> StepResult:
         """A plan is given up at the first move that does not change the picture.
@@ -153,6 +156,7 @@ class World:
             terminated,
             truncated and not terminated,
             success,
+            {FAMILY: self.level},
         )
 
     def _told(self, *, goal: str = "", closing: str = "") -> str:

@@ -12,11 +12,13 @@ from envs.sciworld.gold import Recording
 from envs.sciworld.jvm import Answer, GameFailed
 from envs.sciworld.slots import Place, Pool
 from envs.sciworld.tasks import Task, find_task
+from envs.wire import FAMILY, INVALID
 
 logger = logging.getLogger(__name__)
 
 # characters of an action that the engine reads: 16,000 of some letters take it seconds
 LONGEST = 1_000
+UNREADABLE = "No known action matches that input."  # the engine's whole answer
 BROKEN = "The laboratory broke on this action. The episode is over."
 Reward = Literal["normalised", "agentgym"]
 
@@ -86,13 +88,7 @@ class World:
             action,
             exc_info=error,
         )
-        info = {
-            "score": 0,
-            "moves": self.moves,
-            "task": self.task.name,
-            "variation": self.task.variation,
-            "failed": str(error)[:200],
-        }
+        info = {**self._info(score=0), "failed": str(error)[:200]}
         return StepResult(BROKEN, -self._paid, terminated=True, info=info)
 
     def _stepped(self, action: str, answer: Answer) -> StepResult:
@@ -108,13 +104,16 @@ class World:
             terminated=over,
             truncated=not over and self.moves > self._options.max_moves,
             success=solved,
-            info={
-                "score": self.score,
-                "moves": self.moves,
-                "task": self.task.name,
-                "variation": self.task.variation,
-            },
+            info=self._info(self.score) | ({INVALID: True} if observation == UNREADABLE else {}),
         )
+
+    def _info(self, score: int) -> dict[str, Any]:
+        return {
+            FAMILY: self.task.name,
+            "variation": self.task.variation,
+            "score": score,
+            "moves": self.moves,
+        }
 
     def _value(self) -> float:
         """The episode's outcome so far: the sum of its rewards."""

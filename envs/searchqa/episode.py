@@ -7,13 +7,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from envs.env import Expert, ExpertFailed, StepResult
 from envs.searchqa.grammar import cut, information, last_answer, parse
 from envs.searchqa.questions import Question, Questions
 from envs.searchqa.retrievers import Document, Retriever
 from envs.searchqa.scoring import exact_match, f1, normalise
+from envs.wire import FAMILY, INVALID, PARTS
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 MAX_QUERY_CHARS = 1_000  # the rest of a longer query is not read
@@ -101,7 +102,7 @@ class Episode:
         thoughts_act = self._protocol.thoughts_act
         said = parse(action, thoughts_act=thoughts_act)
         if said is None:
-            return self._result(self._protocol.neither)
+            return self._result(self._protocol.neither, **{INVALID: True})
         if said.kind == "search":
             return self._search(_CONTROL.sub(" ", said.text).strip()[:MAX_QUERY_CHARS])
         return self._answer(
@@ -140,7 +141,7 @@ class Episode:
 
     def _search(self, query: str) -> StepResult:
         if not query and not self._protocol.searches_nothing:
-            return self._result(EMPTY_QUERY)
+            return self._result(EMPTY_QUERY, **{INVALID: True})
         documents = tuple(self._retriever.search(query, self.options.topk))
         self.searched.append(Searched(query, documents))
         return self._result(information(documents, self.options.max_doc_chars))
@@ -153,16 +154,11 @@ class Episode:
         self.ended = right or self.options.mode == "strict"
         says = self._protocol
         text = says.right if right else says.wrong if self.ended else says.try_again
-        return self._result(
-            text, right=right, f1=round(f1(answer, self.question.answers), 4), em=float(right)
-        )
+        parts = {"em": float(right), "f1": round(f1(answer, self.question.answers), 4)}
+        return self._result(text, right=right, **{PARTS: parts})
 
-    def _result(self, text: str, *, right: bool = False, **scores: float) -> StepResult:
-        info = {
-            "data_source": self.question.data_source,
-            "num_searches": len(self.searched),
-            **scores,
-        }
+    def _result(self, text: str, *, right: bool = False, **more: Any) -> StepResult:
+        info = {FAMILY: self.question.data_source, "num_searches": len(self.searched), **more}
         return StepResult(
             text, 1.0 if right else 0.0, terminated=self.ended, success=right, info=info
         )

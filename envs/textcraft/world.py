@@ -8,10 +8,12 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from envs.env import Expert, StepResult
 from envs.textcraft.planner import Planner, tree_lines
 from envs.textcraft.recipes import Book, item_id
+from envs.wire import FAMILY, INVALID
 
 LONGEST = 1000  # characters of an action that are looked at: nine ingredients need less than half
 ECHO_CHARS = 200  # of an action that could not be read
@@ -33,6 +35,10 @@ class Options:
     max_steps: int  # 0: no limit
 
 
+class Refused(Exception):
+    """An action that changes nothing; its text is the observation."""
+
+
 class World:
     """All chance of an episode comes from its task id; the book is shared and never changes."""
 
@@ -40,12 +46,14 @@ class World:
         self.book = book
         self.options = options
         self.goal = ""
+        self.family = ""
         self.inventory: dict[str, int] = {}  # in the order in which things were first had
         self.num_steps = 0  # of this episode
         self._ended = False
 
     def reset(self, task_id: int) -> str:
         self.goal = self.options.goals[task_id % len(self.options.goals)]
+        self.family = f"depth {self.book.depth[self.goal]}"
         self.inventory, self.num_steps, self._ended = {}, 0, False
         # a str is hashed by sha512, the same everywhere
         chance = random.Random(f"textcraft {task_id}")  # noqa: S311
@@ -57,12 +65,15 @@ class World:
     def step(self, action: str) -> StepResult:
         assert not self._ended, "the episode is over"
         self.num_steps += 1
-        observation, success = (
-            self._act(normalise(action)) if len(action) <= LONGEST else (_unreadable(action), False)
-        )
+        info: dict[str, Any] = {FAMILY: self.family}
+        try:
+            observation, success = self._act(action)
+        except Refused as refused:
+            observation, success = str(refused), False
+            info[INVALID] = True
         truncated = not success and self.num_steps == self.options.max_steps
         self._ended = success or truncated
-        return StepResult(observation, 1.0 if success else 0.0, success, truncated, success)
+        return StepResult(observation, 1.0 if success else 0.0, success, truncated, success, info)
 
     def render(self) -> tuple[str, bytes]:
         title = (
@@ -91,11 +102,14 @@ class World:
         item = next((item for item in among if self.inventory.get(item, 0) >= n), "")
         return item and f"{n} {item}"
 
-    def _act(self, text: str) -> tuple[str, bool]:
-        """(observation, whether the goal was crafted)."""
+    def _act(self, action: str) -> tuple[str, bool]:
+        """(observation, whether the goal was crafted). Errors: Refused."""
+        if len(action) > LONGEST:
+            raise Refused(_unreadable(action))
+        text = normalise(action)
         match = _ACTION.fullmatch(text)
         if match is None:
-            return _unreadable(text), False
+            raise Refused(_unreadable(text))
         n, item, output, given, _ = match.groups()
         if item is not None:
             return self._get(int(n), item), False
@@ -105,7 +119,7 @@ class World:
 
     def _get(self, n: int, item: str) -> str:
         if item not in self.book.raw:
-            return f"Could not find {_short(item)}"
+            raise Refused(f"Could not find {_short(item)}")
         self.inventory[item] = self.inventory.get(item, 0) + n
         return f"Got {n} {item}"
 
@@ -114,13 +128,13 @@ class World:
         for part in listed.split(","):
             match = _PART.fullmatch(part.strip())
             if match is None:
-                return f"Wrong item format: {_short(part.strip())}", False
+                raise Refused(f"Wrong item format: {_short(part.strip())}")
             given[match[2]] = given.get(match[2], 0) + int(match[1])
         if any(self.inventory.get(name, 0) < n for name, n in given.items()):
-            return f"Could not find enough items to craft {_short(item_id(output))}", False
+            raise Refused(f"Could not find enough items to craft {_short(item_id(output))}")
         recipe = self.book.find(output, given)
         if recipe is None:
-            return f"Could not find a valid recipe for {_short(f'{output} using {listed}')}", False
+            raise Refused(f"Could not find a valid recipe for {_short(f'{output} using {listed}')}")
         for name, n in given.items():
             self.inventory[name] -= n
             if not self.inventory[name]:

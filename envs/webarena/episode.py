@@ -29,6 +29,7 @@ from envs.webarena.observation import Element, cut_lines, read_layout, read_page
 from envs.webarena.places import Place
 from envs.webarena.tabs import Limits, Refusal, Tab, Tabs, reason
 from envs.webarena.tasks import Task, find_task
+from envs.wire import FAMILY, INVALID, PARTS
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -121,7 +122,7 @@ class Episode:
     def _read_action(self, action: str) -> Action | StepResult:
         """A result where there is nothing to carry out."""
         if self.ended:
-            return StepResult(OVER, 0.0, terminated=True)
+            return StepResult(OVER, 0.0, terminated=True, info=self._info())
         action = utf8(action)
         self.actions.append(action)
         try:
@@ -129,7 +130,8 @@ class Episode:
             if parsed.kind in ("click", "hover", "type") and parsed.number not in self.elements:
                 raise NoAction(f"There is no element {parsed.number} in the current page.")
         except NoAction as refused:
-            return StepResult(str(refused), 0.0, terminated=False, info={"error": "action"})
+            info = self._info(error="action")
+            return StepResult(str(refused), 0.0, terminated=False, info=info)
         return parsed
 
     def render(self) -> tuple[str, bytes]:
@@ -238,9 +240,13 @@ class Episode:
                 if element is not None
                 else str(action)
             )
-            return StepResult(
-                await self._observe(), 0.0, terminated=False, info={"error": error} if error else {}
-            )
+            info = self._info(error=error)
+            return StepResult(await self._observe(), 0.0, terminated=False, info=info)
+
+    def _info(self, error: str = "") -> dict[str, Any]:
+        """error: why nothing was done."""
+        family = {FAMILY: "+".join(self.task.sites)}
+        return family | ({INVALID: True, "error": error} if error else {})
 
     async def _observe(self) -> str:
         """WebArena's blocks.
@@ -332,12 +338,11 @@ class Episode:
         verdict = self._judged(answer, self._sites.helpers(self._headers))
         self.ended = True
         success = verdict.score == 1.0
-        info = {
+        info = self._info() | {
             "score": verdict.score,
-            "parts": verdict.parts,
+            PARTS: verdict.parts,
             "judge": verdict.judge,
             "answer": answer[:1000],
-            "sites": list(self.task.sites),
         }
         return StepResult(OVER, float(success), terminated=True, success=success, info=info)
 

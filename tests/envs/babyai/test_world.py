@@ -360,3 +360,13 @@ def test_a_picture_shows_the_state():
     media_type, data = world.render()
     assert media_type == "image/png"
     assert data.startswith(b"\x89PNG")
+
+
+def test_every_turn_tells_the_level_and_which_actions_were_refused():
+    for view, actions in GRAMMARS:
+        world = world_of(view=view, actions=actions)
+        for task_id, level in enumerate(("GoToObj", "GoToRedBallNoDists")):
+            world.reset(task_id)
+            told = [world.step(action).info for action in ("turn left", "fly", "turn right")]
+            assert {each["family"] for each in told} == {level}
+            assert [each.get("invalid", False) for each in told] == [False, True, False]

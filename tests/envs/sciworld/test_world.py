@@ -37,9 +37,16 @@ def test_a_solved_task_pays_one_in_parts_that_follow_the_score(world):
     assert results[-1].info == {
         "score": 100,
         "moves": 5,
-        "task": "find-living-thing",
+        "family": "find-living-thing",
         "variation": 3,
     }
+
+
+def test_what_the_engine_cannot_read_is_an_invalid_action(world):
+    playing = world()
+    playing.reset(FIND_LIVING)
+    assert playing.step("fly to the moon").info["invalid"]
+    assert "invalid" not in playing.step("look around").info
 
 
 def test_a_failed_task_is_over_and_worth_nothing(world):

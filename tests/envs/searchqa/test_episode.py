@@ -48,10 +48,9 @@ def test_the_expert_succeeds_on_every_id_within_three_turns(mode):
         assert [result.reward for result in results] == [0.0] * len(episode.question.hops) + [1.0]
         assert results[-1].success
         assert results[-1].info == {
-            "data_source": episode.question.data_source,
+            "family": episode.question.data_source,
             "num_searches": len(results) - 1,
-            "f1": 1.0,
-            "em": 1.0,
+            "parts": {"em": 1.0, "f1": 1.0},
         }
 
 
@@ -139,14 +138,21 @@ def test_strict_takes_one_answer_and_tells_how_near_it_was():
     episode = episode_of(FIRST_TRAIN_ID + 5)
     result = episode.step("<answer>Krarith</answer><answer>Krarith Glildall</answer>")
     assert (result.reward, result.terminated, result.success) == (0.0, True, False)
-    assert (result.info["em"], result.info["f1"]) == (0.0, 0.6667)
+    assert result.info["parts"] == {"em": 0.0, "f1": 0.6667}
+
+
+def test_every_turn_tells_the_data_set_and_which_replies_are_no_action():
+    episode = episode_of(FIRST_TRAIN_ID + 5)
+    told = [episode.step(text).info for text in ("hm", "<search> </search>", "<search>x</search>")]
+    assert {each["family"] for each in told} == {episode.question.data_source}
+    assert [each.get("invalid", False) for each in told] == [True, True, False]
 
 
 def test_agentgym_mode_goes_on_until_the_answer_is_right():
     episode = episode_of(FIRST_TRAIN_ID + 5, mode="agentgym")
     for _ in range(3):
         result = episode.step("<answer>somebody</answer>")
-        assert (result.observation, result.reward, result.terminated, result.info["em"]) == (
+        assert (result.observation, result.reward, result.terminated, result.info["parts"]["em"]) == (
             PROTOCOLS["own"].try_again,
             0.0,
             False,

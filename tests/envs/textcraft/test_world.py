@@ -378,3 +378,14 @@ def test_spelling_is_forgiven():
         normalise(" Craft 1\tMinecraft:Oak_Planks  using 1 oak log . ")
         == "craft 1 oak planks using 1 oak log"
     )
+
+
+def test_every_turn_tells_the_depth_of_the_goal_and_what_changed_nothing():
+    world = world_of(goals=["stick", "loom"])
+    for task_id, goal in enumerate(world.options.goals):
+        world.reset(task_id)
+        done = ["inventory", "get 1 oak log", "craft 4 oak planks using 1 oak log"]
+        refused = ["", "get 1 loom", "craft 1 loom using 2 string", "craft 1 loom using string"]
+        told = [world.step(action).info for action in (*done, *refused, "x" * 2000)]
+        assert {each["family"] for each in told} == {f"depth {world.book.depth[goal]}"}
+        assert [each.get("invalid", False) for each in told] == [False] * 3 + [True] * 5

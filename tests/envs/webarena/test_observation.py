@@ -155,10 +155,12 @@ def test_the_outcome_is_scored_at_stop_and_the_window_can_be_looked_at(episode):
     assert (wrong_form.reward, wrong_form.terminated, wrong_form.info) == (
         0.0,
         False,
-        {"error": "action"},
+        {"family": "shopping", "invalid": True, "error": "action"},
     )
+    assert episode.simulator.step("scroll [down]").info == {"family": "shopping"}
     end = episode.simulator.step("```stop [12]```")
     assert (end.reward, end.terminated, end.success) == (1.0, True, True)
     assert end.info["parts"] == {"string_match": {"exact_match": 1.0}}
+    assert end.info["family"] == "shopping"
     again = episode.simulator.step("stop [12]")
     assert (again.reward, again.observation) == (0.0, "The episode is over.")
