@@ -26,8 +26,11 @@ PUBLISHED_COUNTS: dict[str, tuple[int | None, int | None]] = {
     "textcraft": (374, 100),
     "sciworld": (2120, 200),
     "searchqa": (None, 400),
-    "webarena": (None, 50),
+    "webarena": (372, 50),
 }
+
+# where `agentgym data import` puts the published lists
+PUBLISHED = Path("data/hub/AgentGym-RL-Data-ID")
 
 _FILES = {"train": "train/{env}_train.json", "eval": "eval/{env}_test.json"}
 SPLITS = ("train", "validation", "test")
@@ -82,6 +85,11 @@ def data_digest(path: Path, *envs: str) -> str:
 
 def _not_there(path: Path, file: Path) -> DataError:
     """Is the whole dataset missing, or an environment it knows nothing of."""
+    if not path.is_dir() and path == PUBLISHED and not Path(f"{path}.dvc").is_file():
+        return DataError(
+            f"dataset not imported: {file} does not exist; run `agentgym data import --rev main`,"
+            " or set data.path to a folder of lists"
+        )
     if not path.is_dir():
         return DataError(
             f"dataset not pulled: {file} does not exist; run `dvc pull {path}.dvc`, or set"

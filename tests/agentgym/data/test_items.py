@@ -251,6 +251,10 @@ def test_another_count_than_published_is_a_warning(tmp_path: Path) -> None:
     )
     assert load(root, "webarena").warnings == (
         (
+            "webarena: 40 train items, the published list has 372; do not compare results with"
+            " published ones"
+        ),
+        (
             "webarena: 1 eval items, the published list has 50; do not compare results with"
             " published ones"
         ),
