@@ -13,15 +13,8 @@ import numpy as np
 from agentgym.compute.placement import open_engine
 from agentgym.config import EvaluationConfig
 from agentgym.data.items import splits_from_json
-from agentgym.evaluation.passk import (
-    FAILED,
-    Interval,
-    as_failures,
-    coverage,
-    num_failed,
-    paired_differences,
-    summarise,
-)
+from agentgym.evaluation.passk import FAILED, num_failed, paired_differences
+from agentgym.evaluation.score import Asked, both_conventions, to_json
 from agentgym.models.checkpoint import load_checkpoint
 from agentgym.models.model import set_threads
 from agentgym.records import TRAJECTORIES, decode_trajectories
@@ -159,17 +152,10 @@ def score(
     `summary` leaves failed episodes out, `failed_as_failures` takes them for failures of the
     policy; `coverage` is the share of episodes that did not fail.
     """
+    asked = Asked(settings.confidence, settings.num_bootstrap, settings.seed)
 
     def numbers(rows: Any) -> dict[str, Any]:
-        asked = {
-            name: getattr(settings, name) for name in ("k", "confidence", "num_bootstrap", "seed")
-        }
-        ours, theirs = greedy[rows], samples[rows]
-        return {
-            "summary": _intervals(summarise(ours, theirs, **asked)),
-            FAILED: _intervals(summarise(as_failures(ours), as_failures(theirs), **asked)),
-            "coverage": coverage(ours, theirs),
-        }
+        return both_conventions(greedy[rows], samples[rows], settings.k, asked)
 
     result = {**numbers(slice(None)), "num_env_errors": num_failed(greedy, samples)}
     if len(set(envs)) > 1:
@@ -204,7 +190,7 @@ def paired(
         num_bootstrap=settings.num_bootstrap,
         seed=settings.seed,
     )
-    return _intervals(differences)
+    return to_json(differences)
 
 
 def evaluation_metrics(
@@ -227,10 +213,6 @@ def evaluation_metrics(
     rollout = rollout_metrics(trajectories)
     shares = ("turns_mean", "max_turns_frac", "env_limit_frac", "env_error_frac")
     return metrics | {f"eval/{name}": rollout[f"rollout/{name}"] for name in shares}
-
-
-def _intervals(summary: dict[str, Interval]) -> dict[str, Any]:
-    return {name: interval.to_json() for name, interval in summary.items()}
 
 
 def _plain(values: Array) -> Any:

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Item, Status, Trajectory, Usage
+from envs.wire import FAMILY, INVALID
 
 SCHEMA_VERSION = 1
 RESULT, CLOCK = "result.json", "clock.json"  # files of a result; the second one holds all times
-FAMILY, INVALID = "family", "invalid"  # keys of an environment's `info`: see `envs.wire`
 
 
 class ResultError(ValueError):

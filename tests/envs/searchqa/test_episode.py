@@ -152,7 +152,12 @@ def test_agentgym_mode_goes_on_until_the_answer_is_right():
     episode = episode_of(FIRST_TRAIN_ID + 5, mode="agentgym")
     for _ in range(3):
         result = episode.step("<answer>somebody</answer>")
-        assert (result.observation, result.reward, result.terminated, result.info["parts"]["em"]) == (
+        assert (
+            result.observation,
+            result.reward,
+            result.terminated,
+            result.info["parts"]["em"],
+        ) == (
             PROTOCOLS["own"].try_again,
             0.0,
             False,
