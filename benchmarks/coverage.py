@@ -144,7 +144,7 @@ def _row(
         success + world.spread * generator.standard_normal((len(ease), world.seeds, 1)), 0.0, 1.0
     )
     if world.items_sd:
-        logits, means = _mean_of_logit(world.items_sd)
+        logits, means = mean_of_logit(world.items_sd)
         chance = 1 / (1 + np.exp(-(np.interp(per_seed, means, logits) + world.items_sd * ease)))
         chance = np.where((per_seed == 0) | (per_seed == 1), per_seed, chance)
     else:
@@ -152,7 +152,7 @@ def _row(
     return generator.binomial(world.samples, chance) / world.samples
 
 
-def _mean_of_logit(sd: float) -> tuple[FloatArray, FloatArray]:
+def mean_of_logit(sd: float) -> tuple[FloatArray, FloatArray]:
     """(logit of the middle item, mean success over items), both rising."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(200)
     logits = np.linspace(-30, 30, 6001)

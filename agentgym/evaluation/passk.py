@@ -63,11 +63,24 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> FloatArray:
         )
     if (successes < 0).any() or (successes > total).any():
         raise ValueError("pass@k needs 0 <= successes <= samples for every item")
-    failures = total - successes
-    all_fail = np.ones_like(total)
-    for j in range(k):
-        all_fail *= np.maximum(failures - j, 0.0) / (total - j)
-    return 1.0 - all_fail
+    at_least_one = curves(total.ravel(), successes.ravel(), k)[0][:, -1]
+    return np.asarray(at_least_one.reshape(total.shape))
+
+
+def curves(n: FloatArray, c: FloatArray, most: int) -> tuple[FloatArray, FloatArray]:
+    """(pass@k, pass^k) for k = 1 .. most, each [I, most]: that at least one of k samples
+    succeeds, 1 - C(n - c, k) / C(n, k), and that all of them do, C(c, k) / C(n, k).
+
+    n, c: [I] samples of an item and how many of them succeeded.
+    Unbiased; NaN where an item has fewer than k samples: there is no estimate.
+    Source: arXiv:2107.03374, section 2.1; arXiv:2406.12045, section 5.1.
+    """
+    drawn = np.arange(most)
+    left = (n[:, None] - drawn).astype(np.float64)
+    left[left <= 0] = np.nan
+    none = np.cumprod(np.maximum(n[:, None] - c[:, None] - drawn, 0.0) / left, axis=1)
+    every = np.cumprod(np.maximum(c[:, None] - drawn, 0.0) / left, axis=1)
+    return 1.0 - none, every
 
 
 def bootstrap_interval(

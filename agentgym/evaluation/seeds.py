@@ -73,7 +73,7 @@ def crossed_intervals(
     of_seeds = per_seed.var(axis=-1, ddof=1) / num_seeds if num_seeds > 1 else np.zeros_like(mean)
     of_items = np.maximum(_covariance(values, per_seed), 0.0) / num_items
     item_means = _item_means(values, mean)
-    rare = _telling(item_means - (0 if kind == "difference" else np.round(mean)[..., None])) < RARE
+    rare = telling(item_means - (0 if kind == "difference" else np.round(mean)[..., None])) < RARE
     if kind == "difference":
         floor = ((item_means**2).sum(axis=-1) + 2) / (num_items + 2) ** 2
         of_items = np.where(rare, np.maximum(of_items, floor - of_seeds), of_items)
@@ -81,11 +81,11 @@ def crossed_intervals(
     if kind == "difference":
         half = quantile * np.sqrt(of_seeds + of_items)
         return mean, np.maximum(mean - half, -1.0), np.minimum(mean + half, 1.0)
-    low, high = _wilson(mean, of_seeds + of_items, quantile, num_items, rare)
+    low, high = score_bounds(mean, of_seeds + of_items, quantile, num_items, rare)
     return mean, low, high
 
 
-def _telling(off: FloatArray) -> FloatArray:
+def telling(off: FloatArray) -> FloatArray:
     """[...] How many items make a result what it is: k where k are off alike, fewer where one
     outweighs the others.
 
@@ -148,7 +148,7 @@ def _quantile(
     return result
 
 
-def _wilson(
+def score_bounds(
     mean: FloatArray,
     variance: FloatArray,
     quantile: FloatArray,

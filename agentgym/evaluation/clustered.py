@@ -1,0 +1,154 @@
+"""How sure a mean over items is, where items come alone or in families: `clustered_interval`.
+
+Items of a family (a level, a kind of task) succeed and fail together, so the interval is made of
+the families' sums, not of the items. With G families of n_g of the N items, and S_g the sum of a
+family's distances from the mean,
+
+    variance of the mean = sum over g of S_g^2 / (1 - n_g / N), over N^2
+
+which is unbiased where the items are independent after all (CR2: Bell and McCaffrey 2002).
+Its degrees of freedom are Satterthwaite's: G - 1 where families are of one size, fewer where a
+large one outweighs the others, and fewer where a few families make most of it (their kurtosis).
+Without families every item is one, and this is the variance and the t everybody knows.
+
+A share near 0 or 1 is skewed: it gets the Wilson interval of as many independent draws as have its
+standard error, and one episode per item is Wilson's own case. `seeds.crossed_interval` does the same where several seeds answer.
+`benchmarks/clusters.py` simulates what this covers, beside the bootstrap that it was chosen over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import norm
+from scipy.stats import t as student
+
+from agentgym.evaluation.passk import Interval
+from agentgym.evaluation.seeds import RARE, score_bounds, telling
+
+FloatArray = NDArray[np.float64]
+# of a value: a share in 0 .. 1, a difference of two in -1 .. 1, or any number
+Kind = Literal["share", "difference", "number"]
+FEWEST = 2  # families that can be clusters at all
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Of many means at a time, each [...]."""
+
+    mean: FloatArray
+    variance: FloatArray  # of the mean
+    freedom: FloatArray  # degrees of freedom of that variance
+    num_items: NDArray[np.int_]
+
+    def p_value(self) -> FloatArray:
+        """[...] Of the two-sided t test that the mean is 0; 1 where nothing varies around 0."""
+        error = np.sqrt(self.variance)
+        score = np.divide(
+            np.abs(self.mean), error, out=np.where(self.mean == 0, 0.0, np.inf), where=error > 0
+        )
+        return np.asarray(2 * student.sf(score, self.freedom))
+
+
+def clustered_interval(
+    values: FloatArray,
+    families: Sequence[Hashable] | None = None,
+    *,
+    kind: Kind,
+    confidence: float,
+) -> Interval:
+    """The mean of `values` [I] with its interval; NaN is left out. families: [I], of each item.
+
+    Errors: ValueError where no value is left.
+    """
+    if values.ndim != 1 or np.isnan(values).all():
+        raise ValueError(
+            f"an interval needs a value of at least one item, got {values.shape}, all missing; look"
+            " at the evaluation's outcomes"
+        )
+    mean, low, high = clustered_intervals(
+        values[None], family_codes(families), kind=kind, confidence=confidence
+    )
+    return Interval(mean.item(), low.item(), high.item(), int((~np.isnan(values)).sum()))
+
+
+def clustered_intervals(
+    values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: Kind, confidence: float
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """(mean, low, high), each [...], of many rows at a time. values: [..., I]; codes: [I]."""
+    found = moments(values, codes, kind=kind)
+    quantile = student.ppf((1 + confidence) / 2, found.freedom)
+    if kind == "share":
+        rare, variance = _rare(values, found.mean, kind), found.variance
+        if codes is None:  # a proportion: its variance is known from the mean
+            one_draw = ((values == 0) | (values == 1) | np.isnan(values)).all(axis=-1)
+            spread = found.mean * (1 - found.mean) / found.num_items
+            variance = np.where(one_draw, spread, variance)
+            quantile = np.where(one_draw, norm.ppf((1 + confidence) / 2), quantile)
+        return found.mean, *score_bounds(found.mean, variance, quantile, found.num_items, rare)
+    half = quantile * np.sqrt(found.variance)
+    low, high = found.mean - half, found.mean + half
+    if kind == "difference":
+        low, high = np.maximum(low, -1.0), np.minimum(high, 1.0)
+    return found.mean, low, high
+
+
+def moments(values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: Kind) -> Moments:
+    """values: [..., I], NaN is left out; codes: [I], whole numbers from 0, equal for items of one
+    family; None, or one family alone: every item for itself.
+    """
+    valid = ~np.isnan(values)
+    count = valid.sum(axis=-1)
+    mean = np.where(valid, values, 0.0).sum(axis=-1) / count
+    off = np.where(valid, values - mean[..., None], 0.0)
+    sizes = valid.astype(np.float64)
+    if codes is not None and len(np.unique(codes)) >= FEWEST:
+        of_family = np.eye(int(codes.max()) + 1)[codes]
+        off, sizes = off @ of_family, sizes @ of_family
+    total = count[..., None]
+    scale = np.divide(
+        total, total - sizes, out=np.ones_like(sizes), where=(total > sizes) & (sizes > 0)
+    )
+    parts = scale * off**2
+    variance = parts.sum(axis=-1) / count**2
+    if kind == "difference":  # two more items that differ, one each way (Bonett and Price 2012)
+        floor = (np.where(valid, values, 0.0) ** 2).sum(axis=-1) + 2
+        rare = _rare(values, mean, kind)
+        variance = np.where(rare, np.maximum(variance, floor / (count + 2) ** 2), variance)
+    return Moments(mean, variance, _freedom(parts, sizes, count, scale), count)
+
+
+def family_codes(families: Sequence[Hashable] | None) -> NDArray[np.int_] | None:
+    """[I] whole numbers from 0, in the order of first appearance; None where there are no two."""
+    if families is None:
+        return None
+    place = {family: code for code, family in enumerate(dict.fromkeys(families))}
+    return np.array([place[family] for family in families]) if len(place) >= FEWEST else None
+
+
+def _freedom(
+    parts: FloatArray, sizes: FloatArray, count: NDArray[np.int_], scale: FloatArray
+) -> FloatArray:
+    """[...] Satterthwaite's for independent items, and of that as much as the clusters' kurtosis
+    leaves: a variance that one cluster makes is hardly known.
+    """
+    squares = sizes**2
+    spread = squares.sum(axis=-1) + (
+        (scale * squares).sum(axis=-1) ** 2 - (scale**2 * squares**2).sum(axis=-1)
+    ) / np.maximum(count, 1) ** 2
+    freedom = np.maximum(count**2 / spread, 1.0)
+    num = np.maximum((sizes > 0).sum(axis=-1), 4)
+    second, fourth = parts.sum(axis=-1) / num, (parts**2).sum(axis=-1) / num
+    excess = np.divide(fourth, second**2, out=np.full_like(second, 3.0), where=second > 0) - 3
+    excess = np.maximum((num - 1) / ((num - 2) * (num - 3)) * ((num + 1) * excess + 6), 0.0)
+    return np.asarray(np.maximum(2 / (2 / freedom + excess / num), 1.0))
+
+
+def _rare(values: FloatArray, mean: FloatArray, kind: Kind) -> NDArray[np.bool_]:
+    """[...] Whether fewer items than a normal approximation needs make the result what it is."""
+    end = 0.0 if kind == "difference" else np.round(mean)[..., None]
+    return np.asarray(telling(np.nan_to_num(values - end, nan=0.0)) < RARE)
