@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,6 +140,7 @@ def simulate(world: World, num: int, generator: np.random.Generator) -> dict[str
     }
 
 
+@cache
 def middle(success: float, sd: float) -> float:
     """Logit of the middle item, where the mean over items is `success`."""
     if not sd:

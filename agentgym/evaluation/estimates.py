@@ -1,0 +1,161 @@
+"""What one evaluation says of a policy: functions of arrays, one row per item and one column per
+sample; NaN is an episode that does not count.
+
+Every interval knows its clusters: all samples of an item, and all items of a family where families
+are told. `clustered.py` says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import t as student
+
+from agentgym.evaluation.clustered import (
+    clustered_interval,
+    clustered_intervals,
+    family_codes,
+    moments,
+)
+from agentgym.evaluation.passk import Interval, curves
+
+FloatArray = NDArray[np.float64]
+Families = Sequence[str | None]
+
+
+def success(
+    greedy: FloatArray, samples: FloatArray, families: Families | None = None, *, confidence: float
+) -> dict[str, Interval | None]:
+    """`greedy`, `avg_at_<n>`, and `pass_at_<k>` and `pass_hat_<k>` for every k up to n; None where
+    no item has enough samples that count.
+
+    greedy: [I], samples: [I, n]; 1, 0, or NaN. families: [I].
+    An item with fewer than k samples that count leaves pass@k and pass^k: there is no estimate of
+    it. `Interval.num_items` says how many are left.
+    Errors: ValueError where another value stands, or other shapes.
+    """
+    rows = per_item(greedy, samples)
+    values = np.stack(list(rows.values()))
+    found: dict[str, Interval | None] = dict.fromkeys(rows)
+    told = ~np.isnan(values).all(axis=1)
+    intervals = clustered_intervals(
+        values[told], family_codes(families), kind="share", confidence=confidence
+    )
+    counts = (~np.isnan(values[told])).sum(axis=1)
+    for name, mean, low, high, count in zip(
+        [name for name, is_told in zip(rows, told, strict=True) if is_told],
+        *intervals,
+        counts,
+        strict=True,
+    ):
+        found[name] = Interval(float(mean), float(low), float(high), int(count))
+    return found
+
+
+def per_item(greedy: FloatArray, samples: FloatArray) -> dict[str, FloatArray]:
+    """One value per item and name of `success`, [I]; NaN where it has too few samples."""
+    if greedy.ndim != 1 or samples.ndim != 2 or len(greedy) != len(samples):
+        raise ValueError(
+            f"an evaluation is greedy [I] and samples [I, n], got {greedy.shape} and"
+            f" {samples.shape}"
+        )
+    for name, values in (("greedy", greedy), ("samples", samples)):
+        if not (np.isnan(values) | (values == 0) | (values == 1)).all():
+            raise ValueError(f"{name} must hold success as 1 or 0, or NaN; pass success, not score")
+    most = samples.shape[1]
+    n, c = (~np.isnan(samples)).sum(axis=1), np.nansum(samples, axis=1)
+    at, hat = curves(n, c, most)
+    share = np.divide(c, n, out=np.full(len(n), np.nan), where=n > 0)
+    return {
+        "greedy": greedy,
+        f"avg_at_{most}": share,
+        **{f"pass_at_{k + 1}": at[:, k] for k in range(most)},
+        **{f"pass_hat_{k + 1}": hat[:, k] for k in range(most)},
+    }
+
+
+def mean_reward(
+    rewards: FloatArray, families: Families | None = None, *, confidence: float
+) -> Interval | None:
+    """Mean over items of the mean over their samples; None where nothing counts. rewards: [I, n]."""
+    values = item_means(rewards)
+    if np.isnan(values).all():
+        return None
+    return clustered_interval(values, families, kind="number", confidence=confidence)
+
+
+def ratio(
+    part: FloatArray, whole: FloatArray, families: Families | None = None, *, confidence: float
+) -> Interval | None:
+    """Sum of `part` over sum of `whole`, both [I] and in the same units of counting: invalid
+    actions over actions, turns of successes over successes. None where the whole is 0.
+
+    The interval is that of the linearised ratio (Cochran 1977, section 6.4), clustered.
+    """
+    total = np.nansum(whole)
+    if total <= 0:
+        return None
+    known = ~(np.isnan(part) | np.isnan(whole))
+    value = float(part[known].sum() / whole[known].sum())
+    off = np.where(known, (part - value * whole) / whole[known].mean(), np.nan)
+    found = moments(off[None], family_codes(families), kind="number")
+    quantile = student.ppf((1 + confidence) / 2, found.freedom.item())
+    half = float(quantile * np.sqrt(found.variance.item()))
+    return Interval(value, max(value - half, 0.0), value + half, int((whole[known] > 0).sum()))
+
+
+def to_success(
+    cost: FloatArray,
+    samples: FloatArray,
+    families: Families | None = None,
+    *,
+    confidence: float,
+) -> dict[str, Any] | None:
+    """What an episode that succeeds takes, in turns or tokens: its mean with interval, and its
+    median. cost, samples: [I, n]. None where nothing succeeded or a cost is not known.
+    """
+    won = samples == 1
+    if not won.any() or np.isnan(cost[won]).any():
+        return None
+    counted = won.sum(axis=1).astype(np.float64)
+    spent = np.where(won, cost, 0.0).sum(axis=1)
+    mean = ratio(spent, counted, families, confidence=confidence)
+    assert mean is not None
+    return {"mean": mean, "median": float(np.median(cost[won])), "num_episodes": int(won.sum())}
+
+
+def by_family(
+    samples: FloatArray, families: Families, *, confidence: float
+) -> dict[str, dict[str, Any]]:
+    """Success of each family's items, by name: its items are the clusters. samples: [I, n].
+    Items whose family nobody told are in none.
+    """
+    values, told = item_means(samples), np.array(families, dtype=object)
+    result = {}
+    for family in sorted({each for each in families if each is not None}):
+        own = values[told == family]
+        known = not np.isnan(own).all()
+        result[family] = {
+            "num_items": len(own),
+            "success": clustered_interval(own, kind="share", confidence=confidence)
+            if known
+            else None,
+        }
+    return result
+
+
+def rate(count: float, wall_s: float) -> float | None:
+    """Of episodes, turns or tokens a second; None where no time is known."""
+    return count / wall_s if wall_s > 0 else None
+
+
+def item_means(values: FloatArray) -> FloatArray:
+    """[I] over the samples that count; NaN where none does. values: [I, n]."""
+    count = (~np.isnan(values)).sum(axis=1)
+    total = np.nansum(values, axis=1)
+    return np.asarray(
+        np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
+    )

@@ -1,0 +1,101 @@
+"""Intervals over items and families: against numbers worked out by hand, and against worlds whose
+truth is known.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import t as student
+
+from agentgym.evaluation.clustered import clustered_interval, family_codes, moments
+
+NAN = float("nan")
+ROOT = Path(__file__).parents[3]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def clusters():
+    outer = sys.modules.pop("coverage", None)  # the package of that name is not meant
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        spec = importlib.util.spec_from_file_location("clusters", BENCHMARKS / "clusters.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["clusters"] = module  # a dataclass looks itself up
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for name in ("clusters", "coverage"):
+            sys.modules.pop(name, None)
+        if outer is not None:
+            sys.modules["coverage"] = outer
+
+
+def test_without_families_it_is_the_t_interval_everybody_knows():
+    values = np.array([0.1, -0.4, 0.4, 0.5, -0.3, 0.5, -0.2, NAN])
+    found = clustered_interval(values, kind="number", confidence=0.9)
+    own = values[:-1]
+    half = student.ppf(0.95, 6) * own.std(ddof=1) / np.sqrt(7)
+    assert (found.mean, found.low, found.high, found.num_items) == pytest.approx(
+        (own.mean(), own.mean() - half, own.mean() + half, 7)
+    )
+
+
+def test_a_large_family_outweighs_the_others_and_leaves_fewer_degrees_of_freedom():
+    sizes = [50, 2, 2, 2]
+    codes = np.repeat(np.arange(4), sizes)
+    values = np.random.default_rng(1).normal(size=(1, codes.size))
+    # by matrices: B of Bell and McCaffrey, trace squared over the trace of its square
+    total, center = codes.size, np.eye(codes.size) - 1 / codes.size
+    rows = [
+        center @ (codes == g) / total / np.sqrt(1 - size / total) for g, size in enumerate(sizes)
+    ]
+    gram = np.array(rows) @ np.array(rows).T
+    freedom = np.trace(gram) ** 2 / np.trace(gram @ gram)
+    assert 1 < freedom < 2
+    assert moments(values, codes, kind="number").freedom.item() <= freedom + 1e-9
+
+
+def test_one_family_alone_is_none():
+    assert family_codes(["a", "a"]) is None
+    assert family_codes(None) is None
+    assert family_codes(["b", "a", "b", None]).tolist() == [0, 1, 0, 2]
+
+
+def test_a_difference_of_nothing_keeps_a_width_and_a_p_of_one():
+    found = moments(np.zeros((1, 100)), kind="difference")
+    assert found.p_value().item() == 1.0
+    assert np.sqrt(found.variance.item()) == pytest.approx(np.sqrt(2) / 102)
+    with pytest.raises(ValueError, match="all missing"):
+        clustered_interval(np.array([NAN]), kind="share", confidence=0.95)
+
+
+@pytest.mark.parametrize("families", [0, 5, 30])
+@pytest.mark.parametrize("kind", ["share", "difference"])
+def test_the_interval_covers(clusters, families, kind):
+    """A reduced twin of `make coverage`."""
+    world = clusters.World(kind, "avg", 0.3, 120, 4, 1.0, families, 0.7 if families else 0.0)
+    found = clusters.simulate(world, 3000, np.random.Generator(np.random.Philox(5)))["coverage"]
+    assert 0.92 <= found["ours"]
+    if families:  # what it would be to take every item for itself
+        assert found["items"] < 0.9
+        assert found["bootstrap"] < found["ours"]
+    else:
+        assert found["ours"] <= 0.98
+
+
+def test_the_committed_coverage_is_within_the_band():
+    found = json.loads((ROOT / "docs/results/clusters.json").read_text())
+    low, high = found["band"]
+    assert (low, high) == (0.93, 0.97)
+    assert found["simulations"] >= 10_000
+    assert found["outside_band"] == []
+    assert low <= found["inside"]["ours"]["lowest"] <= found["inside"]["ours"]["highest"] <= high
+    assert found["outside"]["ours"]["lowest"] >= low
+    assert found["inside"]["items"]["lowest"] < 0.8
+    assert found["outside"]["bootstrap"]["lowest"] < 0.8  # why it is not the product's
