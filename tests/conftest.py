@@ -87,6 +87,15 @@ def pytest_xdist_make_scheduler(config, log):
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before marks select
 
 
+def from_file(name):
+    """A module that lies beside this one."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for their annotations
+    spec.loader.exec_module(module)
+    return module
+
+
 def file_of(item):
     return item.nodeid.partition("::")[0]
 
@@ -156,6 +165,15 @@ def kubectl(kubeconfig):
         return done.stdout
 
     return call
+
+
+@pytest.fixture
+def api_proxy(kubeconfig, tmp_path):
+    """A `tests/api_proxy.py` Proxy of the API server; its `kubeconfig` leads through it."""
+    proxy = from_file("api_proxy").Proxy(kubeconfig, tmp_path)
+    proxy.start()
+    yield proxy
+    proxy.stop()
 
 
 @pytest.fixture(scope="session")
@@ -506,10 +524,7 @@ def gold():
 @pytest.fixture
 def hub(tmp_path):
     """A `tests/hub.py` Hub without commits."""
-    spec = importlib.util.spec_from_file_location("hub", Path(__file__).with_name("hub.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    served = module.Hub(tmp_path / "hub")
+    served = from_file("hub").Hub(tmp_path / "hub")
     yield served
     served.stop()
 
