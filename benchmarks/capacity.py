@@ -1,0 +1,210 @@
+"""How many sessions one environment server holds on this machine: `python benchmarks/capacity.py`.
+
+One server at a time, as it is started for a run; the load comes from this process, on kept
+connections. So many sessions are opened, and then all of them act as fast as they are answered; a
+session whose episode ends is closed and another takes its place. With each number of sessions:
+steps per second, latency, errors, memory.
+A server is at its limit where a session is refused, an action fails, or its memory is used up.
+Writes docs/results/capacity.json, from which agentgym/deploy/capacity.py has its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+from env_servers import ACTIONS, OPTIONS, STEPS, Connection, cpu_seconds, processes_at
+from pipeline import machine
+
+from agentgym.config import EnvConfig
+from agentgym.deploy.local import local_env
+from agentgym.types import Endpoint
+
+ROOT = Path(__file__).parents[1]
+MANY = (1, 64, 128, 256, 512, 1024, 4096)
+COUNTS = {
+    "babyai": MANY,
+    "textcraft": MANY,
+    "searchqa": MANY,
+    "sciworld": (1, 4, 8, 16, 32, 64),
+    "webarena": (1, 4, 8, 16, 32),
+}
+SLOW = {"sciworld": 10.0, "webarena": 10.0}  # seconds of a measurement
+TASKS = {"webarena": 97}  # ids from 0 that are played; elsewhere 500
+OPENED_AT_ONCE = 32
+TIMEOUT_S = 60.0  # of one request
+QUANTILES = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    env: str
+    sessions: int
+    held: int  # of them were opened
+    steps_per_s: float
+    p50_ms: float
+    p99_ms: float
+    open_p50_ms: float  # of a session, while so many others are opened
+    cpu_ms_per_step: float  # of the server and what it started
+    rss_mib: float  # of the same, at the end
+    errors: int
+    quantiles_ms: list[float]  # of a step, in steps of 5 %; of one session it is the service time
+
+
+class Load:
+    """Sessions of one server that act in a closed loop."""
+
+    def __init__(self, env: str, endpoint: Endpoint) -> None:
+        self.env, self.url, self.token = env, str(endpoint), endpoint.token
+        self.times: list[float] = []
+        self.opened: list[float] = []
+        self.errors: list[str] = []
+        self._numbers = itertools.count()
+        self._gate = asyncio.Semaphore(OPENED_AT_ONCE)
+
+    async def open(self, connection: Connection) -> str:
+        number = next(self._numbers)
+        task = {"request_key": f"{id(self)}-{number}", "task_id": number % TASKS.get(self.env, 500)}
+        began = time.perf_counter()
+        reply = await self._ask(connection, "/create", task)
+        self.opened.append(time.perf_counter() - began)
+        return reply["session_id"]
+
+    async def _ask(self, connection: Connection, route: str, body: Any) -> Any:
+        return await asyncio.wait_for(connection.post(route, body), TIMEOUT_S)
+
+    async def _action(self, connection: Connection, session: str, turn: int) -> str:
+        if self.env not in ACTIONS:  # the expert knows one
+            reply = await self._ask(connection, "/expert", {"session_id": session})
+            return reply["action"]
+        return ACTIONS[self.env][turn % len(ACTIONS[self.env])]
+
+    async def hold(self) -> tuple[Connection, str] | None:
+        """A session, or None where it was refused."""
+        async with self._gate:
+            connection = Connection(self.url, self.token)
+            try:
+                await asyncio.wait_for(connection.open(), TIMEOUT_S)
+                return connection, await self.open(connection)
+            except (RuntimeError, OSError, EOFError, TimeoutError) as error:
+                self.errors.append(f"{type(error).__name__} {error}"[:300])
+                return None
+
+    async def act(self, connection: Connection, session: str, until: float) -> None:
+        """Episode after episode, until then."""
+        try:
+            turn = 0
+            while time.perf_counter() < until:
+                turn += 1
+                action = await self._action(connection, session, turn)
+                body = {"session_id": session, "turn": turn, "action": action}
+                began = time.perf_counter()
+                reply = await self._ask(connection, "/step", body)
+                self.times.append(time.perf_counter() - began)
+                if reply["terminated"] or reply["truncated"] or turn == STEPS:
+                    await self._ask(connection, "/close", {"session_id": session})
+                    session, turn = await self.open(connection), 0
+            await self._ask(connection, "/close", {"session_id": session})
+        except (RuntimeError, OSError, EOFError, TimeoutError) as error:
+            self.errors.append(f"{type(error).__name__} {error}"[:300])
+        finally:
+            connection.close()
+
+
+async def measure(env: str, endpoint: Endpoint, count: int, seconds: float) -> tuple[Row, Load]:
+    load = Load(env, endpoint)
+    processes = processes_at(int(str(endpoint).rpartition(":")[2]))
+    held = [each for each in await asyncio.gather(*(load.hold() for _ in range(count))) if each]
+    opened = statistics.median(load.opened) if load.opened else 0.0
+    cpu_s, began = cpu_seconds(processes), time.perf_counter()
+    await asyncio.gather(*(load.act(*each, began + seconds) for each in held))
+    wall_s = time.perf_counter() - began
+    processes = processes_at(int(str(endpoint).rpartition(":")[2]))
+    ordered = sorted(load.times) or [0.0]
+
+    def at(share: float) -> float:
+        return round(1000 * ordered[int(share * (len(ordered) - 1))], 3)
+
+    row = Row(
+        env=env,
+        sessions=count,
+        held=len(held),
+        steps_per_s=round(len(load.times) / wall_s, 1),
+        p50_ms=at(0.5),
+        p99_ms=at(0.99),
+        open_p50_ms=round(1000 * opened, 1),
+        cpu_ms_per_step=round(1000 * (cpu_seconds(processes) - cpu_s) / len(ordered), 3),
+        rss_mib=round(sum(each.memory_info().rss for each in processes) / 2**20, 1),
+        errors=len(load.errors),
+        quantiles_ms=[at(step / QUANTILES) for step in range(QUANTILES + 1)],
+    )
+    return row, load
+
+
+def climb(env: str, seconds: float, most_mib: float, log: Path) -> tuple[list[Row], str]:
+    """Rows of growing numbers of sessions, and where the server is at its limit, why."""
+    counts = COUNTS[env]
+    config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=max(counts))
+    rows: list[Row] = []
+    with local_env(config, expert=env not in ACTIONS, log_path=log) as (endpoint,):
+        if env in SLOW:  # browsers and compilers begin cold
+            asyncio.run(measure(env, endpoint, counts[1], seconds / 2))
+        for count in counts:
+            row, load = asyncio.run(measure(env, endpoint, count, SLOW.get(env, seconds)))
+            rows.append(row)
+            figures = {name: value for name, value in asdict(row).items() if name != "quantiles_ms"}
+            print(json.dumps(figures), flush=True)
+            if load.errors:
+                return rows, f"{count} sessions: {load.errors[0]}"
+            if row.rss_mib > most_mib:
+                return rows, f"{count} sessions take {row.rss_mib:g} MiB, of {most_mib:g} allowed"
+    return rows, ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("envs", nargs="*", choices=[*COUNTS, []], help="default: all")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement; slow: 10")
+    parser.add_argument("--memory", type=float, default=4096.0, help="MiB that a server may take")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/capacity.json")
+    arguments = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    uvloop.install()
+    began, load = time.monotonic(), psutil.getloadavg()[0]
+    rows: list[Row] = []
+    limits = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for env in arguments.envs or COUNTS:
+            measured, limit = climb(
+                env, arguments.seconds, arguments.memory, Path(folder) / f"{env}.log"
+            )
+            rows += measured
+            limits[env] = limit
+            print(f"{env}: {limit or 'no limit was met'}", flush=True)
+    result = {
+        "machine": machine(),
+        "command": " ".join(["python", *sys.argv]),
+        "load_before": round(load, 1),
+        "wall_s": round(time.monotonic() - began, 1),
+        "limits": limits,
+        "rows": [asdict(row) for row in rows],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{result['wall_s']:g} s")
+
+
+if __name__ == "__main__":
+    main()
