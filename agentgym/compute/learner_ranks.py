@@ -111,12 +111,12 @@ class LearnerRank:
 
     def export(self, version: int) -> InObjectStore | None:
         """On rank 0: the whole weights, in the object store."""
-        weights = self._learner.weights()
+        weights = self._learner.weights_on_host()
         return None if self._rank else put(weights, version)
 
     def keep(self, version: int, timeout_s: float) -> Broadcast | None:
-        """On rank 0: copy the whole weights, to broadcast them. Result: all of it but where."""
-        weights = self._learner.weights()
+        """On rank 0: keep the whole weights, to broadcast them. Result: all of it but where."""
+        weights = self._learner.weights_on_host()
         return None if self._rank else self._outbox.keep(weights, version, timeout_s)
 
     def open_broadcast(self, template: Broadcast, size: int) -> Broadcast:

@@ -102,7 +102,7 @@ class BroadcastSender:
 
 
 class Outbox:
-    """Of the learner's first rank: a copy of the weights that it broadcasts, now and to whoever
+    """Of the learner's first rank: the weights that it broadcasts, now and to whoever
     comes later.
     """
 
@@ -115,10 +115,12 @@ class Outbox:
         self._kept: tuple[int, dict[str, Tensor]] = (-1, {})
 
     def keep(self, weights: dict[str, Tensor], version: int, timeout_s: float) -> Broadcast:
-        kept = {name: each.detach().to("cpu", copy=True) for name, each in weights.items()}
+        """weights: in host memory, and nobody else's."""
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        described = Broadcast(weights_digest(kept), version, layout_of(kept), backend, timeout_s)
-        self._kept = version, kept  # only now: a worker may come for the ones before
+        described = Broadcast(
+            weights_digest(weights), version, layout_of(weights), backend, timeout_s
+        )
+        self._kept = version, weights  # only now: a worker may come for the ones before
         return described
 
     def open(self, template: Broadcast, size: int) -> Broadcast:

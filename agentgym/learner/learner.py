@@ -113,8 +113,23 @@ class LocalLearner:
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's parameters by name, whole, detached and with the adapter merged."""
-        own = self._policy.weights()
-        return own if self._adapter is None else merged_weights(own, self._adapter.scale)
+        return dict(self._published())
+
+    def weights_on_host(self) -> dict[str, Tensor]:
+        """A copy of them in host memory, on rank 0; the others have none. A device holds one whole
+        parameter at a time.
+        """
+        held = {}
+        for name, each in self._published():
+            if self.ranks.rank == 0:
+                held[name] = each.to("cpu", copy=True)
+        return held
+
+    def _published(self) -> Iterator[tuple[str, Tensor]]:
+        own, whole = self._policy.weights(), self.ranks.whole
+        if self._adapter is not None:
+            return merged_weights(own, self._adapter.scale, whole)
+        return ((name, whole(each)) for name, each in own.items())
 
     def snapshot(self) -> Snapshot:
         """A copy of all that a commit must hold for another learner to go on from here, or of

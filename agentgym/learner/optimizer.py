@@ -130,13 +130,10 @@ class OptimizedNetwork:
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole parameters by name, detached; a tied tensor appears once, under the name that
-        owns it.
+        """This rank's parts of all parameters by name, detached; a tied tensor appears once, under
+        the name that owns it.
         """
-        return {
-            name: self._ranks.whole(parameter.detach())
-            for name, parameter in self._parameters.items()
-        }
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parts of what is trained, by name, detached."""

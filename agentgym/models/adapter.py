@@ -7,7 +7,7 @@ Whoever samples gets merged weights, each computed anew from the frozen one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -143,20 +143,23 @@ def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     return (weight.float() + (up.float() @ down.float()) * scale).to(weight.dtype)
 
 
-def merged_weights(parameters: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """An adapted model's whole parameters -> those of the model it stands for, in new memory where
-    they differ.
+def merged_weights(
+    parameters: Mapping[str, Tensor],
+    scale: float,
+    whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Iterator[tuple[str, Tensor]]:
+    """An adapted model's parameters -> (name, values) of each of the model it stands for, in new
+    memory where they differ. whole: makes one of them whole.
     """
-    result = {}
-    for name, tensor in parameters.items():
+    for name, part in parameters.items():
         if is_matrix(name):
             continue
         layer, _, kind = name.rpartition(FROZEN)
+        tensor = whole(part)
         if kind == "weight":
-            down, up = parameters[layer + DOWN], parameters[layer + UP]
+            down, up = (whole(parameters[layer + end]) for end in (DOWN, UP))
             tensor = merged(tensor, down, up, scale)
-        result[plain_name(name)] = tensor
-    return result
+        yield plain_name(name), tensor
 
 
 @contextmanager

@@ -446,6 +446,15 @@ def test_logged_probabilities_of_another_policy_stop_the_run(make_learner):
     assert_same(before, weights(learner))
 
 
+def test_weights_on_the_host_are_a_copy(make_learner):
+    learner = make_learner()
+    held = learner.weights_on_host()
+    assert all(torch.equal(held[name], each) for name, each in learner.weights().items())
+    for each in held.values():
+        each.fill_(9.0)
+    assert not any((each == 9.0).any() for each in learner.weights().values())
+
+
 def test_an_update_raises_the_probability_of_what_won(make_learner):
     learner = make_learner(OptimizerConfig(lr=1e-3, warmup_steps=0))
     batch = on_policy(learner, batch_of())

@@ -52,13 +52,17 @@ step=step, seed=0))
         if step == 2:
             told["kept"] = keep(learner, like)
     told["reference"] = learner.score_reference(batch)
-    told["weights"] = {name: each.clone() for name, each in learner.weights().items()}
+    # on rank 0, which tells; the others are told nothing
+    told["weights"] = learner.weights_on_host()
+    assert learner.ranks.rank == 0 or not told["weights"]
     return {**told, "ended": keep(learner, like)}
 
 def more(plans, batch, build):
     # of a stage that begins with a trained adapter, and of weights in bfloat16
     later, narrow = (build(plan) for plan in plans)
-    told = {"reference": later.score_reference(batch), "critic": later._values.weights()}
+    told = {"reference": later.score_reference(batch), "critic": {
+        name: later.ranks.whole(each) for name, each in later._values.weights().items()
+    }}
     told["narrow"] = [narrow.sft_step(batch, step=step) for step in (1, 2)]
     return told | {"narrow score": narrow.score(batch)}
 """

@@ -112,7 +112,7 @@ def test_only_the_matrices_are_trained_in_float32_and_are_drawn_from_the_seed(tr
 
 def test_the_merged_model_computes_what_the_adapter_computes(trained, peft_model):
     model, adapter, adapted = trained
-    weights = merged_weights(dict(adapted.named_parameters()), adapter.scale)
+    weights = dict(merged_weights(dict(adapted.named_parameters()), adapter.scale))
     merged = model_with(model.config.to_json_string(), weights)
     near = 1e-5 if model.dtype == torch.float32 else 0.1
     torch.testing.assert_close(logits_of(merged), logits_of(adapted), rtol=0, atol=near)
@@ -123,7 +123,7 @@ def test_the_merged_model_computes_what_the_adapter_computes(trained, peft_model
 
 def test_merging_is_that_of_peft(trained, peft_model):
     model, adapter, adapted = trained
-    ours = merged_weights(dict(adapted.named_parameters()), adapter.scale)
+    ours = dict(merged_weights(dict(adapted.named_parameters()), adapter.scale))
     theirs = weights_of(copy.deepcopy(peft_model).merge_and_unload(safe_merge=True))
     assert ours.keys() == theirs.keys() == weights_of(model).keys()
     for name, each in ours.items():
@@ -143,7 +143,7 @@ def test_without_the_adapter_the_model_is_the_frozen_one_and_then_again_itself(t
 
 def test_stored_weights_are_merged_as_they_are_read(trained, tmp_path, monkeypatch):
     model, adapter, adapted = trained
-    expected = merged_weights(dict(adapted.named_parameters()), adapter.scale)
+    expected = dict(merged_weights(dict(adapted.named_parameters()), adapter.scale))
     policy = pickle.loads(pickle.dumps(adapter.policy))
     policy.require_fit(expected)
     assert policy.size == adapter.base.size + adapter.stored.size
