@@ -33,7 +33,7 @@ def untrusted_address(
     must agree.
     """
     address = ray_address.rstrip("/")
-    if not _is_here(address) and address not in _values(environment, RAY_VARIABLES):
+    if not is_here(address) and address not in _values(environment, RAY_VARIABLES):
         return (
             f"ray.address {address} is on another machine: its cluster runs code here and gets"
             " Ray's token, which a parameter file may not decide alone; if you trust it, export"
@@ -44,7 +44,7 @@ def untrusted_address(
     if (
         uri.startswith("http")
         and has_credentials
-        and not _is_here(uri)
+        and not is_here(uri)
         and uri not in _values(environment, (MLFLOW_VARIABLE,))
     ):
         return (
@@ -59,7 +59,7 @@ def _values(environment: Mapping[str, str], names: tuple[str, ...]) -> list[str]
     return [environment[name].rstrip("/") for name in names if environment.get(name)]
 
 
-def _is_here(address: str) -> bool:
+def is_here(address: str) -> bool:
     """True for an address of this machine, and for what is none (refused elsewhere, or found on
     this machine, as `auto` is).
     """

@@ -53,6 +53,16 @@ def add(commands: Commands) -> None:
         help="leave out rows that cannot be learned from, and say which",
     )
     data.add("validate", _validate, "check files, schema, splits and leakage")
+    data.add("keep", _keep, "put the files that a run reads into its store, found by data.digest")
+
+
+def _keep(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.data.kept import keep_data
+    from agentgym.pipeline.table import open_store
+
+    store = open_store(cfg)
+    say(f"{store.root} has them; elsewhere: --set data.digest={keep_data(cfg, store)}")
+    return 0
 
 
 def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:

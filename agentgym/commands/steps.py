@@ -31,6 +31,9 @@ def add(commands: Commands) -> None:
         help="seconds to wait for a step another process runs (default: 0)",
     )
     step.add_argument(
+        "--key", default="", help="end as bad input where it has another key than this one"
+    )
+    step.add_argument(
         "--owner-pipe",
         action="store_true",
         help="end when standard input closes, so that no owner leaves it behind",
@@ -45,9 +48,11 @@ def add(commands: Commands) -> None:
 def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.console.progress import Bars
     from agentgym.console.terminal import PlainConsole
+    from agentgym.data.kept import fetch_data
     from agentgym.models.check import check_model
     from agentgym.pipeline.dvc import files_of, require_current
-    from agentgym.pipeline.run import run_when_free, run_with_parents
+    from agentgym.pipeline.run import require_key, run_when_free, run_with_parents
+    from agentgym.pipeline.table import open_store
     from agentgym.store.files import write_whole
     from agentgym.tracking.mlflow import check_server
 
@@ -57,6 +62,9 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         from agentgym.deploy.owned import end_with_owner
 
         end_with_owner()
+    fetch_data(cfg, open_store(cfg))
+    if arguments.key:
+        require_key(arguments.name, cfg, arguments.key)
     check_server(cfg.tracking_uri)
     check_model(cfg.model, cfg.lora)
     with Bars(PlainConsole(stderr=True)) as bars:

@@ -15,6 +15,7 @@ from agentgym.config.algorithm import (
     family_of,
     max_refills,
 )
+from agentgym.config.elsewhere import is_elsewhere
 from agentgym.config.learner import LearnerConfig
 from agentgym.config.load import (
     RENAMED,
@@ -33,6 +34,7 @@ from agentgym.config.sections import (
     EnvConfig,
     EvaluationConfig,
     HorizonConfig,
+    KubeRayConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -52,6 +54,7 @@ __all__ = [
     "EvaluationConfig",
     "ExplorationConfig",
     "HorizonConfig",
+    "KubeRayConfig",
     "LearnerConfig",
     "LoraConfig",
     "ModelConfig",
@@ -67,6 +70,7 @@ __all__ = [
     "config_digest",
     "family_of",
     "first_line",
+    "is_elsewhere",
     "load_config",
     "max_refills",
     "read_tree",

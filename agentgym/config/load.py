@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from agentgym.config.algorithm import DEFAULT_RECIPE, algorithm_config, carried_over
+from agentgym.config.elsewhere import refused_elsewhere
 from agentgym.config.run import RunConfig
 from agentgym.config.section import ConfigError, Section, is_operational, unknown_key
 from agentgym.trust import untrusted_address
@@ -55,8 +56,9 @@ def load_config(
         cfg = RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(first_line(error)) from None
-    ray_address = "" if cfg.compute == "inline" else cfg.ray.address
+    ray_address = "" if cfg.compute in ("inline", "kuberay") else cfg.ray.address
     refused = untrusted_address(ray_address, cfg.tracking.uri, os.environ)
+    refused = refused or refused_elsewhere(cfg)
     if refused is not None:
         raise ConfigError(refused)
     return cfg

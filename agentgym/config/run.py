@@ -18,6 +18,7 @@ from agentgym.config.sections import (
     EnvConfig,
     EvaluationConfig,
     HorizonConfig,
+    KubeRayConfig,
     ModelConfig,
     OptimizerConfig,
     PipelineConfig,
@@ -52,8 +53,9 @@ class RunConfig(Section):
         "dense bfloat16 TFLOP/s of one device, which model FLOPs utilization (perf/mfu) is a share"
         " of; None: as the device's name tells, nothing on a CPU",
     )
-    compute: Literal["inline", "ray", "ray-job"] = operational(
-        "inline", "where steps compute: this process, Ray actors, jobs on a Ray cluster"
+    compute: Literal["inline", "ray", "ray-job", "kuberay"] = operational(
+        "inline",
+        "where steps compute: this process, Ray actors, jobs on a Ray cluster, jobs of KubeRay",
     )
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
@@ -77,6 +79,7 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     store: StoreConfig = StoreConfig()
     ray: RayConfig = RayConfig()
+    kuberay: KubeRayConfig = KubeRayConfig()
 
     @model_validator(mode="after")
     def _check_device(self) -> Self:
@@ -214,6 +217,21 @@ class RunConfig(Section):
                 f"ray.address {self.ray.address} is a dashboard; compute ray joins host:port or"
                 " auto, compute ray-job takes URLs"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kuberay(self) -> Self:
+        """A pod has room for what Ray is to place there."""
+        if self.compute != "kuberay":
+            return self
+        for name in ("worker", "rank"):
+            for kind, there in (("cpus", "worker_cpus"), ("gpus", "worker_gpus")):
+                asked, room = getattr(self.ray, f"{name}_{kind}"), getattr(self.kuberay, there)
+                if asked > room:
+                    raise ValueError(
+                        f"ray.{name}_{kind} {asked:g} is more than kuberay.{there} {room}: no pod"
+                        " has room for it; raise the one or lower the other"
+                    )
         return self
 
     @property

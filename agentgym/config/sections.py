@@ -25,6 +25,12 @@ class DataConfig(Section):
         Path("data/trajectories/imported"),
         "folder of others' trajectories, read where warm_start.source says so",
     )
+    digest: str = operational(
+        "",
+        "of the files that are read, 64 hex digits: where the folders are not there, these files"
+        " come from the store, which `agentgym data keep` put them into",
+        pattern="^$|^[0-9a-f]{64}$",
+    )
     validation_fraction: float = setting(
         0.1, "share of the train items kept for validation", gt=0, lt=0.5
     )
@@ -354,7 +360,8 @@ class StoreConfig(Section):
 
 
 class RayConfig(Section):
-    """Where a run's actors live (compute ray) or its jobs go (compute ray-job).
+    """Where a run's actors live (compute ray) or its jobs go (compute ray-job), and of what size
+    they are, there and in the clusters of `kuberay`.
     CPUs and GPUs are what Ray sets aside.
     """
 
@@ -389,3 +396,69 @@ class RayConfig(Section):
         2, "attempts at one step as a job, each under a name of its own"
     )
     job_timeout_s: PositiveFloat = operational(24 * 3600.0, "seconds of one job")
+    shared_paths: bool = operational(
+        False,
+        "ray-job: the cluster has store.path, data.path and the database of tracking where this"
+        " machine has them; otherwise they must be addresses. A cluster of this machine has them",
+    )
+
+
+class KubeRayConfig(Section):
+    """The RayJob that one attempt at a step is, where compute is kuberay: a Ray cluster of its own,
+    which ends with it. Its image is that of AGENTGYM_IMAGE, its secrets are those of k8s/README.md.
+    """
+
+    namespace: str = operational(
+        "agentgym", "of the RayJobs", pattern="^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
+    )
+    mode: Literal["K8sJobMode", "HTTPMode"] = operational(
+        "K8sJobMode",
+        "how KubeRay hands the job to its cluster; K8sJobMode: a pod does, whose log is followed",
+    )
+    workers: PositiveInt = operational(1, "pods beside the head, which computes nothing")
+    worker_cpus: PositiveInt = operational(4, "CPUs of such a pod")
+    worker_gpus: NonNegativeInt = operational(0, "GPUs of such a pod")
+    worker_memory_gib: PositiveInt = operational(16, "memory of such a pod")
+    head_memory_gib: PositiveInt = operational(4, "memory of the head")
+    gpu_resource: str = operational(
+        "nvidia.com/gpu", "what GPUs are called on nodes, and their taint", pattern="^[a-z0-9./-]+$"
+    )
+    node_labels: dict[str, str] = operational({}, "labels of the nodes that workers may be on")
+    queue: str = operational(
+        "", "LocalQueue of Kueue that admits the job whole; empty: none", pattern="^[a-z0-9.-]*$"
+    )
+    priority: str = operational(
+        "", "WorkloadPriorityClass of Kueue; empty: the queue's own", pattern="^[a-z0-9.-]*$"
+    )
+    queue_timeout_s: PositiveFloat = operational(24 * 3600.0, "seconds in the queue")
+    deletion: Literal["shutdown", "rules"] = operational(
+        "shutdown",
+        "what has an ended job's cluster deleted; shutdown: shutdownAfterJobFinishes; rules:"
+        " deletionStrategy.deletionRules, which deletes the RayJob too and needs KubeRay's feature"
+        " RayJobDeletionPolicy, on from 1.7",
+    )
+    keep_cluster_s: NonNegativeInt = operational(
+        30, "seconds that an ended job's cluster stays, to look at"
+    )
+    keep_job_s: NonNegativeInt = operational(
+        24 * 3600, "deletion rules: seconds that an ended RayJob stays, to look at"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.deletion == "rules" and self.queue:
+            raise ValueError(
+                f"kuberay.deletion rules with kuberay.queue {self.queue}: Kueue suspends, which"
+                " KubeRay allows with shutdownAfterJobFinishes alone; use deletion shutdown"
+            )
+        if self.deletion == "rules" and self.keep_job_s < self.keep_cluster_s:
+            raise ValueError(
+                f"kuberay.keep_job_s {self.keep_job_s} is less than keep_cluster_s"
+                f" {self.keep_cluster_s}; a cluster does not outlive its RayJob"
+            )
+        if self.priority and not self.queue:
+            raise ValueError(
+                f"kuberay.priority {self.priority} is Kueue's, and kuberay.queue names none;"
+                " name one, or leave it out"
+            )
+        return self

@@ -11,7 +11,8 @@ import logging
 import time
 from contextlib import AbstractContextManager
 
-from agentgym.config import ConfigError, RunConfig
+from agentgym.config import ConfigError, RunConfig, is_elsewhere
+from agentgym.data.kept import keep_data
 from agentgym.deploy.environment import local_environment
 from agentgym.pipeline.table import (
     finished,
@@ -69,11 +70,11 @@ def run_step(
         return Outcome(step, done[name], "done")
     parents = {parent: done[parent] for parent in step.parents}
     key = key_of(step, cfg, done)
-    if cfg.compute == "ray-job" and step.kind not in STAYS_HERE:
-        from agentgym.deploy.rayjobs import run_as_job
+    if cfg.compute in ("ray-job", "kuberay") and step.kind not in STAYS_HERE:
+        from agentgym.deploy.jobs import run_as_job
 
         head = store.head(name, key)
-        manifest = run_as_job(name, cfg, store, run_key=run_key(cfg), key=key)
+        manifest = run_as_job(name, _with_data(cfg, store), store, run_key=run_key(cfg), key=key)
         confirm(cfg, store, step, manifest)
         return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
     with store.open(name, key, [each.digest for each in parents.values()]) as writer:
@@ -105,6 +106,31 @@ def run_step(
         with reaching(cfg.tracking_uri), ctx:  # some steps speak to MLflow themselves
             manifest = _run_watched(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
+
+
+def _with_data(cfg: RunConfig, store: RunStore) -> RunConfig:
+    """The run as machines without its folders of data can have it."""
+    if not is_elsewhere(cfg):
+        return cfg
+    kept = cfg.data.model_copy(update={"digest": keep_data(cfg, store)})
+    return cfg.model_copy(update={"data": kept})
+
+
+def require_key(name: str, cfg: RunConfig, expected: str) -> None:
+    """That this machine would run the step that another one asked for.
+    Errors: ConfigError where source, data or what changes a result differ from there.
+    """
+    table, done = steps_of(cfg), finished(cfg, open_store(cfg))
+    if name in table and all(parent in done for parent in table[name].parents):
+        found = key_of(table[name], cfg, done)
+    else:
+        found = "" if name in table else expected  # run_step tells of a name that is none
+    if found != expected:
+        came = f"has key {found[:12]}" if found else "lacks results that it builds on"
+        raise ConfigError(
+            f"step {name} was asked for with key {expected[:12]} and {came} here: the source, the"
+            " data or the store of this machine is another one; use one image for flow and jobs"
+        )
 
 
 def _run_watched(ctx: StepContext) -> Manifest:

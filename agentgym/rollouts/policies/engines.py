@@ -68,7 +68,7 @@ def engine_class(name: str) -> type[EngineClass]:
 def check_engine(cfg: RunConfig) -> None:
     """That what samples can be loaded here, where that is here. Errors: ConfigError."""
     package = PACKAGES.get(cfg.rollout.engine)
-    elsewhere = cfg.compute == "ray-job" or (cfg.compute == "ray" and cfg.ray.address)
+    elsewhere = cfg.compute in ("ray-job", "kuberay") or (cfg.compute == "ray" and cfg.ray.address)
     if package and not elsewhere and find_spec(package) is None:
         raise ConfigError(
             f"rollout.engine {cfg.rollout.engine} needs the package {package}, which is not"

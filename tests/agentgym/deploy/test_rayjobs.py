@@ -11,7 +11,9 @@ import pytest
 
 from agentgym.config import ConfigError, load_config
 from agentgym.deploy import rayjobs
-from agentgym.deploy.rayjobs import RayUnreachable, auth_headers, job_config, run_as_job
+from agentgym.deploy.jobs import RayUnreachable, run_as_job
+from agentgym.deploy.rayjobs import auth_headers
+from agentgym.deploy.sent import sent_config
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, run_key
 
@@ -81,7 +83,7 @@ def test_a_job_computes_under_the_same_keys(
         tiny_params(tmp_path, deterministic=deterministic),
         ["compute=ray-job", "ray.address=http://127.0.0.1:8265", "store.path=here"],
     )
-    inner = job_config(cfg)
+    inner = sent_config(cfg)
     assert (inner.compute, inner.ray.address) == (inside, "auto")
     assert inner.store.path == tmp_path / "here"
     assert run_key(inner) == run_key(cfg)

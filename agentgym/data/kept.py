@@ -1,0 +1,90 @@
+"""The data of a run in its store, under its digest: for machines that have neither the folders nor
+a remote of DVC.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from agentgym.config import RunConfig
+from agentgym.data.items import DataError
+from agentgym.data.trajectories import FILE, input_digest
+from agentgym.store.files import write_whole
+from agentgym.store.runstore import RunStore
+
+logger = logging.getLogger(__name__)
+
+STEP = "data"  # its commits lie beside those of steps
+LISTS, RECORDED = "lists", "trajectories"
+NAME = re.compile(rf"{LISTS}\.([\w-]+)\.(\w[\w.-]*)|{RECORDED}\.(\w[\w.-]*)")
+
+
+def keep_data(cfg: RunConfig, store: RunStore) -> str:
+    """Put the files that this run reads into its store, unless they are there.
+
+    Result: the digest that they are found by. Errors: DataError where they are not here.
+    """
+    digest = input_digest(cfg)
+    files = _files(cfg)
+    if store.final(STEP, digest) is None:
+        with store.open(STEP, digest) as writer:
+            if writer.head is None:
+                writer.commit(
+                    done=True,
+                    state={},
+                    parents={},
+                    config={},
+                    blobs={name: path.read_bytes() for name, path in files.items()},
+                    records={},
+                    results={"files": len(files)},
+                    timings={},
+                )
+        logger.info("data %s: %d files are in the store", digest[:12], len(files))
+    return digest
+
+
+def fetch_data(cfg: RunConfig, store: RunStore) -> bool:
+    """Bring the files of `data.digest` to the folders of the run, where these are not there.
+
+    Result: whether any came. Errors: DataError where the store does not have them, or where they
+    are not what the digest names.
+    """
+    if not cfg.data.digest or all(folder.is_dir() for folder in cfg.data_folders.values()):
+        return False
+    manifest = store.final(STEP, cfg.data.digest)
+    if manifest is None:
+        raise DataError(
+            f"data.digest {cfg.data.digest[:12]}: {store.root} has no such data; where the files"
+            " are, `agentgym data keep` with this store puts them there"
+        )
+    for name in manifest.blobs:
+        write_whole(_place(cfg, name), store.read(manifest, name))
+    found = input_digest(cfg)
+    if found != cfg.data.digest:
+        raise DataError(
+            f"data.digest {cfg.data.digest[:12]}: what came from {store.root} is {found[:12]};"
+            " remove those files there, and keep the data again"
+        )
+    logger.info("data %s came from %s", found[:12], store.root)
+    return True
+
+
+def _files(cfg: RunConfig) -> dict[str, Path]:
+    """Name in the store -> the file here, of every file that the run may read."""
+    lists = [path for env in cfg.env_weights for path in cfg.data.path.glob(f"*/{env}_*.json")]
+    files = {f"{LISTS}.{path.parent.name}.{path.name}": path for path in lists}
+    if cfg.warm_start.source == "trajectories":
+        names = [FILE.format(env=env) for env in cfg.env_weights]
+        files |= {f"{RECORDED}.{name}": cfg.data.trajectories / name for name in names}
+    return files
+
+
+def _place(cfg: RunConfig, name: str) -> Path:
+    """Where a file of the store belongs. Errors: DataError for a name that `_files` never gives."""
+    match = NAME.fullmatch(name)
+    if match is None:
+        raise DataError(f"data.digest {cfg.data.digest[:12]} in the store holds {name!r}, no list")
+    folder, listed, recorded = match.groups()
+    return cfg.data.trajectories / recorded if recorded else cfg.data.path / folder / listed

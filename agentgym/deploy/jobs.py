@@ -1,0 +1,302 @@
+"""One step of a run as a job on a Ray cluster: submitted under the attempt's name, followed, found
+again, stopped.
+
+Two ways lead there: Ray's Jobs API (rayjobs.py), and a RayJob of Kubernetes that brings a cluster
+of its own (kuberay.py). The job computes under the keys of whoever submits it, or is refused.
+The final manifest in the store says what came of it, not the job's status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentgym.config import ConfigError, RunConfig
+from agentgym.store.keys import object_name
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import RunStore
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+SILENCE_S = 60.0  # a cluster that was reached once may be away for so long
+STOP_TIMEOUT_S = 60.0
+STOP_GRACE_S = 20  # whole seconds a job has to end in order
+LOG_END_S = 5.0  # for the last lines of a finished job
+LOG_LINES = 15  # of a failed job, in the error
+BAD_INPUT = 2  # exit code of a step that cannot succeed as it was asked for
+
+
+class RayUnreachable(RuntimeError):
+    """Nobody answers for the Ray cluster: its dashboard, or the API server that has its RayJobs."""
+
+
+class RayJobFailed(RuntimeError):
+    """The job ended without the step's result."""
+
+
+class Phase(enum.Enum):
+    """Where a job is on its way; each but the last has a deadline of its own."""
+
+    QUEUED = "queued"  # held back by a queue of the cluster
+    WAITING = "waiting"  # for room, and for its process
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a cluster says of a job."""
+
+    phase: Phase
+    status: str  # the cluster's own word
+    message: str = ""
+    exit_code: int | None = None
+    is_stopped: bool = False  # by somebody, not by its own end
+    is_late: bool = False  # the cluster ended it at its deadline
+    is_lost: bool = False  # what it ran on is gone; it is to be stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be run: a step, under the key that the submitter found."""
+
+    step: str
+    run_key: str
+    key: str
+    cfg: RunConfig
+
+    def name(self, attempt: int) -> str:
+        return object_name(self.run_key, self.step, attempt)
+
+
+class Transport(Protocol):
+    """A way to have jobs run. Methods raise OSError or RuntimeError where it does not answer."""
+
+    place: str  # for people
+
+    def attempts(self, job: Job) -> Mapping[int, Look]:
+        """All that are known there, by their number."""
+        ...
+
+    def submit(self, job: Job, name: str) -> None:
+        """Start it, unless it is there already. Errors: RayJobFailed, ConfigError."""
+        ...
+
+    def look(self, name: str) -> Look | None:
+        """None where it is not known, or no longer."""
+        ...
+
+    async def tail(self, name: str, hear: Callable[[str], None]) -> None:
+        """Pass every line of its log on once, until cancelled. Errors are tried again."""
+        ...
+
+    def stop(self, name: str) -> None:
+        """Ask for its end."""
+        ...
+
+    def gone_means(self) -> str:
+        """Why a job that was there may be unknown, for people."""
+        ...
+
+    def settle(self, job: Job) -> None:
+        """The step is done: nothing of its attempts is needed any more."""
+        ...
+
+
+def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key: str) -> Manifest:
+    """The step's final manifest, made by a job: where `compute` is ray-job on the cluster at
+    `ray.address`, where it is kuberay on one of its own.
+
+    A job of this run and step that is still there, because whoever followed it died, is followed
+    again: there are never two.
+    One that ends badly is followed by the next attempt, at most `ray.job_attempts` in this call.
+    An interrupt, a deadline or any other failure on this side stops the job.
+    Errors: RayUnreachable; ConfigError where the job says that its input is bad; TimeoutError;
+    RayJobFailed with the end of its log.
+    """
+    transport = _transport(cfg)
+    job = Job(step, run_key, key, cfg)
+    reason = ""
+    for chance in range(cfg.ray.job_attempts):
+        if chance:
+            # a driver that died without a word on another machine holds the lease so long
+            time.sleep(cfg.store.lease_ttl_s)
+        name, is_new = _find_or_name(transport, job)
+        if is_new:
+            transport.submit(job, name)
+        how = "was submitted" if is_new else "is there already, following it"
+        logger.info("step %s: job %s on %s %s", step, name, transport.place, how)
+        look, log = _follow_or_stop(transport, name, cfg)
+        manifest = store.final(step, key)
+        if manifest is not None:
+            transport.settle(job)
+            return manifest
+        reason = _reason(transport, name, look, log)
+        _raise_where_no_attempt_helps(look, reason, cfg)
+        logger.warning("%s", reason)
+    raise RayJobFailed(
+        f"step {step} failed in {cfg.ray.job_attempts} jobs (ray.job_attempts), the last: {reason}"
+    )
+
+
+def _transport(cfg: RunConfig) -> Transport:
+    """Errors: ConfigError, RayUnreachable."""
+    if cfg.compute == "kuberay":
+        from agentgym.deploy.kuberay import KubeRay
+
+        return KubeRay.connect(cfg)
+    from agentgym.deploy.rayjobs import RayJobs
+
+    return RayJobs.connect(cfg)
+
+
+def _find_or_name(transport: Transport, job: Job) -> tuple[str, bool]:
+    """(name, False) of the job of this run and step that has not ended, else (the next free
+    name, True).
+    """
+    attempts = transport.attempts(job)
+    for number, look in sorted(attempts.items(), reverse=True):
+        if look.phase is not Phase.ENDED:
+            return job.name(number), False
+    return job.name(max(attempts, default=0) + 1), True
+
+
+def numbered(names: Mapping[str, Look], job: Job) -> dict[int, Look]:
+    """Those that are attempts of this job, by their number."""
+    base = job.name(1)[:-1]
+    return {
+        int(name.removeprefix(base)): look
+        for name, look in names.items()
+        if re.fullmatch(rf"{base}[0-9]+", name)
+    }
+
+
+def _follow_or_stop(
+    transport: Transport, name: str, cfg: RunConfig
+) -> tuple[Look | None, list[str]]:
+    """(the end of the job, or None where the cluster has forgotten it; the end of its log).
+
+    Whatever ends the following, but for a cluster that does not answer, also ends the job.
+    """
+    try:
+        look, lines = asyncio.run(_follow(transport, name, cfg))
+    except RayUnreachable:
+        raise
+    except BaseException:
+        _stop(transport, name)
+        raise
+    if look is not None and look.is_lost:
+        _stop(transport, name)
+    return look, lines
+
+
+async def _follow(transport: Transport, name: str, cfg: RunConfig) -> tuple[Look | None, list[str]]:
+    """Errors: RayUnreachable after SILENCE_S; TimeoutError past the deadline of a phase."""
+    lines: list[str] = []
+
+    def hear(line: str) -> None:
+        logger.info("%s | %s", name, line)
+        lines.append(line)
+        del lines[:-LOG_LINES]
+
+    tail = asyncio.create_task(_keep_tailing(transport, name, hear))
+    since = heard_at = time.monotonic()
+    phase = None
+    try:
+        while True:
+            try:
+                look = await asyncio.to_thread(transport.look, name)
+            except (OSError, RuntimeError) as error:
+                if time.monotonic() - heard_at > SILENCE_S:
+                    raise RayUnreachable(
+                        f"{transport.place} did not answer for {SILENCE_S:g} s"
+                        f" ({type(error).__name__}); job {name} may still be running there. Run the"
+                        " step again to follow it, or to go on from its last commit if the cluster"
+                        " is lost"
+                    ) from None
+            else:
+                heard_at = time.monotonic()
+                if look is None or look.phase is Phase.ENDED:
+                    await asyncio.wait([tail], timeout=LOG_END_S if look is not None else 0)
+                    return look, lines
+                if look.phase is not phase:
+                    phase, since = look.phase, heard_at
+                _check_deadline(name, look, heard_at - since, cfg)
+            await asyncio.sleep(POLL_S)
+    finally:
+        tail.cancel()
+        await asyncio.gather(tail, return_exceptions=True)
+
+
+def _check_deadline(name: str, look: Look, waited_s: float, cfg: RunConfig) -> None:
+    """Errors: TimeoutError."""
+    setting, limit_s = {
+        Phase.QUEUED: ("kuberay.queue_timeout_s", cfg.kuberay.queue_timeout_s),
+        Phase.WAITING: ("ray.placement_timeout_s", cfg.ray.placement_timeout_s),
+        Phase.RUNNING: ("ray.job_timeout_s", cfg.ray.job_timeout_s),
+    }[look.phase]
+    if waited_s > limit_s:
+        what = "end" if look.phase is Phase.RUNNING else "start"
+        raise TimeoutError(
+            f"job {name} did not {what} within {setting} {limit_s:g} ({look.status}:"
+            f" {look.message or 'it says no more'}); it was stopped"
+        )
+
+
+async def _keep_tailing(transport: Transport, name: str, hear: Callable[[str], None]) -> None:
+    while True:
+        with contextlib.suppress(Exception):  # the log is a courtesy; the status decides
+            await transport.tail(name, hear)
+        await asyncio.sleep(POLL_S)
+
+
+def _stop(transport: Transport, name: str) -> None:
+    """End the job and wait until it has ended; a failure is logged, because something else is
+    already being raised.
+    """
+    try:
+        transport.stop(name)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while (look := transport.look(name)) is not None and look.phase is not Phase.ENDED:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it has not ended after {STOP_TIMEOUT_S:g} s")
+            time.sleep(POLL_S)
+        logger.warning("job %s was stopped", name)
+    except Exception as error:
+        logger.error("job %s could not be stopped: %s: %s", name, type(error).__name__, error)
+
+
+def _reason(transport: Transport, name: str, look: Look | None, log: list[str]) -> str:
+    if look is None:
+        return f"job {name} is no longer known to {transport.place}: {transport.gone_means()}"
+    code = "" if look.exit_code is None else f" with exit code {look.exit_code}"
+    return "\n".join(
+        [f"job {name} ended as {look.status}{code}: {look.message}", *(f"  {line}" for line in log)]
+    )
+
+
+def _raise_where_no_attempt_helps(look: Look | None, reason: str, cfg: RunConfig) -> None:
+    """Errors: ConfigError, TimeoutError, RayJobFailed."""
+    if look is None:
+        return
+    if look.exit_code == BAD_INPUT:
+        shared = (
+            "\nstore.path and data.path must name the same files on the cluster as here"
+            if not cfg.store.uri
+            else ""
+        )
+        raise ConfigError(f"{reason}{shared}")
+    if look.is_late:
+        raise TimeoutError(f"{reason}\nits cluster ended it at ray.job_timeout_s")
+    if look.is_stopped:
+        raise RayJobFailed(
+            f"{reason}\nsomebody stopped it; run the step again to go on from its last commit"
+        )

@@ -1,0 +1,184 @@
+"""Steps as RayJobs of Kubernetes: KubeRay's operator gives each a cluster, and takes it away.
+
+Only the resource is spoken to, never the cluster's dashboard: its token stays in its Secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from agentgym.config import ConfigError, RunConfig
+from agentgym.deploy.jobs import Job, Look, Phase, RayJobFailed, RayUnreachable, numbered
+from agentgym.deploy.kube import (
+    AlreadyExists,
+    ApiUnreachable,
+    Kind,
+    Kube,
+    KubeError,
+    NotFound,
+    NotServed,
+    connect,
+)
+from agentgym.deploy.manifests import RUN_LABEL
+from agentgym.deploy.rayjob import STEP_LABEL, image_of, rayjob
+
+RAY_JOB = Kind("ray.io/v1", "RayJob")
+RAY_CLUSTER = Kind("ray.io/v1", "RayCluster")
+POD = Kind("v1", "Pod")
+LOST_S = 10.0  # without its cluster a job that runs is lost; one that is suspended says so sooner
+TAIL_S = 2.0
+TAIL_LINES = 500
+MESSAGE_CHARS = 2000  # the end of KubeRay's, which holds up to 20,000 of the log
+EXIT_CODE = re.compile(r"exit code (\d+)")
+QUEUED = ("Suspending", "Suspended")
+
+
+class KubeRay:
+    """The RayJobs of one namespace."""
+
+    def __init__(self, kube: Kube, image: str, *, lost_s: float = LOST_S) -> None:
+        self.place = f"KubeRay in namespace {kube.namespace}"
+        self._kube = kube
+        self._image = image
+        self._lost_s = lost_s
+        self._clusters: dict[str, str] = {}  # job -> uid of the cluster it was first seen on
+        self._missing_since: dict[str, float] = {}  # job -> when its cluster was first missed
+
+    @classmethod
+    def connect(cls, cfg: RunConfig) -> Self:
+        """Errors: ConfigError without an image or credentials, and where the cluster has no
+        KubeRay; RayUnreachable.
+        """
+        image = image_of(os.environ)
+        kube = connect(namespace=cfg.kuberay.namespace)
+        try:
+            kube.list(RAY_JOB, labels={RUN_LABEL: "none"})
+        except (NotServed, NotFound):
+            raise ConfigError(
+                "compute kuberay: this cluster knows no RayJob (ray.io/v1); install KubeRay 1.5 or"
+                " newer, as k8s/README.md says"
+            ) from None
+        except ApiUnreachable as error:
+            raise RayUnreachable(str(error)) from None
+        return cls(kube, image)
+
+    def attempts(self, job: Job) -> Mapping[int, Look]:
+        labels = {RUN_LABEL: f"r{job.run_key[:12]}", STEP_LABEL: job.step}
+        found = self._kube.list(RAY_JOB, labels=labels).items
+        return numbered({each["metadata"]["name"]: look_at(each) for each in found}, job)
+
+    def submit(self, job: Job, name: str) -> None:
+        """Names are unique in a namespace: somebody may have been faster."""
+        try:
+            self._kube.create(rayjob(job, name, self._image))
+        except AlreadyExists:
+            return
+        except ApiUnreachable:
+            raise
+        except KubeError as error:
+            raise RayJobFailed(f"{self.place} does not take job {name}: {error}") from None
+
+    def look(self, name: str) -> Look | None:
+        found = self._kube.find(RAY_JOB, name)
+        if found is None:
+            return None
+        look = look_at(found)
+        if look.phase is Phase.RUNNING and self._is_lost(name, found["status"]):
+            return Look(
+                Phase.ENDED,
+                "LOST",
+                message="its RayCluster was deleted, or another took its place",
+                is_lost=True,
+            )
+        if look.phase is not Phase.RUNNING:
+            self._missing_since.pop(name, None)
+        return look
+
+    def _is_lost(self, name: str, status: Mapping[str, Any]) -> bool:
+        """Whether the cluster that the job ran on is gone, not only for a moment."""
+        found = self._kube.find(RAY_CLUSTER, status.get("rayClusterName") or "none")
+        uid = found["metadata"]["uid"] if found else ""
+        if uid and self._clusters.setdefault(name, uid) == uid:
+            self._missing_since.pop(name, None)
+            return False
+        since = self._missing_since.setdefault(name, time.monotonic())
+        return time.monotonic() - since >= self._lost_s
+
+    async def tail(self, name: str, hear: Callable[[str], None]) -> None:
+        """The log of the pod that has handed the job over; in HTTPMode there is none."""
+        told: list[str] = []
+        while True:
+            lines = await asyncio.to_thread(self._log, name)
+            for line in lines[overlap(told, lines) :]:
+                hear(line)
+            told = lines or told
+            await asyncio.sleep(TAIL_S)
+
+    def _log(self, name: str) -> list[str]:
+        pods = self._kube.list(POD, labels={"job-name": name}).items
+        if not pods:
+            return []
+        newest = max(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+        return self._kube.log(newest["metadata"]["name"], lines=TAIL_LINES).splitlines()
+
+    def stop(self, name: str) -> None:
+        """With all that it owns; its name is free once these are gone."""
+        self._kube.delete(RAY_JOB, name, propagation="Foreground")
+
+    def gone_means(self) -> str:
+        return "somebody deleted it"
+
+    def settle(self, job: Job) -> None:
+        """What is ended is deleted: its result is in the store."""
+        for number, look in self.attempts(job).items():
+            if look.phase is Phase.ENDED:
+                self._kube.delete(RAY_JOB, job.name(number))
+
+
+def look_at(found: Mapping[str, Any]) -> Look:
+    """What a RayJob says of itself. Errors: ConfigError where KubeRay finds it invalid."""
+    status = found.get("status") or {}
+    deployment, ray = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
+    message = str(status.get("message", ""))
+    told = f"{ray or deployment or 'new'}"
+    if found["metadata"].get("deletionTimestamp"):
+        return Look(Phase.ENDED, "DELETED", "it is being deleted", is_stopped=True)
+    if deployment == "ValidationFailed":
+        raise ConfigError(f"KubeRay refuses RayJob {found['metadata']['name']}: {message}")
+    if deployment in QUEUED or (found["spec"].get("suspend") and not deployment):
+        return Look(Phase.QUEUED, deployment or "Suspended", "it is suspended; a queue admits it")
+    if deployment in ("Complete", "Failed"):
+        code = EXIT_CODE.search(message)
+        reason = status.get("reason", "")
+        return Look(
+            Phase.ENDED,
+            f"{told} ({reason})" if reason else told,
+            message=message[-MESSAGE_CHARS:],
+            exit_code=int(code[1]) if code else None,
+            is_stopped=ray == "STOPPED",
+            is_late=reason == "DeadlineExceeded",
+        )
+    if deployment == "Running" and ray not in ("", "PENDING"):
+        return Look(Phase.RUNNING, told)
+    return Look(Phase.WAITING, deployment or "new", message or _cluster_says(status))
+
+
+def _cluster_says(status: Mapping[str, Any]) -> str:
+    """Why a cluster is not ready, as far as it tells."""
+    cluster = status.get("rayClusterStatus") or {}
+    conditions = cluster.get("conditions") or []
+    told = [each["message"] for each in conditions if each.get("message")]
+    return "; ".join([*filter(None, [cluster.get("reason", "")]), *told])
+
+
+def overlap(before: list[str], now: list[str]) -> int:
+    """How many of the first lines of `now` are the last of `before`."""
+    for size in range(min(len(before), len(now)), 0, -1):
+        if before[-size:] == now[:size]:
+            return size
+    return 0

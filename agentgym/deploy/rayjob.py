@@ -1,0 +1,221 @@
+"""A RayJob of Kubernetes (`ray.io/v1`, KubeRay) that is one attempt at one step of a run: a Ray
+cluster that begins with it and ends with it.
+
+What KubeRay's own validation asks for beside the resource's schema is kept here: rayVersion with
+authOptions, either shutdownAfterJobFinishes or deletion rules, names of at most 47 characters.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+from agentgym.config import ConfigError, KubeRayConfig, RunConfig
+from agentgym.deploy.jobs import STOP_GRACE_S, Job
+from agentgym.deploy.manifests import RUN_LABEL
+from agentgym.deploy.sent import PARAMS_VARIABLE, arguments, params_text, sent_config
+
+Object = dict[str, Any]
+
+STEP_LABEL = "agentgym.io/step"
+ROLE_LABEL = "agentgym.io/role"
+RUN_KEY_ANNOTATION = "agentgym.io/run-key"  # whole digests: labels and names hold their beginning
+STEP_KEY_ANNOTATION = "agentgym.io/step-key"
+IMAGE_VARIABLE = "AGENTGYM_IMAGE"
+SECRETS = ("agentgym-credentials", "agentgym-env-token")  # whose keys are variables of the pods
+HEAD_CPUS = 1
+SUBMITTER_MEMORY_MIB = 512
+END_S = 60  # a pod's, to end in order
+
+
+def rayjob(job: Job, name: str, image: str) -> Object:
+    """The resource that runs the job under that name. image: with a digest, or a tag."""
+    cfg, settings = job.cfg, job.cfg.kuberay
+    inner = sent_config(cfg)
+    alone = inner.compute == "inline"
+    labels = {
+        "app.kubernetes.io/part-of": "agentgym",
+        RUN_LABEL: f"r{job.run_key[:12]}",
+        STEP_LABEL: job.step,
+    }
+    variables = [
+        *_literals(cfg),
+        # Kubernetes reads $(NAME) as a variable and $$ as $
+        {"name": PARAMS_VARIABLE, "value": params_text(inner).replace("$", "$$")},
+    ]
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {
+            "name": name,
+            "namespace": settings.namespace,
+            "labels": labels | _queue(settings),
+            "annotations": {RUN_KEY_ANNOTATION: job.run_key, STEP_KEY_ANNOTATION: job.key},
+        },
+        "spec": {
+            "submissionMode": settings.mode,
+            "jobId": name,
+            "entrypoint": f"python -m agentgym.deploy.sent {arguments(job)}",
+            "entrypointNumCpus": cfg.ray.rank_cpus if alone else 0,
+            "entrypointNumGpus": cfg.ray.rank_gpus if alone else 0,
+            "backoffLimit": 0,  # attempts are ours: each under a name of its own
+            "activeDeadlineSeconds": round(cfg.ray.job_timeout_s),
+            **_deletion(settings),
+            "rayClusterSpec": _cluster(cfg, image, labels, variables),
+            **_submitter(settings, image, labels),
+        },
+    }
+
+
+def _deletion(settings: KubeRayConfig) -> Object:
+    """KubeRay takes one of the two, not both."""
+    keep_s = settings.keep_cluster_s
+    if settings.deletion == "shutdown":
+        return {"shutdownAfterJobFinishes": True, "ttlSecondsAfterFinished": keep_s}
+    ends = ({"jobStatus": "SUCCEEDED"}, {"jobStatus": "FAILED"}, {"jobDeploymentStatus": "Failed"})
+    rules = [
+        {"policy": policy, "condition": {**end, "ttlSeconds": ttl_s}}
+        for policy, ttl_s in (("DeleteCluster", keep_s), ("DeleteSelf", settings.keep_job_s))
+        for end in ends
+    ]
+    return {"shutdownAfterJobFinishes": False, "deletionStrategy": {"deletionRules": rules}}
+
+
+def _queue(settings: KubeRayConfig) -> dict[str, str]:
+    """Kueue admits the whole job, or lets it wait, by `spec.suspend`."""
+    labels = {"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}
+    if settings.priority:
+        labels["kueue.x-k8s.io/priority-class"] = settings.priority
+    return labels
+
+
+def _cluster(
+    cfg: RunConfig, image: str, labels: Mapping[str, str], variables: list[Object]
+) -> Object:
+    settings = cfg.kuberay
+    head = _pod(image, labels, variables, cpus=HEAD_CPUS, memory=f"{settings.head_memory_gib}Gi")
+    worker = _pod(
+        image,
+        labels,
+        variables,
+        cpus=settings.worker_cpus,
+        memory=f"{settings.worker_memory_gib}Gi",
+        gpus={settings.gpu_resource: settings.worker_gpus} if settings.worker_gpus else {},
+    )
+    if settings.node_labels:
+        worker["spec"]["nodeSelector"] = dict(settings.node_labels)
+    return {
+        "rayVersion": ray_version(),
+        "authOptions": {"mode": "token"},  # an empty one turns nothing on
+        "headGroupSpec": {
+            # it has the cluster's bookkeeping, and work there would end with the cluster's memory
+            "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},
+            "template": head,
+        },
+        "workerGroupSpecs": [
+            {
+                "groupName": "gpu" if settings.worker_gpus else "cpu",
+                "replicas": settings.workers,
+                "minReplicas": settings.workers,
+                "maxReplicas": settings.workers,
+                "rayStartParams": {},
+                "template": worker,
+            }
+        ],
+    }
+
+
+def _pod(
+    image: str,
+    labels: Mapping[str, str],
+    variables: list[Object],
+    *,
+    cpus: int,
+    memory: str,
+    gpus: Mapping[str, int] | None = None,
+    name: str = "ray",
+) -> Object:
+    """A restricted pod, which may be evicted for nothing less than its node's end."""
+    sizes = {"cpu": str(cpus), "memory": memory, **{k: str(v) for k, v in (gpus or {}).items()}}
+    spec: Object = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": END_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 10001,
+            "runAsGroup": 10001,
+            "fsGroup": 10001,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [
+            {
+                "name": name,
+                "image": image,
+                "env": variables,
+                "envFrom": [{"secretRef": {"name": each, "optional": True}} for each in SECRETS],
+                "resources": {"requests": sizes, "limits": sizes},
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+                "volumeMounts": [{"name": "state", "mountPath": "/app/.agentgym"}],
+            }
+        ],
+        "volumes": [{"name": "state", "emptyDir": {}}],
+    }
+    if gpus:
+        spec["tolerations"] = [
+            {"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in gpus
+        ]
+    return {"metadata": {"labels": {**labels, ROLE_LABEL: "rollout"}}, "spec": spec}
+
+
+def _submitter(settings: KubeRayConfig, image: str, labels: Mapping[str, str]) -> Object:
+    """The pod that hands the job to its cluster and passes its log on; it gets no secret of ours.
+    One that dies is made anew, and finds the job it has handed over by its id.
+    """
+    if settings.mode != "K8sJobMode":
+        return {}
+    pod = _pod(
+        image, labels, [], cpus=1, memory=f"{SUBMITTER_MEMORY_MIB}Mi", name="ray-job-submitter"
+    )
+    pod["spec"]["restartPolicy"] = "Never"
+    del pod["spec"]["containers"][0]["envFrom"]
+    return {"submitterConfig": {"backoffLimit": 2}, "submitterPodTemplate": pod}
+
+
+def _literals(cfg: RunConfig) -> list[Object]:
+    """Nothing here is secret."""
+    values = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S),
+        "OMP_NUM_THREADS": "1",
+        "MLFLOW_TRACKING_URI": cfg.tracking.uri,  # the machine says it too: agentgym/trust.py
+    }
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def image_of(environment: Mapping[str, str]) -> str:
+    """What runs with the run's secrets is the deployment's choice, not a parameter file's.
+    Errors: ConfigError.
+    """
+    image = environment.get(IMAGE_VARIABLE, "")
+    if not image:
+        raise ConfigError(
+            f"compute kuberay: {IMAGE_VARIABLE} names no image in this environment; export the one"
+            " that k8s/README.md builds, the same for flow and jobs"
+        )
+    return image
+
+
+def ray_version() -> str:
+    """Errors: ConfigError without Ray."""
+    try:
+        return importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            "compute kuberay needs Ray here, to name its version; install it with: pip install"
+            " 'agentgym-flow[cluster]'"
+        ) from None

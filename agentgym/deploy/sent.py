@@ -1,0 +1,68 @@
+"""A run as a job elsewhere has it: what differs there, and the command that runs one step of it.
+
+As a program it writes the parameters that came as a variable to a file, and becomes that command.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from agentgym.config import RunConfig, is_elsewhere
+from agentgym.deploy.jobs import Job
+
+PARAMS_VARIABLE = "AGENTGYM_PARAMS"
+STATE = Path(".agentgym")  # on a machine that does not have ours
+
+
+def sent_config(cfg: RunConfig) -> RunConfig:
+    """The same run as seen from inside a job: actors of the job's own cluster or, where every bit
+    must repeat, the job's own process.
+
+    Paths are absolute or, on a machine that does not have them, below its own state.
+    """
+    data, store = cfg.data, cfg.store
+    if is_elsewhere(cfg):
+        place = STATE / "data" / data.digest[:16]
+        data = data.model_copy(
+            update={"path": place / "lists", "trajectories": place / "trajectories"}
+        )
+        store = store.model_copy(update={"path": STATE / "store"})
+    else:
+        here = {name: getattr(data, name).resolve() for name in ("path", "trajectories")}
+        data = data.model_copy(update=here)
+        store = store.model_copy(update={"path": store.path.resolve()})
+    return cfg.model_copy(
+        update={
+            "compute": "inline" if cfg.deterministic else "ray",
+            "ray": cfg.ray.model_copy(update={"address": "auto"}),
+            "data": data,
+            "store": store,
+        }
+    )
+
+
+def arguments(job: Job) -> str:
+    """Of `agentgym step`: refused there where source, data or settings give another key."""
+    return shlex.join((job.step, "--verbose", "--key", job.key))
+
+
+def params_text(cfg: RunConfig) -> str:
+    return yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
+
+
+def main() -> None:
+    """`agentgym step` with these arguments."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
+        file.write(os.environ[PARAMS_VARIABLE])
+    command = [sys.executable, "-m", "agentgym", "step", *sys.argv[1:], "--params", file.name]
+    os.execv(sys.executable, command)  # noqa: S606 (it is the job, and gets the signals to it)
+
+
+if __name__ == "__main__":
+    main()
