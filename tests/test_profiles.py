@@ -1,5 +1,5 @@
-"""profiles/train: the published trainings of AgentGym-RL, value by value, and what each profile
-says it does not follow.
+"""profiles/train and profiles/eval: the published trainings and evaluations of AgentGym-RL, value by
+value, and what each profile says it does not follow.
 
 Sources: the repository WooooDyy/AgentGym-RL, at commit 82402a9; arXiv:2509.08755.
 """
@@ -13,13 +13,16 @@ import pytest
 import yaml
 
 from agentgym.cli import main
-from agentgym.config import load_config
-from agentgym.data.items import PUBLISHED, PUBLISHED_COUNTS
+from agentgym.config import RunConfig, load_config
+from agentgym.data.items import PUBLISHED, PUBLISHED_COUNTS, DataError
+from agentgym.evaluation.protocol import items_of, load_protocol
 from envs.registry import load_spec
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "profiles/agentgym-rl.yaml"
 TRAIN = ROOT / "profiles/train"
+EVAL = ROOT / "profiles/eval"
+FIGURE_8, FIGURE_9 = "agentgym-rl-interaction", "agentgym-rl-pass-at-k"
 
 
 @dataclass(frozen=True)
@@ -251,3 +254,71 @@ def test_what_an_environment_needs_and_has_not_is_named(env, missing, tmp_path, 
     options = load_config(TRAIN / f"{env}-fixed.yaml").env.options
     with pytest.raises(ValueError, match=f"{env} option .*{re.escape(missing)}"):
         load_spec(env, options)
+
+
+@pytest.mark.parametrize("env", sorted(EVALUATED))
+def test_the_published_evaluation_has_the_values_of_its_script(env):
+    (asked,) = load_protocol("agentgym-rl", folder=EVAL).only([env]).envs
+    rounds, tokens = EVALUATED[env]
+    assert (asked.max_turns, asked.max_new_tokens) == (rounds, tokens)
+    assert (asked.num_samples, asked.greedy, asked.temperature) == (1, False, 1.0)
+    assert asked.items.file == PUBLISHED / f"eval/{env}_test.json"
+    assert asked.items.num is None
+
+
+@pytest.mark.parametrize(
+    "name", ["agentgym-rl", "agentgym-rl-interaction", "agentgym-rl-pass-at-k"]
+)
+def test_an_environment_is_evaluated_as_it_is_trained_in(name):
+    for asked in load_protocol(name, folder=EVAL).envs:
+        trained = load_config(TRAIN / f"{asked.env.name}-fixed.yaml")
+        assert asked.env == trained.env
+        assert asked.context_tokens == trained.model.context_tokens
+        assert asked.instructions == trained.rollout.instructions
+        assert asked.action_format == trained.rollout.action_format
+        assert asked.episode_timeout_s == trained.rollout.episode_timeout_s
+
+
+def test_the_figures_have_the_turns_and_samples_of_the_paper():
+    interaction = {each.env.name: each for each in load_protocol(FIGURE_8, folder=EVAL).envs}
+    assert {env: each.max_turns for env, each in interaction.items()} == {
+        "searchqa": 10,
+        "sciworld": 30,
+    }
+    samples = {each.env.name: each for each in load_protocol(FIGURE_9, folder=EVAL).envs}
+    assert {env: each.num_samples for env, each in samples.items()} == {
+        "searchqa": 64,
+        "sciworld": 64,
+    }
+    for env, each in samples.items():
+        assert each.max_turns == EVALUATED[env][0]
+
+
+def test_a_protocol_says_what_it_does_not_follow():
+    departs = {
+        path.stem: {
+            line.partition(": ")[0] for line in load_protocol(path.stem, folder=EVAL).departs
+        }
+        for path in EVAL.glob("*.yaml")
+        if load_protocol(path.stem, folder=EVAL).follows
+    }
+    assert departs == {
+        "agentgym-rl": {
+            "failed episodes",
+            "success",
+            "instructions",
+            "response length",
+            "environments",
+            "SearchQA's turns",
+            "TextCraft's and SciWorld's turns",
+        },
+        FIGURE_8: {"number of runs", "everything else"},
+        FIGURE_9: {"pass@k", "turns", "everything else"},
+    }
+
+
+def test_published_items_that_are_not_there_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    protocol = load_protocol("agentgym-rl", folder=EVAL).only(["textcraft"])
+    with pytest.raises(DataError, match=r"eval/textcraft_test\.json"):
+        items_of(protocol, RunConfig())
