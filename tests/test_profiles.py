@@ -1,5 +1,5 @@
-"""profiles/train and profiles/eval: the published trainings and evaluations of AgentGym-RL, value by
-value, and what each profile says it does not follow.
+"""profiles/train and profiles/eval: the published trainings and evaluations of AgentGym-RL, value
+by value, and what each profile says it does not follow.
 
 Sources: the repository WooooDyy/AgentGym-RL, at commit 82402a9; arXiv:2509.08755.
 """
