@@ -47,16 +47,19 @@ class Item:
 
 
 class Endpoint(str):
-    """The URL of an environment server, with the bearer token it asks for.
+    """The URL of an environment server, with the bearer token it asks for, and perhaps a file of
+    this machine that lists the servers behind it (agentgym/deploy/fleets/addresses.py).
 
-    The token travels with it, to other processes too; text, JSON, logs and repr show the URL alone.
+    Both travel with it, to other processes too; text, JSON, logs and repr show the URL alone.
     """
 
     token: str
+    listing: str
 
-    def __new__(cls, url: str, token: str = "") -> Self:
+    def __new__(cls, url: str, token: str = "", listing: str = "") -> Self:
         endpoint = super().__new__(cls, url)
         endpoint.token = token
+        endpoint.listing = listing
         return endpoint
 
 

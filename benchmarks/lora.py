@@ -22,7 +22,7 @@ from pipeline import ROOT, machine
 from agentgym.compute.placement import open_engine
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import splits_from_json
-from agentgym.deploy.environment import local_environment
+from agentgym.deploy.environment import environment_servers
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import (
     ADAPTER,
@@ -147,7 +147,7 @@ def unmerged(store: RunStore, trained: Manifest, merged: Checkpoint) -> Checkpoi
 def actions(cfg: RunConfig, checkpoint: Checkpoint, items: Sequence[Item]) -> list[list[str]]:
     """What each greedy episode did, turn by turn."""
     with (
-        local_environment(cfg, False) as endpoints,
+        environment_servers(cfg, False) as endpoints,
         open_engine(cfg, checkpoint, endpoints, version=0) as engine,
     ):
         played = engine.collect(

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 from agentgym.algorithms.batch import Batch
 from agentgym.config import ModelConfig, load_config
 from agentgym.data.check import load_data
-from agentgym.deploy.environment import local_environment
+from agentgym.deploy.environment import environment_servers
 from agentgym.models.model import load_weights, new_model, set_threads, weights_of
 from agentgym.models.networks import PolicyNet
 from agentgym.rollouts.players import ExpertPlayer
@@ -97,7 +97,7 @@ def played(env: str) -> list[int]:
             ],
         )
         shown = [(item, 0) for item in expert_items(cfg, load_data(cfg))]
-        with local_environment(cfg, True) as endpoints:
+        with environment_servers(cfg, True) as endpoints:
             episodes, settings = demonstrate(
                 cfg, endpoints, shown, lambda *_: ExpertPlayer(), allow_expert=True
             )

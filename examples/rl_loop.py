@@ -15,7 +15,7 @@ from agentgym.algorithms.batch import learnable, to_batch
 from agentgym.config import OptimizerConfig, RunConfig, load_config
 from agentgym.data.check import load_data
 from agentgym.data.items import Splits, train_stream
-from agentgym.deploy.environment import local_environment
+from agentgym.deploy.environment import environment_servers
 from agentgym.learner.learner import LocalLearner
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.model import load_weights, set_threads
@@ -40,7 +40,7 @@ def main() -> int:
     splits = load_data(cfg)
     checkpoint = imitate(cfg, splits)
     with (
-        local_environment(cfg, False) as endpoints,
+        environment_servers(cfg, False) as endpoints,
         open_engine(cfg, checkpoint, endpoints, version=0) as engine,
     ):
         before = evaluate(cfg, engine, splits.test)
@@ -84,7 +84,7 @@ def reinforce(cfg: RunConfig, splits: Splits, checkpoint: Checkpoint, engine: Lo
 def imitate(cfg: RunConfig, splits: Splits) -> Checkpoint:
     """A small model that has seen an expert play: it stands in for a pretrained one."""
     shown = [(item, 0) for item in expert_items(cfg, splits)]
-    with local_environment(cfg, True) as endpoints:
+    with environment_servers(cfg, True) as endpoints:
         played, settings = demonstrate(
             cfg, endpoints, shown, lambda item, sample: ExpertPlayer(), allow_expert=True
         )

@@ -9,6 +9,7 @@ from typing import Any
 from prefect import flow
 
 from agentgym.console.guard import guarded, say
+from agentgym.deploy.kubernetes import check_fleets
 from agentgym.private import private_state
 from flows.run import RunRequest, run_name
 from services.prefect_server import prefect_api
@@ -17,22 +18,26 @@ from tasks.environments import end_environments, keep_environment, servers_artif
 
 @flow(name="envs-up", flow_run_name=run_name, persist_result=False)
 def envs_up(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
-    """Start a server of each environment of this run and leave it running; runs with the same
-    `env.options` play on it. One that runs already stays. Result: where they are.
+    """Start servers of each environment of this run and leave them running, on this machine or, as
+    `env.deploy` says, on Kubernetes; runs with the same `env.options` play there. What runs already
+    stays. Result: where they are.
     """
     cfg = run.config()
     private_state(cfg.state_dir)
+    check_fleets(cfg)
     servers = [keep_environment(cfg, env) for env in cfg.envs if not env.endpoints]
     servers_artifact(servers, "Servers that stay until the flow envs-down, or for `env.keep_s`.")
-    return {each.env: each.url for each in servers}
+    return {each.env: each.where for each in servers}
 
 
 @flow(name="envs-down", flow_run_name=run_name, persist_result=False)
 def envs_down(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
-    """End every server that envs-up has started for this state folder. Result: where they were."""
-    servers = end_environments(run.config().state_dir)
+    """End every server that envs-up has started for this state folder, and the kept fleets of this
+    run's environments. Result: where they were.
+    """
+    servers = end_environments(run.config())
     servers_artifact(servers, "Servers that were ended.")
-    return {each.env: each.url for each in servers}
+    return {each.env: each.where for each in servers}
 
 
 FLOWS: dict[str, Any] = {"up": envs_up, "down": envs_down}
@@ -56,8 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         private_state(cfg.state_dir)
         with prefect_api(cfg.state_dir):
             servers = FLOWS[arguments.what](asked)
-        for env, url in servers.items():
-            say(f"{arguments.what:<6}{env} at {url}")
+        for env, where in servers.items():
+            say(f"{arguments.what:<6}{env} at {where}")
         if not servers:
             say("no server was kept")
         return 0

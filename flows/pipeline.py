@@ -6,11 +6,11 @@ import sys
 
 from prefect import flow
 
-from flows.run import RunRequest, is_any, run_name, run_steps
+from flows.run import RunRequest, fleets_down, is_any, run_name, run_steps
 from flows.shell import main
 
 
-@flow(name="pipeline", flow_run_name=run_name, persist_result=False)
+@flow(name="pipeline", flow_run_name=run_name, persist_result=False, on_cancellation=[fleets_down])
 def pipeline(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
     """Run every step that is not done, in order; a killed run goes on from its last commit.
     Result: what happened to each step.

@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentgym.config import ConfigError, RunConfig, load_config
 from agentgym.console.progress import Bars
 from agentgym.console.terminal import PlainConsole
-from agentgym.deploy.environment import local_environment
-from agentgym.pipeline.table import finished, open_store, steps_of
+from agentgym.deploy.environment import environment_servers
+from agentgym.deploy.kubernetes import end_run, of_fleets
+from agentgym.pipeline.table import finished, open_store, run_label, steps_of
 from agentgym.steps.context import Environment
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Manifest
@@ -55,6 +56,15 @@ def run_name() -> str:
     """Tells runs apart in a list: the parameter file and what differs from it."""
     asked = RunRequest.model_validate(runtime.flow_run.parameters.get("run") or {})
     return " ".join([asked.params, *asked.overrides])[:120]
+
+
+def fleets_down(flow: Any, flow_run: Any, state: Any) -> None:
+    """A hook of flow runs that were cancelled: where their process was killed before it could, its
+    fleets on Kubernetes are taken down here.
+    """
+    cfg = RunRequest.model_validate(flow_run.parameters.get("run") or {}).config()
+    if of_fleets(cfg):
+        end_run(cfg, run_label(cfg))
 
 
 def is_preparation(step: Step) -> bool:
@@ -96,13 +106,18 @@ def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
         bars.advance()
 
         def environment(expert: bool) -> AbstractContextManager[Endpoints]:
-            return local_environment(cfg, True) if expert else nullcontext(endpoints)
+            return (
+                environment_servers(cfg, True, run_label(cfg)) if expert else nullcontext(endpoints)
+            )
 
         try:
             steps = [step for step in steps_of(cfg).values() if wanted(step)]
             return _run_in_order(steps, cfg, environment, bars)
         finally:
-            environments_down(servers)
+            try:
+                environments_down(servers)
+            finally:  # also where no task can begin any more, as in a flow run that is cancelled
+                servers.__exit__(None, None, None)
 
 
 def _run_in_order(

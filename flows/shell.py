@@ -19,6 +19,7 @@ from agentgym.console.guard import guarded
 from agentgym.console.reference import reference_s
 from agentgym.console.terminal import PlainConsole
 from agentgym.data.check import load_data, load_recorded
+from agentgym.deploy.kubernetes import check_fleets
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.champion import sentence
 from agentgym.evaluation.passk import FAILED, Interval
@@ -131,6 +132,7 @@ def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
         for env in cfg.envs:
             check_local_env(env)
             check_env_servers(env)
+        check_fleets(cfg)
         check_server(cfg.tracking_uri)
         check_model(cfg.model, cfg.lora)
         check_engine(cfg)

@@ -6,11 +6,11 @@ import sys
 
 from prefect import flow
 
-from flows.run import RunRequest, is_training, run_name, run_steps
+from flows.run import RunRequest, fleets_down, is_training, run_name, run_steps
 from flows.shell import main
 
 
-@flow(name="train", flow_run_name=run_name, persist_result=False)
+@flow(name="train", flow_run_name=run_name, persist_result=False, on_cancellation=[fleets_down])
 def train(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
     """Train every stage of the horizon schedule, each from its last commit; needs what
     `prepare` makes.

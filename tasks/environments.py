@@ -1,8 +1,9 @@
-"""Environment servers that outlive a run, as tasks."""
+"""Environment servers that outlive a run, as tasks: processes here, or fleets of a cluster."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 from prefect import task
 from prefect.artifacts import create_table_artifact
@@ -10,7 +11,25 @@ from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import EnvConfig, RunConfig
 from agentgym.deploy.kept import Kept, end_all, keep
+from agentgym.deploy.kubernetes import end_kept, keep_up
 from tasks.retries import may_help
+
+MORE_S = 300.0  # beyond what a cluster is given, for the calls around it
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Servers of an environment that are kept, or were."""
+
+    env: str
+    where: str  # an address, or a fleet
+    held_by: str  # a process, or a namespace
+    options: dict[str, Any]
+
+
+def keep_environment(cfg: RunConfig, env: EnvConfig) -> Standing:
+    """Servers of this environment that run until `end_environments`."""
+    return _keep.with_options(timeout_seconds=900 + cfg.kubernetes.ready_timeout_s)(cfg, env)
 
 
 @task(
@@ -19,13 +38,19 @@ from tasks.retries import may_help
     retries=1,
     retry_delay_seconds=2,
     retry_condition_fn=may_help,
-    timeout_seconds=900,
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def keep_environment(cfg: RunConfig, env: EnvConfig) -> Kept:
-    """A server of this environment that runs until `end_environments`."""
-    return keep(cfg, env)
+def _keep(cfg: RunConfig, env: EnvConfig) -> Standing:
+    if env.deploy == "kubernetes":
+        namespace = f"namespace {cfg.kubernetes.namespace}"
+        return Standing(env.name, keep_up(cfg, env), namespace, env.options)
+    return _of_kept(keep(cfg, env))
+
+
+def end_environments(cfg: RunConfig) -> list[Standing]:
+    """End all that are kept for this state folder, and the kept fleets of this run."""
+    return _end.with_options(timeout_seconds=MORE_S + cfg.kubernetes.down_timeout_s)(cfg)
 
 
 @task(
@@ -33,19 +58,28 @@ def keep_environment(cfg: RunConfig, env: EnvConfig) -> Kept:
     task_run_name="environments down",
     retries=1,
     retry_delay_seconds=2,
-    timeout_seconds=300,
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def end_environments(state: Path) -> list[Kept]:
-    """End all that are kept there."""
-    return end_all(state)
+def _end(cfg: RunConfig) -> list[Standing]:
+    ended = [_of_kept(each) for each in end_all(cfg.state_dir)]
+    namespace = f"namespace {cfg.kubernetes.namespace}"
+    return ended + [Standing("fleet", name, namespace, {}) for name in end_kept(cfg)]
 
 
-def servers_artifact(servers: list[Kept], description: str) -> None:
+def _of_kept(server: Kept) -> Standing:
+    return Standing(server.env, server.url, f"process {server.pid}", server.options)
+
+
+def servers_artifact(servers: list[Standing], description: str) -> None:
     """Which servers, on the flow run's page; never a token."""
     rows = [
-        {"environment": each.env, "server": each.url, "process": each.pid, "options": each.options}
+        {
+            "environment": each.env,
+            "server": each.where,
+            "held by": each.held_by,
+            "options": each.options,
+        }
         for each in servers
     ]
     create_table_artifact(table=rows, key="environments", description=description)

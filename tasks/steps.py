@@ -10,16 +10,18 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import RunConfig
-from agentgym.deploy.environment import local_environment
+from agentgym.deploy.environment import environment_servers
+from agentgym.deploy.kubernetes import of_fleets
 from agentgym.pipeline.child import run_child
 from agentgym.pipeline.run import run_step
-from agentgym.pipeline.table import finished, open_store, run_key, steps_of
+from agentgym.pipeline.table import finished, open_store, run_key, run_label, steps_of
 from agentgym.steps.context import Environment, NoProgress, Progress
 from agentgym.steps.step import Outcome, Step
 from agentgym.types import Endpoints
 from tasks.artifacts import progress_artifact, result_artifact
 from tasks.retries import may_help
 
+LOCAL_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 24 * 3600.0
 
 
@@ -75,26 +77,32 @@ def _told(outcome: Outcome) -> str:
     return f"{outcome} · manifest {outcome.manifest.digest[:12]}"
 
 
+def environments_up(cfg: RunConfig) -> tuple[AbstractContextManager[Endpoints], Endpoints]:
+    """(what ends them, endpoints) once every server has played its scripted episode."""
+    timeout_s = LOCAL_TIMEOUT_S
+    if of_fleets(cfg):
+        timeout_s += cfg.kubernetes.ready_timeout_s + cfg.kubernetes.down_timeout_s
+    return _up.with_options(timeout_seconds=timeout_s)(cfg)
+
+
 @task(
     name="environments up",
     task_run_name="environments up",
     retries=1,
     retry_delay_seconds=2,
     retry_condition_fn=may_help,
-    timeout_seconds=600,
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def environments_up(cfg: RunConfig) -> tuple[AbstractContextManager[Endpoints], Endpoints]:
-    """(what ends them, endpoints) once every server has played its scripted episode."""
-    servers = local_environment(cfg, False)
+def _up(cfg: RunConfig) -> tuple[AbstractContextManager[Endpoints], Endpoints]:
+    servers = environment_servers(cfg, False, run_label(cfg))
     return servers, servers.__enter__()
 
 
 @task(
     name="environments down",
     task_run_name="environments down",
-    timeout_seconds=120,
+    timeout_seconds=LOCAL_TIMEOUT_S,
     cache_policy=NO_CACHE,
     persist_result=False,
 )

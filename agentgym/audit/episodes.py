@@ -13,7 +13,7 @@ from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits
-from agentgym.deploy.environment import local_environment
+from agentgym.deploy.environment import environment_servers
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.engine import open_pool
 from agentgym.rollouts.episode import ending, extract_action
@@ -235,7 +235,7 @@ def check_replay(
     if not chosen:
         return {}
     with (
-        local_environment(cfg, False) as endpoints,
+        environment_servers(cfg, False) as endpoints,
         open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, instructions),
     ):
         loop.run(_replay(pool, chosen, cfg.rollout.concurrency, checks))

@@ -16,7 +16,7 @@ from agentgym.audit.report import Checks
 from agentgym.audit.sampling import weights_of_versions
 from agentgym.audit.steps import StepRecord, load
 from agentgym.config import RunConfig
-from agentgym.deploy.environment import local_environment
+from agentgym.deploy.environment import environment_servers
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.engine import episode_settings, open_engine
@@ -165,7 +165,7 @@ def _played(
     """(as it was logged, as it ends) of each, under the same weights and random numbers."""
     pairs = []
     with (
-        local_environment(cfg, False) as endpoints,
+        environment_servers(cfg, False) as endpoints,
         open_engine(cfg, checkpoint, endpoints, version=version) as engine,
     ):
         for episode in episodes:

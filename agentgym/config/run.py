@@ -19,6 +19,7 @@ from agentgym.config.sections import (
     EvaluationConfig,
     HorizonConfig,
     KubeRayConfig,
+    KubernetesConfig,
     ModelConfig,
     OptimizerConfig,
     PipelineConfig,
@@ -80,6 +81,7 @@ class RunConfig(Section):
     store: StoreConfig = StoreConfig()
     ray: RayConfig = RayConfig()
     kuberay: KubeRayConfig = KubeRayConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
 
     @model_validator(mode="after")
     def _check_device(self) -> Self:
@@ -186,7 +188,9 @@ class RunConfig(Section):
                 " remove one"
             )
         for env in self.envs:
-            if self.rollout.concurrency > env.max_sessions * max(1, len(env.endpoints)):
+            of_pods = env.deploy == "kubernetes"
+            room = env.max_sessions * max(1, len(env.endpoints))
+            if not of_pods and self.rollout.concurrency > room:
                 raise ValueError(
                     f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions"
                     f" {env.max_sessions} ({env.name}); lower it or raise the other"

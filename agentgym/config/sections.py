@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -44,22 +45,62 @@ class EnvConfig(Section):
     weight: PositiveFloat = setting(
         1.0, "share of the items, against the other environments of the run"
     )
+    deploy: Literal["local", "kubernetes"] = operational(
+        "local",
+        "where its servers are started: local, one process of this machine; kubernetes, a fleet of"
+        " pods that comes and goes with the run",
+    )
+    replicas: Literal["auto"] | PositiveInt = operational(
+        "auto",
+        "servers of a fleet on Kubernetes; auto: as many as rollout.concurrency episodes need",
+    )
+    keep: bool = operational(
+        False, "its servers outlive the run, for the next one with the same options; envs-down ends"
+    )
     endpoints: tuple[str, ...] = operational(
-        (), "running servers; a host name stands for all its addresses; empty: one local process"
+        (), "running servers; a host name stands for all its addresses; empty: they are started"
     )
     dialect: Literal["native", "agentgym", "openenv"] = setting(
         "native",
         "what the endpoints speak: agentgym, AgentGym's own servers; openenv, OpenEnv's contract",
     )
-    max_sessions: PositiveInt = operational(256, "sessions of one server")
+    max_sessions: PositiveInt = operational(
+        256, "sessions of one server; of a pod, what its manifest gives it memory for"
+    )
     session_ttl_s: PositiveFloat = operational(
         300.0, "seconds after which an idle session is closed"
     )
     request_timeout_s: PositiveFloat = operational(30.0, "seconds for one request to a server")
     start_timeout_s: PositiveFloat = operational(120.0, "seconds until a local server is ready")
     keep_s: PositiveFloat = operational(
-        24 * 3600.0, "seconds after which a server that envs-up started ends by itself"
+        24 * 3600.0,
+        "seconds after which a server that is kept ends by itself; a fleet, counted from its last"
+        " use, with the next agentgym envs gc",
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.deploy == "kubernetes" and self.endpoints:
+            raise ValueError(
+                f"env.endpoints of {self.name} names running servers, and env.deploy kubernetes"
+                " starts some; leave one of them out"
+            )
+        if self.deploy == "local" and self.replicas != "auto":
+            raise ValueError(
+                f"env.replicas {self.replicas} of {self.name} with env.deploy local: one process"
+                " serves all sessions of this machine; leave it out, or use deploy kubernetes"
+            )
+        if self.endpoints and self.keep:
+            raise ValueError(
+                f"env.keep of {self.name} with env.endpoints: servers that were started elsewhere"
+                " outlive every run; leave it out"
+            )
+        return self
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its servers have programs that need not be on this machine."""
+        return bool(self.endpoints) or self.deploy == "kubernetes"
 
 
 class ChatConfig(Section):
@@ -357,6 +398,36 @@ class StoreConfig(Section):
     lease_ttl_s: PositiveFloat = operational(
         30.0, "seconds after which a silent holder on another host is fenced off"
     )
+
+
+class KubernetesConfig(Section):
+    """The cluster that fleets of environment servers come up on. Credentials are found as kubectl
+    finds them: KUBECONFIG, ~/.kube/config, or the account of the pod this runs in.
+    """
+
+    context: str = operational("", "of the kubeconfig; empty: its current one")
+    namespace: str = operational(
+        "agentgym",
+        "where fleets live; k8s/base prepares it",
+        pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+    )
+    overlay: str = operational(
+        "kind", "the folder of k8s/overlays whose servers are used", pattern="^[a-z0-9-]+$"
+    )
+    components: tuple[Annotated[str, Field(pattern="^[a-z0-9-]+(/[a-z0-9-]+)*$")], ...] = (
+        operational((), "folders of k8s/components beside it, for example autoscale")
+    )
+    ready_timeout_s: PositiveFloat = operational(
+        600.0, "seconds until every server of a fleet is ready, the pull of its image included"
+    )
+    down_timeout_s: PositiveFloat = operational(
+        300.0, "seconds until a fleet is gone; open sessions may hold a server for three minutes"
+    )
+    lease_s: float = operational(
+        120.0, "seconds after which a run that gave no sign counts as dead", ge=15.0
+    )
+    creates_per_s: PositiveFloat = operational(20.0, "objects sent in a second at most")
+    deletes_per_s: PositiveFloat = operational(20.0, "objects deleted in a second at most")
 
 
 class RayConfig(Section):

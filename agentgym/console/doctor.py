@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import shutil
@@ -10,10 +11,11 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import distributions
 
-from agentgym.config import RunConfig
+from agentgym.config import ConfigError, RunConfig
 from agentgym.rollouts.policies.engines import INSTALL_VLLM
 
 TIMEOUT_S = 120.0
+CLUSTER_S = 10.0  # for one answer of a cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,31 @@ def examine(cfg: RunConfig) -> list[Finding]:
         Finding("python", True, platform.python_version(), needed=True),
         _torch(),
         _vllm(cfg),
-        *_environments({env.name for env in cfg.envs if not env.endpoints}),
+        *_environments({env.name for env in cfg.envs if not env.is_elsewhere}),
         _command("git", "apt-get install git", "for dvc import and exp"),
         _command("kubectl", "see kubernetes.io/docs/tasks/tools", "for looking into a cluster"),
+        _kubernetes(cfg),
     ]
+
+
+def _kubernetes(cfg: RunConfig) -> Finding:
+    """Asked only where the configured run needs a cluster."""
+    from agentgym.deploy.kube import KubeError
+    from agentgym.deploy.kube.pace import Retries
+    from agentgym.deploy.kubernetes import connected, missing, of_fleets
+
+    needed = bool(of_fleets(cfg))
+    if not needed:
+        text = "not asked: no environment of this run has env.deploy kubernetes"
+        return Finding("kubernetes", True, text, needed=False)
+    try:
+        patience = Retries(deadline_s=CLUSTER_S, request_s=CLUSTER_S)
+        with contextlib.closing(connected(cfg.kubernetes, patience)) as kube:
+            lines = missing(kube, cfg)
+    except (ConfigError, KubeError) as error:
+        lines = [str(error)]
+    place = f"namespace {cfg.kubernetes.namespace} has what this run's fleets need"
+    return Finding("kubernetes", not lines, "; ".join(lines) or place, needed=True)
 
 
 def _torch() -> Finding:

@@ -1,35 +1,50 @@
-"""The servers a run plays on: configured ones, those that are kept, or its own."""
+"""The servers a run plays on: configured ones, those that are kept, its own processes, or fleets on
+Kubernetes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator, Sequence
 
-from agentgym.config import RunConfig
-from agentgym.deploy.kept import kept_for
+from agentgym.config import EnvConfig, RunConfig
+from agentgym.deploy.kept import keep, kept_for
 from agentgym.deploy.local import local_env
 from agentgym.private import token_of
 from agentgym.types import Endpoint, Endpoints
 
 
 @contextlib.contextmanager
-def local_environment(cfg: RunConfig, expert: bool) -> Iterator[Endpoints]:
-    """The configured servers of each environment; else the kept one; else one local process for
-    as long as it is needed. An expert is asked in a process of its own.
+def environment_servers(cfg: RunConfig, expert: bool, run: str = "") -> Iterator[Endpoints]:
+    """The configured servers of each environment; else a fleet where `env.deploy` says so; else the
+    kept one; else one local process for as long as it is needed. An expert is asked on servers of
+    its own.
 
-    Errors: ConfigError where a kept server is not what this run needs; see `local_env`.
+    run: the name that fleets bear; empty: one of their own.
+    Errors: ConfigError where a kept server is not what this run needs; see `local_env`, and
+    `agentgym.deploy.kubernetes.fleets`.
     """
     with contextlib.ExitStack() as stack:
         endpoints: dict[str, Sequence[str]] = {}
+        if of_fleets := [env for env in cfg.envs if env.deploy == "kubernetes"]:
+            from agentgym.deploy.kubernetes import fleets
+
+            run = run or f"u{secrets.token_hex(6)}"
+            endpoints |= stack.enter_context(fleets(cfg, of_fleets, expert=expert, run=run))
         for env in cfg.envs:
-            log_path = cfg.state_dir / "logs" / f"{env.name}{'-expert' if expert else ''}.log"
-            if env.endpoints and not expert:
-                # for workers elsewhere
-                endpoints[env.name] = [Endpoint(url, token_of(url)) for url in env.endpoints]
-            elif not expert and (kept := kept_for(cfg, env)) is not None:
-                endpoints[env.name] = [kept.endpoint]
-            else:
-                endpoints[env.name] = stack.enter_context(
-                    local_env(env, expert=expert, log_path=log_path)
-                )
+            if env not in of_fleets:
+                endpoints[env.name] = _local(cfg, env, expert, stack)
         yield endpoints
+
+
+def _local(
+    cfg: RunConfig, env: EnvConfig, expert: bool, stack: contextlib.ExitStack
+) -> Sequence[Endpoint]:
+    log_path = cfg.state_dir / "logs" / f"{env.name}{'-expert' if expert else ''}.log"
+    if env.endpoints and not expert:
+        # for workers elsewhere
+        return [Endpoint(url, token_of(url)) for url in env.endpoints]
+    if not expert and (kept := keep(cfg, env) if env.keep else kept_for(cfg, env)) is not None:
+        return [kept.endpoint]
+    return stack.enter_context(local_env(env, expert=expert, log_path=log_path))

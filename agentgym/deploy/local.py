@@ -65,7 +65,7 @@ def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[
 
 def check_local_env(env: EnvConfig) -> None:
     """Errors: ConfigError where a local server would refuse the environment's name or options."""
-    if env.endpoints:
+    if env.is_elsewhere:
         return
     checked = subprocess.run(
         [*_envs("serve", env), "--check"],
@@ -100,7 +100,7 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
         )
     except subprocess.TimeoutExpired:
         raise IdentitiesUnknown(f"no answer within {IDENTITIES_TIMEOUT_S:g} s") from None
-    if told.returncode == BAD_INPUT and env.endpoints:
+    if told.returncode == BAD_INPUT and env.is_elsewhere:
         raise IdentitiesUnknown(_refusal(told.stderr))  # the servers may have what is missing here
     if told.returncode == BAD_INPUT:
         raise ConfigError(f"env: {_refusal(told.stderr)}")

@@ -13,12 +13,13 @@ from contextlib import AbstractContextManager
 
 from agentgym.config import ConfigError, RunConfig, is_elsewhere
 from agentgym.data.kept import keep_data
-from agentgym.deploy.environment import local_environment
+from agentgym.deploy.environment import environment_servers
 from agentgym.pipeline.table import (
     finished,
     key_of,
     open_store,
     run_key,
+    run_label,
     semantic_of,
     steps_of,
     with_parents,
@@ -92,7 +93,8 @@ def run_step(
             store=store,
             writer=writer,
             parents=parents,
-            environment=environment or (lambda expert: local_environment(cfg, expert)),
+            environment=environment
+            or (lambda expert: environment_servers(cfg, expert, run_label(cfg))),
             progress=progress or NoProgress(),
             on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
             trained=[each for stage, each in done.items() if step.stage and table[stage].stage],
@@ -178,9 +180,9 @@ def run_with_parents(
 
         def environment(expert: bool) -> AbstractContextManager[Endpoints]:
             if expert:
-                return local_environment(cfg, True)
+                return environment_servers(cfg, True, run_label(cfg))
             if not running:
-                running.append(stack.enter_context(local_environment(cfg, False)))
+                running.append(stack.enter_context(environment_servers(cfg, False, run_label(cfg))))
             return contextlib.nullcontext(running[0])
 
         steps = with_parents(cfg, name)

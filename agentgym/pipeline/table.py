@@ -213,6 +213,11 @@ def run_key(cfg: RunConfig) -> str:
     return config_digest({"config": cfg.semantic(), "data": input_digest(cfg), "sources": sources})
 
 
+def run_label(cfg: RunConfig) -> str:
+    """`r` and the first 12 digits of its key, as people and clusters see it."""
+    return f"r{run_key(cfg)[:12]}"
+
+
 def open_store(cfg: RunConfig) -> RunStore:
     """Errors: ConfigError where store.uri cannot be used as it is."""
     return StorePlace(cfg.store.uri or str(cfg.store.path), cfg.store.lease_ttl_s).open()

@@ -13,13 +13,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from agentgym.deploy.fleets.addresses import listed
 from agentgym.rollouts.client import EnvClient, EnvError, Retryable
+from agentgym.types import Endpoint
 from envs.wire import InfoReply, ReadyReply
 
 logger = logging.getLogger(__name__)
 
 LOAD_AGE_S = 1.0  # how old a server's reported load may be
 RESOLVE_S = 30.0  # how long the addresses of a host name are believed
+LISTED_S = 1.0  # and those of a listing
 
 
 class Balancer:
@@ -27,9 +30,15 @@ class Balancer:
 
     def __init__(self, endpoints: Sequence[str], client: EnvClient) -> None:
         """endpoints: URLs; a host name with several addresses stands for a server at each, and is
-        looked up again and again.
+        looked up again and again; where one has a listing, that says which servers those are.
         """
         self._configured = tuple(endpoint.rstrip("/") for endpoint in endpoints)
+        self._listings = {
+            each.rstrip("/"): each.listing
+            for each in endpoints
+            if isinstance(each, Endpoint) and each.listing
+        }
+        self._looked_up_at: dict[str, float] = {}
         self.endpoints = self._configured  # as last looked up
         self._client = client
         self._resolved_at = -RESOLVE_S
@@ -56,50 +65,68 @@ class Balancer:
         return chosen
 
     async def resolve(self) -> None:
-        """Look host names up, at most once in RESOLVE_S. One that cannot be found keeps the
-        addresses it had.
+        """Look up where servers are: those of a listing again and again, host names at most once
+        in RESOLVE_S. What cannot be found keeps the addresses it had.
+
+        Errors: EnvError where a listing says that nobody shall play there any more.
         """
-        if time.monotonic() - self._resolved_at < RESOLVE_S:
+        age_s = LISTED_S if self._listings else RESOLVE_S
+        if time.monotonic() - self._resolved_at < age_s:
             return
         self._resolved_at = time.monotonic()
         found: dict[str, str] = {}  # endpoint -> name it was found under, where that is another
         for endpoint in self._configured:
-            parts = urlsplit(endpoint)
-            addresses: set[tuple[str, int]] = set()
-            if parts.scheme == "http" and parts.hostname and not _is_address(parts.hostname):
-                with contextlib.suppress(OSError):
-                    rows = await asyncio.get_running_loop().getaddrinfo(
-                        parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
-                    )
-                    addresses = {
-                        (
-                            f"[{row[4][0]}]" if row[0] is socket.AF_INET6 else str(row[4][0]),
-                            int(row[4][1]),
-                        )
-                        for row in rows
-                    }
-                if not addresses:
-                    logger.warning(
-                        "%s cannot be found; going on with the addresses known so far",
-                        parts.hostname,
-                    )
-                    found |= {
-                        known: name
-                        for known, name in self._client.hosts.items()
-                        if name == parts.netloc
-                    } or {endpoint: ""}
-                    continue
-            if len(addresses) < 2:
-                found[endpoint] = ""
-            else:
-                found |= {
-                    f"http://{host}:{port}{parts.path}": parts.netloc
-                    for host, port in sorted(addresses)
-                }
+            told = self._listed(endpoint)
+            found |= await self._looked_up(endpoint) if told is None else told
         self._client.hosts = {endpoint: name for endpoint, name in found.items() if name}
         if set(found) != set(self.endpoints):
             logger.info("environment servers are now %s", ", ".join(found))
         self.endpoints = tuple(found)
+
+    def _listed(self, endpoint: str) -> dict[str, str] | None:
+        """As a listing of this machine says; None where there is none."""
+        if (told := listed(self._listings.get(endpoint, ""))) is None:
+            return None
+        addresses, trouble = told
+        if trouble:
+            raise EnvError(endpoint, "", "", "fleet", trouble)
+        name = urlsplit(endpoint).netloc
+        return dict.fromkeys(addresses, name) or self._known(endpoint)
+
+    async def _looked_up(self, endpoint: str) -> dict[str, str]:
+        """Each address of a host name; the endpoint itself where it has but one."""
+        parts = urlsplit(endpoint)
+        if parts.scheme != "http" or not parts.hostname or _is_address(parts.hostname):
+            return {endpoint: ""}
+        if time.monotonic() - self._looked_up_at.get(endpoint, -RESOLVE_S) < RESOLVE_S:
+            return self._known(endpoint)
+        self._looked_up_at[endpoint] = time.monotonic()
+        addresses: set[tuple[str, int]] = set()
+        with contextlib.suppress(OSError):
+            rows = await asyncio.get_running_loop().getaddrinfo(
+                parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
+            )
+            addresses = {
+                (f"[{row[4][0]}]" if row[0] is socket.AF_INET6 else str(row[4][0]), int(row[4][1]))
+                for row in rows
+            }
+        if not addresses:
+            logger.warning(
+                "%s cannot be found; going on with the addresses known so far", parts.hostname
+            )
+            return self._known(endpoint)
+        if len(addresses) < 2:
+            return {endpoint: ""}
+        return {
+            f"http://{host}:{port}{parts.path}": parts.netloc for host, port in sorted(addresses)
+        }
+
+    def _known(self, endpoint: str) -> dict[str, str]:
+        """As it was last looked up."""
+        name = urlsplit(endpoint).netloc
+        return {known: told for known, told in self._client.hosts.items() if told == name} or {
+            endpoint: ""
+        }
 
     async def _check_newcomer(self, endpoint: str) -> None:
         expected, info = (

@@ -39,6 +39,7 @@ from envs.wire import (
 
 logger = logging.getLogger(__name__)
 
+FLEET_PATIENCE_S = 180.0  # a lost pod is made again elsewhere within
 CHECK_TIMEOUT_S = 10.0  # of one request before a run begins
 
 
@@ -283,6 +284,8 @@ class EnvPools:
 
 def _pool(env: EnvConfig, endpoints: Sequence[str], **settings: Any) -> AnyPool:
     settings = {"request_timeout_s": env.request_timeout_s, **settings}
+    if env.deploy == "kubernetes":
+        settings["patience_s"] = FLEET_PATIENCE_S
     if set(endpoints) != set(env.endpoints):  # servers of ours
         return EnvPool(endpoints, **settings)
     if env.dialect == "agentgym":

@@ -72,7 +72,7 @@ class Holder:
         here, else its heartbeat.
         """
         alive = self.is_alive(silent_s, ttl_s=ttl_s)
-        if self._is_near():
+        if self.is_near():
             if alive:
                 raise LeaseHeld(f"{what} is held by {self}; wait for it or stop that process")
             logger.info("%s: its last holder, %s, is gone; taking over", what, self)
@@ -89,9 +89,10 @@ class Holder:
 
     def is_alive(self, silent_s: float, *, ttl_s: float) -> bool:
         """By its process where that can be seen from here, else by its heartbeat."""
-        return self._runs() if self._is_near() else silent_s < ttl_s
+        return self._runs() if self.is_near() else silent_s < ttl_s
 
-    def _is_near(self) -> bool:
+    def is_near(self) -> bool:
+        """Whether its process can be seen from here."""
         return (self.host, self.space) == (socket.gethostname(), pid_space())
 
     def _runs(self) -> bool:

@@ -42,6 +42,7 @@ NEEDED = [
         "/services",
         "policy/poddisruptionbudgets",
         "autoscaling/horizontalpodautoscalers",
+        "coordination.k8s.io/leases",
     )
     for verb in ("get", "list", "watch", "create", "patch", "delete")
 ]

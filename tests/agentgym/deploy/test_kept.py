@@ -11,7 +11,7 @@ import pytest
 
 from agentgym.config import ConfigError, load_config
 from agentgym.deploy import kept
-from agentgym.deploy.environment import local_environment
+from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.kept import end_all, keep, kept_for
 
 
@@ -42,11 +42,11 @@ def test_a_kept_server_is_started_once_used_by_runs_and_ended_on_request(cfg, ca
     server = keep(cfg, env)
     assert is_ready(server.url)
     assert keep(cfg, env) == server
-    with local_environment(cfg, False) as endpoints:
+    with environment_servers(cfg, False) as endpoints:
         assert endpoints == {"babyai": [server.url]}
         assert endpoints["babyai"][0].token == server.token
     assert is_ready(server.url)  # it outlives the run
-    with local_environment(cfg, True) as endpoints:  # an expert is nobody else's
+    with environment_servers(cfg, True) as endpoints:  # an expert is nobody else's
         assert endpoints["babyai"] != [server.url]
     other = env.model_copy(update={"options": {**env.options, "actions": "high"}})
     assert kept_for(cfg, other) is None
@@ -85,7 +85,7 @@ def test_a_server_of_other_code_or_too_small_is_refused(cfg, monkeypatch):
     monkeypatch.setattr(kept, "_source", lambda env: replace(server, source="other").source)
     with (
         pytest.raises(ConfigError, match=r"started from other code than this; run the flows envs"),
-        local_environment(cfg, False),
+        environment_servers(cfg, False),
     ):
         pass
 

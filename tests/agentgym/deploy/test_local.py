@@ -13,7 +13,7 @@ import pytest
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.deploy import local, owned
-from agentgym.deploy.environment import local_environment
+from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import local_env
 from agentgym.private import token_of
 
@@ -88,7 +88,7 @@ def test_configured_servers_get_the_token_of_the_environment_wherever_they_are_a
 ):
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "of-configured-servers")
     cfg = RunConfig.model_validate({"env": {"endpoints": ["http://10.0.0.5:8000"]}})
-    with local_environment(cfg, False) as endpoints:
+    with environment_servers(cfg, False) as endpoints:
         # to a machine with another environment
         (endpoint,) = pickle.loads(pickle.dumps(endpoints))["babyai"]
     monkeypatch.delenv("AGENTGYM_ENV_TOKEN")

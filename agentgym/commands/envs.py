@@ -1,0 +1,71 @@
+"""`agentgym envs list | gc`: servers on a cluster, and those that nobody holds any more."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+
+from agentgym.commands.parser import Commands
+from agentgym.config import RunConfig
+from agentgym.console.guard import say
+
+
+def add(commands: Commands) -> None:
+    envs = commands.group("envs", "environment servers on Kubernetes")
+    shown = envs.add("list", _list, "which runs have servers in kubernetes.namespace")
+    shown.add_argument("--json", action="store_true")
+    gc = envs.add("gc", _gc, "servers of runs that died, and kept ones whose time is over")
+    gc.add_argument(
+        "--remove", action="store_true", help="take them down (default: only say what would go)"
+    )
+    gc.add_argument("--json", action="store_true")
+
+
+def _list(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.deploy.fleets.lease import groups
+    from agentgym.deploy.fleets.sending import num_live
+    from agentgym.deploy.kubernetes import connected
+
+    with contextlib.closing(connected(cfg.kubernetes)) as kube:
+        rows = [
+            {
+                "run": each.run,
+                "held_by": "kept" if each.is_kept else str(each.holder or "nobody known"),
+                "is_alive": each.is_alive_now(),
+                "renewed": each.renewed,
+                "pods": num_live(kube, each.run),
+            }
+            for each in groups(kube)
+        ]
+    if arguments.json:
+        say(json.dumps(rows, indent=1))
+        return 0
+    for row in rows:
+        state = "alive" if row["is_alive"] else "silent"
+        say(f"{row['run']:<24}{state:<8}{row['pods']:>3} pods  {row['held_by']}")
+    if not rows:
+        say(f"no run has servers in namespace {cfg.kubernetes.namespace}")
+    return 0
+
+
+def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.deploy.fleets.sending import take_down
+    from agentgym.deploy.kubernetes import connected, observation_s, orphans
+
+    with contextlib.closing(connected(cfg.kubernetes)) as kube:
+        found = orphans(kube, observe_s=observation_s(cfg))
+        if arguments.remove:
+            for each in found:
+                take_down(kube, each.run, timeout_s=cfg.kubernetes.down_timeout_s)
+    if arguments.json:
+        rows = [{"run": each.run, "why": each.why, "removed": arguments.remove} for each in found]
+        say(json.dumps(rows, indent=1))
+        return 0
+    for each in found:
+        say(f"{'gone' if arguments.remove else 'dead':<8}{each.run:<24}{each.why}")
+    if found and not arguments.remove:
+        say("agentgym envs gc --remove takes them down")
+    if not found:
+        say(f"nothing in namespace {cfg.kubernetes.namespace} is left over")
+    return 0

@@ -1,0 +1,66 @@
+"""What pods ask a cluster for, and whether a quota has room for it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from agentgym.deploy.kube.kinds import Object
+
+_UNITS = {
+    "n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
+    "E": 1e18, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
+    "Ei": 2.0**60,
+}  # fmt: skip
+
+
+def amount(quantity: str | int | float) -> float:
+    """Kubernetes' `500m`, `2Gi`, `1e3` as a number. Errors: ValueError."""
+    found = re.fullmatch(r"([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]{0,2})", str(quantity))
+    if not found or found[2] not in _UNITS:
+        raise ValueError(f"{quantity!r} is no quantity of Kubernetes, for example 500m or 2Gi")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def asked(objects: Iterable[Object]) -> dict[str, float]:
+    """What a ResourceQuota counts of Deployments and Services, by its name of it; a Deployment
+    makes one pod more than its servers while it changes, which is not counted.
+    """
+    total: defaultdict[str, float] = defaultdict(float)
+    for each in objects:
+        if each["kind"] == "Service":
+            total["services"] += 1
+        if each["kind"] != "Deployment":
+            continue
+        replicas = each["spec"].get("replicas", 1)
+        total["pods"] += replicas
+        for kind in ("requests", "limits"):
+            for container in each["spec"]["template"]["spec"]["containers"]:
+                for name, quantity in container.get("resources", {}).get(kind, {}).items():
+                    total[f"{kind}.{name}"] += replicas * amount(quantity)
+    for name in ("cpu", "memory"):  # a quota may say either
+        total[name] = total[f"requests.{name}"]
+    return total
+
+
+def lacking(quotas: Sequence[Object], needed: Mapping[str, float]) -> list[str]:
+    """A sentence for each quota that has not enough left."""
+    lines = []
+    for quota in quotas:
+        status = quota.get("status", {})
+        hard, used = status.get("hard", {}), status.get("used", {})
+        for name in sorted(hard.keys() & needed.keys()):
+            left = amount(hard[name]) - amount(used.get(name, 0))
+            if needed[name] > left:
+                lines.append(
+                    f"quota {quota['metadata']['name']}: {name} {_shown(name, needed[name])} is"
+                    f" needed, {_shown(name, max(0.0, left))} of {hard[name]} is left; end what is"
+                    " no longer needed (agentgym envs gc), lower env.replicas or"
+                    " rollout.concurrency, or raise the quota"
+                )
+    return lines
+
+
+def _shown(name: str, number: float) -> str:
+    return f"{number / 2**20:.0f}Mi" if "memory" in name else f"{number:g}"

@@ -1,0 +1,155 @@
+"""What goes on while a run plays on a fleet: its lease is renewed, the balancer is told where the
+servers are, and too many of them trip a breaker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+
+from agentgym.config import ConfigError
+from agentgym.deploy.fleets.addresses import (
+    Listing,
+    Outside,
+    kind_of_addresses,
+    servers_of,
+    service_of,
+)
+from agentgym.deploy.fleets.lease import RENEWALS, Group, renew
+from agentgym.deploy.fleets.sending import FleetTripped, check_breaker
+from agentgym.deploy.kube import Kube, KubeError
+from agentgym.deploy.kube.kinds import Object
+from agentgym.deploy.manifests import RUN_LABEL
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 2.0  # how long the watch is silent before the other duties have their turn
+PAUSE_S = 2.0  # after an API server that is away
+REACH_S = 30.0  # for the first server to answer
+ASK_S = 5.0
+
+
+class Upkeep:
+    """A thread. Its own failures end nothing but with a reason in the listings, which whoever
+    plays there then gets.
+    """
+
+    def __init__(
+        self, kube: Kube, group: Group, listings: Mapping[str, Listing], *, most: int
+    ) -> None:
+        """listings: by Service; most: live pods of the group."""
+        self._kube, self._group, self._listings, self._most = kube, group, dict(listings), most
+        self._kind = kind_of_addresses(kube)
+        self._outside = Outside(kube)
+        self._slices: dict[str, Object] = {}
+        self._renewed_at = time.monotonic()
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # who holds it may write listings
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The thread goes on in the background and writes nothing after the block."""
+        thread = threading.Thread(target=self._run, name=f"fleet {self._group.run}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            with self._lock:
+                for listing in self._listings.values():
+                    listing.remove()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._watch()
+            except (LostLease, FleetTripped) as error:
+                logger.error("%s", error)
+                for listing in self._listings.values():
+                    self._write(listing, [], str(error))
+                return
+            except (KubeError, ConfigError, OSError) as error:
+                logger.warning("%s; the run goes on with the servers known so far", error)
+                self._stop.wait(PAUSE_S)
+
+    def _watch(self) -> None:
+        labels: dict[str, str | None] = {RUN_LABEL: self._group.run}
+        self._slices.clear()
+        for change in self._kube.watch(self._kind, labels=labels, for_s=3600.0, idle_s=IDLE_S):
+            if self._stop.is_set():
+                return
+            if change.what == "idle":
+                self._say()
+            elif change.what == "deleted":
+                self._slices.pop(change.object["metadata"]["name"], None)
+            else:
+                self._slices[change.object["metadata"]["name"]] = change.object
+            if time.monotonic() - self._renewed_at >= self._period_s:
+                self._renewed_at = time.monotonic()
+                if not renew(self._kube, self._group):
+                    raise LostLease(
+                        f"the servers of {self._group.run} were taken down or taken over by"
+                        " somebody else; run again, which brings up new ones"
+                    )
+                check_breaker(self._kube, self._group.run, self._most)
+
+    @property
+    def _period_s(self) -> float:
+        return min(self._group.ttl_s / RENEWALS, 60.0)
+
+    def _say(self) -> None:
+        for service, listing in self._listings.items():
+            slices = [each for each in self._slices.values() if service_of(each) == service]
+            self._write(listing, self._outside.addresses(servers_of(slices)))
+
+    def _write(self, listing: Listing, addresses: Sequence[str], trouble: str = "") -> None:
+        with self._lock:
+            if not self._stop.is_set():
+                listing.say(addresses, trouble)
+
+
+class LostLease(RuntimeError):
+    """The group is no longer this process's."""
+
+
+def first_addresses(kube: Kube, service: str, *, num: int, timeout_s: float) -> list[str]:
+    """Where a Service's servers are, once so many are told. Errors: KubeError; RuntimeError."""
+    end, kind, outside = time.monotonic() + timeout_s, kind_of_addresses(kube), Outside(kube)
+    while True:
+        slices = [each for each in kube.list(kind).items if service_of(each) == service]
+        servers = servers_of(slices)
+        if len(servers) >= num:
+            return outside.addresses(servers)
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"service {service} has {len(servers)} of {num} addresses after {timeout_s:g} s,"
+                " though its pods are ready; is the controller of endpoints running?"
+            )
+        time.sleep(0.2)
+
+
+def reach(addresses: Sequence[str], *, timeout_s: float = REACH_S) -> None:
+    """Errors: RuntimeError where none of the servers answers this machine."""
+    end, reason = time.monotonic() + timeout_s, ""
+    # a proxy has no business between a run and its servers
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while time.monotonic() < end:
+        for address in addresses:
+            try:
+                with opener.open(f"{address}/healthz", timeout=ASK_S):
+                    return
+            except urllib.error.HTTPError:
+                return  # it answers
+            except OSError as error:
+                reason = str(error)
+        time.sleep(0.5)
+    raise RuntimeError(
+        f"the servers are ready, and none answers here ({', '.join(addresses[:3])}: {reason});"
+        " run the flow inside of the cluster, route this machine to its pods, or give the pods the"
+        " annotation agentgym.io/address (k8s/README.md)"
+    )

@@ -1,0 +1,88 @@
+"""A namespace of its own on a real API server, as an administrator prepares it."""
+
+import base64
+import contextlib
+import secrets
+
+import pytest
+import yaml
+
+from agentgym.config import load_config
+from agentgym.deploy.kube import Kind
+from agentgym.deploy.kube.client import connect
+from agentgym.deploy.kube.kinds import POD
+from agentgym.deploy.manifests import rendered
+
+NAMESPACE, SECRET = Kind("v1", "Namespace"), Kind("v1", "Secret")
+ACCOUNT = "agentgym-flow"
+
+
+@pytest.fixture(scope="session")
+def admin(kubeconfig):
+    """A client that may do everything, in a namespace that has all of k8s/base."""
+    name = f"agentgym-fleets-{secrets.token_hex(4)}"
+    with contextlib.closing(connect(kubeconfig=kubeconfig, namespace=name)) as kube:
+        newer = kube.serves(Kind("policy/v1", "PodDisruptionBudget"))
+        kube.overlay = "kind" if newer else "test"
+        kube.kubeconfig = kubeconfig
+        try:
+            for each in rendered(kube.overlay, namespace=name):
+                if (
+                    not each["kind"].startswith("Cluster")
+                    and "agentgym.io/environment" not in (each["metadata"]["labels"])
+                ):
+                    kube.apply(each)
+            token = {"AGENTGYM_ENV_TOKEN": base64.b64encode(b"of-the-tests").decode()}
+            kube.create(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Secret",
+                    "metadata": {"name": "agentgym-env-token"},
+                    "data": token,
+                }
+            )
+            yield kube
+        finally:
+            for pod in kube.list(POD).items:  # nothing plays there: no drain is waited for
+                kube.delete(POD, pod["metadata"]["name"], grace_s=0)
+            kube.delete(NAMESPACE, name)
+
+
+@pytest.fixture(scope="session")
+def flow_kubeconfig(admin, tmp_path_factory):
+    """A kubeconfig of the flow's account, with a token as its pod would have one."""
+    import kubernetes
+
+    api = kubernetes.config.new_client_from_config(str(admin.kubeconfig))
+    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+    answer = kubernetes.client.CoreV1Api(api).create_namespaced_service_account_token(
+        ACCOUNT, admin.namespace, request
+    )
+    content = yaml.safe_load(admin.kubeconfig.read_text())
+    context = next(
+        each["context"]
+        for each in content["contexts"]
+        if each["name"] == content["current-context"]
+    )
+    content["users"] = [{"name": context["user"], "user": {"token": answer.status.token}}]
+    path = tmp_path_factory.mktemp("flow") / "kubeconfig"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture
+def cfg(admin, flow_kubeconfig, tmp_path, monkeypatch):
+    """A run of two environments whose servers are on the cluster, by the flow's account."""
+    monkeypatch.setenv("KUBECONFIG", str(flow_kubeconfig))
+    monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "of-the-tests")
+    return load_config(
+        overrides=[
+            f"store.path={tmp_path}/store",
+            "env.deploy=kubernetes",
+            "mix=[{name: textcraft, deploy: kubernetes, replicas: 1}]",
+            f"kubernetes.namespace={admin.namespace}",
+            f"kubernetes.overlay={admin.overlay}",
+            "kubernetes.ready_timeout_s=60",
+            "kubernetes.down_timeout_s=60",
+        ]
+    )
