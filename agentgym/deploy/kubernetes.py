@@ -325,12 +325,12 @@ def orphans(kube: Kube, *, observe_s: float) -> list[Orphan]:
         Orphan(each.run, f"last heard of at {each.renewed}, {each.holder or 'kept'}")
         for each in dead_groups(kube, observe_s=observe_s)
     ]
-    known = {each.run for each in groups(kube)}
     labelled = {
         each["metadata"]["labels"][RUN_LABEL]
         for kind in kinds_of(kube)
         for each in kube.list(kind, labels={RUN_LABEL: None}).items
     }
+    known = {each.run for each in groups(kube)}  # looked at last: a lease comes before its objects
     return dead + [Orphan(run, "it has no lease") for run in sorted(labelled - known)]
 
 

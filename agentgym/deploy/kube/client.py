@@ -35,7 +35,7 @@ MANAGER = "agentgym"
 REQUEST_ANNOTATION = "agentgym.io/request"  # tells a create that was answered from a repeated one
 PAGE = 500  # objects of one answer to a list
 STREAM_S = 240.0  # one connection of a watch
-LOG_S = 10.0  # a log is a courtesy
+LOG_S = 4.0  # a log is a courtesy
 APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 REVIEW = Kind("authorization.k8s.io/v1", "SelfSubjectAccessReview")
 

@@ -3,18 +3,28 @@
 import base64
 import contextlib
 import secrets
+import threading
 
 import pytest
 import yaml
 
 from agentgym.config import load_config
-from agentgym.deploy.kube import Kind
+from agentgym.deploy.kube import Kind, KubeError
 from agentgym.deploy.kube.client import connect
 from agentgym.deploy.kube.kinds import POD
 from agentgym.deploy.manifests import rendered
 
 NAMESPACE, SECRET = Kind("v1", "Namespace"), Kind("v1", "Secret")
 ACCOUNT = "agentgym-flow"
+
+
+def end_pods(admin):
+    """As kubelets of servers without sessions do: hollow ones take ten seconds to end a pod."""
+    kube = connect(kubeconfig=admin.kubeconfig, namespace=admin.namespace)
+    with contextlib.suppress(KubeError):  # the tests are over
+        for change in kube.watch(POD, for_s=3600.0):
+            if change.object.get("metadata", {}).get("deletionTimestamp"):
+                kube.delete(POD, change.object["metadata"]["name"], grace_s=0)
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +43,7 @@ def admin(kubeconfig):
                 ):
                     kube.apply(each)
             token = {"AGENTGYM_ENV_TOKEN": base64.b64encode(b"of-the-tests").decode()}
+            threading.Thread(target=end_pods, args=(kube,), daemon=True).start()
             kube.create(
                 {
                     "apiVersion": "v1",
