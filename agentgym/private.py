@@ -28,7 +28,10 @@ USER = "agentgym"  # the one account of our servers
 
 # what a run leaves beside its store; a folder that holds other things too is somebody's for other
 # uses
-_STATE_NAMES = {"store", "logs", "delivered", "reports", "mlflow-artifacts", "cells", "fleets"}
+_STATE_NAMES = {
+    *("store", "logs", "delivered", "reports", "mlflow-artifacts", "cells"),
+    *("evaluations", "fleets"),
+}
 # a default ACL (version 2: owner rwx, group and others nothing): whatever a program makes below is
 # the owner's alone, also by programs that ask for 0777 with the umask off, as DVC does
 _OWNER_ALONE = struct.pack(

@@ -147,12 +147,12 @@ class EvaluationProtocol(Section):
     def env_configs(self) -> tuple[EnvConfig, ...]:
         return tuple(each.env for each in self.envs)
 
-    @property
-    def max_errors(self) -> float:
-        """`fail_on_error` as episodes that may fail, or as their share where it is below 1."""
-        if isinstance(self.fail_on_error, bool):
-            return 0.0 if self.fail_on_error else float("inf")
-        return float(self.fail_on_error)
+    def errors_allowed(self, num_episodes: int) -> float:
+        """`fail_on_error` as episodes that may fail for good."""
+        limit = self.fail_on_error
+        if isinstance(limit, bool):
+            return 0 if limit else num_episodes
+        return limit * num_episodes if isinstance(limit, float) and limit < 1 else limit
 
     def only(self, names: Sequence[str]) -> EvaluationProtocol:
         """With these of its environments alone. Errors: ConfigError for one it has not."""

@@ -227,13 +227,18 @@ def report_html(
     """
     sections = [
         _headline(rows),
-        _notes(notes),
+        notes_html(notes),
         _evaluation_table(rows, confidence),
-        "".join(_figure_html(caption, png) for caption, png in figures.items()),
+        "".join(figure_html(caption, png) for caption, png in figures.items()),
         _timings_table(timings or {}),
-        _episodes(episodes),
-        _facts(facts),
+        episodes_html(episodes),
+        facts_html(facts),
     ]
+    return page_html(title, sections)
+
+
+def page_html(title: str, sections: Sequence[str]) -> str:
+    """One page of these parts, whose text is escaped already: no script, no network."""
     return _PAGE.format(
         policy=_POLICY,
         title=escape(title),
@@ -260,15 +265,15 @@ def _headline(rows: Sequence[EvaluationRow]) -> str:
         gain = paired[key]
         tiles.append(
             f'<div class="tile"><span class="name">{escape(label(key))}</span><span'
-            f' class="value">{_percent(before[key].mean)} <span class="to">→</span>'
-            f' {_percent(after[key].mean)}<small>%</small></span><span class="gain'
+            f' class="value">{percent(before[key].mean)} <span class="to">→</span>'
+            f' {percent(after[key].mean)}<small>%</small></span><span class="gain'
             f' {_direction(gain)}">{_points(gain.mean)} points</span><span'
             f' class="range">{_points(gain.low)} to {_points(gain.high)}</span></div>'
         )
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def _notes(notes: Sequence[str]) -> str:
+def notes_html(notes: Sequence[str]) -> str:
     return (
         f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>'
         if notes
@@ -286,7 +291,7 @@ def _evaluation_table(rows: Sequence[EvaluationRow], confidence: float) -> str:
         cells = "".join(_cell(row, key) for key in keys)
         body.append(
             f'<tr><th scope="row">{escape(row.title)}</th><td>{row.num_items}</td>'
-            f"<td>{row.max_turns}</td><td>{_percent(row.coverage)}</td>{cells}</tr>"
+            f"<td>{row.max_turns}</td><td>{percent(row.coverage)}</td>{cells}</tr>"
         )
     return (
         "<section><h2>Evaluation</h2><div"
@@ -310,15 +315,13 @@ def _cell(row: EvaluationRow, key: str) -> str:
     if interval is None:
         return "<td>–</td>"
     text = (
-        f"<b>{_percent(interval.mean)}</b> <span class='range'>{_percent(interval.low)} –"
-        f" {_percent(interval.high)}</span>"
+        f"<b>{percent(interval.mean)}</b> <span class='range'>{percent(interval.low)} –"
+        f" {percent(interval.high)}</span>"
     )
     if interval.num_items < row.num_items:
         text += f" <span class='range'>({interval.num_items} items)</span>"
     if row.coverage < 1 and row.failed is not None and key in row.failed:
-        text += (
-            f"<br><span class='range'>failed as failures {_percent(row.failed[key].mean)}</span>"
-        )
+        text += f"<br><span class='range'>failed as failures {percent(row.failed[key].mean)}</span>"
     if row.paired is not None and key in row.paired:
         gain = row.paired[key]
         between = f"{_points(gain.low)} to {_points(gain.high)}"
@@ -329,7 +332,7 @@ def _cell(row: EvaluationRow, key: str) -> str:
     return f"<td>{text}</td>"
 
 
-def _figure_html(caption: str, png: bytes) -> str:
+def figure_html(caption: str, png: bytes) -> str:
     data = base64.b64encode(png).decode()
     return (
         f'<section><h2>{escape(caption)}</h2><figure><img src="data:image/png;base64,{data}"'
@@ -357,7 +360,7 @@ def _timings_table(timings: Mapping[str, float]) -> str:
     )
 
 
-def _episodes(episodes: Sequence[EpisodeExample]) -> str:
+def episodes_html(episodes: Sequence[EpisodeExample]) -> str:
     if not episodes:
         return ""
     shown = "".join(_episode(episode, number == 0) for number, episode in enumerate(episodes))
@@ -385,7 +388,7 @@ def _episode(episode: EpisodeExample, is_open: bool) -> str:
     )
 
 
-def _facts(facts: Mapping[str, str]) -> str:
+def facts_html(facts: Mapping[str, str]) -> str:
     if not facts:
         return ""
     body = "".join(
@@ -394,7 +397,7 @@ def _facts(facts: Mapping[str, str]) -> str:
     return f"<section><h2>Run</h2><dl>{body}</dl></section>"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"  # of CHAT_TEMPLATE
 CHAT = "chat.json"  # how conversations are written: ChatConfig, where it is not the default
-_TOKENIZER_NAMES = frozenset(
+TOKENIZER_NAMES = frozenset(
     {
         "tokenizer.json",
         "tokenizer_config.json",
@@ -100,8 +100,11 @@ def tiny_architecture(config: ModelConfig, **more: Any) -> PretrainedConfig:
     )
 
 
-def load_hub(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """(model, tokenizer) named by `config.name`: a Hub repository or a local folder.
+def load_hub(
+    config: ModelConfig, tokenizer_folder: Path | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """(model, tokenizer) named by `config.name`: a Hub repository or a local folder; the tokenizer
+    may lie elsewhere.
     Safetensors only, no remote code. The model's config has the stop tokens of its
     generation_config.json, too.
 
@@ -120,7 +123,7 @@ def load_hub(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerB
         dtype=config.dtype,
     )
     tokenizer = AutoTokenizer.from_pretrained(
-        config.name, revision=config.revision, trust_remote_code=False
+        tokenizer_folder or config.name, revision=config.revision, trust_remote_code=False
     )
     require_faithful(model)
     stop_ids = listed(model.config.eos_token_id)
@@ -178,7 +181,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> TokenizerFiles:
         return {
             path.name: path.read_text()
             for path in sorted(Path(folder).iterdir())
-            if path.name in _TOKENIZER_NAMES
+            if path.name in TOKENIZER_NAMES
         }
 
 
@@ -196,10 +199,10 @@ def tokenizer_from_files(files: TokenizerFiles) -> PreTrainedTokenizerBase:
 def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
     """Errors: ValueError for a file that is none of a tokenizer's."""
     for name in files:
-        if name not in _TOKENIZER_NAMES:
+        if name not in TOKENIZER_NAMES:
             raise ValueError(
                 f"a tokenizer has no file {name[:80]!r}; expected some of"
-                f" {', '.join(sorted(_TOKENIZER_NAMES))}"
+                f" {', '.join(sorted(TOKENIZER_NAMES))}"
             )
     for name, text in files.items():
         (folder / name).write_text(text)

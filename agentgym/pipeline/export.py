@@ -40,14 +40,7 @@ def export(
     if folder.exists():
         raise ConfigError(f"{folder} exists; name a folder that does not, or remove it")
     store = open_store(cfg)
-    heads = _steps_of_run(cfg, store, run) if run else _configured(cfg, store, name)
-    manifest = heads.get(name)
-    if manifest is None or not has_weights(manifest):
-        having = [each for each, head in heads.items() if has_weights(head)]
-        raise ConfigError(
-            f"step {name} has no commit with weights; those that have:"
-            f" {', '.join(having) or 'none'}"
-        )
+    manifest = commit_of(cfg, store, name, run=run)
     if best:
         found = scores(store, name, manifest.key)
         if not found:
@@ -69,6 +62,21 @@ def export(
         save_adapter(folder, held, base_name=_published_name(held.base.manifest))
     else:
         save_pretrained(folder, store, manifest)
+    return manifest
+
+
+def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> Manifest:
+    """The newest commit of a step, which has weights. run: as for `export`.
+    Errors: ConfigError where there is none.
+    """
+    heads = _steps_of_run(cfg, store, run) if run else _configured(cfg, store, name)
+    manifest = heads.get(name)
+    if manifest is None or not has_weights(manifest):
+        having = [each for each, head in heads.items() if has_weights(head)]
+        raise ConfigError(
+            f"step {name} has no commit with weights; those that have:"
+            f" {', '.join(having) or 'none'}"
+        )
     return manifest
 
 

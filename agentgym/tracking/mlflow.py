@@ -131,6 +131,15 @@ class Tracker:
         identity = {"comparison_key": comparison_key, "kind": "comparison"}
         return self._find_or_create(f"{title} {comparison_key[:8]}", identity, params, tags)
 
+    def evaluation_run(
+        self, digest: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
+    ) -> str:
+        """The run that holds an evaluation's numbers and files; found by `digest`, else created
+        as `title`.
+        """
+        identity = {"evaluation_key": digest, "kind": "evaluation"}
+        return self._find_or_create(f"{title} {digest[:8]}", identity, params, tags)
+
     def cell_run(
         self, comparison_id: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
     ) -> str:

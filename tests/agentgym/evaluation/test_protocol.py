@@ -79,7 +79,10 @@ def test_where_and_how_fast_it_is_played_is_not_in_its_identity():
         {},
     )
     assert moved.semantic() == two().semantic()
-    assert (moved.max_errors, two().max_errors) == (5.0, float("inf"))
+    assert (moved.errors_allowed(100), two().errors_allowed(100)) == (5, 100)
+    share = protocol_from({"envs": [BABYAI], "fail_on_error": 0.1}, {})
+    first = protocol_from({"envs": [BABYAI], "fail_on_error": True}, {})
+    assert (share.errors_allowed(50), first.errors_allowed(50)) == (5, 0)
     other = protocol_from({"envs": [{**BABYAI, "max_turns": 21}, TEXTCRAFT]}, {})
     assert other.semantic() != two().semantic()
 

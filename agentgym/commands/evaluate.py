@@ -1,0 +1,224 @@
+"""`agentgym evaluate`: any policy under a protocol."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentgym.commands.parser import Commands, positive
+from agentgym.config import ConfigError, RunConfig
+from agentgym.console.guard import say
+
+if TYPE_CHECKING:
+    from agentgym.pipeline.contenders import EvaluationRequest
+    from agentgym.pipeline.evaluation import Evaluated
+
+INVALID = 3  # exit code of a result whose coverage is below the floor
+SHOWN = 20  # attempts that failed, or slots that are graded otherwise
+
+
+def add(commands: Commands) -> None:
+    command = commands.add(
+        "evaluate",
+        _evaluate,
+        "any policy on any environments: exit code 3 where too few episodes count",
+    )
+    command.add_argument(
+        "policy",
+        nargs="?",
+        metavar="POLICY",
+        help="expert, random, echo:ACTION, RUN:STEP, :STEP, models:/NAME@ALIAS, the URL of an"
+        " OpenAI-compatible endpoint, a folder, or OWNER/NAME[@REVISION] of the Hub",
+    )
+    add_options(command)
+    command.add_argument("--out", type=Path, help="also write a pointer for DVC to this file")
+    command.add_argument(
+        "--show", metavar="RESULT", help="an evaluation as far as it is, also while it runs"
+    )
+    command.add_argument(
+        "--regrade",
+        metavar="RESULT",
+        help="score the recorded actions of an evaluation again; no policy is asked",
+    )
+    command.add_argument("--json", action="store_true")
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """What is asked for, as `request_of` reads it; the flow has the same."""
+    command.add_argument(
+        "--env", action="append", default=[], metavar="NAME", help="may be repeated"
+    )
+    command.add_argument(
+        "--protocol",
+        default="",
+        metavar="NAME|FILE",
+        help="of profiles/eval (default: that of the run's own evaluations)",
+    )
+    for name, kind, told in (
+        ("max-turns", positive, "turns an episode may have"),
+        ("num-items", positive, "items of each environment, the first ones"),
+        ("num-samples", positive, "samples of each item"),
+        ("temperature", float, "of the samples"),
+        ("max-new-tokens", positive, "tokens of one action, at most"),
+        ("context-tokens", positive, "tokens of the longest episode"),
+        ("seed", int, "of the samples"),
+        ("concurrency", positive, "episodes in flight, over all environments"),
+        ("min-coverage", float, "share of the episodes that must count"),
+    ):
+        command.add_argument(f"--{name}", type=kind, help=f"{told} (default: the protocol's)")
+    command.add_argument("--split", choices=("test", "validation", "train"))
+    command.add_argument("--items", type=Path, metavar="FILE", help="a JSON list of {item_id}")
+    command.add_argument("--greedy", action=argparse.BooleanOptionalAction, default=None)
+    command.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=None)
+    command.add_argument("--action-format", choices=("plain", "react"))
+    command.add_argument("--instructions", action=argparse.BooleanOptionalAction, default=None)
+    command.add_argument(
+        "--fail-on-error",
+        nargs="?",
+        const=True,
+        type=_limit,
+        metavar="COUNT|SHARE",
+        help="stop at the first episode that fails for good, or beyond so many",
+    )
+    command.add_argument("--engine", choices=("torch", "vllm"), default="")
+    endpoint = command.add_argument_group("endpoints")
+    endpoint.add_argument("--model", default="", help="(default: the only one it has)")
+    endpoint.add_argument(
+        "--key-variable", default="", metavar="AGENTGYM_SECRET_...", help="holds the key"
+    )
+    endpoint.add_argument("--timeout", type=float, default=60.0, metavar="S", help="of one request")
+    endpoint.add_argument("--max-retries", type=int, default=5, help="of one request")
+    endpoint.add_argument("--max-concurrency", type=positive, default=64, help="requests in flight")
+    endpoint.add_argument("--max-per-minute", type=float, default=0.0, help="requests; 0: no limit")
+    endpoint.add_argument("--prices", type=Path, metavar="FILE", help="of a million tokens")
+    endpoint.add_argument("--max-cost", type=float, help="no request begins above it")
+
+
+def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
+    """Errors: ConfigError."""
+    from pydantic import ValidationError
+
+    from agentgym.config import first_line
+    from agentgym.pipeline.contenders import EvaluationRequest
+
+    items = {"num": arguments.num_items, "split": arguments.split, "file": arguments.items}
+    names = (
+        *("max_turns", "num_samples", "temperature", "max_new_tokens", "context_tokens", "seed"),
+        *("concurrency", "min_coverage", "greedy", "deterministic", "action_format"),
+        *("instructions", "fail_on_error"),
+    )
+    changes: dict[str, Any] = {
+        name: value for name in names if (value := getattr(arguments, name)) is not None
+    }
+    if given := {name: value for name, value in items.items() if value is not None}:
+        changes["items"] = given
+    try:
+        return EvaluationRequest(
+            policy=arguments.policy or "",
+            envs=tuple(name for each in arguments.env for name in each.split(",")),
+            protocol=arguments.protocol,
+            changes=changes,
+            engine=arguments.engine,
+            model=arguments.model,
+            key_variable=arguments.key_variable,
+            timeout_s=arguments.timeout,
+            max_retries=arguments.max_retries,
+            max_concurrency=arguments.max_concurrency,
+            max_per_minute=arguments.max_per_minute,
+            prices=arguments.prices,
+            max_cost=arguments.max_cost,
+        )
+    except ValidationError as error:
+        raise ConfigError(first_line(error, EvaluationRequest)) from None
+
+
+def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.console.progress import Bars
+    from agentgym.console.terminal import PlainConsole
+    from agentgym.pipeline.evaluation import evaluate_policy, regrade, show
+    from agentgym.store.files import write_whole
+
+    given = [each for each in (arguments.policy, arguments.show, arguments.regrade) if each]
+    if len(given) != 1:
+        raise ConfigError("expected one of POLICY, --show RESULT and --regrade RESULT")
+    with Bars(PlainConsole(stderr=True)) as bars:
+        if arguments.show:
+            evaluated = show(cfg, arguments.show)
+        elif arguments.regrade:
+            evaluated = regrade(cfg, arguments.regrade, bars)
+        else:
+            evaluated = evaluate_policy(cfg, request_of(arguments), bars)
+    if arguments.out is not None:
+        write_whole(arguments.out, f"{json.dumps(pointer(evaluated), indent=1)}\n".encode())
+    if arguments.json:
+        say(json.dumps(told(evaluated)))
+    else:
+        _print(evaluated)
+    return code_of(evaluated)
+
+
+def code_of(evaluated: Evaluated) -> int:
+    """0: valid; 1: it ended before its last episode; 3: too few episodes count."""
+    if evaluated.stopped or not evaluated.result.is_complete:
+        return 1
+    return 0 if evaluated.is_valid else INVALID
+
+
+def told(evaluated: Evaluated) -> dict[str, Any]:
+    """For programs: everything but the slots."""
+    tree = evaluated.result.to_json()
+    del tree["slots"], tree["columns"]
+    return {
+        **tree,
+        "valid": evaluated.is_valid,
+        "complete": evaluated.result.is_complete,
+        "stopped": evaluated.stopped or None,
+        "how": evaluated.how,
+        "folder": str(evaluated.folder),
+        "clock": dict(evaluated.result.clock),
+        "graded_otherwise": evaluated.changed,
+    }
+
+
+def pointer(evaluated: Evaluated) -> dict[str, Any]:
+    """What DVC keeps: where the result lies, its digests and its numbers."""
+    manifest = evaluated.manifest
+    identity = {"step": manifest.step, "key": manifest.key, "digest": manifest.digest}
+    return {"manifest": [identity], "results": manifest.results}
+
+
+def _print(evaluated: Evaluated) -> None:
+    from agentgym.evaluation.page import failures, headline, notes, usage_facts
+
+    result = evaluated.result
+    for line in headline(result):
+        say(line)
+    for line in notes(result):
+        say(line)
+    if result.usage.num_calls:
+        say(", ".join(f"{name} {value}" for name, value in usage_facts(result).items()))
+    rows = failures(result)
+    for slot, attempt, outcome, error in rows[:SHOWN]:
+        say(f"failed: {slot} attempt {attempt}: {outcome}: {error[:200]}")
+    if len(rows) > SHOWN:
+        say(f"and {len(rows) - SHOWN} more attempts that failed; all are in the result")
+    for slot, before, after in evaluated.changed[:SHOWN]:
+        say(f"graded otherwise: {slot}: {before}, now {after}")
+    if evaluated.stopped:
+        say(f"stopped: {evaluated.stopped}; the same command goes on")
+    say(f"{evaluated.how}: evaluation {result.digest[:12]} in {evaluated.folder}")
+
+
+def _limit(text: str) -> bool | int | float:
+    """An argument's type: true, false, a count or a share. Errors: ArgumentTypeError."""
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        value = float(text) if "." in text else int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is no count and no share such as 0.1")
+    return value

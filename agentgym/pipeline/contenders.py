@@ -1,0 +1,177 @@
+"""Who is asked to play, made ready: checkpoints, registered models, folders, endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from agentgym.config import ConfigError, RunConfig
+from agentgym.evaluation.policies import (
+    Contender,
+    PolicyName,
+    Who,
+    endpoint_contender,
+    folder_contender,
+    plain_contender,
+    weights_contender,
+)
+from agentgym.evaluation.protocol import EvaluationProtocol
+from agentgym.pipeline.table import open_store
+from agentgym.rollouts.policies.engines import check_engine
+from agentgym.rollouts.policies.hosted import Endpoint, only_model
+from agentgym.rollouts.policies.prices import load_tariff
+
+
+class EvaluationRequest(BaseModel):
+    """What is asked for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: str = Field(
+        min_length=1,
+        title="Policy",
+        description="expert, random, echo:ACTION, RUN:STEP, models:/NAME@ALIAS, the URL of an"
+        " OpenAI-compatible endpoint, a folder, or OWNER/NAME of the Hub",
+    )
+    envs: tuple[str, ...] = Field((), title="Environments", description="empty: the protocol's")
+    protocol: str = Field(
+        "",
+        title="Protocol",
+        description="a file, or a name in profiles/eval; empty: that of the run's own evaluations",
+    )
+    changes: dict[str, Any] = Field(
+        {}, title="Changes", description="fields of the protocol, such as max_turns or num_samples"
+    )
+    engine: Literal["", "torch", "vllm"] = Field("", description="empty: rollout.engine")
+    model: str = Field("", description="of an endpoint; empty: the only one it has")
+    key_variable: str = Field("", description="AGENTGYM_SECRET_...: holds the endpoint's key")
+    timeout_s: PositiveFloat = Field(60.0, description="seconds of one request to an endpoint")
+    max_retries: int = Field(5, ge=0, description="of one request to an endpoint")
+    max_concurrency: PositiveInt = Field(64, description="requests in flight to an endpoint")
+    max_per_minute: NonNegativeFloat = Field(0.0, description="requests to it; 0: no limit")
+    prices: Path | None = Field(None, description="file of what tokens cost, by model")
+    max_cost: PositiveFloat | None = Field(None, description="no request begins above it")
+
+
+def playing_config(cfg: RunConfig, protocol: EvaluationProtocol, engine: str) -> RunConfig:
+    """The run's settings as far as servers and an engine are concerned, for this protocol."""
+    first, *others = protocol.env_configs
+    name = engine or cfg.rollout.engine
+    if protocol.deterministic and name != "torch":
+        raise ConfigError(f"deterministic is nothing the engine {name} promises; use torch")
+    rollout = cfg.rollout.model_copy(
+        update={
+            "engine": name,
+            "engine_dtype": "auto" if name == "torch" else cfg.rollout.engine_dtype,
+            "concurrency": protocol.concurrency,
+            "instructions": True,  # they are asked for; each environment says whether it wants them
+        }
+    )
+    context = max(each.context_tokens for each in protocol.envs)
+    playing = cfg.model_copy(
+        update={
+            "env": first,
+            "mix": tuple(others),
+            "rollout": rollout,
+            "model": cfg.model.model_copy(update={"context_tokens": context}),
+            "deterministic": protocol.deterministic,
+            "compute": "inline",
+        }
+    )
+    check_engine(playing)
+    return playing
+
+
+def contender_of(cfg: RunConfig, request: EvaluationRequest) -> Contender:
+    """Errors: ConfigError where it is not there, or not supported here."""
+    name = PolicyName.parse(request.policy)
+    if name.who in (Who.EXPERT, Who.RANDOM, Who.ECHO):
+        return plain_contender(name)
+    if name.who is Who.ENDPOINT:
+        return endpoint_contender(_endpoint(request))
+    if name.who is Who.RUN:
+        return _of_run(cfg, name)
+    if name.who is Who.REGISTRY:
+        with tempfile.TemporaryDirectory(prefix="agentgym-model-") as folder:
+            return folder_contender(_registered(cfg, name, Path(folder)), cfg, name.text)
+    return folder_contender(_model_folder(name), cfg, name.text)
+
+
+def _endpoint(request: EvaluationRequest) -> Endpoint:
+    try:
+        model = request.model or asyncio.run(only_model(request.policy, request.key_variable))
+        tariff = load_tariff(request.prices, model) if request.prices else None
+        return Endpoint(
+            request.policy,
+            model,
+            request.key_variable,
+            request.timeout_s,
+            request.max_retries,
+            request.max_concurrency,
+            request.max_per_minute,
+            tariff,
+            request.max_cost,
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _of_run(cfg: RunConfig, name: PolicyName) -> Contender:
+    from agentgym.models.checkpoint import load_checkpoint, policy_digest
+    from agentgym.pipeline.export import commit_of
+
+    store = open_store(cfg)
+    manifest = commit_of(cfg, store, name.name, run=name.of)
+    about = f"{name.name} commit {manifest.seq}"
+    return weights_contender(load_checkpoint(store, manifest), policy_digest(manifest), cfg, about)
+
+
+def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
+    """The registered version's files, copied there. Errors: ConfigError."""
+    from mlflow.artifacts import download_artifacts
+    from mlflow.exceptions import MlflowException
+
+    from agentgym.tracking.deliver import tracker_of
+    from agentgym.tracking.mlflow import reaching
+
+    with reaching(cfg.tracking_uri):
+        tracker = tracker_of(cfg)
+        try:
+            client = tracker.client
+            if name.of.startswith("@"):
+                found = client.get_model_version_by_alias(name.name, name.of[1:])
+            else:
+                found = client.get_model_version(name.name, name.of)
+            source = client.get_model_version_download_uri(name.name, str(found.version))
+        except MlflowException as error:
+            reason = str(error).splitlines()[0][:200]
+            raise ConfigError(f"policy {name.text}: {reason}") from None
+        return Path(
+            download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=tracker.uri)
+        )
+
+
+def _model_folder(name: PolicyName) -> Path:
+    """A folder as it is; a repository of the Hub, brought here. Errors: ConfigError."""
+    if Path(name.name).is_dir():
+        return Path(name.name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(
+            snapshot_download(
+                name.name,
+                revision=name.of or None,
+                allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
+            )
+        )
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise ConfigError(f"policy {name.text} cannot be had from the Hub: {reason}") from None

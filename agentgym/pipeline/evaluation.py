@@ -1,0 +1,379 @@
+"""Any policy under a protocol: what `agentgym evaluate`, the flow and a DVC stage run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from agentgym.config import ConfigError, EnvConfig, RunConfig
+from agentgym.data.items import parse_item_id
+from agentgym.deploy.environment import local_environment
+from agentgym.deploy.local import IdentitiesUnknown, check_local_env, task_identities
+from agentgym.evaluation.episodes import FILE as EPISODES
+from agentgym.evaluation.episodes import write_episodes
+from agentgym.evaluation.numbers import numbers_of
+from agentgym.evaluation.page import render
+from agentgym.evaluation.play import EvaluationStopped, Table, play
+from agentgym.evaluation.policies import (
+    Contender,
+    env_version,
+    prompts_digest,
+    recorded_contender,
+    seated,
+)
+from agentgym.evaluation.protocol import (
+    EvaluationProtocol,
+    items_of,
+    load_protocol,
+    protocol_of_run,
+)
+from agentgym.evaluation.record import (
+    RESULT,
+    STEP,
+    Ledger,
+    attempts_of,
+    find,
+    stored_slots,
+)
+from agentgym.evaluation.report import EpisodeExample
+from agentgym.evaluation.result import (
+    CLOCK,
+    Result,
+    Slot,
+    coverage_of,
+    digest_of,
+    expected_slots,
+)
+from agentgym.pipeline.contenders import EvaluationRequest, contender_of, playing_config
+from agentgym.pipeline.table import open_store
+from agentgym.rollouts.policies.prices import Tariff
+from agentgym.steps.context import NoProgress, Progress
+from agentgym.store.keys import source_digest
+from agentgym.store.manifest import Manifest, sha256
+from agentgym.store.runstore import RunStore
+from agentgym.tracking.evaluations import deliver_evaluation
+from agentgym.types import Item, Usage
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1  # of what an evaluation's digest is made of
+HARNESS = ("agentgym.evaluation.play", "agentgym.rollouts.collect", "agentgym.rollouts.episode")
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What came of it."""
+
+    result: Result
+    manifest: Manifest
+    folder: Path  # with all its files
+    how: Literal["done", "resumed", "ran"]
+    stopped: str = ""  # why it ended before its last episode
+    changed: Sequence[tuple[str, str, str]] = ()  # by another grading: slot, before, now
+
+    @property
+    def is_valid(self) -> bool:
+        return bool(self.result.about["valid"])
+
+
+def evaluate_policy(
+    cfg: RunConfig, request: EvaluationRequest, progress: Progress | None = None
+) -> Evaluated:
+    """Play what is owed, score it, keep it. The same question, asked again, is answered from the
+    store; one that was interrupted goes on.
+
+    Errors: ConfigError before anything starts; LeaseHeld where another process is at it.
+    """
+    protocol = protocol_for(cfg, request)
+    items = items_of(protocol, cfg)
+    playing = playing_config(cfg, protocol, request.engine)
+    contender = contender_of(playing, request)
+    if protocol.deterministic and contender.endpoint is not None:
+        raise ConfigError("deterministic is nothing an endpoint promises; leave it out")
+    return _evaluate(playing, protocol, items, contender, progress or NoProgress())
+
+
+def protocol_for(cfg: RunConfig, request: EvaluationRequest) -> EvaluationProtocol:
+    """Errors: ConfigError."""
+    if request.protocol:
+        protocol = load_protocol(request.protocol, request.changes)
+        return protocol.only(request.envs) if request.envs else protocol
+    envs = request.envs or tuple(env.name for env in cfg.envs)
+    return protocol_of_run(cfg, envs, request.changes)
+
+
+def _evaluate(
+    cfg: RunConfig,
+    protocol: EvaluationProtocol,
+    items: Mapping[str, Sequence[Item]],
+    contender: Contender,
+    progress: Progress,
+) -> Evaluated:
+    from agentgym.rollouts.engine import open_pool
+
+    store = open_store(cfg)
+    for env in cfg.envs:
+        check_local_env(env)
+    tasks = {env.name: _tasks(env, items[env.name]) for env in cfg.envs}
+    with (
+        local_environment(cfg, contender.needs_expert) as endpoints,
+        open_pool(cfg, endpoints, allow_expert=contender.needs_expert) as (pool, loop, told),
+    ):
+        identity = identity_of(protocol, items, tasks, contender, told)
+        digest = digest_of(identity)
+        final = store.final(STEP, digest)
+        if final is not None:
+            return _from_store(cfg, store, final, "done")
+        slots = expected_slots(
+            items, {each.env.name: each.sample_numbers for each in protocol.envs}, tasks
+        )
+        with store.open(STEP, digest) as writer:
+            before = writer.head
+            ledger = Ledger.open(
+                store,
+                writer,
+                identity,
+                slots,
+                _about(protocol, contender),
+                commit_every_s=protocol.commit_every_s,
+                chunk_episodes=protocol.chunk_episodes,
+            )
+            progress.start(f"evaluate {contender.about}"[:34], len(slots))
+            progress.advance(len(slots) - len(ledger.owed))
+            table = _Opened(protocol, pool, told, items, progress.advance)
+            stopped = loop.run(_play(contender, cfg, table, ledger))
+            result, valid = conclude(protocol, contender, ledger, stopped)
+            done = valid and not stopped
+            manifest = ledger.conclude(result, done=done)
+    how: Literal["resumed", "ran"] = "resumed" if before is not None else "ran"
+    return _kept(cfg, store, manifest, result, how, stopped)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What `Table` is made of, but for the policy."""
+
+    protocol: EvaluationProtocol
+    pool: Any
+    instructions: Mapping[str, str]
+    items: Mapping[str, Sequence[Item]]
+    progress: Any
+
+
+async def _play(contender: Contender, cfg: RunConfig, opened: _Opened, ledger: Ledger) -> str:
+    """Result: why it stopped before its last episode; empty: it did not."""
+    spent = sum((slot.total_usage for slot in ledger.slots.values()), Usage())
+    async with seated(contender, cfg, spent) as seat:
+        table = Table(
+            opened.protocol,
+            opened.pool,
+            seat,
+            opened.instructions,
+            {item.item_id: item for its in opened.items.values() for item in its},
+            opened.progress,
+        )
+        try:
+            await play(table, ledger)
+        except EvaluationStopped as stop:
+            return str(stop)
+    return ""
+
+
+def _tasks(env: EnvConfig, items: Sequence[Item]) -> list[str | None]:
+    """What each item's task is, where the environment can say. Errors: ConfigError."""
+    try:
+        return task_identities(env, [item.task_id for item in items])
+    except IdentitiesUnknown as reason:
+        logger.info("%s: tasks are told apart by their ids alone: %s", env.name, reason)
+        return [None] * len(items)
+
+
+def identity_of(
+    protocol: EvaluationProtocol,
+    items: Mapping[str, Sequence[Item]],
+    tasks: Mapping[str, Sequence[str | None]],
+    contender: Contender,
+    instructions: Mapping[str, str],
+) -> dict[str, Any]:
+    """All that decides what a result means, and nothing else."""
+    listed = {
+        env: "\n".join(f"{item.item_id} {task}" for item, task in zip(its, tasks[env], strict=True))
+        for env, its in items.items()
+    }
+    return {
+        "schema": SCHEMA,
+        "policy": dict(contender.identity),
+        "protocol": protocol.semantic(),
+        "items": {
+            env: {"num": len(items[env]), "digest": sha256(text.encode())}
+            for env, text in listed.items()
+        },
+        "prompts": {
+            each.env.name: prompts_digest(instructions[each.env.name]) if each.instructions else ""
+            for each in protocol.envs
+        },
+        "environments": {
+            each.env.name: env_version(each.env.name, each.env.options) for each in protocol.envs
+        },
+        "harness": source_digest(HARNESS),
+    }
+
+
+def _about(protocol: EvaluationProtocol, contender: Contender) -> dict[str, Any]:
+    departs = [f"Not as {protocol.follows}: {line}" for line in protocol.departs]
+    return {
+        "policy": contender.about,
+        "protocol": protocol.name,
+        "follows": protocol.follows,
+        "min_coverage": protocol.min_coverage,
+        "settings": protocol.model_dump(mode="json"),
+        "notes": departs,
+    }
+
+
+def conclude(
+    protocol: EvaluationProtocol, contender: Contender, ledger: Ledger, stopped: str
+) -> tuple[Result, bool]:
+    """The result as far as it is, and whether it is valid."""
+    slots = tuple(ledger.slots.values())
+    valid = coverage_of(slots) >= protocol.min_coverage - 1e-9
+    tariff = contender.endpoint.tariff if contender.endpoint else None
+    about = {**ledger.about, "valid": valid, **_cost(tariff, slots)}
+    if stopped:
+        about["notes"] = [*about["notes"], f"It stopped before its last episode: {stopped}"]
+    wall_s = ledger.elapsed_s
+    played = sum(slot.outcome is not None for slot in slots)
+    clock = {"took_s": round(wall_s, 3), "episodes_per_s": round(played / max(wall_s, 1e-9), 3)}
+    return Result(ledger.identity, slots, numbers_of(slots, protocol), about, clock), valid
+
+
+def _cost(tariff: Tariff | None, slots: Sequence[Slot]) -> dict[str, Any]:
+    if tariff is None:
+        return {}
+    return {"cost": asdict(tariff.cost(sum((slot.total_usage for slot in slots), Usage())))}
+
+
+def show(cfg: RunConfig, digest: str) -> Evaluated:
+    """An evaluation as far as it is, also while another process is at it; nothing is played.
+    Errors: ConfigError.
+    """
+    store = open_store(cfg)
+    return _from_store(cfg, store, find(store, digest), "done")
+
+
+def _from_store(
+    cfg: RunConfig, store: RunStore, head: Manifest, how: Literal["done", "resumed", "ran"]
+) -> Evaluated:
+    if RESULT in head.blobs:
+        result = Result.from_bytes(store.read(head, RESULT), store.read(head, CLOCK))
+    else:
+        slots, about = stored_slots(store, head)
+        protocol = EvaluationProtocol.model_validate(about["settings"])
+        numbers = numbers_of(slots, protocol)
+        valid = coverage_of(slots) >= protocol.min_coverage - 1e-9
+        result = Result(head.config, slots, numbers, {**about, "valid": valid})
+    return _kept(cfg, store, head, result, how, "")
+
+
+def _kept(
+    cfg: RunConfig,
+    store: RunStore,
+    manifest: Manifest,
+    result: Result,
+    how: Literal["done", "resumed", "ran"],
+    stopped: str,
+) -> Evaluated:
+    """Its files written beside the store."""
+    folder = cfg.state_dir / "evaluations" / manifest.key[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    result.save(folder)
+    commits = store.history(STEP, manifest.key)
+    write_episodes(folder / EPISODES, attempts_of(store, commits))
+    for name, content in render(result, list(_examples(store, commits, result))).items():
+        (folder / name).write_bytes(content)
+    if RESULT in manifest.blobs:
+        _deliver(cfg, manifest, result, folder)
+    return Evaluated(result, manifest, folder, how, stopped)
+
+
+def _deliver(cfg: RunConfig, manifest: Manifest, result: Result, folder: Path) -> None:
+    about = result.about
+    metrics = {"eval/coverage": result.coverage}
+    for env, own in result.numbers.items():
+        found = {**own["summary"], **({"reward": own["reward"]} if own["reward"] else {})}
+        metrics |= {f"eval/{env}/{name}": float(row["mean"]) for name, row in found.items()}
+        metrics[f"eval/{env}/coverage"] = float(own["coverage"])
+    deliver_evaluation(
+        cfg,
+        result.digest,
+        f"evaluation of {about['policy']}"[:200],
+        params={"policy": about["policy"], "protocol": about["protocol"]},
+        tags={"digest": manifest.digest, "valid": str(about["valid"]).lower()},
+        metrics=metrics,
+        at_ms=int(manifest.created_at * 1000),
+        folder=folder,
+    )
+
+
+def _examples(
+    store: RunStore, commits: Sequence[Manifest], result: Result
+) -> Iterator[EpisodeExample]:
+    """Of each environment one success and one failure, where there are both."""
+    wanted = {(env, success) for env in result.envs for success in (True, False)}
+    with contextlib.closing(attempts_of(store, commits)) as attempts:  # type: ignore[type-var]
+        for trajectory in attempts:
+            kind = (trajectory.item.env, trajectory.success)
+            if trajectory.status.is_valid and kind in wanted:
+                wanted.discard(kind)
+                yield EpisodeExample.from_trajectory(trajectory.item.env, trajectory)
+            if not wanted:
+                return
+
+
+def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Evaluated:
+    """Play an evaluation's actions again, on the environments as they are now, and score what
+    comes: another evaluation, of no policy. Errors: ConfigError.
+    """
+    store = open_store(cfg)
+    head = find(store, digest)
+    slots, about = stored_slots(store, head)
+    protocol = EvaluationProtocol.model_validate(about["settings"])
+    actions: dict[tuple[str, int], tuple[str, ...]] = {}
+    for trajectory in attempts_of(store, store.history(STEP, head.key)):
+        if trajectory.status.is_valid:
+            key = (trajectory.item.item_id, trajectory.sample)
+            actions[key] = tuple(turn.action for turn in trajectory.turns)
+    counted = sum(slot.counts for slot in slots)
+    if not counted:
+        raise ConfigError(f"evaluation {head.key[:12]} has no episode that could be graded again")
+    contender = recorded_contender(head.key, head.records_digest, actions, about["policy"])
+    ids = dict.fromkeys((slot.env, slot.item_id) for slot in slots)
+    items = {
+        each.env.name: tuple(
+            Item(env, parse_item_id(item_id)[1], "given")
+            for env, item_id in ids
+            if env == each.env.name
+        )
+        for each in protocol.envs
+    }
+    playing = playing_config(cfg, protocol, "torch")
+    again = _evaluate(playing, protocol, items, contender, progress or NoProgress())
+    before = Result(head.config, slots)
+    return replace(again, changed=changed(before, again.result))
+
+
+def changed(before: Result, after: Result) -> list[tuple[str, str, str]]:
+    """Slots that another grading judges otherwise: (slot, before, after)."""
+    found = []
+    for old, new in zip(before.slots, after.slots, strict=True):
+        told = [
+            f"{each.outcome}{' success' if each.success else ''} reward {each.reward}"
+            for each in (old, new)
+        ]
+        if (old.counts, old.success, old.reward) != (new.counts, new.success, new.reward):
+            found.append((f"{old.item_id} #{old.sample}", told[0], told[1]))
+    return found
