@@ -33,7 +33,9 @@ from agentgym.evaluation.seeds import RARE, score_bounds, telling
 FloatArray = NDArray[np.float64]
 # of a value: a share in 0 .. 1, a difference of two in -1 .. 1, or any number
 Kind = Literal["share", "difference", "number"]
-FEWEST = 2  # families that can be clusters at all
+# families that can be clusters; with fewer, what other families would do is not known, and the
+# interval speaks of these ones' items
+FEWEST = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +101,14 @@ def clustered_intervals(
 
 def moments(values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: Kind) -> Moments:
     """values: [..., I], NaN is left out; codes: [I], whole numbers from 0, equal for items of one
-    family; None, or one family alone: every item for itself.
+    family; None: every item for itself.
     """
     valid = ~np.isnan(values)
     count = valid.sum(axis=-1)
     mean = np.where(valid, values, 0.0).sum(axis=-1) / count
     off = np.where(valid, values - mean[..., None], 0.0)
     sizes = valid.astype(np.float64)
-    if codes is not None and len(np.unique(codes)) >= FEWEST:
+    if codes is not None:
         of_family = np.eye(int(codes.max()) + 1)[codes]
         off, sizes = off @ of_family, sizes @ of_family
     total = count[..., None]
@@ -123,7 +125,9 @@ def moments(values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: 
 
 
 def family_codes(families: Sequence[Hashable] | None) -> NDArray[np.int_] | None:
-    """[I] whole numbers from 0, in the order of first appearance; None where there are no two."""
+    """[I] whole numbers from 0, in the order of first appearance; None where there are fewer than
+    FEWEST.
+    """
     if families is None:
         return None
     place = {family: code for code, family in enumerate(dict.fromkeys(families))}

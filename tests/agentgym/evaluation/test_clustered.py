@@ -61,10 +61,10 @@ def test_a_large_family_outweighs_the_others_and_leaves_fewer_degrees_of_freedom
     assert moments(values, codes, kind="number").freedom.item() <= freedom + 1e-9
 
 
-def test_one_family_alone_is_none():
-    assert family_codes(["a", "a"]) is None
+def test_fewer_than_five_families_are_no_clusters():
     assert family_codes(None) is None
-    assert family_codes(["b", "a", "b", None]).tolist() == [0, 1, 0, 2]
+    assert family_codes(["a", "b", "c", "d", "a"]) is None
+    assert family_codes(["b", "a", "b", None, "c", "d"]).tolist() == [0, 1, 0, 2, 3, 4]
 
 
 def test_a_difference_of_nothing_keeps_a_width_and_a_p_of_one():

@@ -1,0 +1,223 @@
+"""Whether one policy is better than another: two results of one question, item by item.
+
+An item's difficulty cancels in the difference of two policies on it, so a paired comparison sees
+what two intervals side by side hide. Items of a family move together, so with `clustered.FEWEST`
+families or more they are the clusters, and the answer holds for other families of the kind; with
+fewer it holds for these. The test is McNemar's exact one where each item was played once and is a
+cluster of its own, else Student's t on the clusters; `benchmarks/decisions.py` measures both.
+
+Several environments are several chances to be wrong: their p-values are Holm's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binomtest
+from scipy.stats import t as student
+
+from agentgym.evaluation.clustered import (
+    Moments,
+    clustered_interval,
+    family_codes,
+    moments,
+)
+from agentgym.evaluation.estimates import item_means
+from agentgym.evaluation.passk import Interval
+from agentgym.evaluation.result import Result, Slot, differences
+
+FloatArray = NDArray[np.float64]
+Verdict = Literal["better", "worse", "not shown"]
+POWER = 0.8  # with which a difference counts as one that would have been shown
+MAX_SHOWN = 12  # differences of two questions that are told
+
+
+class Incomparable(ValueError):
+    """Two results that do not answer one question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two policies on the items of one environment; NaN where a slot does not count in both."""
+
+    items: tuple[str, ...]
+    families: tuple[str | None, ...]
+    before: FloatArray  # [I, n] success of the one
+    after: FloatArray  # [I, n] of the other
+    num_slots: int = 0  # that were asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a pair shows, as numbers of success; differences are after - before."""
+
+    num_items: int
+    num_samples: int
+    clusters: Literal["families", "items"]
+    num_clusters: int
+    before: float
+    after: float
+    difference: Interval
+    test: Literal["mcnemar_exact", "clustered_t"]
+    p_value: float
+    wins: tuple[str, ...]  # items on which the other is ahead
+    losses: tuple[str, ...]
+    num_ties: int
+    # the smallest difference that so many items show with probability POWER
+    detectable: float
+    # items that would show the difference that was seen; None: there is none
+    needed_items: int | None
+    by_family: Mapping[str, float]
+    p_adjusted: float = 1.0  # Holm's, over the environments
+    verdict: Verdict = "not shown"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(pairs: Mapping[str, Pair], *, confidence: float) -> dict[str, Decision]:
+    """Each environment's decision, by name. Errors: ValueError where no pair of slots counts."""
+    decisions = {env: decide(pair, confidence=confidence) for env, pair in pairs.items()}
+    adjusted = holm([each.p_value for each in decisions.values()])
+    result = {}
+    for (env, each), p_adjusted in zip(decisions.items(), adjusted, strict=True):
+        shown = p_adjusted < 1 - confidence
+        verdict: Verdict = "not shown"
+        if shown:
+            verdict = "better" if each.difference.mean > 0 else "worse"
+        fields = {name: getattr(each, name) for name in Decision.__dataclass_fields__}
+        result[env] = Decision(**fields | {"p_adjusted": p_adjusted, "verdict": verdict})
+    return result
+
+
+def decide(pair: Pair, *, confidence: float) -> Decision:
+    """One environment's, without what depends on the others."""
+    valid = ~(np.isnan(pair.before) | np.isnan(pair.after))
+    before, after = (np.where(valid, each, np.nan) for each in (pair.before, pair.after))
+    ours, theirs = item_means(after), item_means(before)
+    gained = ours - theirs
+    if np.isnan(gained).all():
+        raise ValueError("no slot counts in both results; look at their outcomes")
+    codes = family_codes(pair.families)
+    found = moments(gained[None], codes, kind="difference")
+    alone = codes is None and bool((valid.sum(axis=1) <= 1).all())
+    signs = [(item, gain) for item, gain in zip(pair.items, gained, strict=True) if gain == gain]
+    detectable = float(np.minimum(detectable_difference(found, confidence).item(), 1.0))
+    mean = found.mean.item()
+    return Decision(
+        num_items=len(signs),
+        num_samples=pair.before.shape[1],
+        clusters="items" if codes is None else "families",
+        num_clusters=len(signs) if codes is None else len(np.unique(codes[~np.isnan(gained)])),
+        before=float(np.nanmean(theirs)),
+        after=float(np.nanmean(ours)),
+        difference=clustered_interval(
+            gained, pair.families, kind="difference", confidence=confidence
+        ),
+        test="mcnemar_exact" if alone else "clustered_t",
+        p_value=mcnemar_exact(gained) if alone else found.p_value().item(),
+        wins=tuple(item for item, gain in signs if gain > 0),
+        losses=tuple(item for item, gain in signs if gain < 0),
+        num_ties=sum(gain == 0 for _, gain in signs),
+        detectable=detectable,
+        needed_items=math.ceil(len(signs) * (detectable / mean) ** 2) if mean else None,
+        by_family=_of_families(pair.families, gained),
+    )
+
+
+def mcnemar_exact(gained: FloatArray) -> float:
+    """Two-sided p of as many wins and losses, or a more uneven split of them, where both are as
+    likely. gained: [I] of single episodes: 1, 0, -1 or NaN.
+    Source: McNemar 1947, with the binomial distribution itself.
+    """
+    won, lost = int((gained > 0).sum()), int((gained < 0).sum())
+    return float(binomtest(won, won + lost, 0.5).pvalue) if won + lost else 1.0
+
+
+def detectable_difference(
+    found: Moments, confidence: float, power: float = POWER
+) -> NDArray[np.float64]:
+    """[...] The smallest true difference whose test comes out with probability `power`, where
+    values vary as these do.
+    """
+    level = student.ppf((1 + confidence) / 2, found.freedom) + student.ppf(power, found.freedom)
+    return np.asarray(level * np.sqrt(found.variance))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted so that a false one among all of them is as rare as in one alone.
+    Source: Holm 1979.
+    """
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted, highest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = highest
+    return adjusted
+
+
+def align(before: Result, after: Result) -> dict[str, Pair]:
+    """Both results by environment, item and sample: sampled episodes, or greedy ones where there
+    are no others.
+
+    Errors: Incomparable where they asked different questions, telling which, or where one is not
+    finished.
+    """
+    unlike = differences(before.identity, after.identity)
+    if unlike:
+        more = f"\n  and {len(unlike) - MAX_SHOWN} more" if len(unlike) > MAX_SHOWN else ""
+        raise Incomparable(
+            "the results answer different questions (the first one's and the second one's value):"
+            + "".join(f"\n  {line}" for line in unlike[:MAX_SHOWN])
+            + more
+            + "\nevaluate both policies by one protocol"
+        )
+    for name, each in (("first", before), ("second", after)):
+        if not each.is_complete:
+            left = each.outcomes["not_played"]
+            raise Incomparable(
+                f"the {name} result is not finished: {left} of {len(each.slots)} episodes were not"
+                " played; run the same `agentgym evaluate` again, it goes on"
+            )
+    return {env: _pair(before.of(env), after.of(env)) for env in before.envs}
+
+
+def _pair(before: Sequence[Slot], after: Sequence[Slot]) -> Pair:
+    keys = [[(slot.item_id, slot.sample) for slot in slots] for slots in (before, after)]
+    if keys[0] != keys[1]:
+        missing = set(keys[0]) ^ set(keys[1])
+        item, sample = min(missing) if missing else keys[1][0]
+        raise Incomparable(
+            f"the results have different slots, {item} sample {sample} among them; evaluate both"
+            " policies by one protocol"
+        )
+    sampled = any(slot.sample for slot in before)
+    items = tuple(dict.fromkeys(slot.item_id for slot in before))
+    families: dict[str, str | None] = dict.fromkeys(items)
+    for slot in (*before, *after):
+        families[slot.item_id] = families[slot.item_id] or slot.family
+    columns = sorted({slot.sample for slot in before if slot.sample or not sampled})
+    tables = []
+    for slots in (before, after):
+        table = np.full((len(items), len(columns)), np.nan)
+        rows = {item: row for row, item in enumerate(items)}
+        for slot in slots:
+            if slot.counts and slot.sample in columns:
+                table[rows[slot.item_id], columns.index(slot.sample)] = float(slot.success)
+        tables.append(table)
+    return Pair(items, tuple(families.values()), *tables, num_slots=len(items) * len(columns))
+
+
+def _of_families(families: Sequence[str | None], gained: FloatArray) -> dict[str, float]:
+    """Mean difference of each family that was told."""
+    told = np.array(families, dtype=object)
+    means = {
+        family: gained[(told == family) & ~np.isnan(gained)]
+        for family in sorted({each for each in families if each is not None})
+    }
+    return {family: float(own.mean()) for family, own in means.items() if len(own)}
