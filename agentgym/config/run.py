@@ -205,6 +205,14 @@ class RunConfig(Section):
                     f"ray.{name}_cpus and ray.{name}_gpus are both 0; Ray places only what takes"
                     " room, a fraction is enough"
                 )
+        num_gpus = self.vllm.tensor_parallel_size
+        is_vllm_on_gpus = self.rollout.engine == "vllm" and self.compute_device == "cuda"
+        if self.compute == "ray" and is_vllm_on_gpus and num_gpus > max(1, self.ray.worker_gpus):
+            raise ValueError(
+                f"vllm.tensor_parallel_size {num_gpus} with ray.worker_gpus"
+                f" {self.ray.worker_gpus:g}: an engine's processes run in its worker, each on a GPU"
+                f" of its own; set ray.worker_gpus {num_gpus}"
+            )
         is_http = self.ray.address.startswith(("http://", "https://"))
         if self.compute == "ray" and self.deterministic:
             raise ValueError(

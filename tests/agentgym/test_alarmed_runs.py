@@ -2,7 +2,9 @@
 tells of them afterwards.
 """
 
+import time
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
@@ -11,6 +13,7 @@ from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord
 from agentgym.cli import main
 from agentgym.config import load_config
+from agentgym.learner.learner import LocalLearner
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, run_key, steps_of
 from agentgym.tracking.alarms import AlarmStop, begun
@@ -39,10 +42,10 @@ def begin(tmp_path_factory, copy_run, tiny_params, tiny_endpoint):
     return make
 
 
-def points_of(cfg):
+def points_of(cfg, name=STAGE):
     store = open_store(cfg)
-    step = steps_of(cfg)[STAGE]
-    return committed_points(store, STAGE, key_of(step, cfg, finished(cfg, store)))
+    step = steps_of(cfg)[name]
+    return committed_points(store, name, key_of(step, cfg, finished(cfg, store)))
 
 
 def test_an_update_that_ruins_the_policy_raises_alarms_that_the_audit_measures_again(begin):
@@ -100,6 +103,34 @@ def test_rollouts_that_fall_behind_an_update_raise_the_mismatch_alarm(begin):
     for name in ("prepare", "initialize", "warm-start", STAGE):
         run_step(name, cfg)
     assert "mismatch" in {alarm.name for alarm in begun(points_of(cfg))}
+
+
+def test_steps_that_get_slower_raise_the_throughput_alarm_and_gradients_above_their_limit_theirs(
+    begin, monkeypatch
+):
+    step_of, took = LocalLearner.sft_step, []
+
+    def slower(learner, batch, *, step):
+        began = time.monotonic()
+        told = step_of(learner, batch, step=step)
+        if step > 21:  # as if another program came
+            time.sleep(4 * median(took))
+        took.append(time.monotonic() - began)
+        return told
+
+    monkeypatch.setattr(LocalLearner, "sft_step", slower)
+    _, cfg = begin(
+        "warm_start.steps=41",
+        "warm_start.batch_size=2",
+        "store.commit_every=1000",
+        "alarms.max_gradient_factor=0.001",  # less than any
+    )
+    for name in ("prepare", "initialize", "warm-start"):
+        run_step(name, cfg)
+    assert {alarm.name for alarm in begun(points_of(cfg, "warm-start"))} == {
+        "gradient",
+        "throughput",
+    }
 
 
 def test_a_run_that_stopped_itself_goes_on_once_the_limit_is_another_to_the_same_bytes(

@@ -382,6 +382,8 @@ def _arguments(cfg: RunConfig, dtype: torch.dtype, folder: Path, num_slots: int)
         logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
         generation_config="vllm",  # no top_p of the model's own
         tensor_parallel_size=settings.tensor_parallel_size,
+        # in a Ray actor it would choose actors, for which nobody has reserved room
+        distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else None,
         enforce_eager=not (on_gpu and settings.compile),
         enable_sleep_mode=on_gpu,
         worker_extension_cls=f"{WeightReceiver.__module__}.{WeightReceiver.__name__}",

@@ -36,6 +36,16 @@ def test_a_cluster_elsewhere_must_be_named_by_the_machine_too(write, monkeypatch
     load_config(path, overrides)
 
 
+def test_a_worker_has_a_gpu_for_each_process_of_its_engine(write):
+    on_gpus = ("compute=ray", "compute_device=cuda", "rollout.engine=vllm")
+    path, several = write("seed: 1"), "vllm.tensor_parallel_size=4"
+    assert "ray.worker_gpus 1: an engine's processes run in its worker" in refusal(
+        path, *on_gpus, several, "ray.worker_gpus=1"
+    )
+    load_config(path, [*on_gpus, several, "ray.worker_gpus=4"])
+    load_config(path, [*on_gpus, "ray.worker_gpus=0.5"])  # one process, a share of a GPU
+
+
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:6379", "localhost:6379", "auto", "'[::1]:6379'", "''"]
 )

@@ -43,12 +43,17 @@ def keep(learner, like):
     return {name: blob for part in parts for name, blob in part.items()}
 
 def learn(learner, like, batch, config, steps):
-    told = {"metrics": [], "begun": keep(learner, like)}
+    told = {"metrics": [], "gradients": [], "begun": keep(learner, like)}
     for step in steps:
         batch.logprobs.copy_(learner.score(batch))
         experience = with_advantages(learner.prepare(batch, config, step=step), config)
         told["metrics"].append(experience.metrics | learner.update(experience, config, \
 step=step, seed=0))
+        told["gradients"].append({
+            name: learner.ranks.whole(master.grad).clone()
+            for optimized in (learner._policy, learner._values)
+            for name, master in optimized._masters.items()
+        })
         if step == 2:
             told["kept"] = keep(learner, like)
     told["reference"] = learner.score_reference(batch)
@@ -276,6 +281,10 @@ def test_several_ranks_learn_what_one_learns(plan, alone, batch, further, togeth
     assert len(told["kept"]) == size * len(KINDS)
     for ours, theirs in zip(told["metrics"], alone["metrics"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    for ours, theirs in zip(told["gradients"], alone["gradients"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, each in theirs.items():
+            torch.testing.assert_close(ours[name], each, rtol=1e-5, atol=1e-5, msg=name)
     torch.testing.assert_close(told["reference"], alone["reference"], rtol=0, atol=1e-5)
     begun = plan.weights.load()
     moved = 0.0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agentgym.audit import audit
-from agentgym.config import RunConfig, load_config
+from agentgym.config import RunConfig, VllmConfig, load_config
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.models.tolerance import VLLM
@@ -24,6 +24,7 @@ from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies.draw import Distribution
 from agentgym.rollouts.policies.engines import open_policy
 from agentgym.rollouts.policies.torch import TorchPolicy
+from agentgym.rollouts.policies.vllm import _arguments
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import EngineMismatch, SampleKey, Sampling
@@ -247,6 +248,20 @@ def test_weights_that_do_not_fit_or_are_not_new_change_nothing(running, make_mod
         ):
             running.run(policy.publish(InProcess({**weights, **odd}, policy.version + 1)))
     assert running.generate((PROMPT, sampling(1))) == before
+
+
+def test_several_processes_of_an_engine_are_its_own_and_no_actors(tmp_path, monkeypatch):
+    # vLLM looks there before it chooses
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.util.get_current_placement_group", lambda: "of a worker")
+    from vllm.config import ParallelConfig
+
+    assert ParallelConfig(tensor_parallel_size=2).distributed_executor_backend == "ray"
+    for size, executor in ((1, "uni"), (2, "mp")):
+        cfg = of_run().model_copy(update={"vllm": VllmConfig(tensor_parallel_size=size)})
+        asked = _arguments(cfg, torch.float32, tmp_path, 4).distributed_executor_backend
+        chosen = ParallelConfig(tensor_parallel_size=size, distributed_executor_backend=asked)
+        assert chosen.distributed_executor_backend == executor
 
 
 def test_what_cannot_fit_is_refused(running):
