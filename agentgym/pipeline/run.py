@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
-from agentgym.config import ConfigError, RunConfig, is_elsewhere
+from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
 from agentgym.data.kept import keep_data
 from agentgym.deploy.environment import environment_servers
 from agentgym.pipeline.table import (
@@ -75,7 +76,8 @@ def run_step(
         from agentgym.deploy.jobs import run_as_job
 
         head = store.head(name, key)
-        manifest = run_as_job(name, _with_data(cfg, store), store, run_key=run_key(cfg), key=key)
+        with _with_servers(_with_data(cfg, store), environment) as sent:
+            manifest = run_as_job(name, sent, store, run_key=run_key(cfg), key=key)
         confirm(cfg, store, step, manifest)
         return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
     with store.open(name, key, [each.digest for each in parents.values()]) as writer:
@@ -93,8 +95,7 @@ def run_step(
             store=store,
             writer=writer,
             parents=parents,
-            environment=environment
-            or (lambda expert: environment_servers(cfg, expert, run_label(cfg))),
+            environment=environment or _own_servers(cfg),
             progress=progress or NoProgress(),
             on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
             trained=[each for stage, each in done.items() if step.stage and table[stage].stage],
@@ -108,6 +109,28 @@ def run_step(
         with reaching(cfg.tracking_uri), ctx:  # some steps speak to MLflow themselves
             manifest = _run_watched(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
+
+
+@contextlib.contextmanager
+def _with_servers(cfg: RunConfig, environment: Environment | None) -> Iterator[RunConfig]:
+    """The run as a job has it: fleets come up here, and there they are servers with names."""
+    if not any(env.deploy == "kubernetes" for env in cfg.envs):
+        yield cfg
+        return
+    with (environment or _own_servers(cfg))(False) as endpoints:
+
+        def named(env: EnvConfig) -> EnvConfig:
+            if env.deploy != "kubernetes":
+                return env
+            there = {"deploy": "local", "replicas": "auto", "keep": False}
+            urls = tuple(str(each) for each in endpoints[env.name])
+            return env.model_copy(update={**there, "endpoints": urls})
+
+        yield cfg.model_copy(update={"env": named(cfg.env), "mix": tuple(map(named, cfg.mix))})
+
+
+def _own_servers(cfg: RunConfig) -> Environment:
+    return lambda expert: environment_servers(cfg, expert, run_label(cfg))
 
 
 def _with_data(cfg: RunConfig, store: RunStore) -> RunConfig:

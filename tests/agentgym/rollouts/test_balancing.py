@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentgym.config import EnvConfig
+from agentgym.deploy.fleets.addresses import Listing
 from agentgym.rollouts import balancing
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.pools import EnvPool, EnvPools
@@ -214,3 +215,32 @@ def test_the_token_of_one_server_is_never_sent_to_another(monkeypatch):
         "127.0.0.4": {"Bearer own"},
         "127.0.0.5": configured,
     }
+
+
+def test_a_listing_says_where_servers_are_while_they_come_and_go(serving, tmp_path, monkeypatch):
+    monkeypatch.setattr(balancing, "LISTED_S", 0.0)
+    listing = Listing(tmp_path / "fleet.json")
+
+    async def main(first, second):
+        fleet = Endpoint("http://env-babyai.fleet.svc:8000", "t", str(listing.path))
+        listing.say([first])
+        async with pool_of(fleet) as pool:
+            await pool.check(EnvConfig(options={}), allow_expert=True)
+            async with pool.session(Item("babyai", 0), "a") as session:
+                assert session.endpoint == first
+                listing.say([second])  # the first goes, and another comes
+                async with pool.session(Item("babyai", 0), "b") as other:
+                    assert other.endpoint == second
+                await session.step("turn left")  # a session stays with its server to its end
+            assert pool.client.hosts == {second: "env-babyai.fleet.svc:8000"}
+            listing.say([])  # none is ready at the moment
+            async with pool.session(Item("babyai", 0), "c") as session:
+                assert session.endpoint == second
+            listing.say([], "the servers of r1 were taken over")
+            with pytest.raises(EnvError, match="fleet: the servers of r1 were taken over"):
+                async with pool.session(Item("babyai", 0), "d"):
+                    pass
+
+    named = {"hosts": (".svc",)}  # as manifests have it
+    with serving(**named) as (first, _), serving(**named) as (second, _):
+        asyncio.run(main(first, second))

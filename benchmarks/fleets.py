@@ -1,0 +1,159 @@
+"""What it takes to bring many fleets up and down on a cluster: `python benchmarks/fleets.py`.
+
+Fleets of TextCraft, one server each, in a namespace of their own: sent by several threads, as flows
+are, waited for, taken down, and every kind of object looked for afterwards. Seconds and requests to
+the API server, per fleet. The cluster is that of KUBECONFIG, or a control plane that the script
+AGENTGYM_TEST_CONTROL_PLANE starts; there nodes are hollow and start no container, so that what is
+measured is the way through the API server, scheduler and controllers alone.
+Writes docs/results/fleets.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pipeline import machine
+
+from agentgym.deploy.fleets.addresses import kind_of_addresses
+from agentgym.deploy.fleets.lease import acquire
+from agentgym.deploy.fleets.sending import kinds_of, most_pods, send, take_down, wait_ready
+from agentgym.deploy.kube import Kind, Kube, connect
+from agentgym.deploy.kube.kinds import POD
+from agentgym.deploy.manifests import RUN_LABEL, Fleet, rendered_fleet
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "docs/results/fleets.json"
+ENV = "textcraft"
+TIMEOUT_S = 600.0
+NAMESPACE, SECRET = Kind("v1", "Namespace"), Kind("v1", "Secret")
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Path]:
+    """A kubeconfig."""
+    script = os.environ.get("AGENTGYM_TEST_CONTROL_PLANE")
+    if not script:
+        yield Path(os.environ.get("KUBECONFIG", Path.home() / ".kube/config"))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            subprocess.run([script, "up", folder, "3"], check=True, timeout=280)
+            yield Path(folder) / "kubeconfig"
+        finally:
+            subprocess.run([script, "down", folder], check=False, timeout=60)
+
+
+@contextlib.contextmanager
+def namespace(kubeconfig: Path) -> Iterator[Kube]:
+    """A client in an empty namespace that has the servers' secret, and no quota."""
+    name = f"agentgym-fleets-{secrets.token_hex(4)}"
+    with contextlib.closing(
+        connect(kubeconfig=kubeconfig, namespace=name, creates_per_s=1000.0, deletes_per_s=1000.0)
+    ) as kube:
+        kube.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+        try:
+            data = {"AGENTGYM_ENV_TOKEN": secrets.token_hex(16)}
+            metadata = {"name": "agentgym-env-token"}
+            kube.create(
+                {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": data}
+            )
+            yield kube
+        finally:
+            kube.delete(NAMESPACE, name)
+
+
+def life(kube: Kube, objects: list[Any], run: str) -> dict[str, float]:
+    """Seconds of each part of one fleet's life."""
+    times, began = {}, time.perf_counter()
+
+    def lap(part: str) -> None:
+        nonlocal began
+        times[part], began = time.perf_counter() - began, time.perf_counter()
+
+    group = acquire(kube, run, ttl_s=TIMEOUT_S)
+    send(kube, group, objects)
+    lap("sent")
+    wait_ready(kube, run, timeout_s=TIMEOUT_S, most=most_pods(objects))
+    lap("ready")
+    take_down(kube, run, timeout_s=TIMEOUT_S)
+    lap("gone")
+    return times
+
+
+def left_over(kube: Kube) -> dict[str, int]:
+    """Objects of any run, by kind."""
+    kinds = [*kinds_of(kube), POD, kind_of_addresses(kube)]
+    return {k.kind: len(kube.list(k, labels={RUN_LABEL: None}).items) for k in kinds}
+
+
+def measure(kubeconfig: Path, count: int, threads: int) -> dict[str, Any]:
+    """So many fleets, so many of them at once."""
+    with namespace(kubeconfig) as kube:
+        newer = kube.serves(Kind("policy/v1", "PodDisruptionBudget"))
+        overlay = "kind" if newer else "test"
+        runs = [f"r{secrets.token_hex(6)}" for _ in range(count)]
+
+        def rendered(run: str) -> list[Any]:
+            return rendered_fleet(overlay, Fleet(ENV, run, 1), namespace=kube.namespace)
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor(2) as pool:
+            objects = dict(zip(runs, pool.map(rendered, runs), strict=True))
+        rendered_s = time.perf_counter() - began
+        before, began = Counter(kube.calls), time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            times = list(pool.map(lambda run: life(kube, objects[run], run), runs))
+        wall_s = time.perf_counter() - began
+        calls = Counter(kube.calls) - before
+        return {
+            "fleets": count,
+            "at_once": threads,
+            "objects_per_fleet": len(next(iter(objects.values()))) + 1,  # and the lease
+            "wall_s_per_fleet": round(wall_s / count, 3),
+            "rendered_s_per_fleet": round(rendered_s / count, 3),
+            "median_s": {part: _median([each[part] for each in times]) for part in times[0]},
+            "longest_s": {part: round(max(each[part] for each in times), 2) for part in times[0]},
+            "calls_per_fleet": {
+                verb: round(number / count, 2) for verb, number in sorted(calls.items())
+            },
+            "all_calls_per_fleet": round(calls.total() / count, 2),
+            "left_over": left_over(kube),
+        }
+
+
+def _median(values: list[float]) -> float:
+    return round(sorted(values)[len(values) // 2], 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fleets", type=int, default=50)
+    parser.add_argument("--threads", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    with cluster() as kubeconfig:
+        found = measure(kubeconfig, arguments.fleets, arguments.threads)
+    command = f"python benchmarks/fleets.py --fleets {arguments.fleets}"
+    result = {"machine": machine(), "command": command, **found}
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(
+        f"{found['fleets']} fleets, {found['at_once']} at once: {found['wall_s_per_fleet']} s and"
+        f" {found['all_calls_per_fleet']} requests per fleet; median seconds {found['median_s']};"
+        f" left over {sum(found['left_over'].values())}"
+    )
+
+
+if __name__ == "__main__":
+    main()
