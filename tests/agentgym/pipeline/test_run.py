@@ -5,6 +5,7 @@ filled again.
 import json
 import re
 import shutil
+from contextlib import contextmanager
 
 import pytest
 from mlflow import MlflowClient
@@ -13,11 +14,12 @@ from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.evaluation.champion import DECISION, OUTCOMES
 from agentgym.pipeline.dvc import pointer
-from agentgym.pipeline.run import run_step, run_with_parents
+from agentgym.pipeline.run import _with_servers, run_step, run_with_parents
 from agentgym.pipeline.table import finished, open_store, semantic_of, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
+from agentgym.types import Endpoint
 
 
 @pytest.fixture
@@ -190,3 +192,30 @@ def test_a_pointer_carries_the_course_of_training_and_of_clocks_a_digest_alone(r
     assert evaluated["curve"][0]["eval_greedy"] == pytest.approx(
         evaluated["results"]["summary"]["greedy"]["mean"], rel=1e-3
     )
+
+
+def test_a_job_elsewhere_gets_the_names_of_a_fleet_that_came_up_here():
+    cfg = load_config(
+        overrides=[
+            "env.deploy=kubernetes",
+            "env.keep=true",
+            "mix=[{name: textcraft, endpoints: ['http://t.example:1']}]",
+        ]
+    )
+    up = []
+
+    @contextmanager
+    def environment(expert):
+        up.append(expert)
+        yield {"babyai": [Endpoint("http://env-babyai-r1.agentgym.svc:8000", "secret", "/a/file")]}
+        up.append("down")
+
+    with _with_servers(cfg, environment) as sent:
+        tree = json.loads(sent.model_dump_json())
+        again = type(cfg).model_validate(tree)  # as the job reads it
+        assert again.env.endpoints == ("http://env-babyai-r1.agentgym.svc:8000",)
+        assert (again.env.deploy, again.env.keep) == ("local", False)
+        assert again.mix == cfg.mix
+        assert "secret" not in json.dumps(tree)
+        assert again.semantic() == cfg.semantic()
+    assert up == [False, "down"]

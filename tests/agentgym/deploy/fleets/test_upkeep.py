@@ -1,0 +1,110 @@
+"""What a run's own thread does on a real API server: it renews, and tells where servers are."""
+
+import secrets
+import time
+
+import pytest
+
+from agentgym.deploy.fleets import upkeep
+from agentgym.deploy.fleets.addresses import ADDRESS, Listing, listed
+from agentgym.deploy.fleets.lease import acquire, groups
+from agentgym.deploy.fleets.upkeep import Upkeep, first_addresses, reach
+from agentgym.deploy.kube import Kind
+from agentgym.deploy.kube.kinds import ENDPOINTS, LEASE, POD, SERVICE
+
+pytestmark = pytest.mark.kubernetes
+
+SLICE = Kind("discovery.k8s.io/v1beta1", "EndpointSlice")
+
+
+@pytest.fixture
+def run(admin):
+    """A run with a headless Service that selects nothing: a test says what is behind it."""
+    name = f"r{secrets.token_hex(6)}"
+    labels = {"agentgym.io/run": name}
+    spec = {"clusterIP": "None", "ports": [{"name": "http", "port": 8000, "protocol": "TCP"}]}
+    admin.create(
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": f"env-{name}", "labels": labels},
+            "spec": spec,
+        }
+    )
+    yield name
+    admin.delete(SERVICE, f"env-{name}")
+    admin.delete(LEASE, f"agentgym-{name}")
+
+
+def tell(admin, run, *addresses):
+    """The Service's servers, in the kind that the cluster has."""
+    kind = upkeep.kind_of_addresses(admin)
+    labels = {"agentgym.io/run": run, "kubernetes.io/service-name": f"env-{run}"}
+    each = {"apiVersion": kind.api_version, "kind": kind.kind}
+    if kind == ENDPOINTS:
+        rows = [{"ip": ip, "targetRef": {"kind": "Pod", "name": pod}} for ip, pod in addresses]
+        each |= {"metadata": {"name": f"env-{run}", "labels": labels}}
+        each["subsets"] = [{"addresses": rows, "ports": [{"port": 8000}]}] if rows else []
+    else:
+        rows = [
+            {
+                "addresses": [ip],
+                "conditions": {"ready": True},
+                "targetRef": {"kind": "Pod", "name": pod},
+            }
+            for ip, pod in addresses
+        ]
+        each |= {"metadata": {"name": f"env-{run}-1", "labels": labels}, "addressType": "IPv4"}
+        each |= {"endpoints": rows, "ports": [{"name": "http", "port": 8000, "protocol": "TCP"}]}
+    admin.apply(each, force=True)
+
+
+def wait_for(done):
+    end = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("by_endpoints", [False, True])
+def test_servers_that_come_and_go_are_told_while_the_lease_is_renewed(
+    admin, run, tmp_path, monkeypatch, by_endpoints
+):
+    if by_endpoints:
+        monkeypatch.setattr(upkeep, "kind_of_addresses", lambda kube: ENDPOINTS)
+    monkeypatch.setattr(Upkeep, "_period_s", 0.5)
+    pod = f"outside-{run}"
+    container = {"name": "c", "image": "i"}
+    admin.create(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": pod, "annotations": {ADDRESS: "192.0.2.1:4711"}},
+            "spec": {
+                "containers": [
+                    container | {"resources": {"requests": {"cpu": "1m", "memory": "1Mi"}}}
+                ],
+                "nodeSelector": {"agentgym.io/nowhere": "true"},
+            },
+        }
+    )
+    group = acquire(admin, run, ttl_s=60.0)
+    listing = Listing(tmp_path / "listing.json")
+    with Upkeep(admin, group, {f"env-{run}": listing}, most=5).running():
+        tell(admin, run, ("10.0.0.1", "gone"), ("10.0.0.2", pod))
+        expected = ["http://10.0.0.1:8000", "http://192.0.2.1:4711"]
+        wait_for(lambda: listed(str(listing.path)) == (expected, ""))
+        assert first_addresses(admin, f"env-{run}", num=2, timeout_s=5.0) == expected
+        tell(admin, run, ("10.0.0.3", "new"))
+        wait_for(lambda: listed(str(listing.path)) == (["http://10.0.0.3:8000"], ""))
+        tell(admin, run)
+        wait_for(lambda: listed(str(listing.path)) == ([], ""))
+        (now,) = [each for each in groups(admin) if each.run == run]
+        assert now.renewed > group.renewed
+    assert listed(str(listing.path)) is None
+    admin.delete(POD, pod, grace_s=0)
+
+
+def test_servers_that_do_not_answer_here_are_told_with_a_way_out():
+    with pytest.raises(RuntimeError, match=r"none answers here .*agentgym.io/address"):
+        reach(["http://127.0.0.1:9"], timeout_s=0.2)
