@@ -1,22 +1,69 @@
-"""What came out: evaluations, registered model, report."""
+"""What came out: evaluations, registered model, report. Or one evaluation, of any policy."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import sys
 
 from prefect import flow
 
+from agentgym.commands.evaluate import add_options, request_of
+from agentgym.config import load_config
+from agentgym.console.guard import guarded
+from agentgym.console.progress import Bars
+from agentgym.console.terminal import PlainConsole
+from agentgym.evaluation.request import EvaluationRequest
+from agentgym.private import private_state
+from agentgym.store.files import full_disk_told
 from flows.run import RunRequest, fleets_down, is_evaluation, run_name, run_steps
-from flows.shell import main
+from flows.shell import _quieten_console, main
+from services.prefect_server import prefect_api
+from services.recovery import begin_attempt
+from tasks.evaluation import evaluation_task
 
 
 @flow(name="evaluate", flow_run_name=run_name, persist_result=False, on_cancellation=[fleets_down])
-def evaluate(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
+def evaluate(
+    run: RunRequest = RunRequest(),  # noqa: B008 (it is frozen)
+    asked: EvaluationRequest | None = None,
+) -> dict[str, str]:
     """Evaluate every checkpoint, register the last one, write the report; needs what `train`
-    makes.
+    makes. With `asked`: evaluate the policy that it names, and nothing else; needs nothing.
     """
-    return run_steps(run, is_evaluation)
+    if asked is None:
+        return run_steps(run, is_evaluation)
+    begin_attempt()
+    with Bars(PlainConsole()) as bars:
+        return {"evaluation": evaluation_task(run.config(), asked, bars)}
+
+
+def of_policy(argv: list[str]) -> int:
+    """`python -m flows.evaluate --policy POLICY ...`. Exit code: as every flow's."""
+    parser = argparse.ArgumentParser(prog="python -m flows.evaluate --policy POLICY")
+    parser.add_argument("--policy", required=True, help="as `agentgym evaluate` takes it")
+    parser.add_argument("--params", default="params.yaml", help="parameter file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    add_options(parser)
+    arguments = parser.parse_intermixed_args(argv)
+
+    def command() -> int:
+        run = RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
+        cfg, asked = load_config(run.params, run.overrides), request_of(arguments)
+        private_state(cfg.state_dir)
+        _quieten_console()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(full_disk_told(cfg.state_dir))
+            stack.enter_context(prefect_api(cfg.state_dir))
+            for name, told in evaluate(run, asked).items():
+                PlainConsole().print(f"{name}: {told}", highlight=False)
+        return 0
+
+    return guarded(command)
 
 
 if __name__ == "__main__":
+    words = sys.argv[1:]
+    if any(word.partition("=")[0] == "--policy" for word in words):
+        sys.exit(of_policy(words))
     sys.exit(main("flows.evaluate", evaluate, is_evaluation))

@@ -12,7 +12,7 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.console.guard import say
 
 if TYPE_CHECKING:
-    from agentgym.pipeline.contenders import EvaluationRequest
+    from agentgym.evaluation.request import EvaluationRequest
     from agentgym.pipeline.evaluation import Evaluated
 
 INVALID = 3  # exit code of a result whose coverage is below the floor
@@ -101,7 +101,7 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
     from pydantic import ValidationError
 
     from agentgym.config import first_line
-    from agentgym.pipeline.contenders import EvaluationRequest
+    from agentgym.evaluation.request import EvaluationRequest
 
     items = {"num": arguments.num_items, "split": arguments.split, "file": arguments.items}
     names = (

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentgym.config import RunConfig
+from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest
@@ -49,6 +50,7 @@ def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
         pinned={
             **_registered(cfg, heads),
             **_pointed_at(pointers),
+            **{head.digest: "an evaluation" for head in heads if head.step == EVALUATION},
             **dict.fromkeys(_configured(cfg, store), "of the configured run"),
         },
         live=live,

@@ -40,6 +40,7 @@ from agentgym.evaluation.record import (
     stored_slots,
 )
 from agentgym.evaluation.report import EpisodeExample
+from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.result import (
     CLOCK,
     Result,
@@ -48,7 +49,7 @@ from agentgym.evaluation.result import (
     digest_of,
     expected_slots,
 )
-from agentgym.pipeline.contenders import EvaluationRequest, contender_of, playing_config
+from agentgym.pipeline.contenders import contender_of, playing_config
 from agentgym.pipeline.table import open_store
 from agentgym.rollouts.policies.prices import Tariff
 from agentgym.steps.context import NoProgress, Progress

@@ -1,0 +1,68 @@
+"""An evaluation of any policy as one Prefect task."""
+
+from __future__ import annotations
+
+import logging
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from agentgym.config import RunConfig
+from agentgym.evaluation.passk import FAILED
+from agentgym.evaluation.request import EvaluationRequest
+from agentgym.pipeline.evaluation import Evaluated, evaluate_policy
+from agentgym.steps.context import Progress
+from tasks.artifacts import progress_artifact
+from tasks.retries import may_help
+from tasks.steps import STEP_TIMEOUT_S
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationInvalid(RuntimeError):
+    """Too few of its episodes count, or it ended before the last one."""
+
+
+@task(
+    name="evaluate a policy",
+    task_run_name="evaluate {request.policy}",
+    retries=1,
+    retry_delay_seconds=2,
+    timeout_seconds=STEP_TIMEOUT_S,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retry_condition_fn=may_help,
+)
+def evaluation_task(cfg: RunConfig, request: EvaluationRequest, progress: Progress) -> str:
+    """Errors: EvaluationInvalid; ConfigError before anything starts."""
+    with progress_artifact("evaluation", progress) as shown:
+        evaluated = evaluate_policy(cfg, request, shown)
+    _table(evaluated)
+    if evaluated.stopped or not evaluated.is_valid:
+        reason = evaluated.stopped or f"coverage {evaluated.result.coverage:.1%} is below the floor"
+        raise EvaluationInvalid(f"{reason}; {evaluated.folder} has what there is")
+    return f"{evaluated.how} · evaluation {evaluated.result.digest[:12]} in {evaluated.folder}"
+
+
+def _table(evaluated: Evaluated) -> None:
+    rows = [
+        {
+            "environment": env,
+            "metric": metric,
+            **{name: float(f"{row[name]:.4g}") for name in ("mean", "low", "high")},
+            "failed as failures": float(f"{own[FAILED][metric]['mean']:.4g}"),
+            "coverage": float(f"{own['coverage']:.4g}"),
+        }
+        for env, own in evaluated.result.numbers.items()
+        for metric, row in own["summary"].items()
+    ]
+    try:
+        create_table_artifact(
+            table=rows,
+            key="evaluation",
+            description=f"**{evaluated.result.about['policy']}**: {evaluated.folder}",
+        )
+    except Exception as error:
+        # it is done: Prefect being away may not undo that
+        logger.warning("no table in Prefect: %s: %s", type(error).__name__, error)
