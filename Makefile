@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines
 
 install: $(INSTALLED)
 
@@ -107,6 +107,12 @@ drift: install  ## ten runs of the default recipe and of the former one, judged 
 
 staleness: install  ## the default task with rollouts 0, 1 and 4 updates ahead, and a run far ahead that is killed often; half an hour, writes docs/results/staleness.json
 	@$(BIN)/python benchmarks/staleness.py $(ARGS)
+
+evaluation: install  ## what an evaluation of 80,000 episodes costs beside the bare client and server; a quarter of an hour, on an idle machine, writes docs/results/evaluation.json
+	@$(BIN)/python benchmarks/evaluation.py $(ARGS)
+
+baselines: install  ## the expert and chance on all five environments by `agentgym evaluate`; an hour, needs Java and Chromium, writes docs/results/baselines.json
+	@$(BIN)/python benchmarks/baselines.py $(ARGS)
 
 alarms: install  ## every recipe trains once, and no alarm may be raised; half an hour, writes docs/results/alarms.json
 	@$(BIN)/python benchmarks/alarms.py $(ARGS)

@@ -1,0 +1,102 @@
+"""The expert and chance on all five environments, by the command that evaluates everything else:
+`python benchmarks/baselines.py`.
+
+What of `expert` falls short is named, item by item. Writes docs/results/baselines.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline import ROOT, machine  # of this folder
+
+from agentgym.defaults import set_process_defaults
+
+set_process_defaults()
+
+from agentgym.config import load_config  # noqa: E402
+from agentgym.evaluation.request import EvaluationRequest  # noqa: E402
+from agentgym.pipeline.evaluation import evaluate_policy  # noqa: E402
+
+RESULTS = ROOT / "docs/results/baselines.json"
+# environment -> test items, turns (those of `random` are the published ones), episodes in flight
+PLAYED = {
+    "babyai": (90, 60, 16),
+    "textcraft": (100, 60, 16),
+    "sciworld": (60, 120, 4),
+    "searchqa": (100, 30, 16),
+    "webarena": (40, 40, 2),
+}
+ROUNDS = {"babyai": 20, "textcraft": 30, "sciworld": 30, "searchqa": 30, "webarena": 15}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--items", type=int, help="of each environment, at most")
+    parser.add_argument("--env", action="append", choices=PLAYED, help="may be repeated")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    table: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="agentgym-baselines-") as folder:
+        for env in arguments.env or PLAYED:
+            for policy in ("expert", "random"):
+                row = played(policy, env, arguments.items, Path(folder))
+                table.setdefault(env, {})[policy] = row
+                print(f"{env} {policy}: {json.dumps(row)}", flush=True)
+    numbers = {
+        "environments": table,
+        "command": " ".join(["python benchmarks/baselines.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "measured": datetime.now(UTC).date().isoformat(),
+    }
+    arguments.out.write_text(json.dumps(numbers, indent=1) + "\n")
+    fell_short = [env for env, row in table.items() if row["expert"]["exceptions"]]
+    print(f"experts with exceptions: {', '.join(fell_short) or 'none'}")
+    return 0
+
+
+def played(policy: str, env: str, most: int | None, folder: Path) -> dict[str, Any]:
+    num_items, turns, in_flight = PLAYED[env]
+    changes = {
+        "items": {"num": min(num_items, most or num_items)},
+        "num_samples": 1,
+        "greedy": False,
+        "max_turns": turns if policy == "expert" else ROUNDS[env],
+        "concurrency": in_flight,
+        "episode_timeout_s": 900.0,
+        "min_coverage": 0.0,
+    }
+    # each environment as it is by default: `env` of params.yaml is BabyAI with levels of its own
+    cfg = load_config(
+        ROOT / "params.yaml",
+        [f"store.path={folder}/state/store", "env.options={}", f"data.path={ROOT}/data/{DATA}"],
+    )
+    found = evaluate_policy(cfg, EvaluationRequest(policy=policy, envs=(env,), changes=changes))
+    own = found.result.numbers[env]
+    exceptions = [
+        f"{slot.item_id}: {slot.outcome}{f' {slot.failed[-1].error}' if slot.failed else ''}"
+        for slot in found.result.slots
+        if not slot.success
+    ]
+    return {
+        "items": own["num_items"],
+        "max_turns": changes["max_turns"],
+        "coverage": own["coverage"],
+        "success": own["summary"].get("avg_at_1"),
+        "failed_as_failures": own["failed_as_failures"].get("avg_at_1"),
+        "by_family": own["by_family"],
+        "invalid_actions": own["invalid_actions"],
+        "exceptions": exceptions if policy == "expert" else [],
+    }
+
+
+DATA = "AgentGym-RL-Data-ID"
+
+if __name__ == "__main__":
+    sys.exit(main())
