@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage decisions engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines
 
 install: $(INSTALLED)
 
@@ -96,8 +96,12 @@ hostile: install  ## 20,000 actions of each environment that nobody means well; 
 honest: install  ## twenty-three honest runs of every kind, each of which its audit must pass; hours, writes docs/results/honest.json
 	@$(BIN)/python benchmarks/honest.py $(ARGS)
 
-coverage: install  ## how often intervals over seeds hold the truth; minutes, writes docs/results/coverage.json
+coverage: install  ## how often intervals over seeds, items and families hold the truth; minutes, writes docs/results/coverage.json and clusters.json
 	@$(BIN)/python benchmarks/coverage.py $(ARGS)
+	@$(BIN)/python benchmarks/clusters.py $(ARGS)
+
+decisions: install  ## how often a comparison of two policies is wrong, and what it sees; minutes, writes docs/results/decisions.json
+	@$(BIN)/python benchmarks/decisions.py $(ARGS)
 
 engines: vllm  ## the default task learned through vLLM and through the built-in engine, and how fast both sample; half an hour, writes docs/results/engines.json
 	@$(VLLM_ENV)/bin/python benchmarks/engines.py $(ARGS)
