@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t as student
 
 from agentgym.evaluation.clustered import (
     clustered_interval,
@@ -101,10 +100,9 @@ def ratio(
     known = ~(np.isnan(part) | np.isnan(whole))
     value = float(part[known].sum() / whole[known].sum())
     off = np.where(known, (part - value * whole) / whole[known].mean(), np.nan)
-    found = moments(off[None], family_codes(families), kind="number")
-    quantile = student.ppf((1 + confidence) / 2, found.freedom.item())
-    half = float(quantile * np.sqrt(found.variance.item()))
-    return Interval(value, max(value - half, 0.0), value + half, int((whole[known] > 0).sum()))
+    around = moments(off[None], family_codes(families), kind="number").interval(confidence)
+    low, high = max(value + around.low, 0.0), value + around.high
+    return Interval(value, low, high, int((whole[known] > 0).sum()))
 
 
 def to_success(

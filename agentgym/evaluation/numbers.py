@@ -5,18 +5,20 @@ It may be asked while the evaluation runs: it then speaks of what has been playe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import median
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import fisher_exact
 
-from agentgym.evaluation.passk import FAILED, bootstrap_interval
+from agentgym.evaluation import estimates
+from agentgym.evaluation.clustered import family_codes
+from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.protocol import EvaluationProtocol
-from agentgym.evaluation.result import Slot, coverage_of, outcome_table
-from agentgym.evaluation.score import Asked, intervals
+from agentgym.evaluation.result import Slot, coverage_of
+from envs.wire import PARTS
 
 Array = NDArray[np.float64]
 FEWEST_RETRIED = 5  # slots, below which a shift by retries cannot be told from chance
@@ -24,67 +26,100 @@ FEWEST_RETRIED = 5  # slots, below which a shift by retries cannot be told from 
 
 def numbers_of(slots: Sequence[Slot], protocol: EvaluationProtocol) -> dict[str, Any]:
     """Of every environment, by its name, of what has been played so far; JSON types."""
-    asked = Asked(protocol.confidence, protocol.num_bootstrap, protocol.seed)
     of_env: dict[str, list[Slot]] = {each.env.name: [] for each in protocol.envs}
     for slot in slots:
         of_env[slot.env].append(slot)
-    return {env: _env_numbers(own, asked) for env, own in of_env.items()}
+    return {env: _env_numbers(own, protocol.confidence) for env, own in of_env.items()}
 
 
-def _env_numbers(slots: Sequence[Slot], asked: Asked) -> dict[str, Any]:
+def _env_numbers(slots: Sequence[Slot], confidence: float) -> dict[str, Any]:
     played = [slot for slot in slots if slot.outcome is not None]
     counted = [slot for slot in played if slot.counts]
-    result: dict[str, Any] = {
+    table = Table.of(played)
+    codes = family_codes(table.families)
+    return {
         "num_items": len({slot.item_id for slot in slots}),
         "num_slots": len(slots),
         "num_played": len(played),
         "num_counted": len(counted),
+        # what every interval takes for its clusters
+        "clusters": {
+            "kind": "items" if codes is None else "families",
+            "num": len(table.items) if codes is None else len(np.unique(codes)),
+        },
         "coverage": coverage_of(slots),
         "coverage_of_played": coverage_of(played),
-        **_conventions(played, asked),
-        "reward": _reward(counted, asked),
-        **_effort(counted),
-        "by_family": _families(counted),
-        "retried": _retried(counted, asked.confidence),
+        **_conventions(table, confidence),
+        **_effort(table, counted, confidence),
+        "by_family": _families(table, confidence),
+        "parts": _parts(counted),
+        "retried": _retried(counted, confidence),
     }
-    return result
 
 
-def _conventions(played: Sequence[Slot], asked: Asked) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Table:
+    """Slots by item and sample, [I, n]; NaN where one does not count."""
+
+    items: tuple[str, ...]
+    families: tuple[str | None, ...]
+    greedy: Array  # [I] success
+    samples: Array  # [I, n] success
+    failed: Array  # [I, 1 + n] success, greedy first; a slot that failed is a failure
+    reward: Array  # [I, 1 + n]
+    turns: Array
+    tokens: Array  # that the policy said; NaN where that is not known, too
+    invalid: Array  # actions that changed nothing
+
+    @classmethod
+    def of(cls, played: Sequence[Slot]) -> Self:
+        rows = {item: row for row, item in enumerate(dict.fromkeys(s.item_id for s in played))}
+        shape = len(rows), 1 + max((slot.sample for slot in played), default=0)
+        success, failed, reward, turns, tokens, invalid = np.full((6, *shape), np.nan)
+        families: dict[str, str | None] = dict.fromkeys(rows)
+        for slot in played:
+            place = rows[slot.item_id], slot.sample
+            families[slot.item_id] = families[slot.item_id] or slot.family
+            failed[place] = float(slot.counts and slot.success)
+            if not slot.counts:
+                continue
+            success[place], turns[place] = float(slot.success), slot.num_turns
+            reward[place] = np.nan if slot.reward is None else slot.reward
+            said = slot.usage.known["output"]
+            tokens[place] = said if said else np.nan  # 0: a policy without tokens
+            invalid[place] = np.nan if slot.num_invalid is None else slot.num_invalid
+        return cls(
+            *(tuple(rows), tuple(families.values()), success[:, 0], success[:, 1:]),
+            *(failed, reward, turns, tokens, invalid),
+        )
+
+    @property
+    def main(self) -> slice:
+        """Columns of the samples; of the greedy episodes where there are no others."""
+        return slice(1, None) if self.samples.size else slice(0, 1)
+
+
+def _conventions(table: Table, confidence: float) -> dict[str, Any]:
     """Of the slots that were played; {} where none counts."""
-    if not any(slot.counts for slot in played):
-        return {"summary": {}, FAILED: {}}
-    _, greedy, samples = outcome_table(played)
-    failed = _failed_table(played)
+    if np.isnan(table.greedy).all() and np.isnan(table.samples).all():
+        return {"summary": {}, FAILED: {}, "curves": {}}
+    found = estimates.success(
+        table.greedy, table.samples, table.families, confidence=confidence
+    )
+    failed = estimates.success(
+        table.failed[:, 0], table.failed[:, 1:], table.families, confidence=confidence
+    )
+    most = table.samples.shape[1]
+    names = ["greedy", f"avg_at_{most}"]
+    names += [f"pass_{how}_{k}" for how in ("at", "hat") for k in ks(most)]
     return {
-        "summary": _summary(greedy, samples, asked),
-        FAILED: _summary(failed[:, 0], failed[:, 1:], asked),
-    }
-
-
-def _failed_table(played: Sequence[Slot]) -> Array:
-    """As `outcome_table`, greedy first, failed slots as failures; NaN where nothing was played."""
-    rows = {item: row for row, item in enumerate(dict.fromkeys(slot.item_id for slot in played))}
-    table = np.full((len(rows), 1 + max(slot.sample for slot in played)), np.nan)
-    for slot in played:
-        table[rows[slot.item_id], slot.sample] = float(slot.counts and slot.success)
-    return table
-
-
-def _summary(greedy: Array, samples: Array, asked: Asked) -> dict[str, Any]:
-    """Without what nobody played: a protocol may have no greedy episodes, or none but those."""
-    has_greedy, has_samples = not np.isnan(greedy).all(), bool((~np.isnan(samples)).any())
-    counts = (~np.isnan(samples)).sum(axis=1)
-    most = int(counts.max()) if has_samples else 0
-    k = ks(most)
-    filled = greedy if has_greedy else np.zeros(len(greedy))
-    if not has_samples:
-        samples = np.zeros((len(greedy), 1))
-    found = intervals(filled, samples, k if has_samples else (1,), asked)
-    return {
-        name: row
-        for name, row in found.items()
-        if (has_greedy if name == "greedy" else has_samples)
+        "summary": {name: row for name in names if (row := _json(found.get(name)))},
+        FAILED: {name: row for name in names if (row := _json(failed.get(name)))},
+        # for every k up to the number of samples; null: undefined
+        "curves": {
+            f"pass_{how}": [_json(found[f"pass_{how}_{k}"]) for k in range(1, most + 1)]
+            for how in ("at", "hat")
+        },
     }
 
 
@@ -94,57 +129,79 @@ def ks(most: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*powers, most])) if most else ()
 
 
-def _reward(counted: Sequence[Slot], asked: Asked) -> dict[str, Any] | None:
-    """Mean over items of the mean reward of their slots."""
-    of_item: dict[str, list[float]] = {}
-    for slot in counted:
-        of_item.setdefault(slot.item_id, []).append(float(slot.reward or 0.0))
-    if not of_item:
-        return None
-    means = np.array([np.mean(rewards) for rewards in of_item.values()])
-    return bootstrap_interval(
-        means,
-        confidence=asked.confidence,
-        num_bootstrap=asked.num_bootstrap,
-        seed=asked.seed,
-    ).to_json()
-
-
-def _effort(counted: Sequence[Slot]) -> dict[str, Any]:
-    """Turns and tokens it takes to succeed, at the median; actions that were none; success within
-    so many turns. None: not known, or nothing succeeded.
+def _effort(table: Table, counted: Sequence[Slot], confidence: float) -> dict[str, Any]:
+    """Reward, what a success takes, actions that changed nothing, success within so many turns.
+    None: not known, or nothing succeeded.
     """
-    won = [slot for slot in counted if slot.success]
-    tokens = [slot.usage.output_tokens for slot in won if slot.usage.known["output"]]
-    known = [slot for slot in counted if slot.num_invalid is not None]
-    turns = sum(slot.num_turns for slot in known)
+    success = np.column_stack([table.greedy, table.samples])[:, table.main]
+    reward = estimates.mean_reward(
+        table.reward[:, table.main], table.families, confidence=confidence
+    )
+    known = ~np.isnan(table.invalid)
+    invalid = estimates.ratio(
+        np.where(known, table.invalid, 0.0).sum(axis=1),
+        np.where(known, table.turns, 0.0).sum(axis=1),
+        table.families,
+        confidence=confidence,
+    )
     longest = max((slot.num_turns for slot in counted), default=0)
-    within = [
-        round(sum(slot.num_turns <= most for slot in won) / len(counted), 6)
-        for most in range(1, longest + 1)
-    ]
+    won = [slot.num_turns for slot in counted if slot.success]
     return {
-        "turns_to_success": median(slot.num_turns for slot in won) if won else None,
-        "tokens_to_success": median(tokens) if tokens and len(tokens) == len(won) else None,
-        "invalid_actions": sum(slot.num_invalid or 0 for slot in known) / turns if turns else None,
-        "success_within_turns": within,
+        "reward": _json(reward),
+        **{
+            f"{name}_to_success": _taken(
+                estimates.to_success(
+                    cost[:, table.main], success, table.families, confidence=confidence
+                )
+            )
+            for name, cost in (("turns", table.turns), ("tokens", table.tokens))
+        },
+        "invalid_actions": _json(invalid),
+        "success_within_turns": [
+            round(sum(turns <= most for turns in won) / len(counted), 6)
+            for most in range(1, longest + 1)
+        ],
     }
 
 
-def _families(counted: Sequence[Slot]) -> dict[str, Any]:
+def _taken(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if found is None else {**found, "mean": _json(found["mean"])}
+
+
+def _families(table: Table, confidence: float) -> dict[str, Any]:
     """Success by the kinds of task that the environment tells."""
-    of_family: dict[str, list[Slot]] = {}
+    success = np.column_stack([table.greedy, table.samples])[:, table.main]
+    found = estimates.by_family(success, table.families, confidence=confidence)
+    return {name: {**row, "success": _json(row["success"])} for name, row in found.items()}
+
+
+def _parts(counted: Sequence[Slot]) -> dict[str, Any]:
+    """What outcomes are made of, as the environment tells at the end: the mean of each part over
+    the episodes that were judged by it.
+    """
+    told: dict[str, list[float]] = {}
     for slot in counted:
-        if slot.family is not None:
-            of_family.setdefault(slot.family, []).append(slot)
+        for name, value in _numbers(slot.info.get(PARTS), ""):
+            told.setdefault(name, []).append(value)
     return {
-        family: {
-            "success": sum(slot.success for slot in own) / len(own),
-            "num_items": len({slot.item_id for slot in own}),
-            "num_slots": len(own),
-        }
-        for family, own in sorted(of_family.items())
+        name: {"mean": sum(values) / len(values), "num_episodes": len(values)}
+        for name, values in sorted(told.items())
     }
+
+
+def _numbers(part: Any, name: str) -> Iterator[tuple[str, float]]:
+    """Of a tree of parts, the numbers; a list is one part, met where all of it is."""
+    if isinstance(part, Mapping):
+        for key, value in part.items():
+            yield from _numbers(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(part, list) and part and all(isinstance(each, int | float) for each in part):
+        yield name, float(min(part))
+    elif isinstance(part, int | float):
+        yield name, float(part)
+
+
+def _json(interval: Interval | None) -> dict[str, Any] | None:
+    return None if interval is None else interval.to_json()
 
 
 def _retried(counted: Sequence[Slot], confidence: float) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def _table(result: Result) -> str:
             _numbers(own["summary"]),
             _numbers(own[FAILED]),
             "–" if reward is None else f"{reward['mean']:.3f}",
-            "–" if turns is None else f"{turns:g}",
+            "–" if turns is None else f"{turns['median']:g}",
         )
         cells_html = "".join(
             f"<td>{escape(cell).replace(', ', '<br>') if place in (3, 4) else escape(cell)}</td>"
@@ -175,11 +175,17 @@ def _families(env: str, own: Mapping[str, Any]) -> str:
     if not own["by_family"]:
         return ""
     body = [
-        f'<tr><th scope="row">{escape(family)}</th><td>{percent(row["success"])}</td>'
-        f"<td>{row['num_items']}</td><td>{row['num_slots']}</td></tr>"
+        f'<tr><th scope="row">{escape(family)}</th><td>{_share(row["success"])}</td>'
+        f"<td>{row['num_items']}</td></tr>"
         for family, row in own["by_family"].items()
     ]
-    return _section(f"{env} by kind of task", ("kind", "success, %", "items", "episodes"), body)
+    return _section(f"{env} by kind of task", ("kind", "success, %", "items"), body)
+
+
+def _share(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "nothing counts"
+    return f"{percent(row['mean'])} [{percent(row['low'])}, {percent(row['high'])}]"
 
 
 def _failed(rows: Sequence[tuple[str, int, str, str]]) -> str:

@@ -18,15 +18,10 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 from scipy.stats import binomtest
-from scipy.stats import t as student
 
-from agentgym.evaluation.clustered import (
-    Moments,
-    clustered_interval,
-    family_codes,
-    moments,
-)
+from agentgym.evaluation.clustered import Moments, family_codes, moments
 from agentgym.evaluation.estimates import item_means
 from agentgym.evaluation.passk import Interval
 from agentgym.evaluation.result import Result, Slot, differences
@@ -116,9 +111,7 @@ def decide(pair: Pair, *, confidence: float) -> Decision:
         num_clusters=len(signs) if codes is None else len(np.unique(codes[~np.isnan(gained)])),
         before=float(np.nanmean(theirs)),
         after=float(np.nanmean(ours)),
-        difference=clustered_interval(
-            gained, pair.families, kind="difference", confidence=confidence
-        ),
+        difference=found.interval(confidence, -1.0, 1.0),
         test="mcnemar_exact" if alone else "clustered_t",
         p_value=mcnemar_exact(gained) if alone else found.p_value().item(),
         wins=tuple(item for item, gain in signs if gain > 0),
@@ -145,7 +138,7 @@ def detectable_difference(
     """[...] The smallest true difference whose test comes out with probability `power`, where
     values vary as these do.
     """
-    level = student.ppf((1 + confidence) / 2, found.freedom) + student.ppf(power, found.freedom)
+    level = stdtrit(found.freedom, (1 + confidence) / 2) + stdtrit(found.freedom, power)
     return np.asarray(level * np.sqrt(found.variance))
 
 

@@ -113,9 +113,8 @@ class EvaluationProtocol(Section):
     follows: str = operational("", "the published protocol it follows, for people")
     departs: tuple[str, ...] = operational((), "what it does not follow of it, a line each")
     envs: tuple[EnvProtocol, ...] = setting((), "each environment of the evaluation", min_length=1)
-    seed: NonNegativeInt = setting(1, "seed of the samples and of the bootstrap")
+    seed: NonNegativeInt = setting(1, "seed of the samples")
     confidence: float = setting(0.95, "level of every interval", gt=0.5, lt=1)
-    num_bootstrap: PositiveInt = setting(2000, "draws of a bootstrap interval")
     min_coverage: float = setting(
         0.95, "share of the episodes that must count; below it the result is invalid", ge=0, le=1
     )
@@ -234,7 +233,6 @@ def protocol_of_run(
         ],
         "seed": settings.seed,
         "confidence": settings.confidence,
-        "num_bootstrap": settings.num_bootstrap,
         "min_coverage": settings.min_coverage,
         "deterministic": cfg.deterministic,
         "concurrency": rollout.concurrency,
