@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.data.items import parse_item_id
-from agentgym.deploy.environment import local_environment
+from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import IdentitiesUnknown, check_local_env, task_identities
 from agentgym.evaluation.episodes import FILE as EPISODES
 from agentgym.evaluation.episodes import write_episodes
@@ -121,7 +121,7 @@ def _evaluate(
         check_local_env(env)
     tasks = {env.name: _tasks(env, items[env.name]) for env in cfg.envs}
     with (
-        local_environment(cfg, contender.needs_expert) as endpoints,
+        environment_servers(cfg, contender.needs_expert) as endpoints,
         open_pool(cfg, endpoints, allow_expert=contender.needs_expert) as (pool, loop, told),
     ):
         identity = identity_of(protocol, items, tasks, contender, told)

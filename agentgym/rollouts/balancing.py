@@ -39,6 +39,7 @@ class Balancer:
             if isinstance(each, Endpoint) and each.listing
         }
         self._looked_up_at: dict[str, float] = {}
+        client.is_gone = self._is_gone
         self.endpoints = self._configured  # as last looked up
         self._client = client
         self._resolved_at = -RESOLVE_S
@@ -92,6 +93,11 @@ class Balancer:
             raise EnvError(endpoint, "", "", "fleet", trouble)
         name = urlsplit(endpoint).netloc
         return dict.fromkeys(addresses, name) or self._known(endpoint)
+
+    def _is_gone(self, endpoint: str) -> bool:
+        """Whether listings name other servers and no longer this one: it is lost, or drains."""
+        told = [listed(path) for path in self._listings.values()]
+        return bool(told) and all(each and each[0] and endpoint not in each[0] for each in told)
 
     async def _looked_up(self, endpoint: str) -> dict[str, str]:
         """Each address of a host name; the endpoint itself where it has but one."""

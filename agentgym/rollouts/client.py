@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
@@ -30,6 +30,7 @@ M = TypeVar("M", bound=Message)
 BACKOFF_S = 0.05  # before the first retry; doubles
 MAX_BACKOFF_S = 5.0  # also the most a server's Retry-After is believed
 CLOSE_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 10.0
 BATCHED = ("/step", "/create", "/close")  # what a server that takes batches takes in one
 BUNDLE_BYTES = 96 * 1024  # of one batch, and at most one longest action more
 REFUSED_FOR_NOW = (ErrorKind.FULL, ErrorKind.DRAINING, ErrorKind.NOT_READY)
@@ -78,7 +79,12 @@ class EnvClient:
         self.hosts: dict[str, str] = {}  # endpoint by address -> the name it was found under
         self.known: dict[str, InfoReply] = {}  # what endpoints were when they were checked
         self._tokens = {urlsplit(endpoint).netloc: token_of(endpoint) for endpoint in endpoints}
-        self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
+        # whether a server will not come back; said by whoever knows where servers are
+        self.is_gone: Callable[[str], bool] = lambda endpoint: False
+        # a machine that is lost answers nothing, not even that it is not there
+        self._timeout = aiohttp.ClientTimeout(
+            total=request_timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, request_timeout_s)
+        )
         self._http: aiohttp.ClientSession | None = None
         # of servers that take batches: what goes with the next one, and those under way
         self._waiting: defaultdict[str, list[tuple[bytes, asyncio.Future[Message]]]]
@@ -117,13 +123,16 @@ class EnvClient:
         session_id: str = "",
         max_retries: int | None = None,
     ) -> M:
-        """One request, repeated after lost connections, timeouts and 503. Errors: EnvError."""
+        """One request, repeated after lost connections, timeouts and 503 unless its server is gone.
+        Errors: EnvError.
+        """
         attempt = 0
         while True:
             try:
                 return await self.send(endpoint, route, reply, body, session_id)
             except Retryable as error:
-                if attempt >= (self.max_retries if max_retries is None else max_retries):
+                most = self.max_retries if max_retries is None else max_retries
+                if attempt >= most or self.is_gone(endpoint):
                     give_up(endpoint, route, session_id, attempt, error)
                 await back_off(attempt, error, nowhere_else=True)
                 attempt += 1

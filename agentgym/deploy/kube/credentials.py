@@ -53,8 +53,7 @@ class Source:
         if named:
             if not any(Path(each).is_file() for each in named.split(os.pathsep) if each):
                 raise ConfigError(
-                    f"kubeconfig {named}: no such file; correct kubernetes.kubeconfig"
-                    " or the variable KUBECONFIG"
+                    f"kubeconfig {named}: no such file; correct the variable KUBECONFIG"
                 )
             return cls(named, context)
         if home.is_file():
@@ -63,7 +62,7 @@ class Source:
             return cls()
         raise ConfigError(
             "no cluster is known here: neither KUBECONFIG nor ~/.kube/config is there, nor is this"
-            " a pod with an account; name one in kubernetes.kubeconfig"
+            " a pod with an account; name its kubeconfig in KUBECONFIG"
         )
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from agentgym.rollouts import balancing
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.pools import EnvPool, EnvPools
 from agentgym.types import Endpoint, Item
+from envs.wire import InfoReply
 
 ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
 
@@ -244,3 +245,18 @@ def test_a_listing_says_where_servers_are_while_they_come_and_go(serving, tmp_pa
     named = {"hosts": (".svc",)}  # as manifests have it
     with serving(**named) as (first, _), serving(**named) as (second, _):
         asyncio.run(main(first, second))
+
+
+def test_a_server_that_left_its_listing_is_not_asked_again(tmp_path):
+    listing = Listing(tmp_path / "fleet.json")
+    dead, other = "http://127.0.0.1:9", "http://127.0.0.1:10"
+
+    async def main():
+        fleet = Endpoint("http://env-babyai.fleet.svc:8000", "t", str(listing.path))
+        async with pool_of(fleet, max_retries=2) as pool:
+            for addresses, tries in (([dead], 3), ([], 3), ([other], 1)):
+                listing.say(addresses)
+                with pytest.raises(EnvError, match=rf"unreachable: .*\(tried {tries} times\)"):
+                    await pool.client.ask(dead, "/info", InfoReply)
+
+    asyncio.run(main())
