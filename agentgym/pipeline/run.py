@@ -73,13 +73,7 @@ def run_step(
     parents = {parent: done[parent] for parent in step.parents}
     key = key_of(step, cfg, done)
     if cfg.compute in ("ray-job", "kuberay") and step.kind not in STAYS_HERE:
-        from agentgym.deploy.jobs import run_as_job
-
-        head = store.head(name, key)
-        with _with_servers(_with_data(cfg, store), environment) as sent:
-            manifest = run_as_job(name, sent, store, run_key=run_key(cfg), key=key)
-        confirm(cfg, store, step, manifest)
-        return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
+        return _run_elsewhere(step, cfg, store, key, environment)
     with store.open(name, key, [each.digest for each in parents.values()]) as writer:
         head = writer.head
         if head is not None and head.done:  # another process was faster
@@ -108,6 +102,19 @@ def run_step(
         )
         with reaching(cfg.tracking_uri), ctx:  # some steps speak to MLflow themselves
             manifest = _run_watched(ctx)
+    return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
+
+
+def _run_elsewhere(
+    step: Step, cfg: RunConfig, store: RunStore, key: str, environment: Environment | None
+) -> Outcome:
+    """The step as a job on a cluster. Errors: as `run_as_job`."""
+    from agentgym.deploy.jobs import run_as_job
+
+    head = store.head(step.name, key)
+    with _with_servers(_with_data(cfg, store), environment) as sent:
+        manifest = run_as_job(step.name, sent, store, run_key=run_key(cfg), key=key)
+    confirm(cfg, store, step, manifest)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
 
 
