@@ -154,9 +154,7 @@ def _values(
 ) -> FloatArray:
     """[num, items]"""
     ease = world.items_sd * generator.standard_normal((num, world.items))
-    shared, *own = (
-        generator.standard_normal((num, max(world.families, 1))) for _ in range(3)
-    )
+    shared, *own = (generator.standard_normal((num, max(world.families, 1))) for _ in range(3))
 
     def row(success: float, mine: FloatArray) -> FloatArray:
         of_family = shared if world.kind == "share" else (shared + mine) / np.sqrt(2)

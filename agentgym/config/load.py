@@ -219,7 +219,7 @@ def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str
 def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
     model = root
     for key in path:
-        if key.isdigit():  # of a list: its entries have one model
+        if key not in model.model_fields:  # of a list or a mapping: its entries have one model
             continue
         annotation = model.model_fields[key].annotation
         inner = [

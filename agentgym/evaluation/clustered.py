@@ -149,9 +149,11 @@ def _freedom(
     leaves: a variance that one cluster makes is hardly known.
     """
     squares = sizes**2
-    spread = squares.sum(axis=-1) + (
-        (scale * squares).sum(axis=-1) ** 2 - (scale**2 * squares**2).sum(axis=-1)
-    ) / np.maximum(count, 1) ** 2
+    spread = (
+        squares.sum(axis=-1)
+        + ((scale * squares).sum(axis=-1) ** 2 - (scale**2 * squares**2).sum(axis=-1))
+        / np.maximum(count, 1) ** 2
+    )
     freedom = np.maximum(count**2 / spread, 1.0)
     num = np.maximum((sizes > 0).sum(axis=-1), 4)
     second, fourth = parts.sum(axis=-1) / num, (parts**2).sum(axis=-1) / num

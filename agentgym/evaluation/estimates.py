@@ -154,6 +154,4 @@ def item_means(values: FloatArray) -> FloatArray:
     """[I] over the samples that count; NaN where none does. values: [I, n]."""
     count = (~np.isnan(values)).sum(axis=1)
     total = np.nansum(values, axis=1)
-    return np.asarray(
-        np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
-    )
+    return np.asarray(np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0))

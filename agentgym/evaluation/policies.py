@@ -84,7 +84,7 @@ class PolicyName:
             return cls(Who.ENDPOINT, text, text=text)
         if found := re.fullmatch(r"(?P<of>r?[0-9a-f]{4,64})?:(?P<name>[a-z0-9-]+)", text):
             return cls(Who.RUN, found["name"], found["of"] or "", text)
-        if Path(text).is_dir():
+        if text and Path(text).is_dir():
             return cls(Who.MODEL, text, text=text)
         if found := re.fullmatch(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<of>[\w./-]+))?", text):
             return cls(Who.MODEL, found["name"], found["of"] or "", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -186,11 +187,17 @@ async def _play(contender: Contender, cfg: RunConfig, opened: _Opened, ledger: L
 
 def _tasks(env: EnvConfig, items: Sequence[Item]) -> list[str | None]:
     """What each item's task is, where the environment can say. Errors: ConfigError."""
+    return list(_identities(env.model_dump_json(), tuple(item.task_id for item in items)))
+
+
+@functools.cache  # a process of its own says it, and it is the same for every policy
+def _identities(env: str, task_ids: tuple[int, ...]) -> tuple[str | None, ...]:
+    asked = EnvConfig.model_validate_json(env)
     try:
-        return task_identities(env, [item.task_id for item in items])
+        return tuple(task_identities(asked, task_ids))
     except IdentitiesUnknown as reason:
-        logger.info("%s: tasks are told apart by their ids alone: %s", env.name, reason)
-        return [None] * len(items)
+        logger.info("%s: tasks are told apart by their ids alone: %s", asked.name, reason)
+        return (None,) * len(task_ids)
 
 
 def identity_of(

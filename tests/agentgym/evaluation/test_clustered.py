@@ -81,7 +81,7 @@ def test_the_interval_covers(clusters, families, kind):
     """A reduced twin of `make coverage`."""
     world = clusters.World(kind, "avg", 0.3, 120, 4, 1.0, families, 0.7 if families else 0.0)
     found = clusters.simulate(world, 3000, np.random.Generator(np.random.Philox(5)))["coverage"]
-    assert 0.92 <= found["ours"]
+    assert found["ours"] >= 0.92
     if families:  # what it would be to take every item for itself
         assert found["items"] < 0.9
         assert found["bootstrap"] < found["ours"]

@@ -1,0 +1,52 @@
+"""`agentgym evaluate`: what is typed becomes a request, what came out an exit code."""
+
+import argparse
+
+import pytest
+
+from agentgym.cli import main
+from agentgym.commands import evaluate
+from agentgym.config import ConfigError
+
+
+def request(*words):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("policy")
+    evaluate.add_options(parser)
+    return evaluate.request_of(parser.parse_args(words))
+
+
+def test_what_is_typed_lies_over_the_protocol_and_nothing_else_does():
+    asked = request(
+        *("random", "--env", "babyai,textcraft", "--env", "searchqa", "--max-turns", "7"),
+        *("--num-items", "3", "--split", "validation", "--no-greedy", "--fail-on-error"),
+    )
+    assert asked.envs == ("babyai", "textcraft", "searchqa")
+    assert asked.changes == {
+        "max_turns": 7,
+        "greedy": False,
+        "fail_on_error": True,
+        "items": {"num": 3, "split": "validation"},
+    }
+    assert request("expert").changes == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("false", False), ("5", 5), ("0.25", 0.25)]
+)
+def test_a_limit_of_failures_is_a_flag_a_count_or_a_share(text, value):
+    found = request("random", "--fail-on-error", text).changes["fail_on_error"]
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_nonsense_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match="timeout_s: input should be greater than 0"):
+        request("random", "--timeout", "-1")
+    with pytest.raises(SystemExit):
+        request("random", "--fail-on-error", "often")
+
+
+def test_exactly_one_thing_is_asked_for(capsys, tmp_path, monkeypatch):
+    for words in ((), ("random", "--show", "ab")):
+        assert main(["evaluate", *words, "--set", f"store.path={tmp_path}/s/store"]) == 2
+        assert "expected one of POLICY, --show RESULT" in capsys.readouterr().err

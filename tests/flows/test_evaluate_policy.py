@@ -1,0 +1,37 @@
+"""Any policy by the flow and as a stage of DVC: one evaluation, found done by the other."""
+
+import json
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.timeout(900)
+ASKED = ("--env", "babyai", "--num-items", "3", "--num-samples", "1", "--no-greedy")
+
+
+def test_the_flow_and_a_stage_of_dvc_take_what_the_command_takes(
+    tmp_path, make_clone, made_databases
+):
+    project = make_clone(tmp_path)
+    made_databases(project)
+    pulled = project.run("dvc", "pull", "-q", "data/AgentGym-RL-Data-ID.dvc")
+    assert pulled.returncode == 0, pulled.stderr
+    ran = project.run("python", "-m", "flows.evaluate", "--policy", "random", *ASKED, timeout=600)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "ran · evaluation" in ran.stdout
+    file = project.folder / "evaluations/dvc.yaml"
+    stages = yaml.safe_load(file.read_text())
+    own = {"random": stages["stages"]["random"]}
+    words = " ".join(ASKED)
+    own["random"]["cmd"] = (
+        f"python -m agentgym evaluate random {words} --out outputs/evaluation-random.json"
+    )
+    file.write_text(yaml.safe_dump({"stages": own}))
+    (project.folder / "outputs").mkdir(exist_ok=True)
+    reproduced = project.run("dvc", "repro", "evaluations/dvc.yaml:random", timeout=600)
+    assert reproduced.returncode == 0, reproduced.stdout + reproduced.stderr
+    assert "done: evaluation" in reproduced.stdout  # it was played by the flow
+    told = json.loads((project.folder / "outputs/evaluation-random.json").read_text())
+    assert told["results"]["coverage"] == 1.0
+    again = project.run("dvc", "repro", "evaluations/dvc.yaml:random")
+    assert "didn't change, skipping" in again.stdout
