@@ -11,7 +11,8 @@ from prefect.cache_policies import NO_CACHE
 from agentgym.config import RunConfig
 from agentgym.evaluation.passk import FAILED
 from agentgym.evaluation.request import EvaluationRequest
-from agentgym.pipeline.evaluation import Evaluated, evaluate_policy
+from agentgym.pipeline.evaluated import Evaluated
+from agentgym.pipeline.evaluation import evaluate_policy
 from agentgym.steps.context import Progress
 from tasks.artifacts import progress_artifact
 from tasks.retries import may_help

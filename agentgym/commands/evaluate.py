@@ -13,7 +13,7 @@ from agentgym.console.guard import say
 
 if TYPE_CHECKING:
     from agentgym.evaluation.request import EvaluationRequest
-    from agentgym.pipeline.evaluation import Evaluated
+    from agentgym.pipeline.evaluated import Evaluated
 
 INVALID = 3  # exit code of a result whose coverage is below the floor
 SHOWN = 20  # attempts that failed, or slots that are graded otherwise
@@ -137,7 +137,8 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
 def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.console.progress import Bars
     from agentgym.console.terminal import PlainConsole
-    from agentgym.pipeline.evaluation import evaluate_policy, regrade, show
+    from agentgym.pipeline.evaluated import show
+    from agentgym.pipeline.evaluation import evaluate_policy, regrade
     from agentgym.store.files import write_whole
 
     given = [each for each in (arguments.policy, arguments.show, arguments.regrade) if each]

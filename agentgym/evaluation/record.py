@@ -8,6 +8,7 @@ twice, and nothing is lost but what had not been committed.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ class Ledger:
     _failed: list[Trajectory] = field(default_factory=list)
     _began: float = field(default_factory=time.perf_counter)
     _committed_at: float = field(default_factory=time.monotonic)
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def open(
@@ -152,16 +154,17 @@ class Ledger:
         results: dict[str, Any] | None = None,
     ) -> Manifest:
         counted = sum(slot.counts for slot in self.slots.values())
-        manifest = self.writer.commit(
-            done=done,
-            state={"num_slots": len(self.slots), "num_counted": counted},
-            parents={},
-            config=dict(self.identity),
-            blobs=blobs or {},
-            records=records,
-            results=results or {},
-            timings={"wall_s": self.elapsed_s},
-        )
+        with self._one_at_a_time:  # one that was interrupted may still be writing
+            manifest = self.writer.commit(
+                done=done,
+                state={"num_slots": len(self.slots), "num_counted": counted},
+                parents={},
+                config=dict(self.identity),
+                blobs=blobs or {},
+                records=records,
+                results=results or {},
+                timings={"wall_s": self.elapsed_s},
+            )
         self._committed_at = time.monotonic()
         return manifest
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.data.items import parse_item_id
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import IdentitiesUnknown, check_local_env, task_identities
-from agentgym.evaluation.episodes import FILE as EPISODES
-from agentgym.evaluation.episodes import write_episodes
 from agentgym.evaluation.numbers import numbers_of
-from agentgym.evaluation.page import render
 from agentgym.evaluation.play import EvaluationStopped, Table, play
 from agentgym.evaluation.policies import (
     Contender,
@@ -33,17 +28,14 @@ from agentgym.evaluation.protocol import (
     protocol_of_run,
 )
 from agentgym.evaluation.record import (
-    RESULT,
     STEP,
     Ledger,
     attempts_of,
     find,
     stored_slots,
 )
-from agentgym.evaluation.report import EpisodeExample
 from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.result import (
-    CLOCK,
     Result,
     Slot,
     coverage_of,
@@ -51,35 +43,18 @@ from agentgym.evaluation.result import (
     expected_slots,
 )
 from agentgym.pipeline.contenders import contender_of, playing_config
+from agentgym.pipeline.evaluated import Evaluated, How, from_store, kept
 from agentgym.pipeline.table import open_store
 from agentgym.rollouts.policies.prices import Tariff
 from agentgym.steps.context import NoProgress, Progress
 from agentgym.store.keys import source_digest
-from agentgym.store.manifest import Manifest, sha256
-from agentgym.store.runstore import RunStore
-from agentgym.tracking.evaluations import deliver_evaluation
+from agentgym.store.manifest import sha256
 from agentgym.types import Item, Usage
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1  # of what an evaluation's digest is made of
 HARNESS = ("agentgym.evaluation.play", "agentgym.rollouts.collect", "agentgym.rollouts.episode")
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """What came of it."""
-
-    result: Result
-    manifest: Manifest
-    folder: Path  # with all its files
-    how: Literal["done", "resumed", "ran"]
-    stopped: str = ""  # why it ended before its last episode
-    changed: Sequence[tuple[str, str, str]] = ()  # by another grading: slot, before, now
-
-    @property
-    def is_valid(self) -> bool:
-        return bool(self.result.about["valid"])
 
 
 def evaluate_policy(
@@ -129,7 +104,7 @@ def _evaluate(
         digest = digest_of(identity)
         final = store.final(STEP, digest)
         if final is not None:
-            return _from_store(cfg, store, final, "done")
+            return from_store(cfg, store, final, "done")
         slots = expected_slots(
             items, {each.env.name: each.sample_numbers for each in protocol.envs}, tasks
         )
@@ -147,12 +122,15 @@ def _evaluate(
             progress.start(f"evaluate {contender.about}"[:34], len(slots))
             progress.advance(len(slots) - len(ledger.owed))
             table = _Opened(protocol, pool, told, items, progress.advance)
-            stopped = loop.run(_play(contender, cfg, table, ledger))
+            try:
+                stopped = loop.run(_play(contender, cfg, table, ledger))
+            finally:  # interrupted: what is finished is committed before the lease is given back
+                loop.cancel()
             result, valid = conclude(protocol, contender, ledger, stopped)
             done = valid and not stopped
             manifest = ledger.conclude(result, done=done)
-    how: Literal["resumed", "ran"] = "resumed" if before is not None else "ran"
-    return _kept(cfg, store, manifest, result, how, stopped)
+    how: How = "resumed" if before is not None else "ran"
+    return kept(cfg, store, manifest, result, how, stopped)
 
 
 @dataclass(frozen=True)
@@ -263,83 +241,6 @@ def _cost(tariff: Tariff | None, slots: Sequence[Slot]) -> dict[str, Any]:
     if tariff is None:
         return {}
     return {"cost": asdict(tariff.cost(sum((slot.total_usage for slot in slots), Usage())))}
-
-
-def show(cfg: RunConfig, digest: str) -> Evaluated:
-    """An evaluation as far as it is, also while another process is at it; nothing is played.
-    Errors: ConfigError.
-    """
-    store = open_store(cfg)
-    return _from_store(cfg, store, find(store, digest), "done")
-
-
-def _from_store(
-    cfg: RunConfig, store: RunStore, head: Manifest, how: Literal["done", "resumed", "ran"]
-) -> Evaluated:
-    if RESULT in head.blobs:
-        result = Result.from_bytes(store.read(head, RESULT), store.read(head, CLOCK))
-    else:
-        slots, about = stored_slots(store, head)
-        protocol = EvaluationProtocol.model_validate(about["settings"])
-        numbers = numbers_of(slots, protocol)
-        valid = coverage_of(slots) >= protocol.min_coverage - 1e-9
-        result = Result(head.config, slots, numbers, {**about, "valid": valid})
-    return _kept(cfg, store, head, result, how, "")
-
-
-def _kept(
-    cfg: RunConfig,
-    store: RunStore,
-    manifest: Manifest,
-    result: Result,
-    how: Literal["done", "resumed", "ran"],
-    stopped: str,
-) -> Evaluated:
-    """Its files written beside the store."""
-    folder = cfg.state_dir / "evaluations" / manifest.key[:12]
-    folder.mkdir(parents=True, exist_ok=True)
-    result.save(folder)
-    commits = store.history(STEP, manifest.key)
-    write_episodes(folder / EPISODES, attempts_of(store, commits))
-    for name, content in render(result, list(_examples(store, commits, result))).items():
-        (folder / name).write_bytes(content)
-    if RESULT in manifest.blobs:
-        _deliver(cfg, manifest, result, folder)
-    return Evaluated(result, manifest, folder, how, stopped)
-
-
-def _deliver(cfg: RunConfig, manifest: Manifest, result: Result, folder: Path) -> None:
-    about = result.about
-    metrics = {"eval/coverage": result.coverage}
-    for env, own in result.numbers.items():
-        found = {**own["summary"], **({"reward": own["reward"]} if own["reward"] else {})}
-        metrics |= {f"eval/{env}/{name}": float(row["mean"]) for name, row in found.items()}
-        metrics[f"eval/{env}/coverage"] = float(own["coverage"])
-    deliver_evaluation(
-        cfg,
-        result.digest,
-        f"evaluation of {about['policy']}"[:200],
-        params={"policy": about["policy"], "protocol": about["protocol"]},
-        tags={"digest": manifest.digest, "valid": str(about["valid"]).lower()},
-        metrics=metrics,
-        at_ms=int(manifest.created_at * 1000),
-        folder=folder,
-    )
-
-
-def _examples(
-    store: RunStore, commits: Sequence[Manifest], result: Result
-) -> Iterator[EpisodeExample]:
-    """Of each environment one success and one failure, where there are both."""
-    wanted = {(env, success) for env in result.envs for success in (True, False)}
-    with contextlib.closing(attempts_of(store, commits)) as attempts:  # type: ignore[type-var]
-        for trajectory in attempts:
-            kind = (trajectory.item.env, trajectory.success)
-            if trajectory.status.is_valid and kind in wanted:
-                wanted.discard(kind)
-                yield EpisodeExample.from_trajectory(trajectory.item.env, trajectory)
-            if not wanted:
-                return
 
 
 def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Evaluated:

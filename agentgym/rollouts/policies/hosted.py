@@ -79,6 +79,11 @@ class Endpoint:
             return {}
         return {"Authorization": f"Bearer {os.environ[self.key_variable]}"}
 
+    def without_key(self, text: str) -> str:
+        """For messages: endpoints repeat a key that they refuse."""
+        key = os.environ.get(self.key_variable, "") if self.key_variable else ""
+        return text.replace(key, "***") if key else text
+
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
@@ -225,7 +230,7 @@ class HostedModel:
                 return _Failure(f"{type(error).__name__} {error}", again=True, usage=LOST)
         if status == 400 and any(text in content for text in FULL):
             raise ContextFull
-        told = _line(content[:200].decode("utf-8", "replace"))
+        told = self._endpoint.without_key(_line(content[:200].decode("utf-8", "replace")))
         problem, again = f"status {status}: {told}", status >= 500 or status in AGAIN
         if wait_s is not None and wait_s > LONGEST_WAIT_S:
             problem, wait_s = f"{problem}; it asks to wait {wait_s:g} s", LONGEST_WAIT_S
