@@ -19,7 +19,8 @@ from agentgym.config import ConfigError, load_config
 from agentgym.evaluation.episodes import read_episodes
 from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.result import Outcome, Result
-from agentgym.pipeline.evaluation import evaluate_policy, regrade, show
+from agentgym.pipeline.evaluated import show
+from agentgym.pipeline.evaluation import evaluate_policy, regrade
 from agentgym.store.lease import LeaseHeld
 
 pytestmark = pytest.mark.integration
@@ -111,7 +112,8 @@ class Endpoint:
         if isinstance(now, int):
             with self.lock:
                 self.refused += 1
-            handler.say(now, {"error": "no"}, Retry_After=self.retry_after)
+            said = {"error": f"not with {handler.headers['Authorization']}"}
+            handler.say(now, said, Retry_After=self.retry_after)
             return
         if now == "slow":
             time.sleep(1.5)
@@ -342,11 +344,16 @@ def test_a_limit_of_cost_stops_cleanly_and_counts_over_restarts(cfg, tmp_path):
         }
 
 
-def test_an_endpoint_that_refuses_the_key_ends_the_evaluation_at_once(cfg):
+def test_an_endpoint_that_refuses_the_key_ends_the_evaluation_at_once(cfg, tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTGYM_SECRET_STUB", KEY)
     with Endpoint(dict.fromkeys(range(1, 100), 401)) as stub:
-        stopped = evaluate_policy(cfg, ask(stub.url, changes={"concurrency": 2}))
+        asked = ask(stub.url, key_variable="AGENTGYM_SECRET_STUB", changes={"concurrency": 2})
+        stopped = evaluate_policy(cfg, asked)
         assert "status 401" in stopped.stopped
+        assert "not with Bearer ***" in stopped.stopped  # it repeated the key
         assert stub.num <= 2
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(KEY.encode() in each for each in written)
 
 
 def test_one_writer_at_a_time(cfg):
