@@ -110,7 +110,7 @@ def _examples(
     store: RunStore, commits: Sequence[Manifest], result: Result
 ) -> Iterator[EpisodeExample]:
     """Of each environment one success and one failure, where there are both."""
-    wanted = {(env, success) for env in result.envs for success in (True, False)}
+    wanted = {(slot.env, slot.success) for slot in result.slots if slot.counts}
     with contextlib.closing(attempts_of(store, commits)) as attempts:  # type: ignore[type-var]
         for trajectory in attempts:
             kind = (trajectory.item.env, trajectory.success)
