@@ -64,9 +64,11 @@ def simulate(case: Case, num: int, generator: np.random.Generator) -> dict[str, 
     """
     ways = ("ours", "mean", "items", "signs") if case.families else ("ours", "mean")
     said = dict.fromkeys(ways, 0)
-    families = tuple(f"f{item % case.families}" for item in range(case.items)) if (
-        case.families
-    ) else (None,) * case.items
+    families = (
+        tuple(f"f{item % case.families}" for item in range(case.items))
+        if (case.families)
+        else (None,) * case.items
+    )
     names = tuple(map(str, range(case.items)))
     codes = family_codes(families)
     for _ in range(num):
@@ -100,9 +102,7 @@ def _pair(
     return played(SUCCESS), played(SUCCESS + case.gain)
 
 
-def _turned(
-    gained: FloatArray, codes: NDArray[np.int_], generator: np.random.Generator
-) -> float:
+def _turned(gained: FloatArray, codes: NDArray[np.int_], generator: np.random.Generator) -> float:
     """p of the sign-flip test of whole families, by random flips."""
     sums = np.bincount(codes, gained)
     flips = 2.0 * generator.integers(0, 2, size=(_FLIPS, len(sums))) - 1.0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from agentgym.commands.parser import Commands, add_pointers, some
-from agentgym.config import RunConfig
+from agentgym.config import ConfigError, RunConfig
 from agentgym.console.guard import say
 
 
@@ -44,15 +45,19 @@ def add(commands: Commands) -> None:
     compare = commands.add(
         "compare",
         _compare,
-        "the table of a comparison, from what its runs left in the store",
+        "which of two results or more is better; or the table of a comparison of runs",
         params=False,
     )
     compare.add_argument(
         "words",
         nargs="*",
-        metavar="FILE | key.path=value",
-        help="the comparison (default: comparisons/default.yaml); overrides, as for flows.compare",
+        metavar="RESULT RESULT ... | FILE | key.path=value",
+        help="results of `agentgym evaluate` (their folders, or the beginnings of their digests),"
+        " the first one being the baseline; or a comparison's file (default:"
+        " comparisons/default.yaml) and overrides, as for flows.compare",
     )
+    compare.add_argument("--confidence", type=float, help="of results (default: the protocol's)")
+    compare.add_argument("--out", type=Path, metavar="FOLDER", help="page and figures of results")
     compare.add_argument("--json", action="store_true")
 
 
@@ -90,7 +95,42 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _compare(_: RunConfig, arguments: argparse.Namespace) -> int:
+def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    named = [word for word in arguments.words if "=" not in word]
+    if len(named) > 1 or (named and Path(named[0]).suffix not in (".yaml", ".yml")):
+        return _compare_results(cfg, arguments)
+    return _compare_runs(arguments)
+
+
+def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    """Two results or more. Exit code 2 where they answer different questions."""
+    from agentgym.comparison.versus import find_result, versus
+    from agentgym.comparison.versus_report import files, lines, table_markdown
+    from agentgym.store.files import write_whole
+
+    level = arguments.confidence
+    if level is not None and not 0.5 < level < 1:
+        raise ConfigError(f"--confidence {level:g} is no level such as 0.95")
+    kept = cfg.state_dir / "evaluations"
+    found = versus([find_result(word, kept) for word in arguments.words], confidence=level)
+    data = json.dumps(found, indent=1, allow_nan=False)
+    if arguments.out is not None:
+        written = {"comparison.json": f"{data}\n".encode(), **files(found)}
+        for name, content in written.items():
+            write_whole(arguments.out / name, content)
+    if arguments.json:
+        say(data)
+        return 0
+    for line in lines(found):
+        say(line)
+    if len(found["contrasts"]) > 1:
+        say(table_markdown(found), end="")
+    if arguments.out is not None:
+        say(f"page and figures in {arguments.out}")
+    return 0
+
+
+def _compare_runs(arguments: argparse.Namespace) -> int:
     from agentgym.comparison.matrix import cells_of, file_and_overrides, load_comparison
     from agentgym.comparison.report import table_markdown
     from agentgym.comparison.results import read_rows, table

@@ -19,7 +19,7 @@ Table = Mapping[str, Any]  # as `compare.table` returns it
 RowJson = Mapping[str, Any]
 
 # Okabe and Ito: safe for colour-blind eyes
-_COLOURS = ("#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#1f2933")
+COLOURS = ("#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#1f2933")
 _OTHERS = "other recipes"
 _MARKERS = "os^DvPX"
 # of 1, or as a floor of 0: where both rows of a contrast are nearer, little can show between them
@@ -123,11 +123,11 @@ def results_png(table: Table) -> bytes:
             axes.plot(
                 [result["low"], result["high"]],
                 [place, place],
-                color=_COLOURS[1],
+                color=COLOURS[1],
                 linewidth=1.8,
                 zorder=3,
             )
-            axes.plot(result["mean"], place, "o", color=_COLOURS[1], markersize=6, zorder=4)
+            axes.plot(result["mean"], place, "o", color=COLOURS[1], markersize=6, zorder=4)
         axes.set_title(f"{label(key)}", fontsize=11, color=INK)
         axes.xaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
         axes.margins(x=0.06)
@@ -396,11 +396,11 @@ def _colour_table(lines: Mapping[str, Sequence[RowJson]]) -> dict[str, tuple[str
     for rows in lines.values():
         names = [_series(row, rows) for row in rows]
         taken = [table[name] for name in names if name in table]
-        free = [n for n in range(len(_COLOURS)) if (_COLOURS[n], _MARKERS[n]) not in taken]
+        free = [n for n in range(len(COLOURS)) if (COLOURS[n], _MARKERS[n]) not in taken]
         for name in names:
             if name not in table:
-                number = free.pop(0) if free else len(table) % len(_COLOURS)
-                table[name] = (_COLOURS[number], _MARKERS[number])
+                number = free.pop(0) if free else len(table) % len(COLOURS)
+                table[name] = (COLOURS[number], _MARKERS[number])
     return table
 
 

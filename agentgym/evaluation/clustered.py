@@ -46,9 +46,7 @@ class Moments:
     freedom: FloatArray  # degrees of freedom of that variance
     num_items: NDArray[np.int_]
 
-    def interval(
-        self, confidence: float, least: float = -np.inf, most: float = np.inf
-    ) -> Interval:
+    def interval(self, confidence: float, least: float = -np.inf, most: float = np.inf) -> Interval:
         """Student's, of the one mean these are, cut to what a value can be."""
         quantile = stdtrit(self.freedom.item(), (1 + confidence) / 2)
         mean, half = self.mean.item(), float(quantile * np.sqrt(self.variance.item()))

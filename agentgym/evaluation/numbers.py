@@ -103,9 +103,7 @@ def _conventions(table: Table, confidence: float) -> dict[str, Any]:
     """Of the slots that were played; {} where none counts."""
     if np.isnan(table.greedy).all() and np.isnan(table.samples).all():
         return {"summary": {}, FAILED: {}, "curves": {}}
-    found = estimates.success(
-        table.greedy, table.samples, table.families, confidence=confidence
-    )
+    found = estimates.success(table.greedy, table.samples, table.families, confidence=confidence)
     failed = estimates.success(
         table.failed[:, 0], table.failed[:, 1:], table.families, confidence=confidence
     )

@@ -142,6 +142,13 @@ def detectable_difference(
     return np.asarray(level * np.sqrt(found.variance))
 
 
+def detectable_with(decision: Decision, num_items: int) -> float:
+    """The smallest difference that so many items would show, where they are as these are; of
+    families, as many families more as there are items.
+    """
+    return float(min(1.0, decision.detectable * math.sqrt(decision.num_items / num_items)))
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted so that a false one among all of them is as rare as in one alone.
     Source: Holm 1979.

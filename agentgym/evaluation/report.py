@@ -267,8 +267,8 @@ def _headline(rows: Sequence[EvaluationRow]) -> str:
             f'<div class="tile"><span class="name">{escape(label(key))}</span><span'
             f' class="value">{percent(before[key].mean)} <span class="to">→</span>'
             f' {percent(after[key].mean)}<small>%</small></span><span class="gain'
-            f' {_direction(gain)}">{_points(gain.mean)} points</span><span'
-            f' class="range">{_points(gain.low)} to {_points(gain.high)}</span></div>'
+            f' {_direction(gain)}">{points(gain.mean)} points</span><span'
+            f' class="range">{points(gain.low)} to {points(gain.high)}</span></div>'
         )
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
@@ -324,9 +324,9 @@ def _cell(row: EvaluationRow, key: str) -> str:
         text += f"<br><span class='range'>failed as failures {percent(row.failed[key].mean)}</span>"
     if row.paired is not None and key in row.paired:
         gain = row.paired[key]
-        between = f"{_points(gain.low)} to {_points(gain.high)}"
+        between = f"{points(gain.low)} to {points(gain.high)}"
         text += (
-            f"<br><span class='gain {_direction(gain)}'>{_points(gain.mean)}</span> <span"
+            f"<br><span class='gain {_direction(gain)}'>{points(gain.mean)}</span> <span"
             f" class='range'>{between}</span>"
         )
     return f"<td>{text}</td>"
@@ -401,7 +401,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def _points(difference: float) -> str:
+def points(difference: float) -> str:
     return f"{100 * difference:+.1f}".replace("-", "−")
 
 

@@ -55,10 +55,15 @@ def test_effort_is_told_of_successes_and_unknown_tokens_are_not_known():
         slot(2, 1, False, turns=8, usage=untold, num_invalid=3),
     ]
     found = numbers(slots)
-    assert (found["turns_to_success"]["mean"]["mean"], found["turns_to_success"]["median"]) == (4, 4)
+    assert (found["turns_to_success"]["mean"]["mean"], found["turns_to_success"]["median"]) == (
+        4,
+        4,
+    )
     assert found["tokens_to_success"]["median"] == 30
     assert found["invalid_actions"]["mean"] == pytest.approx(4 / 16)
-    assert found["success_within_turns"] == pytest.approx([0, 0, 1 / 3, 1 / 3, *[2 / 3] * 4], abs=1e-6)
+    assert found["success_within_turns"] == pytest.approx(
+        [0, 0, 1 / 3, 1 / 3, *[2 / 3] * 4], abs=1e-6
+    )
     assert numbers([slot(0, 1, True, usage=untold)])["tokens_to_success"] is None
     assert numbers([slot(0, 1, False)])["invalid_actions"] is None
 

@@ -1,0 +1,187 @@
+"""Results of evaluations beside each other: what each shows against the first one, and how its
+success grows with what an episode may take. JSON types, from which text and page are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from agentgym.config import ConfigError
+from agentgym.evaluation.episodes import FILE, read_episodes
+from agentgym.evaluation.paired import (
+    Decision,
+    Incomparable,
+    align,
+    compare,
+    detectable_with,
+)
+from agentgym.evaluation.result import RESULT, Result, ResultError
+from agentgym.evaluation.scaling import Curve, by_turns, obstacle, within
+
+SCHEMA_VERSION = 1
+ITEMS = (100, 200, 500)  # for which the smallest difference is told
+LOOKED_AT = 50  # episodes, for what a policy is told of its horizon
+
+
+@dataclass(frozen=True)
+class Named:
+    """A result and what it is called here."""
+
+    name: str
+    result: Result
+    folder: Path | None = None  # of its files
+
+
+def is_result(word: str) -> bool:
+    """Whether a word of the command line names a result rather than a comparison's file."""
+    path = Path(word)
+    return path.name == RESULT or (path.is_dir() and (path / RESULT).is_file())
+
+
+def find_result(word: str, evaluations: Path) -> Named:
+    """A folder, its result.json, or the beginning of an evaluation's digest among those kept in
+    the folder `evaluations`. Errors: ConfigError.
+    """
+    path = Path(word)
+    if not is_result(word):
+        kept = sorted(evaluations.glob(f"{word}*/{RESULT}")) if word.isalnum() else []
+        if len(kept) != 1:
+            there = ", ".join(each.parent.name for each in sorted(evaluations.glob(f"*/{RESULT}")))
+            raise ConfigError(
+                f"{word!r} is no folder of a result, no {RESULT}, and no beginning of one of the"
+                f" evaluations in {evaluations} ({there or 'there are none'});"
+                " `agentgym evaluate` makes one"
+            )
+        path = kept[0]
+    try:
+        result = Result.load(path)
+    except ResultError as error:
+        raise ConfigError(str(error)) from None
+    folder = path.parent if path.name == RESULT else path
+    return Named(f"{result.about.get('policy') or 'a policy'} ({folder.name})", result, folder)
+
+
+def versus(named: Sequence[Named], *, confidence: float | None = None) -> dict[str, Any]:
+    """What every result shows against the first one. confidence: default, the protocol's.
+    Errors: ConfigError where two of them do not answer one question, telling how.
+    """
+    if len(named) < 2:
+        raise ConfigError("a comparison needs two results or more")
+    first, *others = named
+    level = confidence or float(first.result.identity["protocol"].get("confidence", 0.95))
+    for each in named:
+        floor = float(each.result.about.get("min_coverage", 0.0))
+        if each.result.coverage < floor - 1e-9:
+            raise ConfigError(
+                f"{each.name} is invalid: coverage {each.result.coverage:.1%} is below"
+                f" {floor:.1%}; see to the environment and run `agentgym evaluate` again"
+            )
+    contrasts = []
+    for other in others:
+        try:
+            decisions = compare(align(first.result, other.result), confidence=level)
+        except (Incomparable, ValueError) as error:
+            raise ConfigError(f"{first.name} and {other.name}: {error}") from None
+        contrasts.append(_contrast(first, other, decisions, level))
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "confidence": level,
+        "baseline": first.name,
+        "results": [_result_json(each, level) for each in named],
+        "contrasts": contrasts,
+    }
+
+
+def _contrast(
+    first: Named, other: Named, decisions: dict[str, Decision], confidence: float
+) -> dict[str, Any]:
+    return {
+        "before": first.name,
+        "after": other.name,
+        "same_policy": first.result.identity["policy"] == other.result.identity["policy"],
+        "verdict": overall([each.verdict for each in decisions.values()]),
+        "envs": {
+            env: {
+                **each.to_json(),
+                "detectable_with": {str(items): detectable_with(each, items) for items in ITEMS},
+            }
+            for env, each in decisions.items()
+        },
+    }
+
+
+def overall(verdicts: Sequence[str]) -> str:
+    """Of all environments: better or worse where some are and none is the contrary, else `mixed`
+    or `not shown`.
+    """
+    found = set(verdicts) - {"not shown"}
+    return "mixed" if len(found) == 2 else next(iter(found), "not shown")
+
+
+def _result_json(named: Named, confidence: float) -> dict[str, Any]:
+    result = named.result
+    return {
+        "name": named.name,
+        "digest": result.digest,
+        "coverage": result.coverage,
+        "envs": {
+            env: {
+                "summary": result.numbers[env]["summary"],
+                "pass_curves": result.numbers[env].get("curves", {}),
+                **_curves_json(named, env, confidence),
+            }
+            for env in result.envs
+        },
+    }
+
+
+def _curves_json(named: Named, env: str, confidence: float) -> dict[str, Any]:
+    """Success against what an episode may take; against turns only where a horizon cannot have
+    changed what was done.
+    """
+    most = horizon_of(named.result, env)
+    why = obstacle(_told(named.folder, env), most)
+    found = curves(named.result, env, most, confidence)
+    kept = [each for each in found if each is not None and not (why and each.axis == "turns")]
+    return {"curves": [each.to_json() for each in kept], "no_turns_curve": why}
+
+
+def horizon_of(result: Result, env: str) -> int:
+    """Turns its episodes could have."""
+    for each in result.identity["protocol"]["envs"]:
+        if each["env"]["name"] == env:
+            return int(each["max_turns"])
+    return max(slot.num_turns for slot in result.of(env))
+
+
+def curves(result: Result, env: str, max_turns: int, confidence: float) -> list[Curve | None]:
+    """Success of an environment's samples against turns, tokens that the policy said, seconds;
+    None where a cost is not known.
+    """
+    slots = result.of(env)
+    sampled = [slot for slot in slots if slot.sample] or list(slots)
+    if not any(slot.counts for slot in sampled):
+        return []
+    said = [
+        float(slot.usage.output_tokens) if slot.usage.known["output"] else None for slot in sampled
+    ]
+    seconds = [slot.wall_s or None for slot in sampled]
+    return [
+        by_turns(sampled, max_turns, confidence=confidence),
+        within(sampled, said, "tokens", confidence=confidence),
+        within(sampled, seconds, "seconds", confidence=confidence),
+    ]
+
+
+def _told(folder: Path | None, env: str) -> Iterator[str]:
+    """What a policy was shown in the first episodes on record."""
+    if folder is None or not (folder / FILE).is_file():
+        return
+    rows = (row for row in read_episodes(folder / FILE) if row["env"] == env)
+    for row in islice(rows, LOOKED_AT):
+        yield row["first_observation"]
+        yield from (turn["observation"] for turn in row["turns"])
