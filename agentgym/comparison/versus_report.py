@@ -1,5 +1,5 @@
-"""What `versus` found, for people: lines for a terminal, figures, and one page that needs no network
-and runs no script.
+"""What `versus` found, for people: lines for a terminal, figures, and one page that needs no
+network and runs no script.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def env_lines(env: str, each: Json) -> list[str]:
         + f" by {test} over {each['num_clusters']} {each['clusters']}",
         f"{len(each['wins'])} items won, {each['num_ties']} tied, {len(each['losses'])} lost",
         f"the smallest difference {each['num_items']} items x {each['num_samples']} show in 4 of 5"
-        f" cases: {points(each['detectable'])} points",
+        f" cases: {percent(each['detectable'])} points",
     ]
     if each["verdict"] == "not shown" and each["needed_items"]:
         told.append(f"a difference like this one takes {each['needed_items']} items to show")
@@ -211,7 +211,7 @@ def _table(found: Json) -> str:
         f"<td>{_range(each['difference'])}</td>"
         f"<td>{each['p_value']:.3g} ({each['p_adjusted']:.3g})</td>"
         f"<td>{len(each['wins'])} / {each['num_ties']} / {len(each['losses'])}</td>"
-        f"<td>{points(each['detectable'])}</td><td>{each['needed_items'] or '–'}</td>"
+        f"<td>{percent(each['detectable'])}</td><td>{each['needed_items'] or '–'}</td>"
         f"<td>{escape(each['verdict'])}</td></tr>"
         for contrast in found["contrasts"]
         for env, each in contrast["envs"].items()

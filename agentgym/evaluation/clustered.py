@@ -12,7 +12,8 @@ large one outweighs the others, and fewer where a few families make most of it (
 Without families every item is one, and this is the variance and the t everybody knows.
 
 A share near 0 or 1 is skewed: it gets the Wilson interval of as many independent draws as have its
-standard error, and one episode per item is Wilson's own case. `seeds.crossed_interval` does the same where several seeds answer.
+standard error, and one episode per item is Wilson's own case.
+`seeds.crossed_interval` does the same where several seeds answer.
 `benchmarks/clusters.py` simulates what this covers, beside the bootstrap that it was chosen over.
 """
 

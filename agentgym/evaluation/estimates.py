@@ -79,7 +79,7 @@ def per_item(greedy: FloatArray, samples: FloatArray) -> dict[str, FloatArray]:
 def mean_reward(
     rewards: FloatArray, families: Families | None = None, *, confidence: float
 ) -> Interval | None:
-    """Mean over items of the mean over their samples; None where nothing counts. rewards: [I, n]."""
+    """Mean over items of the mean over their samples, [I, n]; None where nothing counts."""
     values = item_means(rewards)
     if np.isnan(values).all():
         return None

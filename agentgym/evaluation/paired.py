@@ -116,7 +116,7 @@ def decide(pair: Pair, *, confidence: float) -> Decision:
         p_value=mcnemar_exact(gained) if alone else found.p_value().item(),
         wins=tuple(item for item, gain in signs if gain > 0),
         losses=tuple(item for item, gain in signs if gain < 0),
-        num_ties=sum(gain == 0 for _, gain in signs),
+        num_ties=sum(not gain for _, gain in signs),
         detectable=detectable,
         needed_items=math.ceil(len(signs) * (detectable / mean) ** 2) if mean else None,
         by_family=_of_families(pair.families, gained),

@@ -1,4 +1,4 @@
-"""What two results of one question show, against closed forms; results of two questions are refused."""
+"""What two results of one question show, and that results of two questions are refused."""
 
 from dataclasses import replace
 

@@ -1,0 +1,123 @@
+"""Four answers of `agentgym compare`, of real policies: `python benchmarks/versus.py` (`make
+versus`).
+
+Writes docs/results/versus.json and docs/results/versus/*.html.
+Two tiny runs of one recipe are trained, of two seeds; the first one's warm start and last stage,
+and the second one's last stage, are evaluated by one protocol. Then: two checkpoints of one run,
+two seeds of one recipe, a policy beside itself, and all of them against the warm start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pipeline import machine
+
+from agentgym.comparison.versus import Named, versus
+from agentgym.comparison.versus_report import PAGE, files, lines
+from agentgym.config import RunConfig, load_config
+from agentgym.pipeline.contenders import EvaluationRequest
+from agentgym.pipeline.evaluation import evaluate_policy
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import steps_of
+from agentgym.steps.step import Kind
+from agentgym.store.files import write_whole
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "docs/results"
+RECIPE = (
+    "env.options.levels=[GoToRedBallNoDists]",
+    "model.hidden_size=32",
+    "model.num_heads=1",
+    "model.num_kv_heads=1",
+    "model.mlp_size=64",
+    "model.context_tokens=512",
+    "warm_start.num_demos=120",
+    "warm_start.steps=150",
+    "warm_start.batch_size=16",
+    "warm_start.optimizer.lr=0.005",
+    "rollout.items_per_step=8",
+    "rollout.group_size=8",
+    "rollout.concurrency=32",
+    "horizon.max_turns=[5, 7]",
+    "validation.num_items=8",
+    "deterministic=true",
+)
+
+
+def trained(folder: Path, seed: int, steps: int) -> RunConfig:
+    """A run's last stage and what it is made of, in a store of its own."""
+    cfg = load_config(
+        ROOT / "params.yaml",
+        [
+            *RECIPE,
+            f"seed={seed}",
+            f"horizon.stage_steps=[{steps}, {steps}]",
+            f"validation.every={steps}",
+            f"store.path={folder / 'store'}",
+        ],
+    )
+    for name, step in steps_of(cfg).items():
+        if step.kind in (Kind.EVALUATE, Kind.REGISTER, Kind.REPORT):
+            continue
+        print(f"seed {seed}, {name}: {run_step(name, cfg)}", file=sys.stderr)
+    return cfg
+
+
+def evaluated(cfg: RunConfig, policy: str, name: str, num_items: int) -> Named:
+    request = EvaluationRequest(
+        policy=policy,
+        envs=("babyai",),
+        changes={"items": {"num": num_items}, "num_samples": 4, "max_turns": 12, "seed": 1},
+    )
+    found = evaluate_policy(cfg, request)
+    print(f"{name}: {found.how}, {found.folder}", file=sys.stderr)
+    return Named(name, found.result, found.folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each stage")
+    parser.add_argument("--items", type=int, default=100)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--state", type=Path, help="a folder to keep (default: none is kept)")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="versus-") as temporary:
+        state = chosen.state or Path(temporary)
+        runs = {seed: trained(state / f"seed-{seed}", seed, chosen.steps) for seed in (1, 2)}
+        warm, last, other = (
+            evaluated(runs[seed], policy, name, chosen.items)
+            for seed, policy, name in (
+                (1, ":warm-start", "warm start"),
+                (1, ":stage-2", "after reinforcement learning"),
+                (2, ":stage-2", "another seed"),
+            )
+        )
+        asked = {
+            "two-checkpoints": (warm, last),
+            "two-seeds": (last, other),
+            "itself": (last, last),
+            "against-the-warm-start": (warm, last, other),
+        }
+        result: dict[str, Any] = {}
+        for name, named in asked.items():
+            found = versus(named)
+            write_whole(chosen.out / "versus" / f"{name}.html", files(found)[PAGE])
+            result[name] = {"said": lines(found), "contrasts": found["contrasts"]}
+            print("\n".join([f"{name}:", *result[name]["said"]]))
+    tree = {
+        **result,
+        "machine": machine(),
+        "command": f"python benchmarks/versus.py --steps {chosen.steps}",
+    }
+    write_whole(chosen.out / "versus.json", f"{json.dumps(tree, indent=1)}\n".encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
