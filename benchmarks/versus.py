@@ -46,8 +46,21 @@ RECIPE = (
     "rollout.concurrency=32",
     "horizon.max_turns=[5, 7]",
     "validation.num_items=8",
+    "evaluation.num_items=100",
     "deterministic=true",
 )
+
+
+def lists(folder: Path) -> Path:
+    """Item lists of its own, the train ids apart from those of the evaluation."""
+    for name, first, num in (
+        ("train/babyai_train.json", 0, 300),
+        ("eval/babyai_test.json", 1000, 200),
+    ):
+        rows = [{"item_id": f"babyai_{task}"} for task in range(first, first + num)]
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(rows))
+    return folder
 
 
 def trained(folder: Path, seed: int, steps: int) -> RunConfig:
@@ -57,6 +70,7 @@ def trained(folder: Path, seed: int, steps: int) -> RunConfig:
         [
             *RECIPE,
             f"seed={seed}",
+            f"data.path={lists(folder.parent / 'data')}",
             f"horizon.stage_steps=[{steps}, {steps}]",
             f"validation.every={steps}",
             f"store.path={folder / 'store'}",
