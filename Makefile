@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage decisions engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage decisions versus engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines
 
 install: $(INSTALLED)
 
@@ -99,6 +99,9 @@ honest: install  ## twenty-three honest runs of every kind, each of which its au
 coverage: install  ## how often intervals over seeds, items and families hold the truth; minutes, writes docs/results/coverage.json and clusters.json
 	@$(BIN)/python benchmarks/coverage.py $(ARGS)
 	@$(BIN)/python benchmarks/clusters.py $(ARGS)
+
+versus: install  ## four answers of agentgym compare, of real policies; minutes, writes docs/results/versus.json
+	@$(BIN)/python benchmarks/versus.py $(ARGS)
 
 decisions: install  ## how often a comparison of two policies is wrong, and what it sees; minutes, writes docs/results/decisions.json
 	@$(BIN)/python benchmarks/decisions.py $(ARGS)
