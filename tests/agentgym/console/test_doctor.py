@@ -5,6 +5,8 @@ import json
 import pytest
 
 from agentgym.cli import main
+from agentgym.config import load_config
+from agentgym.console import doctor
 
 pytestmark = pytest.mark.integration
 
@@ -32,3 +34,11 @@ def test_what_the_run_needs_and_lacks_is_an_exit_code_and_a_line(
     assert main([*run, "--set", "env.name=sciworld", "--set", "env.options={}"]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "MISSING" in line]
     assert line.endswith("install one: apt-get install default-jre-headless")
+
+
+def test_a_cluster_is_asked_only_by_a_run_with_fleets_and_what_it_lacks_is_told(monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", "/nowhere")
+    assert not doctor._kubernetes(load_config()).needed
+    finding = doctor._kubernetes(load_config(overrides=["env.deploy=kubernetes"]))
+    assert (finding.ok, finding.needed) == (False, True)
+    assert finding.text == "kubeconfig /nowhere: no such file; correct the variable KUBECONFIG"
