@@ -11,6 +11,7 @@ import pytest
 
 import agentgym.cli
 from agentgym.config import load_config
+from agentgym.evaluation.protocol import load_protocol
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
@@ -188,6 +189,8 @@ def test_a_command_is_understood(command, monkeypatch):
         assert agentgym.cli.main(words[1:]) == 0
         if "--params" in words:
             load_config(words[words.index("--params") + 1])
+        if "--protocol" in words:
+            load_protocol(words[words.index("--protocol") + 1])
     elif words[:3] == ["python", "-m", "flows.pipeline"]:
         from flows import shell
 
