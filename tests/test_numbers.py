@@ -39,6 +39,7 @@ FACTS = (
     "thirty science tasks",
     "AgentGym's 40 levels",
     "as published: five environments",  # test_profiles.py
+    "the exit code is 3",
     "two writers fence each other",
     "probability (1 - f)^n",
     "that two equal runs share",
