@@ -1,11 +1,16 @@
 """Bad input ends with one line and exit code 2 before anything starts."""
 
+import io
 import json
 from functools import partial
 
 import pytest
+from rich.console import Console
 
 from agentgym.cli import main as agentgym
+from agentgym.config import load_config
+from agentgym.pipeline.table import finished as finished_steps
+from agentgym.pipeline.table import open_store
 from flows import shell
 from flows.pipeline import pipeline
 from flows.run import is_any
@@ -125,3 +130,28 @@ def test_a_dataset_that_was_not_pulled_is_named_with_the_command_that_pulls_it(f
     assert ended.returncode == 2
     assert "dataset not pulled" in ended.stderr
     assert "dvc pull data/AgentGym-RL-Data-ID.dvc" in ended.stderr
+
+
+def test_the_summary_of_three_values_of_k_fits_80_columns(finished, monkeypatch):
+    monkeypatch.chdir(finished.folder)
+    cfg = load_config("params.yaml")
+    done = finished_steps(cfg, open_store(cfg))
+    for name, manifest in done.items():
+        if "summary" in manifest.results:
+            summary = manifest.results["summary"]
+            wide = {"mean": 1.0, "low": 0.995, "high": 1.0, "num_items": 8}
+            results = {
+                **manifest.results,
+                "summary": dict.fromkeys((*summary, "pass_at_4"), wide),
+            }
+            done[name] = manifest.model_copy(update={"results": results})
+    said = io.StringIO()
+    shell.summarise(cfg, done, Console(file=said, width=80))
+    table = said.getvalue().partition("\n\n")[0].splitlines()
+    assert table[0].split() == (
+        ["success,", "%", "greedy", "avg@2", "pass@2", "pass@4", "avg@2", "gain"]
+    )
+    assert max(map(len, table)) <= 80
+    rows = [line for line in table if "100.0" in line]
+    assert len(rows) == 5  # each in one line: untrained, warm start, three stages
+    assert all(line.count("100.0") >= 4 for line in rows)

@@ -4,12 +4,15 @@ import json
 import signal
 import socket
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from agentgym.config import ConfigError
 from agentgym.store.lease import process_start
+from services import __main__ as services
 from services.__main__ import _listener, down, up
 from services.state import running
 
@@ -67,6 +70,23 @@ def test_a_second_up_says_what_runs_and_starts_nothing(state, sleeper, capsys):
     assert said.startswith("already running\n")
     assert "http://127.0.0.1:1" in said
     assert "is being restarted" in said
+
+
+def test_of_two_ups_at_one_moment_one_starts_the_services_and_the_other_says_that_they_run(
+    state, sleeper, capsys, monkeypatch
+):
+    def start(*_):
+        time.sleep(0.2)  # the other waits meanwhile, or would start too
+        claim(state, sleeper.pid, process_start(sleeper.pid))
+        return sleeper
+
+    monkeypatch.setattr(services, "_start_supervisor", start)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: up(state, None, None), range(2)))
+    said = capsys.readouterr().out
+    assert said.count("starting a Prefect server, a worker and MLflow") == 1
+    assert said.count("already running\n") == 1
+    assert said.count("http://127.0.0.1:1") == 2
 
 
 def test_a_port_that_was_asked_for_and_is_taken_is_an_error_the_usual_one_is_replaced():
