@@ -108,7 +108,7 @@ class Deployed:
                 self.log("prefect"),
                 self.log("supervisor"),
             )
-            time.sleep(0.3)
+            time.sleep(0.7)  # each look costs the server 20 ms
         return self.look(run)
 
     def log(self, name):
