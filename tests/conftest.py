@@ -2,6 +2,7 @@
 project, environment servers.
 """
 
+import atexit
 import contextlib
 import copy
 import fcntl
@@ -28,6 +29,7 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # nor is time spent on looking for garbage among what imports leave: agentgym/defaults.py
 gc.set_threshold(100_000, 50, 100)
+atexit.register(gc.freeze)
 
 # nor on making the code of Java processes fast that a test ends after a few games
 os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1")
@@ -221,13 +223,26 @@ def real_nodes(kubeconfig, kubectl, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory):
+def shared(tmp_path_factory):
+    """A folder of all test processes."""
+    own = tmp_path_factory.getbasetemp()
+    shares = "PYTEST_XDIST_WORKER" in os.environ or "AGENTGYM_TEST_SHARED" in os.environ
+    return own.parent if shares else own
+
+
+@pytest.fixture(scope="session")
+def forks(shared):
+    """A `tests/forks.py` Forks: Python commands that begin with what takes seconds to import."""
+    begun = from_file("forks").Forks(shared / "forks")
+    yield begun
+    begun.close()
+
+
+@pytest.fixture(scope="session")
+def once(shared):
     """once(name, build) -> the folder that build(folder) filled, by whichever of the test
     processes came first. Copy it, leave it whole.
     """
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ or "AGENTGYM_TEST_SHARED" in os.environ:
-        shared = shared.parent
 
     def make(name, build):
         folder, done = shared / f"once-{name}", shared / f"once-{name}.done"

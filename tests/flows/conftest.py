@@ -37,8 +37,15 @@ class TaskRun(NamedTuple):
     waited_for: set[str]
 
 
+FORKED = ("agentgym", "prefect", "python")
+
+
 class Project:
-    """A clone and the commands typed in it."""
+    """A clone and the commands typed in it; those of Python begin with what takes seconds to
+    import, tests/forks.py.
+    """
+
+    forks = None
 
     def __init__(self, folder: Path, home: Path) -> None:
         self.folder, self.home = folder, home
@@ -55,7 +62,9 @@ class Project:
             "COLUMNS": "120",
         }
 
-    def run(self, *command, timeout=240):
+    def run(self, *command, timeout=600, forked=True):
+        if forked and command[0] in FORKED:
+            return self.forks.run(command, cwd=self.folder, env=self.environment, timeout=timeout)
         return subprocess.run(
             command,
             cwd=self.folder,
@@ -66,18 +75,11 @@ class Project:
             check=False,
         )
 
-    def pipeline(self, *overrides):
-        return self.run("python", "-m", "flows.pipeline", *overrides)
+    def pipeline(self, *overrides, forked=True):
+        return self.run("python", "-m", "flows.pipeline", *overrides, forked=forked)
 
     def start(self, *command):
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        return self.forks.start(command, cwd=self.folder, env=self.environment)
 
     def manifests(self):
         """{path: bytes} of every commit in the store."""
@@ -167,6 +169,11 @@ def mark_delivered(folder: Path) -> None:
             pipeline_run.deliver(cfg, store, steps_of(cfg)[name], manifest)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked_commands(forks):
+    Project.forks = forks
+
+
 @pytest.fixture(scope="session")
 def make_clone():
     """make_clone(folder) -> a clone, for fixtures of a module's own."""
@@ -236,7 +243,7 @@ def finished(copied, once, tmp_path_factory):
     """
 
     def build(folder):
-        first = clone(folder).pipeline()
+        first = clone(folder).pipeline(forked=False)
         assert first.returncode == 0, first.stdout + first.stderr
         said = {"stdout": first.stdout, "stderr": first.stderr, "returncode": first.returncode}
         (folder / "first.json").write_text(json.dumps(said))

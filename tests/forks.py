@@ -1,0 +1,263 @@
+"""Python commands that begin as copies of one process, which has imported what they need.
+
+To import torch, transformers and MLflow takes a command five seconds of CPU, more than most tests
+ask of it; here one process does so for all test processes, and forks. A copy runs the program it is
+given, in its directory, environment and files. The modules of this repository, and Prefect, which
+reads its settings when it is imported, each copy imports itself.
+"""
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+START_TIMEOUT_S = 240.0
+IMPORTED = (
+    "accelerate",
+    "aiohttp",
+    "alembic.config",
+    "docket",
+    "fastapi",
+    "httpx",
+    "mlflow",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "pandas",
+    "pydantic_settings",
+    "rich.progress",
+    "safetensors.torch",
+    "sqlalchemy.ext.asyncio",
+    "torch",
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+OURS = {"agentgym", "envs", "flows", "services", "sites", "tasks", "prefect"}
+HOLD, RUN = b"H", b"R"
+
+
+class Fork:
+    """A command that runs: what tests use of subprocess.Popen."""
+
+    def __init__(self, command, connection, stdout):
+        self.args, self.stdout, self.returncode = command, stdout, None
+        self._connection, self._told = connection, connection.makefile("r")
+        self.pid = int(self._told.readline())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.stdout is not None:
+            self.stdout.close()
+        self.wait()
+
+    def poll(self):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = int(self._told.readline())
+            self._told.close()
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+class Forks:
+    """Where commands begin; `place` is a short path that all test processes name."""
+
+    def __init__(self, place, imported=IMPORTED):
+        self._place, self._imported, self._held = Path(place), imported, None
+
+    def close(self):
+        if self._held is not None:
+            self._held.close()
+
+    def run(self, command, *, cwd=None, env=None, timeout=600):
+        """As subprocess.run with captured text."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            running = self.start(command, cwd=cwd, env=env, stdout=out, stderr=err)
+            try:
+                code = running.wait(timeout)
+            finally:
+                running.kill()
+            texts = [(file.seek(0), file.read())[1] for file in (out, err)]
+        return subprocess.CompletedProcess(command, code, *texts)
+
+    def start(self, command, *, cwd=None, env=None, stdout=subprocess.PIPE, stderr=None):
+        """As subprocess.Popen with text; stderr: a file, or None for that of stdout."""
+        self._hold()
+        command = [str(word) for word in command]
+        asked = {"command": command, "cwd": str(cwd or Path.cwd()), "env": {**(env or os.environ)}}
+        told = json.dumps(asked).encode()
+        with contextlib.ExitStack() as stack:
+            reader = None
+            if stdout == subprocess.PIPE:
+                read, write = os.pipe()
+                reader = os.fdopen(read)
+                stdout = stack.enter_context(os.fdopen(write, "w"))
+            nothing = stack.enter_context(open(os.devnull))
+            connection = self._connect()
+            files = [each.fileno() for each in (nothing, stdout, stderr or stdout)]
+            socket.send_fds(connection, [RUN], files)
+            connection.sendall(len(told).to_bytes(4, "big") + told)
+        return Fork(command, connection, reader)
+
+    def _connect(self):
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self._place))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _hold(self):
+        """The process that forks lives as long as one of those who asked for it."""
+        if self._held is not None:
+            return
+        with self._place.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self._held = self._connect()
+            except OSError:
+                self._begin()
+                self._held = self._connect()
+            self._held.sendall(HOLD)
+
+    def _begin(self):
+        self._place.unlink(missing_ok=True)
+        state = self._place.with_suffix(".state")
+        state.mkdir(exist_ok=True)
+        names = ("HF_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR")
+        more = {"MLFLOW_DISABLE_TELEMETRY": "true", "OMP_NUM_THREADS": "1", "DO_NOT_TRACK": "1"}
+        env = {**os.environ, **dict.fromkeys(names, str(state)), **more}
+        env.pop("PYTHONPATH", None)  # a command has its own
+        with (state / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", __file__, str(self._place), *self._imported],
+                cwd=state,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._place.exists():
+            assert process.poll() is None, (state / "log").read_text()
+            assert time.monotonic() < deadline, (state / "log").read_text()
+            time.sleep(0.05)
+
+
+def serve(place, *imported):
+    """Fork for whoever asks, until nobody holds it. Result, in a fork: what it is to run."""
+    for name in imported:
+        importlib.import_module(name)
+    assert not OURS & sys.modules.keys(), OURS & sys.modules.keys()
+    assert threading.active_count() == 1
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener, holders = socket.socket(socket.AF_UNIX), []
+    listener.bind(f"{place}.part")
+    listener.listen(64)
+    os.rename(f"{place}.part", place)
+    first = True
+    while first or holders:
+        ready = select.select([listener, *holders], [], [], START_TIMEOUT_S if first else None)[0]
+        for each in ready:
+            if each is not listener:
+                holders.remove(each)
+                each.close()
+                continue
+            connection, _ = listener.accept()
+            asked, files, _, _ = socket.recv_fds(connection, 1, 3)
+            if asked == HOLD:
+                holders.append(connection)
+            elif asked == RUN and os.fork() == 0:
+                for one in (listener, *holders):
+                    one.close()
+                return begun(connection, files)
+            else:
+                connection.close()
+                for file in files:
+                    os.close(file)
+        first = first and not holders and bool(ready)
+    os.unlink(place)
+    return None
+
+
+def begun(connection, files):
+    """In a fork that waits for another, and tells how that ends. Result, in the other: what it is
+    to run.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with connection.makefile("rb") as told:
+        asked = json.loads(told.read(int.from_bytes(told.read(4), "big")))
+    pid = os.fork()
+    if pid:
+        for file in files:
+            os.close(file)
+        with contextlib.suppress(OSError):
+            connection.sendall(f"{pid}\n".encode())
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(OSError):
+            connection.sendall(f"{code}\n".encode())
+        os._exit(0)
+    connection.close()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    return asked
+
+
+def run(command, cwd, env):
+    """What Python does with such a command line."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path[:0] = [each for each in env.get("PYTHONPATH", "").split(os.pathsep) if each]
+    program, *words = command
+    if not Path(program).name.startswith("python"):
+        words = [shutil.which(program, path=env["PATH"]), *words]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, cwd)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path.insert(0, "")
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__" and (asked := serve(*sys.argv[1:])):
+    run(**asked)

@@ -1,0 +1,99 @@
+"""A forked command is the command: its program, words, place, environment, output and end."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[1]
+TELL = """
+import json, os, sys
+ours = {"agentgym", "envs", "flows", "services", "tasks", "prefect"} & sys.modules.keys()
+print(json.dumps([sys.argv, os.getcwd(), dict(os.environ), sorted(ours), "torch" in sys.modules]))
+print("to stderr", file=sys.stderr)
+sys.exit(3)
+"""
+WAIT = """
+import sys, time
+print("begun", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+
+
+def test_it_has_its_words_its_place_and_its_environment_and_nothing_of_ours_is_imported(
+    forks, tmp_path
+):
+    environment = {"PATH": os.environ["PATH"], "OWN": "1"}
+    ended = forks.run(["python", "-c", TELL, "a b"], cwd=tmp_path, env=environment)
+    assert (ended.returncode, ended.stderr) == (3, "to stderr\n")
+    words, place, found, ours, imported = json.loads(ended.stdout)
+    assert (words, place, found) == (["-c", "a b"], str(tmp_path), environment)
+    assert (ours, imported) == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["python", "-m", "theirs", "x"], "theirs ['x'] __main__"),
+        (["python", "theirs.py", "x"], "theirs ['x'] __main__"),
+        (["theirs-command", "x"], "theirs ['x'] __main__"),
+    ],
+    ids=["module", "file", "command"],
+)
+def test_modules_files_and_installed_commands_run_as_the_program(forks, tmp_path, command, said):
+    text = "import sys\nprint('theirs', sys.argv[1:], __name__)\n"
+    (tmp_path / "theirs.py").write_text(text)
+    installed = tmp_path / "bin/theirs-command"
+    installed.parent.mkdir()
+    installed.write_text(f"#!/usr/bin/env python\n{text}")
+    installed.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{installed.parent}:{os.environ['PATH']}"}
+    ended = forks.run(command, cwd=tmp_path, env=environment)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{said}\n", "")
+
+
+def test_it_finds_what_its_own_path_holds_before_what_is_installed(forks, tmp_path):
+    (tmp_path / "agentgym.py").write_text("print('another')\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = forks.run(["python", "-c", "import agentgym"], cwd=ROOT, env=environment)
+    # the directory it runs in is first, as for any `python -c`
+    assert (ended.returncode, ended.stdout) == (0, "")
+    ended = forks.run(["python", "-c", "import agentgym"], cwd=tmp_path.parent, env=environment)
+    assert (ended.returncode, ended.stdout) == (0, "another\n")
+
+
+def test_it_is_a_process_that_can_be_watched_interrupted_and_killed(forks):
+    for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 7)):
+        with forks.start(["python", "-c", WAIT]) as running:
+            assert running.stdout.readline() == "begun\n"
+            assert running.poll() is None
+            with pytest.raises(subprocess.TimeoutExpired):
+                running.wait(0.05)
+            running.send_signal(number)
+            assert running.wait(30) == code
+    with pytest.raises(subprocess.TimeoutExpired):
+        forks.run(["python", "-c", WAIT], timeout=0.5)
+
+
+def test_the_process_that_forks_ends_with_the_last_of_those_who_held_it(forks, tmp_path):
+    first, second = (type(forks)(tmp_path / "own", ()) for _ in range(2))
+    place = "import os; print(os.getppid())"
+    assert first.run(["python", "-c", place]).returncode == 0
+    assert second.run(["python", "-c", place]).returncode == 0
+    first.close()
+    time.sleep(0.2)
+    assert second.run(["python", "-c", place]).returncode == 0
+    second.close()
+    deadline = time.monotonic() + 30
+    while (tmp_path / "own").exists():
+        assert time.monotonic() < deadline, "nobody holds it, and it is still there"
+        time.sleep(0.05)
