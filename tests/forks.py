@@ -78,6 +78,19 @@ class Fork:
             self._connection.close()
         return self.returncode
 
+    def communicate(self, timeout=None):
+        """What it says until it ends; a watch ends it after the timeout."""
+        watch = threading.Timer(timeout, self.kill) if timeout else None
+        if watch:
+            watch.start()
+        try:
+            said = self.stdout.read()
+            self.wait(timeout)
+        finally:
+            if watch:
+                watch.cancel()
+        return said, None
+
     def send_signal(self, number):
         if self.poll() is None:
             os.kill(self.pid, number)
