@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage decisions versus engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions versus engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines
 
 install: $(INSTALLED)
 
@@ -105,6 +105,9 @@ versus: install  ## four answers of agentgym compare, of real policies; minutes,
 
 decisions: install  ## how often a comparison of two policies is wrong, and what it sees; minutes, writes docs/results/decisions.json
 	@$(BIN)/python benchmarks/decisions.py $(ARGS)
+
+scale: install  ## what each of 1 to 64 ranks holds and waits for with models of 1.5, 7 and 32 billion parameters, on paper, and how near paper is to a real run of 0.5 billion; half an hour, 16 GB of memory, writes docs/results/scale.json
+	@$(BIN)/python benchmarks/scale.py $(ARGS)
 
 engines: vllm  ## the default task learned through vLLM and through the built-in engine, and how fast both sample; half an hour, writes docs/results/engines.json
 	@$(VLLM_ENV)/bin/python benchmarks/engines.py $(ARGS)

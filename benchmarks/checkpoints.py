@@ -84,21 +84,13 @@ def main() -> int:
 
 def compared(folder: Path, size: dict[str, int], num_rounds: int) -> dict[str, Any]:
     """Both numbers of processes, one after the other, on a model of this size."""
-    architecture = json.dumps(
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 4096,
-            **size,
-        }
-    )
+    text = architecture(size)
     place = StorePlace(str(folder / "store"), 30.0)
-    weights = made(place, architecture)
+    weights = made(place, text)
     rows = []
     for num_ranks in (1, 2):
         rounds = [
-            of_round(folder / f"{num_ranks}-{each}", num_ranks, place, architecture, weights)
+            of_round(folder / f"{num_ranks}-{each}", num_ranks, place, text, weights)
             for each in range(num_rounds)
         ]
         seconds = {phase: [each["seconds"][phase] for each in rounds] for phase in TIMED}
@@ -119,7 +111,7 @@ def compared(folder: Path, size: dict[str, int], num_rounds: int) -> dict[str, A
         )
     one, two = rows
     return {
-        "num_parameters": sum(each.numel() for each in empty(architecture).parameters()),
+        "num_parameters": sum(each.numel() for each in empty(text).parameters()),
         "ranks": rows,
         "memory_of_two_to_one": {
             phase: round(
@@ -141,8 +133,7 @@ def of_round(
     settle(weights)
     copy_s = copied(folder.with_name("copy"), place, kept)
     again = ranks(folder.with_name(f"{folder.name}-again"), num_ranks, architecture, weights, kept)
-    for blob in kept.values():
-        (Path(place.root) / folder_of() / "blobs" / blob["digest"]).unlink(missing_ok=True)
+    removed(place, kept)
     return {
         "bytes": sum(blob["size"] for blob in kept.values()),
         "mib": {
@@ -156,6 +147,24 @@ def of_round(
             "copy": round(copy_s, 2),
         },
     }
+
+
+def architecture(size: Mapping[str, Any]) -> str:
+    """config.json of a Qwen2."""
+    return json.dumps(
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 4096,
+            **size,
+        }
+    )
+
+
+def removed(place: StorePlace, blobs: Mapping[str, Any]) -> None:
+    for blob in blobs.values():
+        (Path(place.root) / folder_of() / "blobs" / blob["digest"]).unlink(missing_ok=True)
 
 
 def empty(architecture: str) -> Any:
@@ -187,9 +196,10 @@ def ranks(
     architecture: str,
     weights: dict[str, Any],
     kept: dict[str, Any],
+    program: Path = Path(__file__),
 ) -> list[dict[str, Any]]:
     """What each process tells of a step from these weights, or of a resume from what was kept, if
-    something was.
+    something was. program: whose `--rank FOLDER RANK SIZE` it is.
     """
     folder.mkdir()
     asked = {
@@ -201,7 +211,9 @@ def ranks(
     }
     (folder / "asked.json").write_text(json.dumps(asked))
     processes = [
-        subprocess.Popen([sys.executable, __file__, "--rank", str(folder), str(rank), str(size)])
+        subprocess.Popen(
+            [sys.executable, str(program), "--rank", str(folder), str(rank), str(size)]
+        )
         for rank in range(size)
     ]
     try:
@@ -214,8 +226,10 @@ def ranks(
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(size)]
 
 
-def rank_main(folder: Path, rank: int, size: int) -> None:
-    torch.set_num_threads(1)
+def asked_of(
+    folder: Path, rank: int, size: int
+) -> tuple[dict[str, Any], StorePlace, LearnerPlan, ProcessGroup]:
+    """What `ranks` asks for, where it is stored, and the processes it is asked of."""
     asked = json.loads((folder / "asked.json").read_text())
     manifest = Manifest(
         step=STEP,
@@ -238,10 +252,16 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
         10,
         optimizer_states=states,
     )
-    told: dict[str, Any] = {}
     group = joined(folder, rank, size)
     # what is loaded at the first use is no part of a model
     LocalLearner(empty(SMALL), plan.optimizer, total_steps=1, ranks=group).snapshot()
+    return asked, place, plan, group
+
+
+def rank_main(folder: Path, rank: int, size: int) -> None:
+    torch.set_num_threads(1)
+    asked, place, plan, group = asked_of(folder, rank, size)
+    told: dict[str, Any] = {}
     settle(asked["weights"], rank, size)
     with measured(told, "build"):
         learner = plan.build(group)

@@ -120,6 +120,7 @@ def test_steps_that_get_slower_raise_the_throughput_alarm_and_gradients_above_th
 
     monkeypatch.setattr(LocalLearner, "sft_step", slower)
     _, cfg = begin(
+        "horizon.stage_steps=[5]",
         "warm_start.steps=41",
         "warm_start.batch_size=2",
         "store.commit_every=1000",

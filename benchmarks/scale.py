@@ -1,0 +1,435 @@
+"""What each of 1 to 64 ranks holds and waits for that train models of 1.5, 7 and 32 billion
+parameters: `python benchmarks/scale.py`.
+
+Nothing of that size is at hand: the learner's own code builds, trains, publishes and commits on
+paper (see on_paper.py), and the bytes are those of the tensors that its modules then have. A model
+of 0.5 billion parameters is also trained for real, in one process, in two and in four (gloo): the
+one says by how much paper is short, the others whether it then holds within LIMIT. Seconds are
+bytes at BANDWIDTHS, nothing overlapped, arithmetic not counted.
+`--check FILE` takes the real runs of an earlier result, `--models FILE` the large models.
+Writes docs/results/scale.json; fails above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import torch
+import torch.distributed as dist
+from on_paper import HOST, Ledger, PaperHost, Traffic, paper_group
+from packed import batch_of
+from pipeline import ROOT, machine
+
+from agentgym.algorithms.batch import Batch
+from agentgym.config import LearnerConfig, OptimizerConfig
+from agentgym.learner.learner import LocalLearner
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models import attention
+
+PHASES = ("build", "update", "publish", "commit")
+RANKS = (1, 8, 64)
+CHECKED = (1, 2, 4)
+LIMIT = 0.15
+NODE = 8  # ranks of one machine
+# bytes a second
+BANDWIDTHS = {
+    "node": 300e9,  # a GPU's share of a collective among those of one machine
+    "network": 40e9,  # the same among several machines
+    "bus": 25e9,  # between a GPU and host memory
+    "store": 2e9,  # of one machine, reading or writing
+    "broadcast": 5e9,  # from rank 0 to the rollout workers
+    "digest": 1.5e9,  # sha256 of one process
+}
+# of the published config.json, all with a vocabulary for which the head is a tenth to a half
+MODELS = {
+    "0.5B": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 24,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    },
+    "1.5B": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 28,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    },
+    "7B": {
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 28,
+        "vocab_size": 152_064,
+        "tie_word_embeddings": False,
+    },
+    "32B": {
+        "hidden_size": 5120,
+        "intermediate_size": 27_648,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 64,
+        "vocab_size": 152_064,
+        "tie_word_embeddings": False,
+    },
+}
+SIZES = ("1.5B", "7B", "32B")
+SEQUENCE = 2_048  # tokens
+ACTIONS = 0.3  # of the tokens
+CHECKED_TOKENS = 256  # of each rank's sequence where it is real
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an update of one rank is."""
+
+    micro_batch_tokens: int = 16_384
+    checkpointing: bool = True
+    offload: bool = False
+
+    @property
+    def settings(self) -> LearnerConfig:
+        return LearnerConfig(
+            micro_batch_tokens=self.micro_batch_tokens,
+            activation_checkpointing=self.checkpointing,
+            offload_optimizer=self.offload,
+        )
+
+
+# beside the default one, at NODE ranks
+LOADS = (Load(), Load(checkpointing=False), Load(offload=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/scale.json")
+    parser.add_argument("--check", type=Path, help="a result whose real runs are taken")
+    parser.add_argument("--models", type=Path, help="one whose models are")
+    parser.add_argument("--folder", type=Path, help="for the real runs' files")
+    parser.add_argument(
+        "--half", action="store_true", help="of the model that is trained, where memory is short"
+    )
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    shape = half(MODELS["0.5B"]) if chosen.half else MODELS["0.5B"]
+    if chosen.check:
+        real = json.loads(chosen.check.read_text())["check"]["real"]
+    else:
+        with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+            real = {str(size): really(Path(folder), shape, size) for size in CHECKED}
+            sys.stderr.write(f"{json.dumps(real)}\n")
+    check = compared(real, {ranks: as_real(shape, int(ranks)) for ranks in real}, shape)
+    sys.stdout.write(json.dumps(check, indent=1) + "\n")
+    known = json.loads(chosen.models.read_text())["models"] if chosen.models else {}
+    result = {
+        "machine": machine(),
+        "command": "python benchmarks/scale.py",
+        "check": check,
+        "bandwidths": BANDWIDTHS,
+        "sequence_tokens": SEQUENCE,
+        "actions": ACTIONS,
+        "models": {name: known.get(name) or at_scale(MODELS[name]) for name in SIZES},
+    }
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.write(table(result) + "\n\n" + loads_table(result) + "\n")
+    return 0 if check["worst"] <= LIMIT else 1
+
+
+def half(shape: dict[str, Any]) -> dict[str, Any]:
+    """Half of its blocks and of its vocabulary."""
+    return shape | {name: shape[name] // 2 for name in ("num_hidden_layers", "vocab_size")}
+
+
+# on paper
+
+
+def at_scale(shape: dict[str, Any]) -> dict[str, Any]:
+    """Every number of ranks, and every load at one of them."""
+    asked = [(ranks, Load()) for ranks in RANKS] + [(NODE, load) for load in LOADS[1:]]
+    rows = []
+    for ranks, load in asked:
+        told = on_paper(shape, ranks, load)
+        rows.append({"ranks": ranks, **vars(load), **told, "seconds": seconds(told, ranks)})
+        sys.stderr.write(f"{rows[-1]}\n")
+    return {"shape": shape, "rows": rows}
+
+
+def on_paper(shape: dict[str, Any], ranks: int, load: Load) -> dict[str, Any]:
+    """Of the first rank, on GPUs, in bfloat16. A rank has one micro-batch in an update."""
+    lengths = [SEQUENCE] * (load.micro_batch_tokens // SEQUENCE) * ranks
+    batch = batch_of(lengths, seed=0, vocabulary=shape["vocab_size"], action_frac=ACTIONS)
+    able = attention.has_kernel
+    try:
+        attention.has_kernel = lambda *_: True
+        return traced(shape, torch.bfloat16, ranks, load.settings, batch, on_gpu=True)
+    finally:
+        attention.has_kernel = able
+
+
+def traced(
+    shape: dict[str, Any],
+    dtype: torch.dtype,
+    ranks: int,
+    settings: LearnerConfig,
+    batch: Batch,
+    *,
+    on_gpu: bool,
+) -> dict[str, Any]:
+    """Bytes by kind at the height of each phase, and what is moved in it."""
+    ledger = Ledger(shape["vocab_size"], host_apart=on_gpu)
+    told: dict[str, Any] = {"bytes": {}, "moved": {}}
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        ledger.begin()
+        yield
+        told["bytes"][name], told["moved"][name] = ledger.most(), dict(ledger.moved)
+
+    with paper_group(ranks) as group, ledger:
+        with phase("build"), ledger.of("weights"):
+            learner = plan_of(shape, dtype, settings).build(group)
+        told["bytes_read"] = group.bytes_read
+        begun(learner, ledger, on_gpu)
+        with phase("update"):
+            learner.sft_step(batch, step=2)
+            optimized = learner._policy
+            ledger.are("gradients", [each.grad for each in optimized._masters.values()])
+        with phase("publish"), ledger.of("gathered weights"):
+            held = learner.weights_on_host()
+            told["bytes_published"] = sum(each.nbytes for each in held.values())
+            del held
+        with phase("commit"):
+            snapshot = learner.snapshot()
+            told["bytes_committed"] = snapshot.size
+            del snapshot
+    del learner, optimized
+    gc.collect()
+    return told
+
+
+class Somewhere:
+    """Stored weights whose values nobody asks for."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def require_fit(self, tensors: Any) -> None: ...
+
+
+def plan_of(shape: dict[str, Any], dtype: torch.dtype, settings: LearnerConfig) -> LearnerPlan:
+    stored: Any = Somewhere(dtype)
+    optimizer = OptimizerConfig(lr=1e-5, warmup_steps=0)
+    return LearnerPlan(checkpoints.architecture(shape), stored, optimizer, 10, settings=settings)
+
+
+def begun(learner: LocalLearner, ledger: Ledger, on_gpu: bool) -> None:
+    """With masters and moments, as any update but the first finds it."""
+    optimized = learner._policy
+    if optimized._host is not None:
+        optimized._host = PaperHost(learner.ranks, ledger)
+    with ledger.of("master weights"):
+        masters = optimized._masters
+    for optimizer in optimized._optimizers.values():
+        for group in optimizer.param_groups:
+            group["foreach"] = on_gpu  # torch's own choice there; temporary tensors depend on it
+    for each in masters.values():
+        each.grad = torch.zeros_like(each)
+    with ledger.of("moments"):
+        optimized.optimizer_step(1, 0.0)
+    optimized.zero_grad()
+
+
+def seconds(told: dict[str, Any], ranks: int) -> dict[str, float]:
+    """Of one rank; see above."""
+    at, share = BANDWIDTHS, min(ranks, NODE)
+
+    def collective(phase: str) -> float:
+        size = sum(told["moved"][phase].values())
+        return size * (ranks - 1) / ranks / at["node" if ranks <= NODE else "network"]
+
+    published, committed, read = (
+        told[f"bytes_{each}"] for each in ("published", "committed", "read")
+    )
+    return {
+        # files are digested before rows are read; each rank takes its share of them
+        "build": read * (2 * share / at["store"] + 1 / at["digest"]),
+        "exchange": collective("update"),
+        "gather": collective("publish") + published / at["bus"],
+        # sha256 on both sides
+        "send": published * (2 / at["digest"] + 1 / at["broadcast"]),
+        "copy": committed / at["bus"],
+        "write": committed * (share / at["store"] + 1 / at["digest"]),
+    }
+
+
+# for real
+
+
+def really(folder: Path, shape: dict[str, Any], size: int) -> dict[str, Any]:
+    """Peaks of each phase in MiB, of the rank that has most, and what a rank moved."""
+    text = checkpoints.architecture(shape)
+    place = checkpoints.StorePlace(str(folder / "store"), 30.0)
+    weights = checkpoints.made(place, text)
+    program = Path(__file__).resolve()
+    told = checkpoints.ranks(folder / f"{size}", size, text, weights, {}, program)
+    for blobs in (weights, *(each["blobs"] for each in told)):
+        checkpoints.removed(place, blobs)
+    return {
+        "mib": {phase: max(each[f"{phase}_mib"] for each in told) for phase in PHASES},
+        "moved": told[0]["moved"],
+    }
+
+
+def rank_main(folder: Path, rank: int, size: int) -> None:
+    torch.set_num_threads(1)
+    _, place, plan, group = checkpoints.asked_of(folder, rank, size)
+    told: dict[str, Any] = {}
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what the phase before gave back
+        with checkpoints.measured(told, name):
+            yield
+
+    settings = replace(plan, settings=LearnerConfig(micro_batch_tokens=CHECKED_TOKENS))
+    with phase("build"):
+        learner = settings.build(group)
+    learner.sft_step(checkpoints.batch(), step=1)
+    batch, traffic = checked_batch(size), Traffic()
+    with phase("update"), traffic:
+        learner.sft_step(batch, step=2)
+    told["moved"] = {name: size for name, size in traffic.moved.items() if size}
+    with phase("publish"):
+        learner.weights_on_host()
+    with phase("commit"):
+        written = learner.snapshot().write(place, checkpoints.STEP, checkpoints.KEY)
+    told["blobs"] = {name: blob.model_dump() for name, blob in written.items()}
+    (folder / f"told-{rank}.json").write_text(json.dumps(told))
+    if size > 1:
+        dist.destroy_process_group()
+
+
+def checked_batch(ranks: int) -> Batch:
+    return batch_of([CHECKED_TOKENS] * ranks, seed=0, vocabulary=1_000, action_frac=ACTIONS)
+
+
+def as_real(shape: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """What `really` measures, on paper."""
+    settings = LearnerConfig(micro_batch_tokens=CHECKED_TOKENS)
+    return traced(shape, torch.float32, ranks, settings, checked_batch(ranks), on_gpu=False)
+
+
+def compared(real: dict[str, Any], paper: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+    """Real runs beside the same ones on paper, times what that is short of for one rank."""
+    mib = {
+        ranks: {phase: sum(each["bytes"][phase].values()) / 2**20 for phase in PHASES}
+        for ranks, each in paper.items()
+    }
+    factors = {phase: real["1"]["mib"][phase] / mib["1"][phase] for phase in PHASES}
+    off = {
+        ranks: {
+            phase: round(factors[phase] * mib[ranks][phase] / real[ranks]["mib"][phase] - 1, 3)
+            for phase in PHASES
+        }
+        for ranks in real
+        if ranks != "1"
+    }
+    for ranks, each in paper.items():
+        assert each["moved"]["update"] == real[ranks]["moved"], (ranks, each["moved"])
+    return {
+        "shape": shape,
+        "tokens_of_a_rank": CHECKED_TOKENS,
+        "real": real,
+        "paper_mib": {
+            ranks: {phase: round(size) for phase, size in each.items()}
+            for ranks, each in mib.items()
+        },
+        "factors": {phase: round(factor, 3) for phase, factor in factors.items()},
+        "off": off,
+        "worst": max(abs(each) for row in off.values() for each in row.values()),
+    }
+
+
+# of docs/operations.md
+
+
+def table(result: dict[str, Any]) -> str:
+    """By number of ranks."""
+    lines = [
+        "| model | ranks | build | update | publish | host, commit | exchange, s | publish, s"
+        " | commit, s | written, s |",
+        "|---" * 10 + "|",
+    ]
+    for name, model in result["models"].items():
+        for row in model["rows"][: len(RANKS)]:
+            took = row["seconds"]
+            cells = [
+                name,
+                str(row["ranks"]),
+                *(gib(result, row, phase) for phase in ("build", "update", "publish")),
+                f"{row['bytes']['commit'][HOST] / 2**30:.1f}",
+                f"{took['exchange']:.2f}",
+                f"{took['gather'] + took['send']:.1f}",
+                f"{took['copy']:.2f}",
+                f"{took['write']:.0f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gib(result: dict[str, Any], row: dict[str, Any], phase: str) -> str:
+    """On the device, times what paper is short of."""
+    held = sum(size for kind, size in row["bytes"][phase].items() if kind != HOST)
+    return f"{held * max(1.0, result['check']['factors'][phase]) / 2**30:.1f}"
+
+
+def loads_table(result: dict[str, Any]) -> str:
+    """What an update is made of, at NODE ranks."""
+    kinds = (
+        "weights",
+        "master weights",
+        "moments",
+        "gradients",
+        "gathered weights",
+        "exchanged gradients",
+        "activations",
+        "logits",
+        HOST,
+    )
+    lines = [
+        f"| model | tokens | blocks | {' | '.join(kinds)} |",
+        "|---" * (3 + len(kinds)) + "|",
+    ]
+    for name, model in result["models"].items():
+        for row in [each for each in model["rows"] if each["ranks"] == NODE]:
+            held = [row["bytes"]["update"].get(kind, 0) / 2**30 for kind in kinds]
+            blocks = "checkpointed" if row["checkpointing"] else "whole"
+            blocks += ", states on the host" if row["offload"] else ""
+            sizes = " | ".join(f"{each:.1f}" for each in held)
+            lines.append(f"| {name} | {row['micro_batch_tokens']} | {blocks} | {sizes} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+        sys.exit()
+    sys.exit(main())
