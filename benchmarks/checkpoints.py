@@ -197,9 +197,10 @@ def ranks(
     weights: dict[str, Any],
     kept: dict[str, Any],
     program: Path = Path(__file__),
+    environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """What each process tells of a step from these weights, or of a resume from what was kept, if
-    something was. program: whose `--rank FOLDER RANK SIZE` it is.
+    something was. program: whose `--rank FOLDER RANK SIZE` it is; environment: more of theirs.
     """
     folder.mkdir()
     asked = {
@@ -212,7 +213,8 @@ def ranks(
     (folder / "asked.json").write_text(json.dumps(asked))
     processes = [
         subprocess.Popen(
-            [sys.executable, str(program), "--rank", str(folder), str(rank), str(size)]
+            [sys.executable, str(program), "--rank", str(folder), str(rank), str(size)],
+            env={**os.environ, **(environment or {})},
         )
         for rank in range(size)
     ]

@@ -82,13 +82,14 @@ class _Block:
 class Ledger(TorchDispatchMode):
     """Within it no floating-point tensor has values, and the bytes of all are counted by kind."""
 
-    def __init__(self, vocab_size: int, *, host_apart: bool) -> None:
-        """vocab_size: tensors as wide as this are logits. host_apart: copies "to the CPU" are in
-        another memory than all else.
+    def __init__(self, vocab_size: int, *, on_gpu: bool) -> None:
+        """vocab_size: tensors as wide as this are logits. on_gpu: copies "to the CPU" are in
+        another memory than all else; where they are not, the group is gloo's, which takes a copy
+        of what it makes whole, and of what it takes whole.
         """
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._vocab_size, self._host_apart = vocab_size, host_apart
+        self._vocab_size, self._on_gpu = vocab_size, on_gpu
         self._kind = OTHER
         self._blocks: dict[int, _Block] = {}  # by id of the storage
         self._resize = torch.UntypedStorage.resize_
@@ -110,7 +111,7 @@ class Ledger(TorchDispatchMode):
             if not self._is_apart(block.kind):
                 found[block.kind] += size
         found[OTHER] += self._peak - found.total()  # since it was last looked at
-        if self._host_apart:
+        if self._on_gpu:
             found[HOST] = self._apart_peak
         return {kind: size for kind, size in found.items() if size}
 
@@ -177,6 +178,9 @@ class Ledger(TorchDispatchMode):
         name, size = moved(func, args)
         if size:
             self.moved[name] += size
+            if not self._on_gpu:
+                self._count(OTHER, size)
+                self._count(OTHER, -size)
         if func is ALL_GATHER:
             self.are("gathered weights", args[:1])
         elif func is REDUCE_SCATTER:
@@ -207,7 +211,7 @@ class Ledger(TorchDispatchMode):
         self._count(block.kind, -block.size)
 
     def _is_apart(self, kind: str) -> bool:
-        return kind == HOST and self._host_apart
+        return kind == HOST and self._on_gpu
 
     def _count(self, kind: str, more: int) -> None:
         if self._is_apart(kind):

@@ -85,7 +85,7 @@ def test_shapes_have_as_many_parameters_as_their_makers_say(scale, name, count):
 
 
 def test_bytes_are_counted_as_they_come_and_go(ledger):
-    with ledger(host_apart=True) as held:
+    with ledger(on_gpu=True) as held:
         square = torch.empty(100, 100)  # 40,000 bytes
         with held.of("weights"):
             other = torch.empty(50, 100)
@@ -103,7 +103,7 @@ def test_bytes_are_counted_as_they_come_and_go(ledger):
         assert held.most() == {"weights": 20_000}
         # what says where things lie has values
         assert torch.arange(5).tolist() == [0, 1, 2, 3, 4]
-    with ledger(host_apart=False) as held:
+    with ledger(on_gpu=False) as held:
         pair = [torch.empty(10), torch.empty(10).to("cpu", copy=True)]
         assert sum(held.most().values()) >= sum(each.nbytes for each in pair)
 
