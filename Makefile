@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions versus engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions versus engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity
 
 install: $(INSTALLED)
 
@@ -111,6 +111,9 @@ scale: install  ## what each of 1 to 64 ranks holds and waits for with models of
 
 engines: vllm  ## the default task learned through vLLM and through the built-in engine, and how fast both sample; half an hour, writes docs/results/engines.json
 	@$(VLLM_ENV)/bin/python benchmarks/engines.py $(ARGS)
+
+capacity: install  ## how many sessions one server of each environment holds; six minutes, needs Java and Chromium and an idle machine, writes docs/results/capacity.json
+	@$(BIN)/python benchmarks/capacity.py $(ARGS)
 
 drift: install  ## ten runs of the default recipe and of the former one, judged at every fifth optimizer step; writes docs/results/drift.json
 	@$(BIN)/python benchmarks/drift.py $(ARGS)

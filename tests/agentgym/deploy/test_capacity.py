@@ -1,6 +1,9 @@
 """Servers for a number of episodes, from what one was measured to hold."""
 
+import heapq
 import json
+import math
+import random
 from pathlib import Path
 
 import pytest
@@ -42,25 +45,95 @@ def test_an_environment_that_nobody_measured_is_refused():
         replicas_for("hanoi", 10)
 
 
-def rows(env):
-    """(sessions, p99 of a step in ms, errors) as measured on the native protocol."""
-    if env == "webarena":
+def measured(env):
+    """Number of sessions -> (steps per second, p50 and p99 of a step in ms, errors)."""
+    if (RESULTS / "capacity.json").exists():
+        found = json.loads((RESULTS / "capacity.json").read_text())["rows"]
+        found = [row for row in found if row["env"] == env and row["held"] == row["sessions"]]
+    elif env == "webarena":
         found = json.loads((RESULTS / "webarena.json").read_text())
         found = found["expert_episodes_on_the_embedded_sites"]
-        return [(row["sessions"], row["p99_ms"], row["errors"]) for row in found]
-    name = "sciworld" if env == "sciworld" else "envs"
-    return [
-        (row["sessions"], row["p99_ms"], row["errors"])
-        for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-        if (row["label"], row["env"], row["dialect"]) == ("ours", env, "native")
-    ]
+    else:
+        name = "sciworld" if env == "sciworld" else "envs"
+        found = [
+            row
+            for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+            if (row["label"], row["env"], row["dialect"]) == ("ours", env, "native")
+        ]
+    names = ("steps_per_s", "p50_ms", "p99_ms", "errors")
+    return {row["sessions"]: tuple(row[name] for name in names) for row in found}
 
 
 @pytest.mark.parametrize("env", sorted(CAPACITIES))
 def test_the_table_says_what_was_measured(env):
-    held = [
-        sessions
-        for sessions, p99_ms, errors in rows(env)
-        if p99_ms <= CAPACITIES[env].p99_ms and not errors
-    ]
-    assert CAPACITIES[env].sessions == max(held)
+    """And twice as many, as after the loss of every second pod, are served without an error."""
+    capacity, rows = CAPACITIES[env], measured(env)
+    _, _, p99_ms, errors = rows[capacity.sessions]
+    assert p99_ms <= capacity.p99_ms
+    assert errors == 0
+    assert rows.get(2 * capacity.sessions, (0, 0, 0, 0))[3] == 0
+
+
+def waits_of(env, episodes, replicas, rounds=40):
+    """Seconds until each action of a fleet is answered, and the most sessions a server had.
+
+    Discrete events: each episode takes 1 to 20 actions on one server, and the next one begins on
+    the server with the fewest; nobody thinks in between. A server answers in order, as many at a
+    time as keep two cores busy; service times are lognormal with the spread that one session alone
+    was measured with, and the rate of a server with as many sessions as it is given.
+    """
+    rows, draw = measured(env), random.Random(0)
+    steps_per_s = rows[CAPACITIES[env].sessions][0]
+    at_a_time = 2 if env in ("sciworld", "webarena") else 1
+    sigma = math.log(rows[1][2] / rows[1][1]) / 2.326  # p99 over p50
+    mu = math.log(at_a_time / steps_per_s) - sigma**2 / 2
+    free = [[0.0] * at_a_time for _ in range(replicas)]  # when a server's workers are
+    sessions, most = [0] * replicas, 0
+    emptiest = [(0, draw.random(), server) for server in range(replicas)]
+    heapq.heapify(emptiest)
+
+    def place():
+        nonlocal most
+        while True:  # entries that are old are passed over
+            count, _, server = heapq.heappop(emptiest)
+            if count == sessions[server]:
+                break
+        sessions[server] += 1
+        most = max(most, sessions[server])
+        heapq.heappush(emptiest, (sessions[server], draw.random(), server))
+        return server, draw.randint(1, 20)
+
+    asks = [(0.0, draw.random(), *place()) for _ in range(episodes)]  # when, a tie's order, where
+    heapq.heapify(asks)
+    waits = []
+    while len(waits) < rounds * episodes:
+        asked, _, server, left = heapq.heappop(asks)
+        worker = min(range(at_a_time), key=free[server].__getitem__)
+        answered = max(asked, free[server][worker]) + draw.lognormvariate(mu, sigma)
+        free[server][worker] = answered
+        waits.append(answered - asked)
+        if left == 1:
+            sessions[server] -= 1
+            heapq.heappush(emptiest, (sessions[server], draw.random(), server))
+            server, left = place()
+            left += 1
+        heapq.heappush(asks, (answered, draw.random(), server, left - 1))
+    return waits, most
+
+
+@pytest.mark.parametrize("env", sorted(CAPACITIES))
+@pytest.mark.parametrize("episodes", [100, 1_000, 10_000])
+def test_a_fleet_of_so_many_servers_answers_in_time(env, episodes):
+    replicas = replicas_for(env, episodes)
+    waits, most = waits_of(env, episodes, replicas, rounds=40 if episodes < 10_000 else 4)
+    assert 1000 * sorted(waits)[int(0.99 * len(waits))] <= CAPACITIES[env].p99_ms
+    assert most <= 2 * CAPACITIES[env].sessions  # none is refused
+
+
+def test_the_simulation_keeps_littles_law_and_tells_a_fleet_that_is_too_small():
+    """Sessions of a server = its rate times the time each of them waits."""
+    rate = measured("babyai")[CAPACITIES["babyai"].sessions][0]
+    waits, most = waits_of("babyai", 500, 1)
+    assert most == 500
+    assert sum(waits) / len(waits) == pytest.approx(500 / rate, rel=0.05)
+    assert 1000 * sorted(waits)[int(0.99 * len(waits))] > CAPACITIES["babyai"].p99_ms
