@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from chaos_kinds import KINDS, OURS, RAY_GONE_WITHIN_S, SHORT, Kind, Scene, Setting
+from chaos_cluster import KINDS
+from chaos_kinds import OURS, RAY_GONE_WITHIN_S, SHORT, Kind, Scene, Setting
 from chaos_project import (
     COMMAND_TIMEOUT_S,
     GONE_WITHIN_S,
@@ -390,6 +391,8 @@ class Campaign:
                     self.result["references"][", ".join(other.name for other in same)] = asdict(
                         self.references[kind.setting]
                     )
+                    with self.lock:
+                        self.lock.notify_all()  # others of this setting may begin
                 trial = attempt(
                     lane, prepared, kind, self.references[kind.setting], self.seed, number
                 )

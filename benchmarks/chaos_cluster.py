@@ -1,0 +1,259 @@
+"""Harm to a run whose environment servers are pods of a cluster: a real API server, scheduler and
+controllers, and two nodes that run the pods' real commands (tests/k8s/node).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from chaos_kinds import BROKEN, FLOW, KILLED, Kind, Scene, Setting, send, the_command
+from chaos_kinds import KINDS as OTHERS
+from chaos_project import POLL_S, ROOT, START_TIMEOUT_S, Project
+
+from agentgym.deploy.manifests import NAMESPACE, RUN_LABEL, find_kubectl, rendered
+from agentgym.deploy.owned import owned_process
+
+CONTROL_PLANE = "AGENTGYM_TEST_CONTROL_PLANE"  # names the program that starts one
+AWAY_S = 60.0
+LEFT = "deployments,services,poddisruptionbudgets,endpoints,endpointslices,leases,replicasets,pods"
+OVERRIDES = (  # pods and their probes take a machine's time
+    *("warm_start.num_demos=16", "warm_start.steps=20", "evaluation.num_items=4"),
+    *("env.deploy=kubernetes", "env.replicas=2", "env.max_sessions=256"),
+    *("kubernetes.overlay=test", "kubernetes.lease_s=30", "kubernetes.ready_timeout_s=300"),
+)
+BEFORE = ("before the first step", "after")  # no step has begun
+
+
+@dataclass
+class Cluster:
+    """As an operator would run one: a lost node is replaced."""
+
+    folder: Path
+    stack: contextlib.ExitStack
+    programs: list[Path] = field(default_factory=list)  # folders of the programs that own nodes
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.folder / "control-plane/kubeconfig"
+
+    def kubectl(self, *words: str, objects: list[Any] | None = None) -> str:
+        """Errors: RuntimeError with what it said."""
+        done = subprocess.run(
+            [find_kubectl(), *words],
+            input=objects and json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
+            env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"kubectl {' '.join(words)}: {done.stderr[-500:]}")
+        return done.stdout
+
+    def add_nodes(self, *names: str) -> None:
+        place = self.folder / f"nodes-{len(self.programs)}"
+        command = [sys.executable, str(ROOT / "tests/k8s/node"), *names]
+        command += ["--kubeconfig", str(self.kubeconfig), "--folder", str(place), "--backoff", "2"]
+        self.stack.enter_context(
+            owned_process(command, log_path=self.folder / f"{place.name}.log", env={})
+        )
+        self.programs.append(place)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while set(names) - self.nodes().keys() or self.not_ready(names):
+            if time.monotonic() > deadline:
+                log = (self.folder / f"{place.name}.log").read_text()
+                raise RuntimeError(f"nodes {names} do not come up\n{log[-2000:]}")
+            time.sleep(POLL_S)
+
+    def not_ready(self, names: tuple[str, ...]) -> list[str]:
+        told = json.loads(self.kubectl("get", "nodes", "--output=json"))["items"]
+        ready = {
+            each["metadata"]["name"]
+            for each in told
+            for condition in each["status"].get("conditions", ())
+            if (condition["type"], condition["status"]) == ("Ready", "True")
+        }
+        return [name for name in names if name not in ready]
+
+    def nodes(self) -> dict[str, psutil.Process]:
+        """Name -> its process, of the nodes that live."""
+        found = {}
+        for place in self.programs:
+            with contextlib.suppress(OSError, ValueError):
+                told = json.loads((place / "nodes.json").read_text())["nodes"]
+                for name, pid in told.items():
+                    with contextlib.suppress(psutil.Error):
+                        process = psutil.Process(pid)
+                        if process.status() != psutil.STATUS_ZOMBIE:
+                            found[name] = process
+        return found
+
+    def servers(self) -> list[psutil.Process]:
+        """The environment servers in pods."""
+        found = []
+        for node in self.nodes().values():
+            with contextlib.suppress(psutil.Error):
+                for child in node.children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        if child.cmdline()[:4] == ["python", "-m", "envs", "serve"]:
+                            found.append(child)
+        return found
+
+    def left(self) -> list[str]:
+        """Whatever bears a run's label."""
+        told = self.kubectl("get", LEFT, "-n", NAMESPACE, f"-l{RUN_LABEL}", "--output=name")
+        return told.split()
+
+
+@contextlib.contextmanager
+def cluster(project: Project) -> Iterator[tuple[str, ...]]:
+    """Two nodes, and the namespace that k8s/base prepares. In the end nothing of a run is left.
+    Errors: RuntimeError where something is.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="agentgym-cluster-"))
+    script = os.environ[CONTROL_PLANE]
+    plane = folder / "control-plane"
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(subprocess.run, [script, "down", str(plane)], check=False, timeout=60)
+        subprocess.run(
+            [script, "up", str(plane)], check=True, timeout=START_TIMEOUT_S, capture_output=True
+        )
+        made = Cluster(folder, stack)
+        hollow = made.kubectl("get", "nodes", "--output=name").split()
+        made.kubectl("cordon", *hollow)  # no container runs there
+        made.add_nodes("node-1", "node-2")
+        token = secrets.token_hex(16)
+        made.kubectl("apply", "--server-side", "--filename=-", objects=_base(token))
+        project.server = made
+        project.environment |= {"KUBECONFIG": str(made.kubeconfig), "AGENTGYM_ENV_TOKEN": token}
+        try:
+            yield OVERRIDES
+            if left := made.left():
+                raise RuntimeError(f"left in the cluster: {', '.join(left)}")
+        finally:
+            project.server = None
+            for name in ("KUBECONFIG", "AGENTGYM_ENV_TOKEN"):
+                del project.environment[name]
+
+
+def _base(token: str) -> list[Any]:
+    secret = {"AGENTGYM_ENV_TOKEN": base64.b64encode(token.encode()).decode()}
+    meta = {"name": "agentgym-env-token", "namespace": NAMESPACE}
+    objects: list[Any] = [
+        each
+        for each in rendered("test", manifests=ROOT / "k8s")
+        if "agentgym.io/environment" not in each["metadata"].get("labels", {})
+        and each["kind"] != "PersistentVolumeClaim"  # the flow is outside, and no volume is here
+    ]
+    return [*objects, {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": secret}]
+
+
+def no_cluster() -> str:
+    if CONTROL_PLANE not in os.environ:
+        return f"{CONTROL_PLANE} names no program that starts an API server"
+    return "" if os.geteuid() == 0 else "pods get networks of their own from root alone"
+
+
+# --- who is struck, and how
+# ---------------------------------------------------------------------------------------------
+
+
+def servers(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The pods' servers, once a step plays there."""
+    if process.poll() is not None or project.phase().startswith(BEFORE):
+        return []
+    found: list[psutil.Process] = project.server.servers()
+    return found
+
+
+def nodes_that_serve(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return list(project.server.nodes().values()) if servers(project, process) else []
+
+
+def while_it_plays(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return the_command(project, process) if servers(project, process) else []
+
+
+def while_it_comes_up(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The flow, from its first pod on until a step begins."""
+    if project.phase() != BEFORE[0] or not project.server.servers():
+        return []
+    return the_command(project, process)
+
+
+def kill_pod(scene: Scene, victims: list[psutil.Process]) -> None:
+    """Its server, and then the pod: another takes its place."""
+    victim = scene.chance.choice(victims)
+    with contextlib.suppress(psutil.Error, OSError):
+        pod = Path(f"/proc/{victim.pid}/root/etc/hosts").read_text().splitlines()[1].split()[1]
+        send(signal.SIGKILL)(scene, [victim])
+        made = scene.project.server
+        made.kubectl("delete", "pod", pod, "-n", NAMESPACE, "--force", "--ignore-not-found")
+        scene.trial.notes.append(pod)
+        return
+    scene.trial.hit = False
+
+
+def lose_node(scene: Scene, victims: list[psutil.Process]) -> None:
+    """The node and its pods; its object is removed, and another node joins in its place."""
+    made = scene.project.server
+    victim = scene.chance.choice(victims)
+    (name,) = (name for name, process in made.nodes().items() if process == victim)
+    send(signal.SIGKILL)(scene, [victim])
+    time.sleep(scene.chance.uniform(0.0, 10.0))
+    made.kubectl("delete", "node", name)
+    made.add_nodes("node-3")
+    scene.trial.notes.append(f"{name} was lost")
+
+
+def be_away(scene: Scene, _: list[psutil.Process]) -> None:
+    """The API server answers nobody for a minute: neither the flow nor nodes and controllers."""
+    pid = int((scene.project.server.folder / "control-plane/apiserver.pid").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(AWAY_S)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+ON_CLUSTER = Setting(FLOW, around=cluster, missing=no_cluster)
+KINDS = OTHERS | {
+    kind.name: kind
+    for kind in (
+        Kind("pod", "pod of a fleet, killed", ON_CLUSTER, servers, kill_pod, BROKEN),
+        Kind("node", "node of a cluster, lost", ON_CLUSTER, nodes_that_serve, lose_node, BROKEN),
+        Kind(
+            "api-server",
+            f"API server of a cluster, away for {AWAY_S:g} s",
+            ON_CLUSTER,
+            while_it_plays,
+            be_away,
+            BROKEN,
+        ),
+        Kind(
+            "fleet",
+            "flow process while its fleet comes up, SIGKILL",
+            ON_CLUSTER,
+            while_it_comes_up,
+            send(signal.SIGKILL),
+            KILLED,
+        ),
+    )
+}
