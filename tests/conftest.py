@@ -150,13 +150,15 @@ def kubeconfig(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def kubectl(kubeconfig):
-    """kubectl(*arguments, objects) -> what it prints; objects are sent to its standard input."""
+    """kubectl(*arguments, objects or raw) -> what it prints; those are sent to its input."""
     from agentgym.deploy.manifests import find_kubectl
 
-    def call(*arguments, objects=None):
+    def call(*arguments, objects=None, raw=None):
+        if objects:
+            raw = {"apiVersion": "v1", "kind": "List", "items": objects}
         done = subprocess.run(
             [find_kubectl(), *arguments],
-            input=objects and json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
+            input=raw and json.dumps(raw),
             env={**os.environ, "KUBECONFIG": str(kubeconfig)},
             capture_output=True,
             text=True,
@@ -192,11 +194,15 @@ def real_nodes(kubeconfig, kubectl, tmp_path_factory):
 
     @contextmanager
     def start(*names, **flags):
-        if os.geteuid():
-            pytest.skip("nodes of the tests need root, for the network of their pods")
         hollow = kubectl("get", "nodes", "--output=name").split()
-        if not all(each.startswith("node/hollow-") for each in hollow):
-            pytest.skip("nodes of the tests join a control plane of the tests alone")
+
+        def check():
+            if os.geteuid():
+                raise ValueError("nodes of the tests need root, for the networks of their pods")
+            if not all(each.startswith("node/hollow-") for each in hollow):
+                raise ValueError("nodes of the tests join no cluster that has nodes")
+
+        skip_without(check)
         folder = tmp_path_factory.mktemp("nodes")
         words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
         command = [sys.executable, str(program), *names, f"--kubeconfig={kubeconfig}", *words]

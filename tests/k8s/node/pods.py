@@ -43,6 +43,7 @@ class State:
     started: bool = False
     restarts: int = 0
     container: Container | None = None
+    env: dict[str, str] = field(default_factory=dict)  # of its latest start
 
     def wait(self, reason: str, message: str = "") -> None:
         self.state = {"waiting": {"reason": reason, "message": message}}
@@ -166,7 +167,7 @@ class Pod:
             state.restarts += 1
             try:
                 code = await self._run(state)
-            except (Unresolved, Refused) as error:
+            except (Unresolved, Refused, TimeoutError) as error:
                 reason = error.reason if isinstance(error, Unresolved) else "CreateContainerError"
                 state.restarts -= 1
                 state.wait(reason, str(error))
@@ -196,7 +197,7 @@ class Pod:
         spec = state.spec
         if re.search(self.node.settings.absent_images, spec["image"]):
             raise Unresolved("ImagePullBackOff", f'Back-off pulling image "{spec["image"]}"')
-        env = await environment(self, spec)
+        state.env = env = await environment(self, spec)
         command = [expanded(each, env) for key in ("command", "args") for each in spec.get(key, ())]
         if not spec.get("command"):
             raise Unresolved("CreateContainerError", "an image's own command is not known here")
@@ -285,8 +286,7 @@ class Pod:
     async def _ask(self, state: State, probe: Object, timeout_s: float) -> bool:
         """exec, httpGet or tcpSocket, of a probe or a hook."""
         if "exec" in probe:
-            env = await environment(self, state.spec)
-            command = [expanded(each, env) for each in probe["exec"]["command"]]
+            command = [expanded(each, state.env) for each in probe["exec"]["command"]]
             return await state.container.execute(command, timeout_s)
         asked = probe.get("httpGet") or probe["tcpSocket"]
         port = asked["port"]
