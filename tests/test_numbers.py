@@ -43,6 +43,7 @@ FACTS = (
     "two writers fence each other",
     "probability (1 - f)^n",
     "that two equal runs share",
+    "the exit code is 3",
     "one of two random",
     "better of two episodes",
     "agentgym-babyai version 1",

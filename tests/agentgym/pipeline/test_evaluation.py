@@ -227,8 +227,8 @@ def test_two_environments_are_played_side_by_side_each_as_its_protocol_says(
     assert result.envs == ("babyai", "textcraft")
     turns = {(slot.env, slot.sample): slot.num_turns for slot in result.slots}
     assert turns == {("babyai", 1): 3, ("babyai", 2): 3, ("textcraft", 0): 2, ("textcraft", 1): 2}
-    assert result.numbers["babyai"]["invalid_actions"] == 1.0  # it has no such action
-    assert result.numbers["textcraft"]["invalid_actions"] == 0.0
+    assert result.numbers["babyai"]["invalid_actions"]["mean"] == 1.0  # it has no such action
+    assert result.numbers["textcraft"]["invalid_actions"]["mean"] == 0.0
     assert "greedy" not in result.numbers["babyai"]["summary"]
     assert result.numbers["textcraft"]["summary"]["greedy"]["mean"] == 0.0
 
@@ -451,7 +451,7 @@ def test_a_checkpoint_scores_as_the_runs_own_evaluation_of_it_and_as_its_registe
     )
     numbers = by_step.result.numbers["babyai"]
     for name in ("greedy", "avg_at_2", "pass_at_2"):
-        assert numbers["summary"][name] == own.results["summary"][name]
+        assert numbers["summary"][name]["mean"] == own.results["summary"][name]["mean"]
     table = {
         (item, sample): success
         for item, greedy, samples in zip(
