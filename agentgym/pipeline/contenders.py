@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from pathlib import Path
 
@@ -107,6 +108,7 @@ def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
     from agentgym.tracking.deliver import tracker_of
     from agentgym.tracking.mlflow import reaching
 
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     with reaching(cfg.tracking_uri):
         tracker = tracker_of(cfg)
         try:

@@ -8,7 +8,6 @@ import sys
 import time
 import urllib.request
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -30,9 +29,8 @@ def vllm_server(folder, log):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        str(Path(sys.executable).with_name("vllm")),
-        "serve",
-        str(folder),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(folder)),
         "--served-model-name",
         "tiny",
         "--host",
