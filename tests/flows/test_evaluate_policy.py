@@ -19,8 +19,9 @@ def test_the_flow_and_a_stage_of_dvc_take_what_the_command_takes(
     ran = project.run("python", "-m", "flows.evaluate", "--policy", "random", *ASKED, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "ran · evaluation" in ran.stdout
+    stages = yaml.safe_load((project.folder / "examples/evaluations.yaml").read_text())
     file = project.folder / "evaluations/dvc.yaml"
-    stages = yaml.safe_load(file.read_text())
+    file.parent.mkdir()
     own = {"random": stages["stages"]["random"]}
     words = " ".join(ASKED)
     own["random"]["cmd"] = (
