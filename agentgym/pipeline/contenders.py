@@ -54,15 +54,17 @@ def playing_config(cfg: RunConfig, protocol: EvaluationProtocol, engine: str) ->
     return playing
 
 
-def contender_of(cfg: RunConfig, request: EvaluationRequest) -> Contender:
-    """Errors: ConfigError where it is not there, or not supported here."""
+def contender_of(run: RunConfig, cfg: RunConfig, request: EvaluationRequest) -> Contender:
+    """run: whose checkpoints are meant where none is named; cfg: how an engine is set up.
+    Errors: ConfigError where it is not there, or not supported here.
+    """
     name = PolicyName.parse(request.policy)
     if name.who in (Who.EXPERT, Who.RANDOM, Who.ECHO):
         return plain_contender(name)
     if name.who is Who.ENDPOINT:
         return endpoint_contender(_endpoint(request))
     if name.who is Who.RUN:
-        return _of_run(cfg, name)
+        return _of_run(run, cfg, name)
     if name.who is Who.REGISTRY:
         with tempfile.TemporaryDirectory(prefix="agentgym-model-") as folder:
             return folder_contender(_registered(cfg, name, Path(folder)), cfg, name.text)
@@ -90,12 +92,12 @@ def _endpoint(request: EvaluationRequest) -> Endpoint:
         raise ConfigError(str(error)) from None
 
 
-def _of_run(cfg: RunConfig, name: PolicyName) -> Contender:
+def _of_run(run: RunConfig, cfg: RunConfig, name: PolicyName) -> Contender:
     from agentgym.models.checkpoint import load_checkpoint, policy_digest
     from agentgym.pipeline.export import commit_of
 
     store = open_store(cfg)
-    manifest = commit_of(cfg, store, name.name, run=name.of)
+    manifest = commit_of(run, store, name.name, run=name.of)
     about = f"{name.name} commit {manifest.seq}"
     return weights_contender(load_checkpoint(store, manifest), policy_digest(manifest), cfg, about)
 

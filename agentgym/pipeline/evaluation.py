@@ -68,7 +68,7 @@ def evaluate_policy(
     protocol = protocol_for(cfg, request)
     items = items_of(protocol, cfg)
     playing = playing_config(cfg, protocol, request.engine)
-    contender = contender_of(playing, request)
+    contender = contender_of(cfg, playing, request)
     if protocol.deterministic and contender.endpoint is not None:
         raise ConfigError("deterministic is nothing an endpoint promises; leave it out")
     return _evaluate(playing, protocol, items, contender, progress or NoProgress())
