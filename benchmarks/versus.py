@@ -37,15 +37,15 @@ RECIPE = (
     "model.num_kv_heads=1",
     "model.mlp_size=64",
     "model.context_tokens=512",
-    "warm_start.num_demos=120",
-    "warm_start.steps=150",
+    "warm_start.num_demos=60",
+    "warm_start.steps=80",
     "warm_start.batch_size=16",
     "warm_start.optimizer.lr=0.005",
-    "rollout.items_per_step=8",
-    "rollout.group_size=8",
-    "rollout.concurrency=32",
+    "rollout.items_per_step=4",
+    "rollout.group_size=4",
+    "rollout.concurrency=16",
     "horizon.max_turns=[5, 7]",
-    "validation.num_items=8",
+    "validation.num_items=4",
     "evaluation.num_items=100",
     "deterministic=true",
 )
@@ -87,7 +87,13 @@ def evaluated(cfg: RunConfig, policy: str, name: str, num_items: int) -> Named:
     request = EvaluationRequest(
         policy=policy,
         envs=("babyai",),
-        changes={"items": {"num": num_items}, "num_samples": 4, "max_turns": 12, "seed": 1},
+        changes={
+            "items": {"num": num_items},
+            "num_samples": 2,
+            "greedy": False,
+            "max_turns": 9,
+            "seed": 1,
+        },
     )
     found = evaluate_policy(cfg, request)
     print(f"{name}: {found.how}, {found.folder}", file=sys.stderr)
@@ -96,8 +102,8 @@ def evaluated(cfg: RunConfig, policy: str, name: str, num_items: int) -> Named:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each stage")
-    parser.add_argument("--items", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each stage")
+    parser.add_argument("--items", type=int, default=60)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--state", type=Path, help="a folder to keep (default: none is kept)")
     chosen = parser.parse_args()

@@ -39,7 +39,7 @@ def success(
     rows = per_item(greedy, samples)
     values = np.stack(list(rows.values()))
     found: dict[str, Interval | None] = dict.fromkeys(rows)
-    told = ~np.isnan(values).all(axis=1)
+    told: NDArray[np.bool_] = np.asarray(~np.isnan(values).all(axis=1))
     intervals = clustered_intervals(
         values[told], family_codes(families), kind="share", confidence=confidence
     )

@@ -80,7 +80,7 @@ def curves(n: FloatArray, c: FloatArray, most: int) -> tuple[FloatArray, FloatAr
     left[left <= 0] = np.nan
     none = np.cumprod(np.maximum(n[:, None] - c[:, None] - drawn, 0.0) / left, axis=1)
     every = np.cumprod(np.maximum(c[:, None] - drawn, 0.0) / left, axis=1)
-    return 1.0 - none, every
+    return np.asarray(1.0 - none, dtype=np.float64), np.asarray(every, dtype=np.float64)
 
 
 def bootstrap_interval(
