@@ -69,7 +69,7 @@ def test_the_manual_states_what_was_measured():
         for each in RESULT["cases"]
     }
     table = re.findall(
-        r"\| (\d+) x (\d+) \| (\.\d\d) / (1?\.\d\d) \| (\.\d\d) / (1?\.\d\d) \|", text
+        r"\| (\d+) x (\d+) \| (1?\.\d\d) / (1?\.\d\d) \| (1?\.\d\d) / (1?\.\d\d) \|", text
     )
     assert len(table) == 9
     for items, samples, *powers in table:
