@@ -38,7 +38,7 @@ from agentgym.evaluation.passk import wilson_interval
 FloatArray = NDArray[np.float64]
 OUT = Path(__file__).parents[1] / "docs/results/decisions.json"
 CONFIDENCE, ITEMS_SD, FAMILIES_SD, SUCCESS = 0.95, 1.5, 0.12, 0.5
-MOST_FALSE = 0.06  # of the decisions on equal policies, upper bound
+MOST_FALSE = 0.06  # of the decisions on equal policies, upper bound of all designs together
 GAINS = (0.0, 0.05, 0.1)
 _FLIPS = 199
 
@@ -113,6 +113,10 @@ def _turned(gained: FloatArray, codes: NDArray[np.int_], generator: np.random.Ge
 def report(found: list[dict[str, Any]], simulations: int, unequal: int) -> dict[str, Any]:
     equal = [each for each in found if each["gain"] == 0]
     clustered = [each for each in equal if each["families"]]
+    num = simulations * len(equal)
+    together = wilson_interval(
+        round(sum(each["said"]["ours"] * simulations for each in equal)), num, CONFIDENCE
+    )
     return {
         "confidence": CONFIDENCE,
         "simulations": simulations,
@@ -120,6 +124,9 @@ def report(found: list[dict[str, Any]], simulations: int, unequal: int) -> dict[
         "success": SUCCESS,
         "families_sd": FAMILIES_SD,
         "false_positives": {
+            # of all designs together; one of many is the highest by chance alone
+            "ours": round(together.mean, 4),
+            "ours_upper_bound": round(together.high, 4),
             "ours_highest": max(each["said"]["ours"] for each in equal),
             "ours_highest_upper_bound": max(each["ours_upper"] for each in equal),
             "mean_lowest": min(each["said"]["mean"] for each in equal),
@@ -134,7 +141,8 @@ def text(result: dict[str, Any]) -> str:
     false = result["false_positives"]
     lines = [
         "equal policies called different: "
-        f"ours at most {false['ours_highest']:.1%} (upper bound"
+        f"ours {false['ours']:.1%} (upper bound {false['ours_upper_bound']:.1%}; of one design at"
+        f" most {false['ours_highest']:.1%}, upper bound"
         f" {false['ours_highest_upper_bound']:.1%}); the mean is higher, at least"
         f" {false['mean_lowest']:.1%}; items for themselves, with families, up to"
         f" {false['items_highest_with_families']:.1%}",
@@ -176,7 +184,7 @@ def main() -> int:
     rows = ",\n  ".join(json.dumps(each) for each in result.pop("cases"))
     chosen.out.write_text(json.dumps(result, indent=1)[:-2] + f',\n "cases": [\n  {rows}\n ]\n}}\n')
     print(text(result | {"cases": found}))
-    return 0 if result["false_positives"]["ours_highest_upper_bound"] <= MOST_FALSE else 1
+    return 0 if result["false_positives"]["ours_upper_bound"] <= MOST_FALSE else 1
 
 
 def _simulated(case: Case, num: int, stream: np.random.SeedSequence) -> dict[str, Any]:

@@ -21,10 +21,11 @@ from pipeline import machine
 from agentgym.comparison.versus import Named, versus
 from agentgym.comparison.versus_report import PAGE, files, lines
 from agentgym.config import RunConfig, load_config
+from agentgym.models.checkpoint import save_pretrained
 from agentgym.pipeline.contenders import EvaluationRequest
 from agentgym.pipeline.evaluation import evaluate_policy
 from agentgym.pipeline.run import run_step
-from agentgym.pipeline.table import steps_of
+from agentgym.pipeline.table import open_store, steps_of
 from agentgym.steps.step import Kind
 from agentgym.store.files import write_whole
 
@@ -63,7 +64,7 @@ def lists(folder: Path) -> Path:
     return folder
 
 
-def trained(folder: Path, seed: int, steps: int) -> RunConfig:
+def trained(folder: Path, seed: int, steps: int, *, there: bool = False) -> RunConfig:
     """A run's last stage and what it is made of, in a store of its own."""
     cfg = load_config(
         ROOT / "params.yaml",
@@ -76,14 +77,19 @@ def trained(folder: Path, seed: int, steps: int) -> RunConfig:
             f"store.path={folder / 'store'}",
         ],
     )
-    for name, step in steps_of(cfg).items():
+    for name, step in ({} if there else steps_of(cfg)).items():
         if step.kind in (Kind.EVALUATE, Kind.REGISTER, Kind.REPORT):
             continue
         print(f"seed {seed}, {name}: {run_step(name, cfg)}", file=sys.stderr)
     return cfg
 
 
-def evaluated(cfg: RunConfig, policy: str, name: str, num_items: int) -> Named:
+def evaluated(cfg: RunConfig, step: str, name: str, num_items: int) -> Named:
+    """Of the step's weights as a folder, as anybody's model would be."""
+    store, policy = open_store(cfg), str(cfg.state_dir / f"model-{step}")
+    head = next(each for each in store.heads() if each.step == step and each.done)
+    if not Path(policy).exists():
+        save_pretrained(Path(policy), store, head)
     request = EvaluationRequest(
         policy=policy,
         envs=("babyai",),
@@ -105,17 +111,21 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each stage")
     parser.add_argument("--items", type=int, default=60)
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--trained", action="store_true", help="the runs are in --state already")
     parser.add_argument("--state", type=Path, help="a folder to keep (default: none is kept)")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="versus-") as temporary:
         state = chosen.state or Path(temporary)
-        runs = {seed: trained(state / f"seed-{seed}", seed, chosen.steps) for seed in (1, 2)}
+        runs = {
+            seed: trained(state / f"seed-{seed}", seed, chosen.steps, there=chosen.trained)
+            for seed in (1, 2)
+        }
         warm, last, other = (
             evaluated(runs[seed], policy, name, chosen.items)
             for seed, policy, name in (
-                (1, ":warm-start", "warm start"),
-                (1, ":stage-2", "after reinforcement learning"),
-                (2, ":stage-2", "another seed"),
+                (1, "warm-start", "warm start"),
+                (1, "stage-2", "after reinforcement learning"),
+                (2, "stage-2", "another seed"),
             )
         )
         asked = {

@@ -34,7 +34,8 @@ def test_equal_policies_are_seldom_told_apart(decisions, families, samples):
 def test_the_committed_decisions_hold_what_is_asked(decisions):
     false = RESULT["false_positives"]
     assert RESULT["simulations"] >= 5000
-    assert false["ours_highest_upper_bound"] <= decisions.MOST_FALSE
+    assert false["ours_upper_bound"] <= decisions.MOST_FALSE
+    assert false["ours_highest"] <= decisions.MOST_FALSE  # of a single design
     assert false["mean_lowest"] >= 0.4
     assert false["items_highest_with_families"] > 2 * false["ours_highest"]
     asked = {(items, samples) for items in (100, 200, 500) for samples in (1, 4, 8)}
@@ -52,13 +53,14 @@ def test_the_manual_states_what_was_measured():
     text = " ".join((ROOT / "docs/operations.md").read_text().split())
     false = RESULT["false_positives"]
     said = re.search(
-        r"called ([\d.]+) % of equal pairs different at most, where \"the mean is higher\" calls"
+        r"called ([\d.]+) % of equal pairs different \(([\d.]+) % in the worst of 18 designs\), where \"the mean is higher\" calls"
         r" ([\d.]+) % or more better and a test that takes items of (\d+) families for themselves"
         r" up to ([\d.]+) %",
         text,
     )
     assert said is not None
     assert said.groups() == (
+        f"{100 * false['ours']:.1f}",
         f"{100 * false['ours_highest']:.1f}",
         f"{100 * false['mean_lowest']:.0f}",
         str(max(each["families"] for each in RESULT["cases"])),
