@@ -53,7 +53,8 @@ def test_the_manual_states_what_was_measured():
     text = " ".join((ROOT / "docs/operations.md").read_text().split())
     false = RESULT["false_positives"]
     said = re.search(
-        r"called ([\d.]+) % of equal pairs different \(([\d.]+) % in the worst of 18 designs\), where \"the mean is higher\" calls"
+        r"called ([\d.]+) % of equal pairs different \(([\d.]+) % in the worst of 18 designs\),"
+        r" where \"the mean is higher\" calls"
         r" ([\d.]+) % or more better and a test that takes items of (\d+) families for themselves"
         r" up to ([\d.]+) %",
         text,
