@@ -403,6 +403,9 @@ def told_of(result: dict[str, Any]) -> str:
         f" ([results](results/scale.json), limit {100 * LIMIT:.0f} %)"
         + (f"; {' and '.join(not_run)} ranks: not run." if not_run else "."),
     ]
+    num_rows = sum(len(model["rows"]) for model in result["models"].values())
+    if left_out := len(SIZES) * (len(RANKS) + len(LOADS) - 1) - num_rows:
+        lines.append(f"Of the rows below {left_out} are missing: not run.")
     return "\n\n" + "\n\n".join(["\n".join(lines), table(result), loads_table(result)]) + "\n\n"
 
 
