@@ -183,19 +183,16 @@ def summarise(
     keys = [
         key for key in next(iter(evaluations.values())).results["summary"] if key != "pass_at_1"
     ]
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("success, %")
-    for title in (
-        *map(label, sorted(keys, key=lambda key: key != "greedy")),
-        f"{label(average)} gain",
-    ):
+    keys.sort(key=lambda key: key != "greedy")
+    tight = len(keys) > 3  # or it would not fit 80 columns
+    table = Table(box=None, header_style="bold", padding=(0, 1 if tight else 2, 0, 0))
+    table.add_column("success, %", no_wrap=True)
+    for title in (*map(label, keys), f"{label(average)} gain"):
         table.add_column(title, justify="right", no_wrap=True)
     for manifest in evaluations.values():
         gain = manifest.results.get("paired", {}).get(average)
-        cells = [
-            _percent(Interval(**manifest.results["summary"][key]))
-            for key in sorted(keys, key=lambda key: key != "greedy")
-        ]
+        summary = manifest.results["summary"]
+        cells = [_percent(Interval(**summary[key]), tight) for key in keys]
         judged = steps[manifest.results["checkpoint"]]
         shown = judged.name.replace("-", " ")
         if judged.kind is Kind.INITIALIZE:
@@ -301,11 +298,15 @@ def _export_report(cfg: RunConfig, manifest: Manifest) -> Path:
     return folder / "report.html"
 
 
-def _percent(interval: Interval) -> str:
-    return (
-        f"{100 * interval.mean:5.1f}"
-        f" [dim]{100 * interval.low:3.0f}-{100 * interval.high:<3.0f}[/dim]"
+def _percent(interval: Interval, tight: bool) -> str:
+    """At most 13 characters; 12 where it is tight."""
+    mean, (low, high) = (
+        100 * interval.mean,
+        (f"{100 * interval.low:.0f}", f"{100 * interval.high:.0f}"),
     )
+    if tight:
+        return f"{mean:.1f} [dim]{low if low == high else f'{low}-{high}'}[/dim]"
+    return f"{mean:5.1f} [dim]{low:>3}-{high:<3}[/dim]"
 
 
 def _points(interval: Interval) -> str:

@@ -1,15 +1,23 @@
 """Bad input ends with one line and exit code 2 before anything starts."""
 
+import io
 import json
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from agentgym.cli import main as agentgym
+from agentgym.config import load_config
+from agentgym.pipeline.table import steps_of
+from agentgym.steps.step import Kind
 from flows import shell
 from flows.pipeline import pipeline
 from flows.run import is_any
 
+ROOT = Path(__file__).parents[2]
 PIPELINE = partial(shell.main, "flows.pipeline", pipeline, is_any)
 
 
@@ -125,3 +133,33 @@ def test_a_dataset_that_was_not_pulled_is_named_with_the_command_that_pulls_it(f
     assert ended.returncode == 2
     assert "dataset not pulled" in ended.stderr
     assert "dvc pull data/AgentGym-RL-Data-ID.dvc" in ended.stderr
+
+
+def test_the_summary_of_three_values_of_k_fits_80_columns(monkeypatch):
+    cfg = load_config(ROOT / "params.yaml", ["evaluation.num_samples=4", "evaluation.k=[1,2,4]"])
+    wide = {"mean": 1.0, "low": 0.995, "high": 1.0, "num_items": 8}
+    keys = ("greedy", "avg_at_4", "pass_at_1", "pass_at_2", "pass_at_4")
+    results = {"summary": dict.fromkeys(keys, wide), "coverage": 1.0}
+    paired = {"paired": {"baseline": "evaluate-warm-start", "avg_at_4": wide}}
+    done = {}
+    for name, step in steps_of(cfg).items():
+        if step.kind is Kind.EVALUATE:
+            more = paired if "stage" in name else {}
+            found = {**results, **more, "checkpoint": step.checkpoint}
+            done[name] = SimpleNamespace(results=found, timings={"wall_s": 100.0})
+    registered = {"model": "agentgym-babyai", "version": "1", "alias": "champion"}
+    for name, found in (("register", registered), ("report", {})):
+        done[name] = SimpleNamespace(results=found, timings={})
+    monkeypatch.setattr(shell, "run_key", lambda _: "0" * 64)  # the data may not be pulled
+    monkeypatch.setattr(shell, "_export_report", lambda *_: "report.html")
+    monkeypatch.setattr(shell, "alarm_lines", lambda *_: [])
+    monkeypatch.setattr(shell, "sentence", lambda _: "moves to version 1")
+    said = io.StringIO()
+    shell.summarise(cfg, done, Console(file=said, width=80))
+    table = said.getvalue().splitlines()[:6]
+    titles = ["success,", "%", "greedy", "avg@4", "pass@2", "pass@4", "avg@4", "gain"]
+    assert table[0].split() == titles
+    assert max(map(len, table)) <= 80
+    counted = [(line.count("100.0"), "gain" in line) for line in table]
+    assert [each[0] for each in counted[1:]] == [4, 4, 5, 5, 5]  # no row is broken
+    assert table[1].startswith("untrained ")
