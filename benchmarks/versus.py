@@ -143,7 +143,7 @@ def main() -> int:
     tree = {
         **result,
         "machine": machine(),
-        "command": f"python benchmarks/versus.py --steps {chosen.steps}",
+        "command": f"python benchmarks/versus.py --steps {chosen.steps} --items {chosen.items}",
     }
     write_whole(chosen.out / "versus.json", f"{json.dumps(tree, indent=1)}\n".encode())
     return 0
