@@ -202,15 +202,18 @@ def _pair(before: Sequence[Slot], after: Sequence[Slot]) -> Pair:
     for slot in (*before, *after):
         families[slot.item_id] = families[slot.item_id] or slot.family
     columns = sorted({slot.sample for slot in before if slot.sample or not sampled})
-    tables = []
-    for slots in (before, after):
+    rows = {item: row for row, item in enumerate(items)}
+
+    def table_of(slots: Sequence[Slot]) -> FloatArray:
         table = np.full((len(items), len(columns)), np.nan)
-        rows = {item: row for row, item in enumerate(items)}
         for slot in slots:
             if slot.counts and slot.sample in columns:
                 table[rows[slot.item_id], columns.index(slot.sample)] = float(slot.success)
-        tables.append(table)
-    return Pair(items, tuple(families.values()), *tables, num_slots=len(items) * len(columns))
+        return table
+
+    num_slots = len(items) * len(columns)
+    told = tuple(families.values())
+    return Pair(items, told, table_of(before), table_of(after), num_slots)
 
 
 def _of_families(families: Sequence[str | None], gained: FloatArray) -> dict[str, float]:

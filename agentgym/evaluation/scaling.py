@@ -175,8 +175,8 @@ def _curve(
     )
     num = (count > 0).sum(axis=1)
     intervals = tuple(
-        Interval(*(round(float(part), 6) for part in each), int(items))
-        for *each, items in zip(*found, num, strict=True)
+        Interval(round(float(mean), 6), round(float(low), 6), round(float(high), 6), int(items))
+        for mean, low, high, items in zip(*found, num, strict=True)
     )
     counted = [slot for slot in slots if slot.counts]
     cut = [s for s in counted if s.outcome == "truncated" and s.num_turns < max_turns]
