@@ -70,10 +70,10 @@ slow: install  ## what takes minutes
 	@$(BIN)/python -m pytest -m "slow" $(ARGS)
 
 ray: install  ## what starts Ray
-	@$(BIN)/python -m pytest -m "ray" $(ARGS)
+	@$(BIN)/python -m pytest -m "ray and not kubernetes" $(ARGS)
 
 kubernetes: install  ## what needs the API server of a cluster: make kubernetes AGENTGYM_TEST_KUBECONFIG=~/.kube/config
-	@$(BIN)/python -m pytest -m "kubernetes" $(ARGS)
+	@$(BIN)/python -m pytest -m "kubernetes and not slow" $(ARGS)
 
 chaos: install  ## kill parts of a run at random times and check what is left; most of an hour, writes docs/results/faults.md
 	@$(BIN)/python benchmarks/chaos.py $(ARGS)

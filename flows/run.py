@@ -16,6 +16,7 @@ from agentgym.config import ConfigError, RunConfig, load_config
 from agentgym.console.progress import Bars
 from agentgym.console.terminal import PlainConsole
 from agentgym.deploy.environment import environment_servers
+from agentgym.deploy.kuberay import end_jobs
 from agentgym.deploy.kubernetes import end_run, of_fleets
 from agentgym.pipeline.table import finished, open_store, run_label, steps_of
 from agentgym.steps.context import Environment
@@ -60,11 +61,13 @@ def run_name() -> str:
 
 def fleets_down(flow: Any, flow_run: Any, state: Any) -> None:
     """A hook of flow runs that were cancelled: where their process was killed before it could, its
-    fleets on Kubernetes are taken down here.
+    fleets and jobs on Kubernetes are taken down here.
     """
     cfg = RunRequest.model_validate(flow_run.parameters.get("run") or {}).config()
     if of_fleets(cfg):
         end_run(cfg, run_label(cfg))
+    if cfg.compute == "kuberay":
+        end_jobs(cfg, run_label(cfg))
 
 
 def is_preparation(step: Step) -> bool:

@@ -21,7 +21,6 @@ LONG = {
     "agentgym/data/published.py import_dataset": 68,
     "agentgym/data/trajectories.py _check_messages": 62,
     "agentgym/evaluation/report.py learning_curve_png": 63,
-    "agentgym/pipeline/run.py run_step": 65,
     "agentgym/training/offline.py train_stage": 70,
     "agentgym/training/rl.py train_stage": 94,
     "envs/__main__.py _parser": 92,

@@ -28,7 +28,7 @@ from agentgym.compute.learner_ranks import LearnerRank, RayLearner
 from agentgym.compute.rollout_workers import RayEngine, RolloutWorker, WorkerPlan
 from agentgym.compute.sending import SENDING
 from agentgym.config import ConfigError, RunConfig
-from agentgym.deploy.jobs import RayUnreachable
+from agentgym.deploy.attempts import RayUnreachable
 from agentgym.deploy.rayjobs import auth_headers, forget_token
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint

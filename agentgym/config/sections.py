@@ -401,8 +401,8 @@ class StoreConfig(Section):
 
 
 class KubernetesConfig(Section):
-    """The cluster that fleets of environment servers come up on. Credentials are found as kubectl
-    finds them: KUBECONFIG, ~/.kube/config, or the account of the pod this runs in.
+    """The cluster that fleets of environment servers come up on, and RayJobs. Credentials are
+    found as kubectl finds them: KUBECONFIG, ~/.kube/config, or the account of the pod this runs in.
     """
 
     context: str = operational("", "of the kubeconfig; empty: its current one")
@@ -476,12 +476,10 @@ class RayConfig(Section):
 
 class KubeRayConfig(Section):
     """The RayJob that one attempt at a step is, where compute is kuberay: a Ray cluster of its own,
-    which ends with it. Its image is that of AGENTGYM_IMAGE, its secrets are those of k8s/README.md.
+    which ends with it, in `kubernetes.namespace`. Its image is that of AGENTGYM_IMAGE, its secrets
+    are those of k8s/README.md.
     """
 
-    namespace: str = operational(
-        "agentgym", "of the RayJobs", pattern="^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
-    )
     mode: Literal["K8sJobMode", "HTTPMode"] = operational(
         "K8sJobMode",
         "how KubeRay hands the job to its cluster; K8sJobMode: a pod does, whose log is followed",

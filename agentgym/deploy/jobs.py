@@ -10,105 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
-import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.store.keys import object_name
+from agentgym.deploy.attempts import (
+    POLL_S,
+    STOP_TIMEOUT_S,
+    Job,
+    Look,
+    Phase,
+    RayJobFailed,
+    RayUnreachable,
+    Transport,
+)
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1.0
 SILENCE_S = 60.0  # a cluster that was reached once may be away for so long
-STOP_TIMEOUT_S = 60.0
-STOP_GRACE_S = 20  # whole seconds a job has to end in order
 LOG_END_S = 5.0  # for the last lines of a finished job
 LOG_LINES = 15  # of a failed job, in the error
 BAD_INPUT = 2  # exit code of a step that cannot succeed as it was asked for
-
-
-class RayUnreachable(RuntimeError):
-    """Nobody answers for the Ray cluster: its dashboard, or the API server that has its RayJobs."""
-
-
-class RayJobFailed(RuntimeError):
-    """The job ended without the step's result."""
-
-
-class Phase(enum.Enum):
-    """Where a job is on its way; each but the last has a deadline of its own."""
-
-    QUEUED = "queued"  # held back by a queue of the cluster
-    WAITING = "waiting"  # for room, and for its process
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What a cluster says of a job."""
-
-    phase: Phase
-    status: str  # the cluster's own word
-    message: str = ""
-    exit_code: int | None = None
-    is_stopped: bool = False  # by somebody, not by its own end
-    is_late: bool = False  # the cluster ended it at its deadline
-    is_lost: bool = False  # what it ran on is gone; it is to be stopped
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is to be run: a step, under the key that the submitter found."""
-
-    step: str
-    run_key: str
-    key: str
-    cfg: RunConfig
-
-    def name(self, attempt: int) -> str:
-        return object_name(self.run_key, self.step, attempt)
-
-
-class Transport(Protocol):
-    """A way to have jobs run. Methods raise OSError or RuntimeError where it does not answer."""
-
-    place: str  # for people
-
-    def attempts(self, job: Job) -> Mapping[int, Look]:
-        """All that are known there, by their number."""
-        ...
-
-    def submit(self, job: Job, name: str) -> None:
-        """Start it, unless it is there already. Errors: RayJobFailed, ConfigError."""
-        ...
-
-    def look(self, name: str) -> Look | None:
-        """None where it is not known, or no longer."""
-        ...
-
-    async def tail(self, name: str, hear: Callable[[str], None]) -> None:
-        """Pass every line of its log on once, until cancelled. Errors are tried again."""
-        ...
-
-    def stop(self, name: str) -> None:
-        """Ask for its end."""
-        ...
-
-    def gone_means(self) -> str:
-        """Why a job that was there may be unknown, for people."""
-        ...
-
-    def settle(self, job: Job) -> None:
-        """The step is done: nothing of its attempts is needed any more."""
-        ...
 
 
 def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key: str) -> Manifest:
@@ -124,12 +49,13 @@ def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key:
     """
     transport = _transport(cfg)
     job = Job(step, run_key, key, cfg)
-    reason = ""
+    number, reason = 0, ""
     for chance in range(cfg.ray.job_attempts):
         if chance:
             # a driver that died without a word on another machine holds the lease so long
             time.sleep(cfg.store.lease_ttl_s)
-        name, is_new = _find_or_name(transport, job)
+        number, is_new = _find_or_number(transport, job, number)
+        name = job.name(number)
         if is_new:
             transport.submit(job, name)
         how = "was submitted" if is_new else "is there already, following it"
@@ -158,25 +84,15 @@ def _transport(cfg: RunConfig) -> Transport:
     return RayJobs.connect(cfg)
 
 
-def _find_or_name(transport: Transport, job: Job) -> tuple[str, bool]:
-    """(name, False) of the job of this run and step that has not ended, else (the next free
-    name, True).
+def _find_or_number(transport: Transport, job: Job, last: int) -> tuple[int, bool]:
+    """(number, False) of the attempt at this run and step that has not ended, else (the next one
+    after all that are known and the last of this call, True).
     """
     attempts = transport.attempts(job)
     for number, look in sorted(attempts.items(), reverse=True):
         if look.phase is not Phase.ENDED:
-            return job.name(number), False
-    return job.name(max(attempts, default=0) + 1), True
-
-
-def numbered(names: Mapping[str, Look], job: Job) -> dict[int, Look]:
-    """Those that are attempts of this job, by their number."""
-    base = job.name(1)[:-1]
-    return {
-        int(name.removeprefix(base)): look
-        for name, look in names.items()
-        if re.fullmatch(rf"{base}[0-9]+", name)
-    }
+            return number, False
+    return max([last, *attempts]) + 1, True
 
 
 def _follow_or_stop(

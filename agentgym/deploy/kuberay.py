@@ -6,6 +6,7 @@ Only the resource is spoken to, never the cluster's dashboard: its token stays i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import time
@@ -13,7 +14,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.deploy.jobs import Job, Look, Phase, RayJobFailed, RayUnreachable, numbered
+from agentgym.deploy.attempts import (
+    POLL_S,
+    STOP_TIMEOUT_S,
+    Job,
+    Look,
+    Phase,
+    RayJobFailed,
+    RayUnreachable,
+    numbered,
+)
 from agentgym.deploy.kube import (
     AlreadyExists,
     ApiUnreachable,
@@ -41,11 +51,10 @@ QUEUED = ("Suspending", "Suspended")
 class KubeRay:
     """The RayJobs of one namespace."""
 
-    def __init__(self, kube: Kube, image: str, *, lost_s: float = LOST_S) -> None:
+    def __init__(self, kube: Kube, image: str) -> None:
         self.place = f"KubeRay in namespace {kube.namespace}"
         self._kube = kube
         self._image = image
-        self._lost_s = lost_s
         self._clusters: dict[str, str] = {}  # job -> uid of the cluster it was first seen on
         self._missing_since: dict[str, float] = {}  # job -> when its cluster was first missed
 
@@ -55,7 +64,7 @@ class KubeRay:
         KubeRay; RayUnreachable.
         """
         image = image_of(os.environ)
-        kube = connect(namespace=cfg.kuberay.namespace)
+        kube = connect(context=cfg.kubernetes.context, namespace=cfg.kubernetes.namespace)
         try:
             kube.list(RAY_JOB, labels={RUN_LABEL: "none"})
         except (NotServed, NotFound):
@@ -107,7 +116,7 @@ class KubeRay:
             self._missing_since.pop(name, None)
             return False
         since = self._missing_since.setdefault(name, time.monotonic())
-        return time.monotonic() - since >= self._lost_s
+        return time.monotonic() - since >= LOST_S
 
     async def tail(self, name: str, hear: Callable[[str], None]) -> None:
         """The log of the pod that has handed the job over; in HTTPMode there is none."""
@@ -127,8 +136,18 @@ class KubeRay:
         return self._kube.log(newest["metadata"]["name"], lines=TAIL_LINES).splitlines()
 
     def stop(self, name: str) -> None:
-        """With all that it owns; its name is free once these are gone."""
+        """With all that it owns; its name is free once these are gone.
+        Errors: TimeoutError where they stay.
+        """
         self._kube.delete(RAY_JOB, name, propagation="Foreground")
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while self._kube.find(RAY_JOB, name) is not None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"RayJob {name} is still there {STOP_TIMEOUT_S:g} s after its deletion, with"
+                    " what it holds; see that KubeRay's operator runs: it owes a finalizer"
+                )
+            time.sleep(POLL_S)
 
     def gone_means(self) -> str:
         return "somebody deleted it"
@@ -138,6 +157,16 @@ class KubeRay:
         for number, look in self.attempts(job).items():
             if look.phase is Phase.ENDED:
                 self._kube.delete(RAY_JOB, job.name(number))
+
+
+def end_jobs(cfg: RunConfig, run: str) -> int:
+    """Delete whatever RayJobs of a run are there, because it was cancelled and its own process may
+    have been killed before it could. Result: how many there were. Errors: ConfigError, KubeError.
+    """
+    kube = connect(context=cfg.kubernetes.context, namespace=cfg.kubernetes.namespace)
+    with contextlib.closing(kube):
+        found = kube.list(RAY_JOB, labels={RUN_LABEL: run}).items
+        return sum(kube.delete(RAY_JOB, each["metadata"]["name"]) for each in found)
 
 
 def look_at(found: Mapping[str, Any]) -> Look:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentgym.config import ConfigError, KubeRayConfig, RunConfig
-from agentgym.deploy.jobs import STOP_GRACE_S, Job
+from agentgym.deploy.attempts import STOP_GRACE_S, Job
 from agentgym.deploy.manifests import RUN_LABEL
 from agentgym.deploy.sent import PARAMS_VARIABLE, arguments, params_text, sent_config
 
@@ -49,7 +49,7 @@ def rayjob(job: Job, name: str, image: str) -> Object:
         "kind": "RayJob",
         "metadata": {
             "name": name,
-            "namespace": settings.namespace,
+            "namespace": cfg.kubernetes.namespace,
             "labels": labels | _queue(settings),
             "annotations": {RUN_KEY_ANNOTATION: job.run_key, STEP_KEY_ANNOTATION: job.key},
         },

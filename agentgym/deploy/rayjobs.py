@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.deploy.jobs import (
+from agentgym.deploy.attempts import (
     POLL_S,
     STOP_GRACE_S,
     Job,

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from agentgym.config import RunConfig, is_elsewhere
-from agentgym.deploy.jobs import Job
+from agentgym.deploy.attempts import Job
 
 PARAMS_VARIABLE = "AGENTGYM_PARAMS"
 STATE = Path(".agentgym")  # on a machine that does not have ours

@@ -129,7 +129,8 @@ def _with_servers(cfg: RunConfig, environment: Environment | None) -> Iterator[R
         def named(env: EnvConfig) -> EnvConfig:
             if env.deploy != "kubernetes":
                 return env
-            there = {"deploy": "local", "replicas": "auto", "keep": False}
+            room = max(env.max_sessions, cfg.rollout.concurrency)  # a name stands for all servers
+            there = {"deploy": "local", "replicas": "auto", "keep": False, "max_sessions": room}
             urls = tuple(str(each) for each in endpoints[env.name])
             return env.model_copy(update={**there, "endpoints": urls})
 

@@ -24,7 +24,7 @@ def refusal(path, *overrides):
         ("compute=ray", "ray.address=203.0.113.5:6379"),
         ("compute=ray", "ray.address='[2001:db8::5]:6379'"),
         ("compute=ray", "ray.address=cluster.example:6379"),
-        ("compute=ray-job", "ray.address=http://cluster.example:8265/"),
+        ("compute=ray-job", "ray.address=http://cluster.example:8265/", "ray.shared_paths=true"),
     ],
 )
 def test_a_cluster_elsewhere_must_be_named_by_the_machine_too(write, monkeypatch, overrides):

@@ -1,0 +1,144 @@
+"""A stand-in for KubeRay's operator, for tests: it gives RayJobs a RayCluster in name, and runs
+their entrypoints on one local Ray cluster. It proves our client, not KubeRay.
+
+As KubeRay in HTTPMode it hands a job over once its cluster is there, copies the job's status into
+the resource's, deletes the cluster of an ended job, and ends a job whose resource is deleted.
+Where the cluster is deleted, the job's processes are killed with it, and the status goes on saying
+RUNNING.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+
+from agentgym.deploy.kube import Kind, Kube, NotFound
+from agentgym.deploy.kuberay import RAY_CLUSTER, RAY_JOB
+
+POLL_S = 0.3
+SECRET = Kind("v1", "Secret")
+
+
+class StandIn:
+    """`client`: of the local cluster's Jobs API; `folder`: where jobs work."""
+
+    def __init__(self, kube: Kube, client, folder: Path) -> None:
+        self.kube, self._client, self._folder = kube, client, folder
+        self.ran: list[str] = []  # names, in order
+        self.errors: list[str] = []
+        self._clusters: dict[str, str] = {}  # job -> its RayCluster, while it runs
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join(30)
+        for name in list(self._clusters):
+            self._kill(name)
+
+    def _watch(self):
+        while not self._stop.wait(POLL_S):
+            try:
+                self._reconcile()
+            except Exception as error:  # told by the test that waits in vain
+                self.errors.append(f"{type(error).__name__}: {error}")
+
+    def _reconcile(self):
+        jobs = {each["metadata"]["name"]: each for each in self.kube.list(RAY_JOB).items}
+        for name, job in jobs.items():
+            if job["metadata"].get("deletionTimestamp"):
+                continue
+            status = job.get("status") or {}
+            if not status.get("jobDeploymentStatus"):
+                self._begin(name, job)
+            elif status["jobDeploymentStatus"] == "Running" and name in self._clusters:
+                self._follow(name)
+        for name in [each for each in self._clusters if each not in jobs]:
+            self._client.stop_job(name)
+            del self._clusters[name]
+
+    def _begin(self, name, job):
+        self.kube.create(cluster_of(job))
+        cluster = f"{name}-cluster"
+        self._says(name, "Initializing", jobId=name, rayClusterName=cluster)
+        spec = job["spec"]
+        head = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+        folder = self._folder / name  # as /app of a pod: nothing of another attempt is there
+        folder.mkdir()
+        self._client.submit_job(
+            entrypoint=f"cd {shlex.quote(str(folder))} && exec {spec['entrypoint']}",
+            submission_id=spec["jobId"],
+            runtime_env={"env_vars": self._environment(head)},
+            entrypoint_num_cpus=spec["entrypointNumCpus"],
+        )
+        self._clusters[name] = cluster
+        self.ran.append(name)
+        self._says(name, "Running", "PENDING")
+
+    def _environment(self, container):
+        """As kubelet makes it: literals, in which $$ is $, and what Secrets hold; and an image's
+        `python` on the path.
+        """
+        found = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        found |= {each["name"]: each["value"].replace("$$", "$") for each in container["env"]}
+        for each in container["envFrom"]:
+            with contextlib.suppress(NotFound):
+                secret = self.kube.get(SECRET, each["secretRef"]["name"])
+                found |= {k: base64.b64decode(v).decode() for k, v in secret["data"].items()}
+        return found
+
+    def _follow(self, name):
+        if self.kube.find(RAY_CLUSTER, self._clusters[name]) is None:
+            self._kill(name)
+            return
+        job = self._client.get_job_info(name)
+        status = str(job.status)
+        if not job.status.is_terminal():
+            self._says(name, "Running", status)
+            return
+        self._says(
+            name,
+            "Failed" if status == "FAILED" else "Complete",
+            status,
+            message=job.message,
+            **({"reason": "AppFailed"} if status == "FAILED" else {}),
+        )
+        self.kube.delete(RAY_CLUSTER, self._clusters.pop(name))  # shutdownAfterJobFinishes
+
+    def _kill(self, name):
+        """As a pod that is gone: without a word, the step's processes first."""
+        del self._clusters[name]
+        for process in psutil.process_iter(["cmdline", "cwd"]):
+            with contextlib.suppress(psutil.Error, TypeError):
+                if process.info["cwd"] == str(self._folder / name):
+                    os.kill(process.pid, signal.SIGKILL)
+
+    def _says(self, name, deployment, ray=None, **more):
+        status = {"jobDeploymentStatus": deployment, "jobStatus": ray, **more}
+        with contextlib.suppress(NotFound):
+            self.kube.patch(RAY_JOB, name, {"status": status}, subresource="status")
+
+
+def cluster_of(job):
+    """Owned by its job: deleted with it."""
+    metadata = job["metadata"]
+    owner = {"apiVersion": "ray.io/v1", "kind": "RayJob", "controller": True}
+    owner |= {"name": metadata["name"], "uid": metadata["uid"], "blockOwnerDeletion": True}
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": f"{metadata['name']}-cluster", "ownerReferences": [owner]},
+        "spec": job["spec"]["rayClusterSpec"],
+    }

@@ -1,0 +1,181 @@
+"""A whole staged run as RayJobs: data by digest, store on S3, MLflow by address, no shared path.
+
+What runs the jobs is a stand-in for KubeRay's operator (kuberay_stand_in.py): our client is proved
+here, not KubeRay.
+"""
+
+import base64
+import importlib.util
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from agentgym.audit import audit
+from agentgym.config import load_config
+from agentgym.deploy import rayjobs
+from agentgym.deploy.kube import Kind, connect
+from agentgym.deploy.kuberay import RAY_CLUSTER, RAY_JOB
+from agentgym.deploy.owned import owned_process, tail
+from agentgym.pipeline.run import STAYS_HERE, run_step
+from agentgym.pipeline.table import finished, open_store, run_label, steps_of
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.ray, pytest.mark.slow]
+
+STEP = "import sys; from agentgym.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def beside(name):
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def kube(kubeconfig):
+    name = f"agentgym-runs-{secrets.token_hex(4)}"
+    kube = connect(kubeconfig=kubeconfig, namespace=name)
+    kube.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    yield kube
+    kube.delete(Kind("v1", "Namespace"), name)
+    kube.close()
+
+
+@pytest.fixture(scope="module")
+def mlflow(tmp_path_factory):
+    """A server's address, by a name that only the resolver knows for loopback: to the rules it is
+    another machine.
+    """
+    folder = tmp_path_factory.mktemp("mlflow")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}"]
+    command += [f"--backend-store-uri=sqlite:///{folder}/mlflow.db", "--workers=1"]
+    command += [f"--artifacts-destination={folder}/artifacts", f"--allowed-hosts=127.1:{port}"]
+    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with owned_process(command, log_path=folder / "log", env=environment) as server:
+        deadline = time.monotonic() + 180
+        while True:
+            assert server.poll() is None, tail(folder / "log")
+            assert time.monotonic() < deadline, tail(folder / "log")
+            try:
+                urllib.request.urlopen(f"http://127.1:{port}/health", timeout=2).close()
+                break
+            except OSError:
+                time.sleep(0.3)
+        yield f"http://127.1:{port}"
+
+
+def variables(s3_endpoint, folder):
+    (folder / "aws").touch()
+    return {
+        "AWS_ENDPOINT_URL": s3_endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": str(folder / "aws"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(folder / "aws"),
+    }
+
+
+@pytest.fixture
+def operator(kube, ray_cluster, s3_endpoint, tmp_path, monkeypatch):
+    """The stand-in, and the Secret that jobs get their credentials from."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", ray_cluster.token)
+    credentials = {
+        name: base64.b64encode(value.encode()).decode()
+        for name, value in variables(s3_endpoint, tmp_path).items()
+    }
+    metadata = {"name": "agentgym-credentials"}
+    kube.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": credentials})
+    (tmp_path / "jobs").mkdir()
+    client = rayjobs._connect(ray_cluster.dashboard)
+    with beside("kuberay_stand_in").StandIn(kube, client, tmp_path / "jobs") as operator:
+        yield operator
+
+
+def until(what, operator, seconds=600):
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, operator.errors
+        time.sleep(0.2)
+    return found
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("sent", ["the stages", "every step"])
+def test_a_staged_run_loses_a_cluster_and_its_follower_and_ends_as_if_nothing_had_been(
+    kube, kubeconfig, operator, mlflow, s3_uri, tiny_params, tmp_path, request, monkeypatch, sent
+):
+    """`the stages`: other steps compute here, which are the same steps to the store."""
+    monkeypatch.setenv("AGENTGYM_IMAGE", "registry/agentgym:1")
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    params = tiny_params(
+        tmp_path / "run",
+        deterministic=True,
+        alarms={"min_entropy": 10.0},
+        compute="kuberay",
+        kuberay={"mode": "HTTPMode"},
+        kubernetes={"namespace": kube.namespace},
+        tracking={"uri": mlflow},
+        store={"path": str(tmp_path / "run" / "store"), "uri": s3_uri, "lease_ttl_s": 3.0},
+    )
+    cfg = load_config(params)
+    store, run = open_store(cfg), run_label(cfg)
+
+    def commits(step):
+        return [each for each in store.heads() if each.step == step]
+
+    for name in steps_of(cfg):
+        if name == "stage-1":  # its cluster is deleted in the middle
+            with step_process(params, name, tmp_path) as process:
+                until(lambda: commits("stage-1"), operator)
+                kube.delete(RAY_CLUSTER, f"{run}-s1-a1-cluster")
+                assert process.wait(900) == 0, (tmp_path / "log").read_text()
+            assert operator.ran[-2:] == [f"{run}-s1-a1", f"{run}-s1-a2"]
+        elif name == "stage-2":  # whoever follows it is killed, and comes back
+            with step_process(params, name, tmp_path) as process:
+                until(lambda: kube.find(RAY_JOB, f"{run}-s2-a1"), operator)
+                until(lambda: operator.ran[-1] == f"{run}-s2-a1", operator)
+                process.send_signal(signal.SIGKILL)
+            assert str(run_step(name, cfg)) in ("ran", "resumed at commit 1")
+            assert operator.ran[-1] == f"{run}-s2-a1"  # there was no second one
+        elif sent == "the stages":
+            if name in ("prepare", "initialize", "warm-start"):
+                here = cfg.model_copy(update={"compute": "inline"})
+                assert str(run_step(name, here)) == "ran", name
+        else:
+            assert str(run_step(name, cfg)) == "ran", name
+    assert operator.errors == []
+    assert kube.list(RAY_JOB).items == []
+    until(lambda: kube.list(RAY_CLUSTER).items == [], operator)  # no GPU is held
+    if sent == "the stages":
+        return
+    jobs = [name for name, step in steps_of(cfg).items() if step.kind not in STAYS_HERE]
+    assert len(operator.ran) == len(jobs) + 1  # the one that lost its cluster
+    found = {name: manifest.digest for name, manifest in finished(cfg, store).items()}
+    alone = load_config(request.getfixturevalue("whole_run") / "params.yaml")
+    assert found == {
+        name: manifest.digest for name, manifest in finished(alone, open_store(alone)).items()
+    }
+    report = audit(cfg, num_episodes=2)
+    assert report.ok, [(check.name, check.failures) for check in report.checks if not check.ok]
+
+
+def step_process(params, name, folder):
+    return subprocess.Popen(
+        [sys.executable, "-c", STEP, "step", name, "--verbose", "--params", str(params)],
+        stdout=(folder / "log").open("ab"),
+        stderr=subprocess.STDOUT,
+    )
