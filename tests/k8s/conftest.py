@@ -21,6 +21,7 @@ def manifests(tmp_path_factory):
     lines = [
         f"{env}=registry:5000/agentgym-env-{env}@sha256:{i:064x}" for i, env in enumerate(ENVS)
     ]
+    lines.append(f"agentgym=registry:5000/agentgym@sha256:{9:064x}")
     (folder / "overlays/gpu/images.env").write_text("\n".join(lines))
     return folder
 
@@ -52,7 +53,11 @@ NEEDED += [
     for verb in ("get", "list", "watch")
 ]
 NEEDED += [("get", "/pods/log"), ("get", "/resourcequotas"), ("get", "/persistentvolumeclaims")]
+NEEDED += [(verb, "ray.io/rayjobs") for verb in ("get", "list", "watch", "create", "delete")]
+NEEDED += [(verb, "ray.io/rayclusters") for verb in ("get", "list", "watch")]
 REFUSED = [
+    ("create", "ray.io/rayclusters"),
+    ("patch", "ray.io/rayjobs"),
     *((verb, "/secrets") for verb in ("get", "list", "create", "patch", "delete")),
     *(("create", each) for each in ("/pods", "/pods/exec", "/pods/eviction", "/configmaps")),
     *(("create", f"rbac.authorization.k8s.io/{each}") for each in ("roles", "rolebindings")),

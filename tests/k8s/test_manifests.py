@@ -33,6 +33,12 @@ def of_kind(objects, kind):
     return {each["metadata"]["name"]: each for each in objects if each["kind"] == kind}
 
 
+def fleets(objects):
+    """Deployments of environments, by name."""
+    found = of_kind(objects, "Deployment")
+    return {name: each for name, each in found.items() if name.startswith("env-")}
+
+
 def server(deployment):
     """(pod, container, the options that its command understands)."""
     pod = deployment["spec"]["template"]["spec"]
@@ -79,7 +85,8 @@ def test_every_file_is_rendered_by_somebody():
         }
     offered = {K8S / f"overlays/{name}" for name in ("kind", "gpu", "test")}
     offered |= {K8S / f"components/{name}" for name in OPTIONAL}
-    files = {path for path in K8S.rglob("*.yaml") if path.name != "kustomization.yaml"}
+    others = ("kustomization.yaml", "params.yaml")
+    files = {path for path in K8S.rglob("*.yaml") if path.name not in others}
     folders = {path.parent for path in K8S.rglob("kustomization.yaml")}
     assert files | folders - offered == named - {K8S / "overlays/kind"}
 
@@ -90,13 +97,14 @@ def test_the_overlay_test_steps_down_to_kubernetes_1_20_and_changes_nothing_else
         if each["kind"] == "PodDisruptionBudget":
             each["apiVersion"] = "policy/v1beta1"
             del each["spec"]["unhealthyPodEvictionPolicy"]
-        if each["kind"] == "Deployment":
-            _, container, options = server(each)
+        if each["kind"] == "Deployment" and each["metadata"]["name"] != "prefect-worker":
+            (container,) = each["spec"]["template"]["spec"]["containers"]
+            port = container["ports"][0]["containerPort"]
             for name in ("startupProbe", "readinessProbe", "livenessProbe"):
                 path = container[name].pop("httpGet")["path"]
                 ask = (
                     "import urllib.request as r;"
-                    f' r.urlopen("http://127.0.0.1:{options.port}{path}", timeout=4)'
+                    f' r.urlopen("http://127.0.0.1:{port}{path}", timeout=4)'
                 )
                 container[name]["exec"] = {"command": ["python", "-c", ask]}
     assert objects("test") == expected
@@ -107,8 +115,9 @@ def test_the_overlay_test_steps_down_to_kubernetes_1_20_and_changes_nothing_else
 def test_each_environment_has_a_fleet_that_survives_a_lost_server(objects, overlay):
     found = objects(overlay)
     for kind in ("Deployment", "Service", "PodDisruptionBudget"):
-        assert sorted(of_kind(found, kind)) == [f"env-{env}" for env in ENVS]
-    for name, deployment in of_kind(found, "Deployment").items():
+        named = [name for name in of_kind(found, kind) if name.startswith("env-")]
+        assert sorted(named) == [f"env-{env}" for env in ENVS]
+    for name, deployment in fleets(found).items():
         labels = deployment["spec"]["template"]["metadata"]["labels"]
         selector = deployment["spec"]["selector"]["matchLabels"]
         service = of_kind(found, "Service")[name]["spec"]
@@ -158,7 +167,7 @@ def test_a_drain_is_longer_than_a_turn_and_a_pod_lives_longer_than_its_drain(obj
 def test_probes_ask_what_bears_no_token_and_only_readiness_ends_with_a_drain(objects):
     spec = EnvSpec(name="x", instructions="", make=lambda: None, options={}, probe_actions=())
     routes = {route.path for route in make_app(spec, ServerSettings()).routes}
-    for deployment in of_kind(objects("kind"), "Deployment").values():
+    for deployment in fleets(objects("kind")).values():
         _, container, _ = server(deployment)
         asked = {
             name: container[name]["httpGet"]["path"]
@@ -204,10 +213,21 @@ def test_a_server_has_twice_the_memory_it_was_measured_with_and_may_hold_what_it
 def test_images_are_named_by_the_tag_of_this_version_in_kind_and_by_digest_in_gpu(objects):
     (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     for name, deployment in of_kind(objects("kind"), "Deployment").items():
-        assert server(deployment)[1]["image"] == f"agentgym-{name}:{version}"
+        for image in images(deployment):
+            wanted = f"agentgym-{name}" if name.startswith("env-") else "agentgym"
+            assert image == f"{wanted}:{version}"
     for deployment in of_kind(objects("gpu"), "Deployment").values():
-        assert re.fullmatch(r"registry:5000/.+@sha256:[0-9a-f]{64}", server(deployment)[1]["image"])
-    assert not of_kind(objects("gpu"), "ConfigMap")  # of the digests, never sent
+        for image in images(deployment):
+            assert re.fullmatch(r"registry:5000/.+@sha256:[0-9a-f]{64}", image)
+    assert list(of_kind(objects("gpu"), "ConfigMap")) == ["agentgym-mlflow"]  # not the digests
+
+
+def images(deployment):
+    """Of all containers, and those that a worker gives to flow runs."""
+    pod = deployment["spec"]["template"]["spec"]
+    found = [*pod["containers"], *pod.get("initContainers", ())]
+    given = [each.get("value") for row in found for each in row.get("env", ())]
+    return [*(each["image"] for each in found), *(e for e in given if e and "agentgym:" in e)]
 
 
 @pytest.mark.parametrize(
@@ -273,23 +293,49 @@ def test_the_flow_may_do_what_it_needs_and_nothing_else(objects, rights):
     assert {verb for rule in cluster for verb in rule["verbs"]} == {"get", "list"}
     for kind in ("RoleBinding", "ClusterRoleBinding"):
         for binding in of_kind(found, kind).values():
+            account = binding["subjects"][0]["name"]
+            assert account == binding["roleRef"]["name"] or kind == "ClusterRoleBinding"
+            assert account in ("agentgym-flow", "agentgym-worker")
             assert binding["subjects"] == [
-                {"kind": "ServiceAccount", "name": "agentgym-flow", "namespace": "agentgym"}
+                {"kind": "ServiceAccount", "name": account, "namespace": "agentgym"}
             ]
+
+
+def test_the_worker_may_make_and_watch_jobs_and_nothing_else(objects):
+    (role,) = [of_kind(objects("gpu"), "Role")["agentgym-worker"]]
+    rights = {
+        (verb, resource)
+        for rule in role["rules"]
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+        if verb not in ("get", "list", "watch")
+    }
+    assert rights == {("create", "jobs"), ("patch", "jobs"), ("delete", "jobs")}
+    assert not [rule for rule in role["rules"] if "secrets" in rule["resources"]]
+
+
+def test_nobody_reads_a_login_but_by_reference(objects):
+    for each in of_kind(objects("gpu"), "Deployment").values():
+        pod = each["spec"]["template"]["spec"]
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            for variable in container.get("env", ()):
+                if re.search("AUTH_STRING$|PASSWORD|TOKEN|_KEY_ID|SECRET_ACCESS", variable["name"]):
+                    assert "secretKeyRef" in variable["valueFrom"], variable
 
 
 @pytest.mark.parametrize("overlay", ["kind", "gpu"])
 def test_the_fleets_of_an_overlay_fit_its_quota(objects, overlay):
     found = objects(overlay)
     (quota,) = of_kind(found, "ResourceQuota").values()
-    fleets = of_kind(found, "Deployment").values()
-    assert all("requests" in server(each)[1]["resources"] for each in fleets)
+    all_of_them = of_kind(found, "Deployment").values()
     hard = copy.deepcopy(quota["spec"]["hard"])
-    pods = sum(each["spec"]["replicas"] + 1 for each in fleets)  # one more while images change
+    pods = sum(each["spec"]["replicas"] + 1 for each in all_of_them)  # one more while images change
     memory = sum(
-        (each["spec"]["replicas"] + 1) * mib(server(each)[1]["resources"]["requests"]["memory"])
-        for each in fleets
+        (each["spec"]["replicas"] + 1) * mib(container["resources"]["requests"]["memory"])
+        for each in all_of_them
+        for container in each["spec"]["template"]["spec"]["containers"]
     )
+    assert len(of_kind(found, "PersistentVolumeClaim")) <= int(hard["persistentvolumeclaims"])
     assert pods <= int(hard["pods"])
     assert memory <= mib(hard["requests.memory"].replace("1Ti", "1024Gi"))
     assert int(hard["services.loadbalancers"]) == 0
@@ -297,7 +343,11 @@ def test_the_fleets_of_an_overlay_fit_its_quota(objects, overlay):
 
 def test_what_the_manifests_name_the_readme_tells(objects):
     said = (K8S / "README.md").read_text()
-    assert "create secret generic agentgym-env-token" in said
+    named = re.findall(
+        r'"secret(?:Key)?Ref": {[^}]*"name": "([\w-]+)"', json.dumps(objects("kind"))
+    )
+    assert {"agentgym-env-token", "agentgym-prefect", "agentgym-credentials"} <= set(named)
+    assert [each for each in set(named) if f"secret generic {each}" not in said] == []
     assert "images.env" in said
     found = objects("kind", *OPTIONAL)
     roles = set(re.findall(r'"agentgym.io/role": ?"(\w+)"', json.dumps(found)))

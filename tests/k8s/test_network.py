@@ -33,6 +33,8 @@ def outside(address):
 
 
 FLOW, WORKER, MLFLOW, STORE, PREFECT = map(role, ("flow", "rollout", "mlflow", "store", "prefect"))
+STARTER, DATABASE = role("worker"), role("database")
+OPERATOR = Pod({"app.kubernetes.io/name": "kuberay-operator"}, namespace="kuberay")
 BABYAI, TEXTCRAFT, SEARCHQA, WEBARENA = map(env, ("babyai", "textcraft", "searchqa", "webarena"))
 SITES, RETRIEVER, STRANGER = role("sites"), role("retriever"), Pod({"app": "x"})
 DNS = Pod({"k8s-app": "kube-dns"}, namespace="kube-system")
@@ -114,7 +116,12 @@ NEEDED = [
     *((player, MLFLOW, 5000) for player in (FLOW, WORKER)),
     *((each, STORE, 9000) for each in (FLOW, WORKER, MLFLOW)),
     *((each, DNS, 53, protocol) for each in (FLOW, WORKER, MLFLOW) for protocol in ("UDP", "TCP")),
-    (FLOW, PREFECT, 4200),
+    *((each, DNS, 53, "UDP") for each in (STARTER, PREFECT)),
+    *((each, PREFECT, 4200) for each in (FLOW, STARTER)),
+    *((each, DATABASE, 5432) for each in (PREFECT, MLFLOW)),
+    (OPERATOR, WORKER, 8265),
+    (STARTER, API_SERVER, 443),
+    (STARTER, API_NODE, 6443),
     (FLOW, API_SERVER, 443),
     (FLOW, API_NODE, 6443),
     (FLOW, WORKER, 8265),
@@ -140,6 +147,15 @@ NOT_NEEDED = [
     (STORE, MLFLOW, 5000),
     (STORE, INTERNET, 443),
     (PREFECT, FLOW, 8080),
+    *((PREFECT, each, 443) for each in (INTERNET, API_SERVER)),
+    *((STARTER, each, port) for each, port in ((INTERNET, 443), (MLFLOW, 5000), (STORE, 9000))),
+    *((STARTER, each, port) for each, port in ((BABYAI, 8000), (WORKER, 8265), (DATABASE, 5432))),
+    *((each, DATABASE, 5432) for each in (FLOW, WORKER, STRANGER, BABYAI)),
+    (DATABASE, INTERNET, 443),
+    (OPERATOR, WORKER, 6379),
+    (OPERATOR, FLOW, 4200),
+    (STRANGER, WORKER, 8265),
+    (STRANGER, PREFECT, 4200),
     (STRANGER, BABYAI, 8000),
     (STRANGER, STORE, 9000),
     (STRANGER, INTERNET, 443),
@@ -148,6 +164,7 @@ NOT_NEEDED = [
     (PROMETHEUS, BABYAI, 8000),
     (INTERNET, BABYAI, 8000),
 ]
+SERVICES = {"prefect": PREFECT, "prefect-worker": STARTER, "mlflow": MLFLOW}
 WITH = {
     "autoscale": [(PROMETHEUS, BABYAI, 8000)],
     "network/https": [(FLOW, INTERNET, 443), (WORKER, INTERNET, 443), (MLFLOW, INTERNET, 443)],
@@ -177,11 +194,11 @@ def test_a_component_allows_its_own_arrows_and_no_other(policies, component):
     assert [arrow for arrow in others if reaches(more, *arrow)] == []
 
 
-@pytest.mark.parametrize("lost", range(9))
+@pytest.mark.parametrize("lost", range(12))
 def test_no_policy_could_be_left_out(policies, lost):
     """Each is what some needed arrow, or some refused one, stands on."""
     left = policies()
-    assert len(left) == 9
+    assert len(left) == 12
     left.pop(lost)
     needed = all(reaches(left, *arrow) for arrow in NEEDED)
     refused = not any(reaches(left, *arrow) for arrow in NOT_NEEDED)
@@ -194,5 +211,9 @@ def test_pods_bear_the_labels_that_the_policies_ask_for(objects):
     for each in objects("gpu"):
         if each["kind"] == "Deployment":
             labels = each["spec"]["template"]["metadata"]["labels"]
+            if each["metadata"]["name"] in SERVICES:
+                role = SERVICES[each["metadata"]["name"]]
+                assert labels["agentgym.io/role"] == role.labels["agentgym.io/role"]
+                continue
             assert labels["agentgym.io/role"] == "env"
             assert each["metadata"]["name"] == f"env-{labels['agentgym.io/environment']}"

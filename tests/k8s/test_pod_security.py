@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from agentgym.config import load_config
+from agentgym.deploy.attempts import Job
+from agentgym.deploy.rayjob import rayjob
+
 pytestmark = pytest.mark.integration  # kubectl renders
 
-TEMPLATE = Path(__file__).parents[2] / "k8s/prefect/base-job-template.json"
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "k8s/prefect/base-job-template.json"
 BASELINE_CAPABILITIES = {
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD"),
     *("NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
@@ -206,11 +211,22 @@ def pods(objects):
         for each in objects(overlay):
             if "template" in each.get("spec", {}):
                 specs[f"{overlay} {each['metadata']['name']}"] = each["spec"]["template"]["spec"]
-    return specs
+    return specs | of_ray()
+
+
+def of_ray():
+    """The three pods of a RayJob."""
+    uris = ["store.uri=s3://bucket/runs", "tracking.uri=http://mlflow:5000", "compute=kuberay"]
+    job = Job("stage-1", "0" * 64, "0" * 64, load_config(ROOT / "params.yaml", uris))
+    spec = rayjob(job, job.name(1), "agentgym:1")["spec"]
+    cluster = spec["rayClusterSpec"]
+    groups = {"head": cluster["headGroupSpec"], "worker": cluster["workerGroupSpecs"][0]}
+    found = {f"ray {name}": group["template"]["spec"] for name, group in groups.items()}
+    return found | {"ray submitter": spec["submitterPodTemplate"]["spec"]}
 
 
 def test_every_pod_keeps_every_rule(pods):
-    assert len(pods) == 16
+    assert len(pods) == 28
     kept = {(pod, rule): check(spec) for pod, spec in pods.items() for rule, check in RULES.items()}
     assert [each for each, keeps in kept.items() if not keeps] == []
 
@@ -224,12 +240,20 @@ def test_every_rule_can_be_broken_and_says_so(pods):
 
 def test_no_server_writes_but_to_its_own_tmp(pods):
     for name, spec in pods.items():
-        if name != "flow":
+        if " env-" in name:
             (container,) = spec["containers"]
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
             assert [each["mountPath"] for each in container["volumeMounts"]] == ["/tmp"]
             (volume,) = spec["volumes"]
             assert volume["emptyDir"]["sizeLimit"]
+
+
+def test_what_serves_on_a_cluster_writes_to_its_claim_and_tmp_alone(pods):
+    for name in ("prefect", "prefect-worker", "mlflow"):
+        spec = pods[f"kind {name}"]
+        for container in containers(spec):
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert {each["mountPath"] for each in container["volumeMounts"]} <= {"/state", "/tmp"}
 
 
 def test_the_namespace_enforces_it(objects):

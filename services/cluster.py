@@ -1,0 +1,235 @@
+"""The servers of a cluster, each as the process of a pod: `python -m services.cluster NAME`.
+
+Prefect's server and MLflow's answer to logins alone, and do not start without one. The worker makes
+Jobs of flow runs; `set-up` brings the server to what this image holds: pool, deployments, rules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from agentgym.config import ConfigError
+from agentgym.console.guard import guarded
+from services.overdue import bring_back
+from services.supervisor import (
+    JOB_TEMPLATE,
+    KUBERNETES_POOL,
+    OVERDUE_CHECK_S,
+    healthy,
+)
+
+logger = logging.getLogger(__name__)
+
+PREFECT_LOGIN = "PREFECT_SERVER_API_AUTH_STRING"  # user:password
+CLIENT_LOGIN = "PREFECT_API_AUTH_STRING"
+API = "PREFECT_API_URL"
+IMAGE = "AGENTGYM_IMAGE"
+NAMESPACE = "AGENTGYM_NAMESPACE"  # of flow runs
+MLFLOW_USER, MLFLOW_PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
+MIN_PASSWORD = 16  # characters
+DEPLOYMENTS = Path("prefect.yaml")
+SIGNING = "MLFLOW_FLASK_SERVER_SECRET_KEY"  # signs what MLflow's forms hand out
+POLL_S = 1.0
+START_TIMEOUT_S = 300.0  # of the server, and of one deployment
+
+
+def prefect(host: str, port: int) -> int:
+    """Prefect's server until SIGTERM. Errors: ConfigError without a login."""
+    _login(PREFECT_LOGIN, os.environ)
+    import uvicorn
+    from prefect.server.api.server import create_app
+
+    from services.prefect_server import lock_first
+
+    lock_first()  # where its database is SQLite
+    uvicorn.run(create_app(), host=host, port=port, log_level="warning", server_header=False)
+    return 0
+
+
+def mlflow(host: str, port: int) -> NoReturn:
+    """MLflow's server, by its own program; artifacts go through it. Errors: ConfigError."""
+    folder = Path(tempfile.mkdtemp(prefix="mlflow-"))
+    own = mlflow_environment(folder, os.environ)
+    command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth"]
+    command += ["--host", host, "--port", str(port), "--workers", "1"]
+    # it is named by its Service, and a forwarded port by loopback
+    hosts = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", f"mlflow,mlflow.*,*:{port}")
+    command += ["--allowed-hosts", hosts]
+    os.execve(sys.executable, command, {**os.environ, **own})  # noqa: S606 (it gets SIGTERM)
+
+
+def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """What MLflow's logins need: a file, since it takes a password from no variable.
+    Errors: ConfigError without a login.
+    """
+    user = environment.get(MLFLOW_USER, "")
+    password = environment.get(MLFLOW_PASSWORD, "")
+    if not user or len(password) < MIN_PASSWORD:
+        raise ConfigError(
+            f"{MLFLOW_USER} and {MLFLOW_PASSWORD}, of at least {MIN_PASSWORD} characters, are not"
+            " both set; without a login everybody could write into MLflow (k8s/README.md)"
+        )
+    backend = environment.get("MLFLOW_BACKEND_STORE_URI", "")
+    ini = configparser.ConfigParser(interpolation=None)
+    ini["mlflow"] = {
+        "default_permission": "EDIT",
+        # beside the other tables, or in the same folder
+        "database_uri": environment.get("AGENTGYM_MLFLOW_LOGINS_URI", "") or _beside(backend),
+        "admin_username": user,
+        "admin_password": password,
+        "authorization_function": "mlflow.server.auth:authenticate_request_basic_auth",
+    }
+    path = folder / "logins.ini"
+    with path.open("w") as file:
+        path.chmod(0o600)
+        ini.write(file)
+    return {
+        "MLFLOW_AUTH_CONFIG_PATH": str(path),
+        SIGNING: environment.get(SIGNING) or secrets.token_hex(32),
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+
+
+def _beside(backend: str) -> str:
+    """Where MLflow keeps its logins: a SQLite file of its own, or the same Postgres."""
+    if backend.startswith("sqlite:"):
+        return f"{backend.rpartition('/')[0]}/logins.db"
+    return backend
+
+
+def set_up() -> int:
+    """Once the server answers: pool, automations, and every deployment of `kubernetes`.
+    Errors: ConfigError, RuntimeError.
+    """
+    _login(CLIENT_LOGIN, os.environ)
+    image = os.environ.get(IMAGE, "")
+    if not image:
+        raise ConfigError(f"{IMAGE} names no image; deployments would run none")
+    _wait_for_server(os.environ[API])
+    from prefect import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+
+    from services.recovery import apply_automations, automations
+
+    template = job_template(os.environ.get(NAMESPACE, ""))
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(
+            WorkPoolCreate(name=KUBERNETES_POOL, type="kubernetes", base_job_template=template),
+            overwrite=True,
+        )
+    apply_automations(automations())
+    _deploy(deployments())
+    logger.info("%d deployments run %s", len(deployments()), image)
+    return 0
+
+
+def job_template(namespace: str) -> dict[str, Any]:
+    """namespace: where jobs are made; empty: where the file says."""
+    template: dict[str, Any] = json.loads(JOB_TEMPLATE.read_bytes())
+    if namespace:
+        template["variables"]["properties"]["namespace"]["default"] = namespace
+    return template
+
+
+def deployments() -> list[str]:
+    """`flow/kubernetes` of every deployment that prefect.yaml has for the cluster."""
+    tree = yaml.safe_load(DEPLOYMENTS.read_text())
+    return [
+        f"{each['entrypoint'].rpartition(':')[2]}/{each['name']}"
+        for each in tree["deployments"]
+        if each["name"] == KUBERNETES_POOL
+    ]
+
+
+def _deploy(names: Sequence[str]) -> None:
+    """By one process: Prefect takes seconds to be imported."""
+    chosen = [word for name in names for word in ("--name", name)]
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *chosen],
+        env={**os.environ, "PWD": str(Path.cwd())},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"`prefect deploy` failed:\n{(done.stdout + done.stderr)[-2000:]}")
+
+
+def _wait_for_server(api: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not healthy(f"{api}/health"):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no Prefect server answers at {api} within {START_TIMEOUT_S:g} s")
+        time.sleep(POLL_S)
+
+
+def worker() -> int:
+    """A worker of the pool, and beside it the look for crashed runs that no rule answered."""
+    login = _login(CLIENT_LOGIN, os.environ)
+
+    def look() -> None:
+        while True:
+            time.sleep(OVERDUE_CHECK_S)
+            try:
+                bring_back(os.environ[API], login)
+            except (OSError, ValueError) as error:
+                logger.warning("could not look for crashed flow runs: %s", error)
+
+    threading.Thread(target=look, name="overdue", daemon=True).start()
+    sys.argv = ["prefect", "worker", "start", "--pool", KUBERNETES_POOL, "--type", "kubernetes"]
+    from prefect.cli import app
+
+    app()
+    return 0
+
+
+def _login(variable: str, environment: Mapping[str, str]) -> str:
+    """Errors: ConfigError."""
+    login = environment.get(variable, "")
+    if len(login.partition(":")[2]) < MIN_PASSWORD:
+        raise ConfigError(
+            f"{variable} must be user:password, the password of at least {MIN_PASSWORD} characters;"
+            " everybody could start runs without (k8s/README.md)"
+        )
+    return login
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes as everywhere; see `agentgym.cli.main`."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    parser = argparse.ArgumentParser(prog="python -m services.cluster", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="prefect | mlflow | set-up | worker")
+    for name, serve, told in (("prefect", prefect, "its server"), ("mlflow", mlflow, "its server")):
+        command = commands.add_parser(name, help=told)
+        command.add_argument("--host", default="127.0.0.1")
+        command.add_argument("--port", type=int, required=True)
+        command.set_defaults(run=lambda chosen, serve=serve: serve(chosen.host, chosen.port))
+    commands.add_parser("set-up", help="pool, deployments, rules").set_defaults(
+        run=lambda _: set_up()
+    )
+    commands.add_parser("worker", help="of the pool `kubernetes`").set_defaults(
+        run=lambda _: worker()
+    )
+    chosen = parser.parse_args(argv)
+    return guarded(lambda: int(chosen.run(chosen)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

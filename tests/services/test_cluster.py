@@ -1,0 +1,247 @@
+"""The servers of a cluster as their pods start them: nobody without a login, and what `set-up`
+brings.
+"""
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from base64 import b64encode
+from pathlib import Path
+
+import pytest
+
+from agentgym.config import ConfigError
+from agentgym.deploy.kube import Kind, connect
+from agentgym.deploy.owned import owned_process, tail
+from services.cluster import deployments, job_template, main, mlflow_environment
+
+ROOT = Path(__file__).parents[2]
+PASSWORD = secrets.token_hex(16)
+LOGIN = f"agentgym:{PASSWORD}"
+
+
+@pytest.mark.parametrize("login", ["", "agentgym", "agentgym:short"])
+def test_a_server_does_not_start_without_a_login(monkeypatch, capsys, login):
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", login)
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "")
+    assert main(["prefect", "--port", "1"]) == 2
+    assert main(["mlflow", "--port", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "PREFECT_SERVER_API_AUTH_STRING must be user:password" in said
+    assert "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in said
+
+
+def test_set_up_needs_an_image_and_a_login(monkeypatch, capsys):
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", LOGIN)
+    monkeypatch.delenv("AGENTGYM_IMAGE", raising=False)
+    assert main(["set-up"]) == 2
+    assert "AGENTGYM_IMAGE names no image" in capsys.readouterr().err
+
+
+def test_mlflows_logins_are_a_file_of_the_owners_alone(tmp_path):
+    login = {"MLFLOW_TRACKING_USERNAME": "flow", "MLFLOW_TRACKING_PASSWORD": "50%" + PASSWORD}
+    backend = {"MLFLOW_BACKEND_STORE_URI": "sqlite:////state/mlflow.db"}
+    made = mlflow_environment(tmp_path, {**login, **backend})
+    path = Path(made["MLFLOW_AUTH_CONFIG_PATH"])
+    assert path.stat().st_mode & 0o777 == 0o600
+    text = path.read_text()
+    assert "admin_username = flow" in text
+    assert f"admin_password = 50%{PASSWORD}" in text
+    assert "database_uri = sqlite:////state/logins.db" in text
+    assert len(made["MLFLOW_FLASK_SERVER_SECRET_KEY"]) == 64
+    postgres = {"MLFLOW_BACKEND_STORE_URI": "postgresql://u:p@db/mlflow"}
+    mlflow_environment(tmp_path, {**login, **postgres})
+    assert "database_uri = postgresql://u:p@db/mlflow" in path.read_text()
+    with pytest.raises(ConfigError, match="everybody could write"):
+        mlflow_environment(tmp_path, backend)
+
+
+def test_set_up_deploys_what_prefect_yaml_has_for_a_cluster(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = ["pipeline", "prepare", "train", "evaluate", "compare"]
+    assert deployments() == [f"{name}/kubernetes" for name in names]
+    assert job_template("other")["variables"]["properties"]["namespace"]["default"] == "other"
+    assert job_template("")["variables"]["properties"]["namespace"]["default"] == "agentgym"
+
+
+def free_port():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def asked(url, login="", body=None):
+    """(status, what came)."""
+    headers = {"Content-Type": "application/json"}
+    if login:
+        headers["Authorization"] = f"Basic {b64encode(login.encode()).decode()}"
+    request = urllib.request.Request(url, body and json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        return error.code, b""
+
+
+def wait_for(url, server, log):
+    deadline = time.monotonic() + 400
+    while True:
+        assert server.poll() is None, tail(log)
+        assert time.monotonic() < deadline, tail(log)
+        try:
+            if asked(url)[0] == 200:
+                return
+        except OSError:
+            pass
+        time.sleep(0.3)
+
+
+@pytest.fixture(scope="module")
+def prefect(tmp_path_factory):
+    """(API, environment of its clients) of a Prefect server that `set-up` has been at."""
+    folder, port = tmp_path_factory.mktemp("prefect"), free_port()
+    own = {
+        "PREFECT_SERVER_API_AUTH_STRING": LOGIN,
+        "PREFECT_HOME": str(folder / "state"),
+        "PREFECT_UI_STATIC_DIRECTORY": str(folder / "ui"),
+    }
+    command = [sys.executable, "-m", "services.cluster", "prefect", "--port", str(port)]
+    with owned_process(command, log_path=folder / "log", env=own) as server:
+        api = f"http://127.0.0.1:{port}/api"
+        wait_for(f"{api}/health", server, folder / "log")
+        client = {
+            **os.environ,
+            "PREFECT_API_URL": api,
+            "PREFECT_API_AUTH_STRING": LOGIN,
+            "PREFECT_HOME": str(folder / "client"),
+            "AGENTGYM_IMAGE": "registry/agentgym:1",
+        }
+        yield api, client
+
+
+@pytest.fixture(scope="module")
+def set_up(prefect):
+    """set_up(namespace): the server is as an image has it."""
+
+    def call(namespace=""):
+        done = subprocess.run(
+            [sys.executable, "-m", "services.cluster", "set-up"],
+            cwd=ROOT,
+            env={**prefect[1], "AGENTGYM_NAMESPACE": namespace},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+        return prefect
+
+    return call
+
+
+@pytest.mark.timeout(900)
+def test_prefect_answers_nobody_without_its_login_and_has_what_set_up_brought(set_up):
+    api, _ = set_up()
+    assert asked(f"{api}/deployments/name/pipeline/kubernetes")[0] == 401
+    assert asked(f"{api}/deployments/name/pipeline/kubernetes", "agentgym:wrong")[0] == 401
+    status, body = asked(f"{api}/deployments/name/pipeline/kubernetes", LOGIN)
+    deployment = json.loads(body)
+    assert status == 200
+    assert deployment["work_pool_name"] == "kubernetes"
+    assert deployment["job_variables"]["image"] == "registry/agentgym:1"
+    assert deployment["job_variables"]["env"]["AGENTGYM_IMAGE"] == "registry/agentgym:1"
+    found = json.loads(asked(f"{api}/automations/filter", LOGIN, {})[1])
+    assert "agentgym: a crashed run goes on" in [each["name"] for each in found]
+
+
+@pytest.mark.kubernetes
+@pytest.mark.timeout(900)
+def test_a_real_worker_makes_a_job_of_a_flow_run_and_deletes_it_when_it_is_cancelled(
+    set_up, kubeconfig, tmp_path
+):
+    namespace = f"agentgym-flows-{secrets.token_hex(4)}"
+    kube = connect(kubeconfig=kubeconfig, namespace=namespace)
+    kube.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "agentgym-flow"}}
+    kube.create(account)
+    api, client = set_up(namespace)
+    settings = "PREFECT_INTEGRATIONS_KUBERNETES_WORKER_API_AUTH_STRING_SECRET"
+    own = {
+        **client,
+        "KUBECONFIG": str(kubeconfig),
+        f"{settings}_NAME": "agentgym-prefect",
+        f"{settings}_KEY": "PREFECT_API_AUTH_STRING",
+        "PREFECT_INTEGRATIONS_KUBERNETES_OBSERVER_NAMESPACES": namespace,
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+    }
+    jobs = Kind("batch/v1", "Job")
+    command = [sys.executable, "-m", "services.cluster", "worker"]
+    try:
+        with owned_process(command, log_path=tmp_path / "log", env=own) as worker:
+            run = [sys.executable, "-m", "prefect", "--no-prompt", "deployment", "run"]
+            run += ["pipeline/kubernetes"]
+            done = subprocess.run(run, env=client, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            job = until(lambda: kube.list(jobs).items, worker, tmp_path / "log")[0]
+            pod = job["spec"]["template"]
+            (container,) = pod["spec"]["containers"]
+            assert pod["metadata"]["labels"]["agentgym.io/role"] == "flow"
+            assert container["image"] == "registry/agentgym:1"
+            assert container["args"][:3] == ["prefect", "flow-run", "execute"]
+            logins = [e for e in container["env"] if e["name"] == "PREFECT_API_AUTH_STRING"]
+            (login,) = logins
+            assert login["valueFrom"]["secretKeyRef"]["name"] == "agentgym-prefect"
+            assert PASSWORD not in json.dumps(job)
+            (found,) = json.loads(asked(f"{api}/flow_runs/filter", LOGIN, {})[1])
+            cancel = [sys.executable, "-m", "prefect", "flow-run", "cancel", found["id"]]
+            done = subprocess.run(cancel, env=client, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            until(lambda: kube.list(jobs).items == [], worker, tmp_path / "log")
+    finally:
+        kube.delete(Kind("v1", "Namespace"), namespace)
+        kube.close()
+
+
+def until(what, worker, log):
+    deadline = time.monotonic() + 180
+    while not (found := what()):
+        assert worker.poll() is None, tail(log)
+        assert time.monotonic() < deadline, tail(log)
+        time.sleep(0.5)
+    return found
+
+
+def test_mlflow_asks_for_its_login_and_passes_artifacts_on(s3_uri, tmp_path, monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "flow")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
+    own = {
+        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{tmp_path}/mlflow.db",
+        "MLFLOW_ARTIFACTS_DESTINATION": f"{s3_uri}/artifacts",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
+    command = [sys.executable, "-m", "services.cluster", "mlflow", "--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    with owned_process(command, log_path=tmp_path / "log", env=own) as server:
+        wait_for(f"{url}/health", server, tmp_path / "log")
+        search = f"{url}/api/2.0/mlflow/experiments/search?max_results=1"
+        assert asked(search)[0] == 401
+        assert asked(search, "flow:wrong")[0] == 401
+        assert asked(search, f"flow:{PASSWORD}")[0] == 200
+        # the client needs no access to the store: it has none of its credentials
+        for name in list(os.environ):
+            if name.startswith("AWS_"):
+                monkeypatch.delenv(name)
+        from mlflow import MlflowClient
+
+        client = MlflowClient(tracking_uri=url)
+        run = client.create_run(client.create_experiment("tried"))
+        (tmp_path / "a.txt").write_text("kept")
+        client.log_artifact(run.info.run_id, str(tmp_path / "a.txt"))
+        assert [each.path for each in client.list_artifacts(run.info.run_id)] == ["a.txt"]
+        assert not list(tmp_path.rglob("artifacts/**/a.txt"))
