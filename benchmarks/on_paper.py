@@ -245,7 +245,8 @@ class _Paper:
         return torch.zeros(tensor.shape, dtype=torch.int64)
 
     def load(self, tensors: Mapping[str, Tensor], stored: Any) -> None:
-        self.bytes_read += sum(self.own(each).nbytes for each in tensors.values())  # type: ignore[attr-defined]
+        own = map(self.own, tensors.values())
+        self.bytes_read += sum(each.nbytes for each in own)  # type: ignore[attr-defined]
 
 
 class PaperAlone(_Paper, SingleProcess):

@@ -20,7 +20,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import StateType, TaskRun
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Crashed
 
 from agentgym.deploy.owned import end_with_owner
@@ -100,7 +100,7 @@ def apply_automations(wanted: Sequence[Automation]) -> None:
         for automation in wanted:
             for known in client.read_automations_by_name(automation.name):
                 assert known.id is not None
-                with contextlib.suppress(ObjectNotFound, PrefectHTTPStatusError):
+                with contextlib.suppress(ObjectNotFound):
                     client.delete_automation(known.id)  # gone: a deletion that was sent twice
             automation.create()
 
