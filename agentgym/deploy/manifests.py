@@ -4,6 +4,7 @@ servers of one environment for one run.
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -105,24 +106,27 @@ def _kustomization(overlay: str, components: Sequence[str], namespace: str) -> d
 
 
 def _patches(fleet: Fleet, *, autoscaled: bool) -> list[dict[str, Any]]:
+    """Of the fleet's own objects; an overlay has others of their kinds."""
+    patch = functools.partial(_patch_of, fleet.env)
     if autoscaled:
         bounds = {"minReplicas": fleet.replicas, "maxReplicas": 2 * fleet.replicas}
         patches = [
-            _patch("HorizontalPodAutoscaler", f"/spec/{name}", value)
+            patch("HorizontalPodAutoscaler", f"/spec/{name}", value)
             for name, value in bounds.items()
         ]
     else:
-        patches = [_patch("Deployment", "/spec/replicas", fleet.replicas)]
+        patches = [patch("Deployment", "/spec/replicas", fleet.replicas)]
     return patches + [
         # Kubernetes reads $(NAME) as a variable and $$ as $
-        _patch("Deployment", "/spec/template/spec/containers/0/args/-", each.replace("$", "$$"))
+        patch("Deployment", "/spec/template/spec/containers/0/args/-", each.replace("$", "$$"))
         for each in fleet.arguments
     ]
 
 
-def _patch(kind: str, path: str, value: str | int) -> dict[str, Any]:
+def _patch_of(env: str, kind: str, path: str, value: str | int) -> dict[str, Any]:
     operation = {"op": "add", "path": path, "value": value}
-    return {"target": {"kind": kind}, "patch": yaml.safe_dump([operation])}
+    target = {"kind": kind, "labelSelector": f"{ENVIRONMENT_LABEL}={env}"}
+    return {"target": target, "patch": yaml.safe_dump([operation])}
 
 
 def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
