@@ -36,7 +36,8 @@ def namespace(kubectl, overlay, manifests):
         kubectl("apply", "--server-side", "--filename=-", objects=objects)
         yield name, objects
     finally:
-        kubectl("delete", "deployments", "--all", f"--namespace={name}")
+        for kind in ("deployments", "replicasets"):  # then nothing makes their pods anew
+            kubectl("delete", kind, "--all", "--cascade=orphan", f"--namespace={name}")
         # a drain of three minutes is not waited for: nothing plays there
         kubectl("delete", "pods", "--all", "--force", f"--namespace={name}")
         kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=100s")

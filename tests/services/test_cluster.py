@@ -161,15 +161,13 @@ def test_prefect_answers_nobody_without_its_login_and_has_what_set_up_brought(se
 
 @pytest.mark.kubernetes
 @pytest.mark.timeout(900)
-def test_a_real_worker_makes_a_job_of_a_flow_run_and_deletes_it_when_it_is_cancelled(
-    set_up, kubeconfig, tmp_path
-):
+def test_a_real_worker_makes_a_job_of_a_flow_run(set_up, kubeconfig, tmp_path):
     namespace = f"agentgym-flows-{secrets.token_hex(4)}"
     kube = connect(kubeconfig=kubeconfig, namespace=namespace)
     kube.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "agentgym-flow"}}
     kube.create(account)
-    api, client = set_up(namespace)
+    _, client = set_up(namespace)
     settings = "PREFECT_INTEGRATIONS_KUBERNETES_WORKER_API_AUTH_STRING_SECRET"
     own = {
         **client,
@@ -197,11 +195,6 @@ def test_a_real_worker_makes_a_job_of_a_flow_run_and_deletes_it_when_it_is_cance
             (login,) = logins
             assert login["valueFrom"]["secretKeyRef"]["name"] == "agentgym-prefect"
             assert PASSWORD not in json.dumps(job)
-            (found,) = json.loads(asked(f"{api}/flow_runs/filter", LOGIN, {})[1])
-            cancel = [sys.executable, "-m", "prefect", "flow-run", "cancel", found["id"]]
-            done = subprocess.run(cancel, env=client, capture_output=True, text=True, timeout=120)
-            assert done.returncode == 0, done.stderr
-            until(lambda: kube.list(jobs).items == [], worker, tmp_path / "log")
     finally:
         kube.delete(Kind("v1", "Namespace"), namespace)
         kube.close()
