@@ -110,6 +110,7 @@ def namespace(nodes, kubectl):
         each
         for each in rendered("test", namespace=name)
         if "agentgym.io/environment" not in each["metadata"].get("labels", {})
+        and each["kind"] != "Deployment"  # of Prefect and MLflow: this flow needs none
         and not each["kind"].startswith("ClusterRole")
     ]
     secret = {"AGENTGYM_ENV_TOKEN": base64.b64encode(TOKEN.encode()).decode()}
