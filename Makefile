@@ -67,13 +67,13 @@ like-named: install  ## which modules have a test of their name that runs most o
 	@$(BIN)/python benchmarks/like_named.py $(ARGS)
 
 slow: install  ## what takes minutes
-	@$(BIN)/python -m pytest -m "slow" $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not kubernetes" $(ARGS)
 
 ray: install  ## what starts Ray
 	@$(BIN)/python -m pytest -m "ray and not kubernetes" $(ARGS)
 
-kubernetes: install  ## what needs the API server of a cluster: make kubernetes AGENTGYM_TEST_KUBECONFIG=~/.kube/config
-	@$(BIN)/python -m pytest -m "kubernetes and not slow" $(ARGS)
+kubernetes: install  ## what needs the API server of a cluster: make kubernetes AGENTGYM_TEST_KUBECONFIG=~/.kube/config; a whole run there, minutes: make kubernetes SLOW=1
+	@$(BIN)/python -m pytest -m "kubernetes and $(if $(SLOW),,not )slow" $(ARGS)
 
 chaos: install  ## kill parts of a run at random times and check what is left; most of an hour, writes docs/results/faults.md
 	@$(BIN)/python benchmarks/chaos.py $(ARGS)

@@ -23,7 +23,7 @@ import yaml
 
 from agentgym.deploy.manifests import rendered
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEADLINE_S = 900.0  # of a machine that is very busy
@@ -120,7 +120,9 @@ def namespace(nodes, kubectl):
         kubectl("apply", "--server-side", "--filename=-", objects=objects)
         yield name
     finally:
-        kubectl("delete", "deployments,leases", "--all", "-n", name)
+        kubectl("delete", "leases", "--all", "-n", name)
+        for kind in ("deployments", "replicasets"):  # then nothing makes their pods anew
+            kubectl("delete", kind, "--all", "--cascade=orphan", "-n", name)
         kubectl("delete", "pods", "--all", "--force", "-n", name)
         kubectl("delete", "namespace", name, "--timeout=100s")
 
