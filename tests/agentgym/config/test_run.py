@@ -37,7 +37,7 @@ def test_a_cluster_elsewhere_must_be_named_by_the_machine_too(write, monkeypatch
 
 
 def test_a_worker_has_a_gpu_for_each_process_of_its_engine(write):
-    on_gpus = ("compute=ray", "compute_device=cuda", "rollout.engine=vllm")
+    on_gpus = ("compute=ray", "compute_device=cuda", "ray.rank_gpus=1", "rollout.engine=vllm")
     path, several = write("seed: 1"), "vllm.tensor_parallel_size=4"
     assert "ray.worker_gpus 1: an engine's processes run in its worker" in refusal(
         path, *on_gpus, several, "ray.worker_gpus=1"

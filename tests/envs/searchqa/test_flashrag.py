@@ -186,7 +186,7 @@ def test_episodes_on_the_benchmarks_search_a_real_index(tmp_path, retrieving):
         assert expert.next_action() == "<answer>Tokyo</answer>"
         result = episode.step(expert.next_action())
         assert result.success
-        assert result.info["data_source"] == "nq"
+        assert result.info["family"] == "nq"
         episode = make()
         episode.reset(1)
         expert = episode.expert()
