@@ -38,7 +38,7 @@ from agentgym.evaluation.passk import wilson_interval
 FloatArray = NDArray[np.float64]
 OUT = Path(__file__).parents[1] / "docs/results/decisions.json"
 CONFIDENCE, ITEMS_SD, FAMILIES_SD, SUCCESS = 0.95, 1.5, 0.12, 0.5
-MOST_FALSE = 0.06  # of the decisions on equal policies, upper bound of all designs together
+MOST_FALSE = 0.06  # of the decisions on equal policies, upper bound, of each design
 GAINS = (0.0, 0.05, 0.1)
 _FLIPS = 199
 
@@ -184,7 +184,7 @@ def main() -> int:
     rows = ",\n  ".join(json.dumps(each) for each in result.pop("cases"))
     chosen.out.write_text(json.dumps(result, indent=1)[:-2] + f',\n "cases": [\n  {rows}\n ]\n}}\n')
     print(text(result | {"cases": found}))
-    return 0 if result["false_positives"]["ours_upper_bound"] <= MOST_FALSE else 1
+    return 0 if result["false_positives"]["ours_highest_upper_bound"] <= MOST_FALSE else 1
 
 
 def _simulated(case: Case, num: int, stream: np.random.SeedSequence) -> dict[str, Any]:
