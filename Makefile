@@ -26,12 +26,13 @@ export MPLCONFIGDIR = $(STATE)/matplotlib
 
 install: $(INSTALLED)
 
+# not compiled: most of 33,000 modules are never imported, and Python compiles those that are
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 13) else f"Python 3.11 or 3.12 is needed, this is {v[0]}.{v[1]}; name another with make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing the pinned set into .venv (about 250 packages, 2.5 GB; minutes)"
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	@mkdir -p -m 700 $(STATE)  # a bare `dvc pull` would make it, for everybody to write in
 	@touch $@
 
@@ -45,7 +46,7 @@ $(VLLM_ENV)/.installed: $(INSTALLED)
 	test -x $(VLLM_ENV)/bin/python || .venv/bin/python -m venv $(VLLM_ENV)
 	@$(VLLM_ENV)/bin/python -c 'import pathlib, sys, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "beside.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
 		"$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-	$(VLLM_ENV)/bin/python -m pip install --quiet --constraint constraints.txt $(VLLM)
+	$(VLLM_ENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt $(VLLM)
 	@$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
@@ -159,7 +160,7 @@ ui: install  ## MLflow until Ctrl-C, on port 5000 where it is free; another: mak
 RELEASE := .venv-release
 $(RELEASE)/.installed: constraints.txt
 	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
-	$(RELEASE)/bin/python -m pip install --quiet --constraint constraints.txt uv cyclonedx-bom
+	$(RELEASE)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt uv cyclonedx-bom
 	@touch $@
 
 lock: install $(RELEASE)/.installed  ## after a change of constraints.txt: what the images install, with digests
