@@ -247,18 +247,15 @@ def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]
             )
             row = known[cell.row]
             at = row["seeds"].index(cell.seed)
-            curve = (
-                row["curves"][at] if "curves" in row else {name: [] for name in (*AXES, "success")}
-            )
-            points = zip(
-                *(curve[name] for name in ("step", "turns", "tokens", "cpu_s", "success")),
-                strict=True,
-            )
+            curve = row["curves"][at] if "curves" in row else {"success": []}
+            axes = [axis for axis in AXES if axis in curve]  # an earlier version knew fewer
+            points = [
+                Checkpoint({axis: curve[axis][place] for axis in axes}, success)
+                for place, success in enumerate(curve["success"])
+            ]
             cost = {axis: values[at] for axis, values in row.get("cost", {}).items()}
             found.setdefault(cell.row, []).append(
-                CellResult(
-                    cell, after, start, tuple(Checkpoint(*each) for each in points), cost, (), ()
-                )
+                CellResult(cell, after, start, tuple(points), cost, (), ())
             )
     return [Row(name, tuple(results)) for name, results in found.items()], missing
 

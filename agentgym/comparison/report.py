@@ -29,7 +29,10 @@ AXES = {
     "step": "optimizer step",
     "turns": "turns played",
     "tokens": "tokens",
+    "sampled_tokens": "sampled tokens",
+    "wall_s": "seconds",
     "cpu_s": "CPU-seconds",
+    "accelerator_h": "accelerator hours",
 }
 
 
@@ -159,9 +162,10 @@ def curves_png(table: Table) -> bytes | None:
     if not lines:
         return None
     every_curve = [curve for rows in lines.values() for row in rows for curve in _curves(row)]
-    shown = [axis for axis in AXES if any(curve[axis][-1] for curve in every_curve)]
+    shown = [axis for axis in AXES if any(curve.get(axis, [0])[-1] for curve in every_curve)]
     colours = _colour_table(lines)
-    figure = Figure(figsize=(10.0, 0.5 + 1.9 * len(lines)), facecolor="white")
+    size = max(10.0, 2.5 * len(shown)), 0.5 + 1.9 * len(lines)
+    figure = Figure(figsize=size, facecolor="white")
     grid = figure.subplots(len(lines), len(shown), squeeze=False, sharey=True)
     values = [
         value

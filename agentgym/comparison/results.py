@@ -41,10 +41,7 @@ VALIDATION = "validation/success"
 class Checkpoint:
     """Validation success after an optimizer step, and what training had cost by then."""
 
-    step: int
-    turns: float
-    tokens: float  # observations and actions
-    cpu_s: float  # of the training process, without servers and validation
+    cost: Mapping[str, float]  # by AXES
     success: float
 
 
@@ -59,7 +56,7 @@ class CellResult:
     # of the checkpoint it trained from; None where it trained nothing
     start: Mapping[str, FloatArray] | None
     curve: tuple[Checkpoint, ...]
-    cost: Mapping[str, float]  # of the whole training, by AXES
+    cost: Mapping[str, float]  # of the whole training, by AXES; see `_costs`
     training: tuple[Point, ...]  # of its optimizer steps
     evaluated: tuple[Point, ...]  # of the evaluations before and after
 
@@ -172,9 +169,7 @@ def training_curve(points: Sequence[Point]) -> tuple[tuple[Checkpoint, ...], dic
     """
     steps = _costs(points)
     curve = tuple(
-        Checkpoint(
-            point.step, cost["turns"], cost["tokens"], cost["cpu_s"], point.metrics[VALIDATION]
-        )
+        Checkpoint(cost, point.metrics[VALIDATION])
         for point, cost in steps
         if VALIDATION in point.metrics
     )
@@ -182,18 +177,25 @@ def training_curve(points: Sequence[Point]) -> tuple[tuple[Checkpoint, ...], dic
 
 
 def _costs(points: Sequence[Point]) -> list[tuple[Point, dict[str, float]]]:
-    """Each training step with what training had cost by its end."""
+    """Each training step with what training had cost by its end: turns, tokens (observations and
+    actions) and sampled tokens of the episodes that are kept; seconds, processor seconds of the
+    training process and hours of the accelerators it held, all without servers and validation.
+    """
     total, steps = dict.fromkeys(AXES, 0.0), []
     for point in points:
-        metrics = point.metrics
-        played = metrics.get("rollout/num_episodes", 0.0) * (
-            1.0 - metrics.get("rollout/env_error_frac", 0.0)
-        )
-        total = {
-            "step": float(point.step),
-            "turns": total["turns"] + played * metrics.get("rollout/turns_mean", 0.0),
-            "tokens": total["tokens"] + played * metrics.get("rollout/tokens_mean", 0.0),
-            "cpu_s": total["cpu_s"] + metrics.get("time/cpu_s", 0.0),
+        had = point.metrics.get
+        played = had("rollout/num_episodes", 0.0) * (1.0 - had("rollout/env_error_frac", 0.0))
+        wall_s = had("time/step_s", 0.0) - had("time/validate_s", 0.0)
+        spent = {
+            "turns": played * had("rollout/turns_mean", 0.0),
+            "tokens": played * had("rollout/tokens_mean", 0.0),
+            "sampled_tokens": played * had("rollout/action_tokens_mean", 0.0),
+            "wall_s": wall_s,
+            "cpu_s": had("time/cpu_s", 0.0),
+            "accelerator_h": wall_s * had("perf/accelerators", 0.0) / 3600,
+        }
+        total = {"step": float(point.step)} | {
+            axis: total[axis] + value for axis, value in spent.items()
         }
         steps.append((point, total))
     return steps
@@ -261,7 +263,7 @@ def _row_json(row: Row) -> dict[str, Any]:
     return result | {
         "start": {key: start.to_json() for key, start in starts.items() if start},
         "gain": {key: gain.to_json() for key, gain in gains.items() if gain},
-        "cost": {axis: [_round(cell.cost[axis], 1) for cell in row.cells] for axis in AXES},
+        "cost": _by_axis([cell.cost for cell in row.cells], 1),
         "validation": {
             "best": [
                 max((point.success for point in cell.curve), default=None) for cell in row.cells
@@ -270,11 +272,20 @@ def _row_json(row: Row) -> dict[str, Any]:
         },
         "curves": [
             {
-                name: [_round(getattr(point, name)) for point in cell.curve]
-                for name in (*AXES, "success")
+                **_by_axis([point.cost for point in cell.curve], 4),
+                "success": [_round(point.success) for point in cell.curve],
             }
             for cell in row.cells
         ],
+    }
+
+
+def _by_axis(costs: Sequence[Mapping[str, float]], digits: int) -> dict[str, list[float | None]]:
+    """Of each axis that all of them know; an earlier version recorded fewer."""
+    return {
+        axis: [_round(cost[axis], digits) for cost in costs]
+        for axis in AXES
+        if all(axis in cost for cost in costs)
     }
 
 

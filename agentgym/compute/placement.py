@@ -84,6 +84,15 @@ class Engine(Protocol):
         ...
 
 
+def num_accelerators(cfg: RunConfig) -> float:
+    """GPUs that a training holds, those of its engines among them; 0 on a CPU."""
+    if cfg.compute_device == "cpu":
+        return 0.0
+    ray = cfg.ray
+    held = ray.num_ranks * ray.rank_gpus + ray.num_workers * ray.worker_gpus
+    return held if cfg.compute == "ray" else 1.0
+
+
 @contextmanager
 def open_compute(
     cfg: RunConfig, plan: LearnerPlan, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int

@@ -42,7 +42,7 @@ from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.training.sft import DEMOS, demo_indices, demonstrations
-from agentgym.training.speed import StepClock
+from agentgym.training.speed import clock_of
 from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1
         )
         ctx.progress.advance(step + 1 - stage.first_step)
-        clock = StepClock(peak_tflops=learner.peak_tflops(cfg.compute_peak_tflops))
+        clock = clock_of(cfg, learner)
         while step < stage.last_step:
             step += 1
             clock.lap("commit")  # of the step before

@@ -41,7 +41,7 @@ from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.training.ahead import Ahead
 from agentgym.training.learned import update_metrics, with_reasons
-from agentgym.training.speed import StepClock, rollout_speed
+from agentgym.training.speed import clock_of, rollout_speed
 from agentgym.types import EngineUsage, Item, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             (Rollouts(later) for later in range(step + 1, stage.last_step + 1)),
             generation(cfg, engine, stream, horizon_state(start)),
         )
-        clock = StepClock(peak_tflops=learner.peak_tflops(cfg.compute_peak_tflops))
+        clock = clock_of(cfg, learner)
         while step < stage.last_step:
             step += 1
             clock.lap("commit")  # of the step before

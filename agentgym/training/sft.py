@@ -41,7 +41,7 @@ from agentgym.rollouts.players import ExpertPlayer, PlayerOf, ScriptedPlayer
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
-from agentgym.training.speed import StepClock
+from agentgym.training.speed import clock_of
 from agentgym.types import Completion, Endpoints, Item, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ def warm_start(ctx: StepContext) -> Manifest:
     ctx.progress.advance(step)
     points: list[Point] = []
     with open_learner(ctx.cfg, plan) as learner:
-        clock = StepClock(peak_tflops=learner.peak_tflops(ctx.cfg.compute_peak_tflops))
+        clock = clock_of(ctx.cfg, learner)
         while step < settings.steps:
             step += 1
             clock.lap("commit")  # of the step before

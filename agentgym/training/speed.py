@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from agentgym.compute.placement import Learner, num_accelerators
+from agentgym.config import RunConfig
 from agentgym.types import EngineUsage, Trajectory
 
 
@@ -14,10 +16,15 @@ class StepClock:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, peak_tflops: float | None = None
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        peak_tflops: float | None = None,
+        accelerators: float | None = None,
     ) -> None:
-        """peak_tflops: of all devices that update; None: not known."""
-        self._peak_tflops = peak_tflops
+        """peak_tflops: of all devices that update; None: not known. accelerators: devices that the
+        run holds while it trains; None: nothing is said of them.
+        """
+        self._peak_tflops, self._accelerators = peak_tflops, accelerators
         self._clock, self._since = clock, clock()
         self._parts: dict[str, float] = {}
 
@@ -50,6 +57,8 @@ class StepClock:
         if self._peak_tflops is not None:
             tflop = update.get("perf/update_tflop", 0.0)
             metrics["perf/mfu"] = _share(tflop / self._peak_tflops, parts.get("update", 0.0))
+        if self._accelerators is not None:
+            metrics["perf/accelerators"] = self._accelerators
         if "wait" in parts:
             waited = parts["generate"] + parts["wait"]
             metrics["perf/learner_idle_frac"] = _share(waited, total)
@@ -61,6 +70,14 @@ class StepClock:
 
     def _add(self, part: str, seconds: float) -> None:
         self._parts[part] = self._parts.get(part, 0.0) + seconds
+
+
+def clock_of(cfg: RunConfig, learner: Learner) -> StepClock:
+    """Of a loop that trains this learner."""
+    return StepClock(
+        peak_tflops=learner.peak_tflops(cfg.compute_peak_tflops),
+        accelerators=num_accelerators(cfg),
+    )
 
 
 def rollout_speed(

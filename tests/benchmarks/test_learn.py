@@ -67,7 +67,7 @@ def row(
             for share in (success, start)
         ]
         checkpoints = tuple(
-            Checkpoint(5 * (n + 1), 0.0, 0.0, 0.0, value) for n, value in enumerate(curve)
+            Checkpoint({"step": 5.0 * (n + 1)}, value) for n, value in enumerate(curve)
         )
         cell = Cell(name, recipe if horizon else "", horizon, group, seed, "evaluate-stage-3", cfg)
         results.append(CellResult(cell, tables[0], tables[1], checkpoints, {"cpu_s": cpu}, (), ()))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from agentgym.comparison.matrix import Cell
+from agentgym.comparison.report import AXES
 from agentgym.comparison.results import CellResult, Row, training_curve
 from agentgym.config import RunConfig
 from agentgym.tracking.points import Point
@@ -17,7 +18,11 @@ def point(step, episodes=64.0, failed=0.0, turns=5.0, tokens=50.0, cpu=2.0, **mo
         "rollout/env_error_frac": failed,
         "rollout/turns_mean": turns,
         "rollout/tokens_mean": tokens,
+        "rollout/action_tokens_mean": tokens / 5,
         "time/cpu_s": cpu,
+        "time/step_s": 10.0 * cpu,
+        "time/validate_s": cpu,
+        "perf/accelerators": 4.0,
     }
     return Point(step, 1000 + step, {**metrics, **more})
 
@@ -32,17 +37,20 @@ def test_costs_add_up_over_steps_and_failed_episodes_cost_no_turns():
         ]
     )
     # 64 * 5, then 32 * 4 more, then 64 * 5 more
-    assert [(each.step, each.turns, each.tokens, each.cpu_s, each.success) for each in curve] == [
-        (2, 448.0, 4800.0, 4.0, 0.5),
-        (3, 768.0, 8000.0, 5.5, 0.75),
+    names = ("step", "turns", "tokens", "sampled_tokens", "cpu_s", "wall_s")
+    assert [(*(each.cost[name] for name in names), each.success) for each in curve] == [
+        (2, 448.0, 4800.0, 960.0, 4.0, 36.0, 0.5),
+        (3, 768.0, 8000.0, 1600.0, 5.5, 49.5, 0.75),
     ]
-    assert cost == {"step": 3.0, "turns": 768.0, "tokens": 8000.0, "cpu_s": 5.5}
+    # four devices for 49.5 seconds; validation is nobody's training
+    assert cost == curve[-1].cost
+    assert cost["accelerator_h"] == pytest.approx(4 * 49.5 / 3600)
 
 
 def test_what_never_sampled_costs_time_alone_and_what_never_trained_costs_nothing():
     curve, cost = training_curve([Point(1, 0, {"sft/loss": 1.0, "time/cpu_s": 3.0})])
     assert (curve, cost["turns"], cost["cpu_s"]) == ((), 0.0, 3.0)
-    assert training_curve([]) == ((), {"step": 0.0, "turns": 0.0, "tokens": 0.0, "cpu_s": 0.0})
+    assert training_curve([]) == ((), dict.fromkeys(AXES, 0.0))
 
 
 def row(name, after, start=None, seeds=(0, 1)):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentgym.config import load_config
+from agentgym.compute.placement import num_accelerators
+from agentgym.config import RunConfig, load_config
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.steps.context import METRICS
@@ -176,3 +177,25 @@ def test_utilization_is_of_the_updates_time_and_of_all_devices():
     hand.s += 1.0
     clock.lap("update")
     assert clock.step(0, {})["perf/mfu"] == 0.0  # nothing was learned
+
+
+@pytest.mark.parametrize(
+    ("settings", "held"),
+    [
+        ({}, 0.0),
+        ({"compute_device": "cuda"}, 1.0),
+        ({"compute_device": "cuda", "ray": {"num_ranks": 4, "rank_gpus": 1.0}}, 1.0),
+        (
+            {
+                "compute_device": "cuda",
+                "compute": "ray",
+                "ray": {"num_ranks": 4, "rank_gpus": 1.0, "num_workers": 8, "worker_gpus": 0.5},
+            },
+            8.0,
+        ),
+    ],
+)
+def test_a_run_says_how_many_accelerators_it_holds(settings, held):
+    assert num_accelerators(RunConfig.model_validate(settings)) == held
+    clock = StepClock(Hand(), accelerators=held)
+    assert clock.step(0, {})["perf/accelerators"] == held
