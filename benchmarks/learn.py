@@ -30,7 +30,8 @@ import yaml
 from pipeline import machine
 
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.comparison.matrix import Cell, cells_of, load_comparison
+from agentgym.comparison.described import load_comparison
+from agentgym.comparison.matrix import Cell, cells_of
 from agentgym.comparison.report import AXES, result_files, table_markdown
 from agentgym.comparison.results import CellResult, Checkpoint, Estimate, Row, read_rows, table
 from agentgym.evaluation.passk import FloatArray

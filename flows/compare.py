@@ -1,4 +1,6 @@
-"""Recipes, horizons and seeds side by side: every cell an ordinary run, then one table."""
+"""Recipes, horizons, environments and seeds side by side: every cell an ordinary run, then one
+table.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,18 @@ from prefect.futures import PrefectFuture, as_completed
 from prefect.logging.handlers import PrefectConsoleHandler
 
 from agentgym.commands.parser import positive
-from agentgym.comparison.matrix import (
-    DEFAULT,
-    Cell,
-    cells_of,
-    contrast_rows,
-    file_and_overrides,
-    load_comparison,
-)
-from agentgym.comparison.report import table_markdown
+from agentgym.comparison.described import DEFAULT, file_and_overrides, load_comparison
+from agentgym.comparison.matrix import Cell, cells_of, contrast_rows
 from agentgym.comparison.results import write_comparison
+from agentgym.comparison.shown import table_markdown
 from agentgym.console.guard import guarded
 from agentgym.console.progress import Bars
 from agentgym.console.terminal import PlainConsole
 from agentgym.data.check import load_data
 from agentgym.deploy.local import check_local_env
+from agentgym.evaluation.protocol import items_of
 from agentgym.models.check import check_model
+from agentgym.pipeline.contenders import playing_config
 from agentgym.private import private_state
 from agentgym.store.files import full_disk_told
 from agentgym.tracking.deliver import tracker_of
@@ -206,6 +204,10 @@ def _waiting(cells: Sequence[Cell]) -> list[Cell]:
         for c in pulled
     }.values():
         load_data(cfg)
+    for cell in waiting:
+        if cell.protocol is not None and cell.cfg in pulled:
+            items_of(cell.protocol, cell.cfg)
+            playing_config(cell.cfg, cell.protocol, "")
     return waiting
 
 

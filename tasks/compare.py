@@ -11,9 +11,11 @@ from prefect import Task, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from agentgym.comparison.matrix import Cell, Comparison, run_cell
-from agentgym.comparison.report import literal, table_markdown
+from agentgym.comparison.described import Comparison
+from agentgym.comparison.matrix import Cell, run_cell
+from agentgym.comparison.report import literal
 from agentgym.comparison.results import write_comparison
+from agentgym.comparison.shown import table_markdown
 from tasks.retries import may_help
 
 

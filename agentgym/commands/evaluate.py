@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentgym.commands.parser import Commands, positive
+from agentgym.commands.parser import Commands, add_waiting, positive
 from agentgym.config import ConfigError, RunConfig
 from agentgym.console.guard import say
 
@@ -43,6 +43,7 @@ def add(commands: Commands) -> None:
         help="score the recorded actions of an evaluation again; no policy is asked",
     )
     command.add_argument("--json", action="store_true")
+    add_waiting(command, "an evaluation")
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -140,7 +141,12 @@ def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.evaluated import show
     from agentgym.pipeline.evaluation import evaluate_policy, regrade
     from agentgym.store.files import write_whole
+    from agentgym.store.lease import when_free
 
+    if arguments.owner_pipe:
+        from agentgym.deploy.owned import end_with_owner
+
+        end_with_owner()
     given = [each for each in (arguments.policy, arguments.show, arguments.regrade) if each]
     if len(given) != 1:
         raise ConfigError("expected one of POLICY, --show RESULT and --regrade RESULT")
@@ -150,7 +156,8 @@ def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         elif arguments.regrade:
             evaluated = regrade(cfg, arguments.regrade, bars)
         else:
-            evaluated = evaluate_policy(cfg, request_of(arguments), bars)
+            request = request_of(arguments)
+            evaluated = when_free(lambda: evaluate_policy(cfg, request, bars), arguments.wait)
     if arguments.out is not None:
         write_whole(arguments.out, f"{json.dumps(pointer(evaluated), indent=1)}\n".encode())
     if arguments.json:

@@ -58,6 +58,22 @@ def add_pointers(command: argparse.ArgumentParser, told: str) -> None:
     )
 
 
+def add_waiting(command: argparse.ArgumentParser, what: str) -> None:
+    """The options of what another program runs beside others. what: it makes, with its article."""
+    command.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help=f"seconds to wait for {what} that another process runs (default: 0)",
+    )
+    command.add_argument(
+        "--owner-pipe",
+        action="store_true",
+        help="end when standard input closes, so that no owner leaves it behind",
+    )
+
+
 def positive(text: str) -> int:
     """An argument's type. Errors: ArgumentTypeError."""
     if int(text) < 1:

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from agentgym.commands.parser import Commands
+from agentgym.commands.parser import Commands, add_waiting
 from agentgym.config import RunConfig
 from agentgym.console.guard import say
 
@@ -23,20 +23,9 @@ def add(commands: Commands) -> None:
     step.add_argument(
         "--with-parents", action="store_true", help="first bring the steps it needs to their end"
     )
-    step.add_argument(
-        "--wait",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="seconds to wait for a step another process runs (default: 0)",
-    )
+    add_waiting(step, "a step")
     step.add_argument(
         "--key", default="", help="end as bad input where it has another key than this one"
-    )
-    step.add_argument(
-        "--owner-pipe",
-        action="store_true",
-        help="end when standard input closes, so that no owner leaves it behind",
     )
     plan = commands.add("plan", _plan, "what would run, resume or be skipped, and why")
     plan.add_argument("--json", action="store_true")

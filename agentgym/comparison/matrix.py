@@ -1,104 +1,35 @@
-"""Which runs a comparison is made of: a YAML file of recipes, horizons and seeds becomes a list of
+"""Which runs a comparison is made of: its recipes, horizons, environments and seeds become
 ordinary runs.
 
 A cell is a run like any other, under the keys it would have alone: cells share equal steps with
 each other and with `make pipeline`, and one that is done is done for every comparison it belongs
-to.
+to. Its numbers are those of the run's own evaluation; where environments are the columns, of
+evaluations of its last checkpoint and of the one it trained from, as `agentgym evaluate` makes
+them.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, ValidationError, model_validator
+import yaml
 
-from agentgym.config import (
-    ConfigError,
-    RunConfig,
-    Section,
-    config_digest,
-    first_line,
-    load_config,
-    read_tree,
-)
-from agentgym.pipeline.child import run_child
+from agentgym.comparison.described import Comparison, DescribedRow, described_rows
+from agentgym.config import ConfigError, RunConfig, config_digest, load_config
+from agentgym.evaluation.protocol import EvaluationProtocol
+from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.result import differences
+from agentgym.pipeline.child import run_child, run_command
+from agentgym.pipeline.evaluation import answered, protocol_for
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of, with_parents
 from agentgym.steps.step import Kind
-
-logger = logging.getLogger(__name__)
-
-Layer = dict[str, Any]  # shaped like params.yaml
-Seeds = tuple[NonNegativeInt, ...]
-
-
-DEFAULT = "comparisons/default.yaml"
-
-
-def file_and_overrides(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Of a command line's words: the comparison's file (by default ours) and `key.path=value`s.
-
-    Errors: ConfigError where two words are files.
-    """
-    files = [word for word in words if "=" not in word]
-    if len(files) > 1:
-        raise ConfigError(f"expected one comparison file, got {', '.join(files)}")
-    return (files or [DEFAULT])[0], tuple(word for word in words if "=" in word)
-
-
-class Matrix(Section):
-    """Every one of these recipes with every one of these horizons; None: all that are defined."""
-
-    recipes: tuple[str, ...] | None = None
-    horizons: tuple[str, ...] | None = None
-
-
-class ExtraCell(Section):
-    """One more row of the table: a recipe, a horizon, or both, and what else it changes."""
-
-    recipe: str = ""
-    horizon: str = ""
-    name: str = ""  # default: recipe and horizon
-    set: Layer = Field(default_factory=dict)
-    until: str = ""  # its last step; default: the comparison's
-    seeds: Seeds = ()  # default: the comparison's
-    group: str = ""  # rows of one group stand together; for whoever reads the result
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not (self.name or self.recipe or self.horizon):
-            raise ValueError(
-                "a cell under `cells` has neither name, recipe nor horizon; give it a name"
-            )
-        return self
-
-
-class Comparison(Section):
-    """A comparison as its file says it."""
-
-    name: str = Field(pattern="^[a-z0-9][a-z0-9-]*$")  # of the files it writes
-    title: str = ""
-    params: Path = Path("params.yaml")  # relative to the comparison's file
-    overrides: Layer = Field(default_factory=dict)  # over `params`, for every cell
-    recipes: dict[str, Layer]
-    horizons: dict[str, Layer]
-    matrix: Matrix = Matrix()
-    cells: tuple[ExtraCell, ...] = ()
-    seeds: Seeds = Field(default=(0, 1, 2), min_length=1)
-    # [a, b]: a minus b; two rows, two horizons (per recipe) or two recipes (per horizon)
-    contrasts: tuple[tuple[str, str], ...] = ()
-    # last step of every cell; default: the evaluation of its last checkpoint. register and report
-    # go further
-    until: str = ""
-    # how long a cell waits for a step it shares with one that is at work on it
-    wait_s: PositiveFloat = 3600.0
+from agentgym.store.files import write_whole
+from agentgym.store.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -112,6 +43,9 @@ class Cell:
     seed: int
     until: str  # its last step
     cfg: RunConfig
+    environment: str = ""  # its column, where environments are the columns
+    method: str = ""  # what its row is called in every column
+    protocol: EvaluationProtocol | None = None  # of its evaluations there
 
     @property
     def title(self) -> str:
@@ -136,19 +70,33 @@ class Cell:
         table = steps_of(self.cfg)
         return [name for name in self.steps if table[name].kind is Kind.EVALUATE][-1]
 
+    @property
+    def start(self) -> str:
+        """The step whose checkpoint its training began with; empty where it trains nothing."""
+        table = steps_of(self.cfg)
+        return next((table[name].checkpoint for name in self.steps if table[name].stage), "")
+
+    @property
+    def judged(self) -> tuple[str, ...]:
+        """Steps whose checkpoints are evaluated by `protocol`: where it began, and its last."""
+        return tuple(filter(None, (self.start, self.until))) if self.protocol else ()
+
+    def answers(self) -> dict[str, Manifest] | None:
+        """By step, the evaluations of those checkpoints; None where something is not done."""
+        done = finished(self.cfg, open_store(self.cfg))
+        if self.until not in done:
+            return None
+        assert self.protocol is not None or not self.judged
+        found = {
+            step: answered(self.cfg, f":{step}", self.protocol)
+            for step in self.judged
+            if self.protocol is not None
+        }
+        answers = {step: answer for step, answer in found.items() if answer is not None}
+        return answers if len(answers) == len(found) else None
+
     def is_done(self) -> bool:
-        return self.until in finished(self.cfg, open_store(self.cfg))
-
-
-def load_comparison(path: Path | str) -> Comparison:
-    """Errors: ConfigError with one line for a missing file, broken YAML, or an unknown key."""
-    path = Path(path)
-    tree = read_tree(path)
-    try:
-        found = Comparison.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {first_line(error, Comparison)}") from None
-    return found.model_copy(update={"params": path.parent / found.params})
+        return self.answers() is not None
 
 
 def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cell, ...]:
@@ -158,7 +106,7 @@ def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cel
     overrides: `key.path=value` over everything a cell says.
     Errors: ConfigError that names the cell.
     """
-    rows = list(_rows(comparison))
+    rows = list(described_rows(comparison))
     for name in sorted({row.name for row in rows}):
         if sum(row.name == name for row in rows) > 1:
             raise ConfigError(f"two rows are called {name!r}; give one of them another name")
@@ -183,7 +131,10 @@ def comparison_key(comparison: Comparison, cells: Sequence[Cell]) -> str:
         {
             "name": comparison.name,
             "contrasts": contrasts,
-            "cells": [[c.row, c.run_key, c.until] for c in cells],
+            "cells": [
+                [c.row, c.run_key, c.until, *([c.protocol.semantic()] if c.protocol else [])]
+                for c in cells
+            ],
         }
     )
 
@@ -201,10 +152,15 @@ def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[s
             found = [
                 (x, y)
                 for x, y in itertools.product(reversed(first), repeat=2)
-                if (first[x].horizon, first[y].horizon, first[x].recipe) == (a, b, first[y].recipe)
+                if _methods(first[x], first[y]) == (a, b)
+                or (first[x].horizon, first[y].horizon, first[x].recipe) == (a, b, first[y].recipe)
                 or (first[x].recipe, first[y].recipe, first[x].horizon) == (a, b, first[y].horizon)
             ]
-            found = [(x, y) for x, y in found if first[x].group == first[y].group]
+            found = [
+                (x, y)
+                for x, y in found
+                if first[x].group == first[y].group and first[x].environment == first[y].environment
+            ]
         if not found:
             raise ConfigError(
                 f"contrasts: [{a}, {b}] names no two rows, nor two horizons of one recipe, nor two"
@@ -216,83 +172,56 @@ def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[s
     return list(dict.fromkeys(pairs))
 
 
+def _methods(a: Cell, b: Cell) -> tuple[str, str]:
+    """What two rows are called in every column; empty where there are none."""
+    return (a.method, b.method) if a.environment else ("", "")
+
+
 def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None) -> None:
-    """Bring a cell to its end in a process of its own. Errors: see `run_child`, naming the cell."""
+    """Bring a cell to its end in processes of its own. Errors: see `run_child`, naming the cell."""
+    place = f"cells/{cell.slug}"
     run_child(
         cell.until,
         cell.cfg,
         title=cell.title,
-        place=f"cells/{cell.slug}",
+        place=place,
         with_parents=True,
         wait_s=wait_s,
         stop=stop,
     )
-
-
-@dataclass(frozen=True)
-class _Row:
-    name: str
-    recipe: str
-    horizon: str
-    group: str
-    until: str
-    seeds: Seeds
-    layers: tuple[Layer, ...]
-
-
-def _rows(comparison: Comparison) -> Iterator[_Row]:
-    matrix = comparison.matrix
-    recipes = _known(matrix.recipes, comparison.recipes, "recipe", "matrix.recipes")
-    horizons = _known(matrix.horizons, comparison.horizons, "horizon", "matrix.horizons")
-    product = [
-        ExtraCell(recipe=recipe, horizon=horizon) for recipe in recipes for horizon in horizons
-    ]
-    for cell in (*product, *comparison.cells):
-        layers = []
-        for name, table, what in (
-            (cell.recipe, comparison.recipes, "recipe"),
-            (cell.horizon, comparison.horizons, "horizon"),
-        ):
-            if name:
-                layers.append(table[_known([name], table, what, f"cell {cell.name or name}")[0]])
-        row = cell.name or " ".join(filter(None, (cell.recipe, cell.horizon)))
-        until = cell.until or comparison.until
-        yield _Row(
-            row,
-            cell.recipe,
-            cell.horizon,
-            cell.group,
-            until,
-            cell.seeds or comparison.seeds,
-            (*layers, cell.set),
+    if cell.protocol is None:
+        return
+    protocol = cell.cfg.state_dir / f"{place}-protocol.yaml"
+    tree = cell.protocol.model_dump(mode="json")
+    write_whole(protocol, yaml.safe_dump(tree, sort_keys=False).encode())
+    for step in cell.judged:
+        run_command(
+            ("evaluate", f":{step}", "--protocol", str(protocol)),
+            cell.cfg,
+            title=f"{cell.title}, evaluation of {step}",
+            place=f"{place}-{step}",
+            wait_s=wait_s,
+            stop=stop,
         )
 
 
-def _known(
-    names: Sequence[str] | None, table: Mapping[str, Layer], what: str, where: str
-) -> list[str]:
-    for name in names or ():
-        if name not in table:
-            raise ConfigError(
-                f"{where}: unknown {what} {name!r}; known: {', '.join(table) or 'none'}"
-            )
-    return list(table if names is None else names)
-
-
-def _cell(comparison: Comparison, row: _Row, seed: int, overrides: Sequence[str]) -> Cell:
+def _cell(comparison: Comparison, row: DescribedRow, seed: int, overrides: Sequence[str]) -> Cell:
     title = f"{row.name} seed {seed}"
     try:
-        cfg = load_config(
-            comparison.params, overrides, layers=(comparison.overrides, *row.layers, {"seed": seed})
+        cfg = load_config(row.params, overrides, layers=(*row.layers, {"seed": seed}))
+        cell = Cell(
+            row.name,
+            row.recipe,
+            row.horizon,
+            row.group,
+            seed,
+            row.until or _last_step(cfg, trained=bool(row.environment)),
+            cfg,
+            row.environment,
+            row.method,
+            _protocol(comparison, cfg) if row.environment else None,
         )
-        table = steps_of(cfg)
-        judging = [name for name, step in table.items() if step.kind is Kind.EVALUATE]
-        until = row.until or judging[-1]
-        cell = Cell(row.name, row.recipe, row.horizon, row.group, seed, until, cfg)
-        if not set(judging) & set(cell.steps):
-            raise ConfigError(
-                f"it ends with {until} and evaluates nothing; let it end with an evaluation"
-            )
+        _check_judged(cell)
     except ConfigError as error:
         raise ConfigError(f"{title}: {error}") from None
     if cfg.seed != seed:
@@ -302,10 +231,55 @@ def _cell(comparison: Comparison, row: _Row, seed: int, overrides: Sequence[str]
     return cell
 
 
+def _last_step(cfg: RunConfig, *, trained: bool) -> str:
+    """The last training of a run, or the last evaluation among its own steps."""
+    table = steps_of(cfg)
+    return [
+        name
+        for name, step in table.items()
+        if (step.stage is not None if trained else step.kind is Kind.EVALUATE)
+    ][-1]
+
+
+def _protocol(comparison: Comparison, cfg: RunConfig) -> EvaluationProtocol:
+    """Of a cell in an environment's column. Errors: ConfigError."""
+    if len(cfg.envs) > 1:
+        raise ConfigError(
+            f"its run has the environments {cfg.env_names}; a column of a comparison is one, so"
+            " leave `mix` empty there"
+        )
+    asked = {"protocol": comparison.protocol, "changes": comparison.changes}
+    whoever = {"policy": ":", "envs": (cfg.env.name,)}
+    return protocol_for(cfg, EvaluationRequest.model_validate(whoever | asked))
+
+
+def _check_judged(cell: Cell) -> None:
+    table = steps_of(cell.cfg)
+    if cell.protocol is not None:
+        if cell.until in table and table[cell.until].kind in (Kind.INITIALIZE, Kind.TRAIN):
+            return
+        raise ConfigError(
+            f"it ends with {cell.until}, which has no checkpoint to evaluate; let it end with a"
+            " step that trains"
+        )
+    if not any(table[name].kind is Kind.EVALUATE for name in cell.steps):
+        raise ConfigError(
+            f"it ends with {cell.until} and evaluates nothing; let it end with an evaluation"
+        )
+
+
 def _check_comparable(a: Cell, b: Cell) -> None:
     """Paired differences need the same items played the same way; the sampling temperature may
     differ.
     """
+    if a.protocol is not None and b.protocol is not None:
+        unlike = differences(a.protocol.semantic(), b.protocol.semantic())
+        if unlike:
+            raise ConfigError(
+                f"contrasts: {a.row} and {b.row} are evaluated by different protocols"
+                f" ({unlike[0]}); compare rows of one environment that are evaluated alike"
+            )
+        return
     for name in ("env", "evaluation"):
         ours, theirs = (cell.cfg.semantic()[name] for cell in (a, b))
         differ = sorted(

@@ -66,10 +66,13 @@ def table_markdown(table: Table) -> str:
         parts.append(_contrasts(table["contrasts"]))
     parts.append(_reading(table))
     if table["missing"]:
-        parts.append(
-            f"Not in the table, because not done: {', '.join(map(literal, table['missing']))}."
-        )
+        parts.append(missing_line(table["missing"]))
     return "\n\n".join(parts) + "\n"
+
+
+def missing_line(titles: Iterable[str]) -> str:
+    """Of cells that are not done."""
+    return f"Not in the table, because not done: {', '.join(map(literal, titles))}."
 
 
 def literal(name: str) -> str:
@@ -229,12 +232,16 @@ def _results(rows: Sequence[RowJson]) -> str:
     for row in rows:
         start = row.get("start")
         if start is not None and start != shown_start:
-            lines.append(["*start*", "", *(_spread(start[key]) for key in keys), "", "", "", ""])
+            lines.append(["*start*", "", *(spread_of(start[key]) for key in keys), "", "", "", ""])
             shown_start = start
         lines.append(
-            [*_titles(row), *(_spread(row["success"][key]) for key in keys), *_gains(row, average)]
+            [
+                *_titles(row),
+                *(spread_of(row["success"][key]) for key in keys),
+                *_gains(row, average),
+            ]
         )
-    return _markdown(head, lines, right=2)
+    return markdown(head, lines, right=2)
 
 
 def _titles(row: RowJson) -> tuple[str, str]:
@@ -255,8 +262,8 @@ def _gains(row: RowJson, average: str) -> list[str]:
     validated = "" if best is None or last is None else f"{100 * last:.1f} ({100 * best:.1f})"
     cpu = _mean(row["cost"]["cpu_s"])
     return [
-        _points(row["gain"][average]),
-        _points(row["gain"]["greedy"]),
+        points_of(row["gain"][average]),
+        points_of(row["gain"]["greedy"]),
         validated,
         f"{cpu:.0f}" if cpu else "",
     ]
@@ -273,12 +280,12 @@ def _contrasts(contrasts: Sequence[Mapping[str, Any]]) -> str:
         lines.append(
             [
                 literal(f"{contrast['a']} − {contrast['b']}"),
-                *(_points(difference[key]) for key in keys),
+                *(points_of(difference[key]) for key in keys),
                 seeds,
                 _limit(contrast, average),
             ]
         )
-    return "Paired differences, in points:\n\n" + _markdown(head, lines, right=1)
+    return "Paired differences, in points:\n\n" + markdown(head, lines, right=1)
 
 
 def _limit(contrast: Mapping[str, Any], average: str) -> str:
@@ -310,12 +317,12 @@ def _reading(table: Table) -> str:
     )
 
 
-def _spread(estimate: Mapping[str, Any]) -> str:
+def spread_of(estimate: Mapping[str, Any]) -> str:
     deviation = "" if estimate["sd"] is None else f" ± {100 * estimate['sd']:.1f}"
     return f"{100 * estimate['mean']:.1f}{deviation}"
 
 
-def _points(estimate: Mapping[str, Any]) -> str:
+def points_of(estimate: Mapping[str, Any]) -> str:
     return f"{_signed(estimate['mean'])} [{_signed(estimate['low'])}, {_signed(estimate['high'])}]"
 
 
@@ -323,7 +330,7 @@ def _signed(share: float) -> str:
     return f"{100 * share:+.1f}".replace("-", "−")
 
 
-def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int) -> str:
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int) -> str:
     """Columns padded, so that it also reads as plain text. right: the first right-aligned
     column.
     """

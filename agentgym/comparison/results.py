@@ -22,8 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from agentgym.comparison.matrix import Cell, Comparison, comparison_key, contrast_rows
-from agentgym.comparison.report import AXES, CEILING, result_files
+from agentgym.comparison.described import Comparison
+from agentgym.comparison.judged import Judged, curves_json, interval_of, read_judged
+from agentgym.comparison.matrix import Cell, comparison_key, contrast_rows
+from agentgym.comparison.report import AXES, CEILING
+from agentgym.comparison.shown import result_files
 from agentgym.evaluation.passk import FloatArray, Interval, per_item
 from agentgym.evaluation.seeds import Kind, crossed_interval
 from agentgym.pipeline.table import finished, open_store, steps_of
@@ -59,6 +62,7 @@ class CellResult:
     cost: Mapping[str, float]  # of the whole training, by AXES; see `_costs`
     training: tuple[Point, ...]  # of its optimizer steps
     evaluated: tuple[Point, ...]  # of the evaluations before and after
+    judged: Judged | None = None  # the evaluation after, in a column of environments
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,13 @@ class Row:
     @property
     def keys(self) -> list[str]:
         """Greedy first; pass@1 is avg@n under another name."""
-        return [key for key in self.cells[0].after if key != "pass_at_1"]
+        judged = self.cells[0].judged
+        return judged.keys if judged else [k for k in self.cells[0].after if k != "pass_at_1"]
+
+    @property
+    def confidence(self) -> float:
+        protocol = self.first.protocol
+        return protocol.confidence if protocol else self.first.cfg.evaluation.confidence
 
     def success(self, key: str) -> Estimate:
         return self._estimate(np.stack([result.after[key] for result in self.cells]), "share")
@@ -101,8 +111,8 @@ class Row:
         values = [result.start[key] for result in self.cells if result.start is not None]
         return self._estimate(np.stack(values), "share") if len(values) == len(self.cells) else None
 
-    def minus(self, other: Row, key: str) -> Estimate:
-        """Over the seeds both have.
+    def minus(self, other: Row, key: str, *, confidence: float | None = None) -> Estimate:
+        """Over the seeds both have. confidence: default, the row's.
         Errors: ValueError where they share none, or were not evaluated on as many items.
         """
         shared = [seed for seed in self.seeds if seed in other.seeds]
@@ -115,7 +125,7 @@ class Row:
             {result.cell.seed: result.after[key] for result in row.cells} for row in (self, other)
         )
         return self._estimate(
-            np.stack([ours[seed] - theirs[seed] for seed in shared]), "difference"
+            np.stack([ours[seed] - theirs[seed] for seed in shared]), "difference", confidence
         )
 
     def limit(self, other: Row, key: str) -> str:
@@ -125,10 +135,16 @@ class Row:
         both = [row.success(key).interval.mean for row in (self, other)]
         return "ceiling" if min(both) > 1 - CEILING else "floor" if max(both) < CEILING else ""
 
-    def _estimate(self, values: FloatArray, kind: Kind) -> Estimate:
-        interval = crossed_interval(
-            values, kind=kind, confidence=self.first.cfg.evaluation.confidence
-        )
+    def _estimate(
+        self, values: FloatArray, kind: Kind, confidence: float | None = None
+    ) -> Estimate:
+        level, judged = confidence or self.confidence, self.cells[0].judged
+        if judged is None:
+            interval = crossed_interval(values, kind=kind, confidence=level)
+        else:
+            mean, low, high = interval_of(values, judged, kind, level)
+            num_items = int((~np.isnan(values)).any(axis=0).sum())
+            interval = Interval(mean.item(), low.item(), high.item(), num_items)
         return Estimate(interval, tuple(float(mean) for mean in np.nanmean(values, axis=1)))
 
 
@@ -154,12 +170,11 @@ def read_rows(cells: Sequence[Cell]) -> tuple[list[Row], list[Cell]]:
     found: dict[str, list[CellResult]] = {}
     missing = []
     for cell in cells:
-        store = open_store(cell.cfg)
-        done = finished(cell.cfg, store)
-        if cell.until in done:
-            found.setdefault(cell.row, []).append(_read_cell(cell, store, done))
-        else:
+        answers = cell.answers()
+        if answers is None:
             missing.append(cell)
+        else:
+            found.setdefault(cell.row, []).append(_read_cell(cell, answers))
     return [Row(name, tuple(results)) for name, results in found.items()], missing
 
 
@@ -211,15 +226,16 @@ def table(
     contrasts = [
         (a, b) for a, b in contrast_rows(comparison, cells) if a in by_name and b in by_name
     ]
-    settings = rows[0].first.cfg.evaluation if rows else None
+    columns = list(comparison.environments)
     return {
         "name": comparison.name,
         "title": comparison.title,
         "key": comparison_key(comparison, cells),
-        "confidence": settings.confidence if settings else None,
+        "confidence": rows[0].confidence if rows else None,
+        **({"environments": columns} if columns else {}),
         "rows": [_row_json(row) for row in rows],
         "contrasts": [
-            _contrast_json(by_name[a], by_name[b])
+            _contrast_json(by_name[a], by_name[b], len(columns))
             for a, b in contrasts
             if set(by_name[a].seeds) & set(by_name[b].seeds)
         ],
@@ -227,17 +243,27 @@ def table(
     }
 
 
-def _contrast_json(a: Row, b: Row) -> dict[str, Any]:
-    return {
+def _contrast_json(a: Row, b: Row, num_columns: int) -> dict[str, Any]:
+    found = {
         "a": a.name,
         "b": b.name,
         "difference": {key: a.minus(b, key).to_json() for key in a.keys},
         "limit": {key: a.limit(b, key) for key in a.keys},
     }
+    if not num_columns:
+        return found
+    level = 1 - (1 - a.confidence) / num_columns  # Bonferroni's, over the columns
+    strict = {key: a.minus(b, key, confidence=level).interval for key in a.keys}
+    return {
+        "environment": a.first.environment,
+        "of": [a.first.method, b.first.method],
+        **found,
+        "shown": {key: each.low > 0 or each.high < 0 for key, each in strict.items()},
+    }
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    cfg, settings = row.first.cfg, row.first.cfg.evaluation
+    cfg = row.first.cfg
     horizon = cfg.horizon.max_turns
     result: dict[str, Any] = {
         "name": row.name,
@@ -248,13 +274,11 @@ def _row_json(row: Row) -> dict[str, Any]:
         "env": [{"name": env.name, "options": env.options} for env in cfg.envs],
         "max_turns": list(horizon),
         "stage_steps": list(cfg.horizon.stage_steps),
-        "evaluation": {
-            name: getattr(settings, name)
-            for name in ("split", "num_items", "num_samples", "max_turns", "temperature")
-        },
+        "evaluation": _evaluation_json(row),
         "seeds": list(row.seeds),
         "runs": [f"r{result.cell.run_key[:12]}" for result in row.cells],
         "success": {key: row.success(key).to_json() for key in row.keys},
+        **_column_json(row),
     }
     if row.gain(row.keys[0]) is None:
         return result
@@ -280,6 +304,30 @@ def _row_json(row: Row) -> dict[str, Any]:
     }
 
 
+def _evaluation_json(row: Row) -> dict[str, Any]:
+    judged, settings = row.cells[0].judged, row.first.cfg.evaluation
+    names = ("num_samples", "max_turns", "temperature")
+    if judged is None:
+        return {name: getattr(settings, name) for name in ("split", "num_items", *names)}
+    assert row.first.protocol is not None
+    (asked,) = row.first.protocol.envs
+    given = asked.items.ids or asked.items.file
+    return {
+        "split": "given" if given else asked.items.split,
+        "num_items": len(judged.table.items),
+        **{name: getattr(asked, name) for name in names},
+    }
+
+
+def _column_json(row: Row) -> dict[str, Any]:
+    """Of a row in one of several columns: which one, and its curves."""
+    seeds = [cell.judged for cell in row.cells if cell.judged is not None]
+    if not seeds:
+        return {}
+    named = {"environment": row.first.environment, "method": row.first.method}
+    return {**named, **curves_json(seeds, row.confidence)}
+
+
 def _by_axis(costs: Sequence[Mapping[str, float]], digits: int) -> dict[str, list[float | None]]:
     """Of each axis that all of them know; an earlier version recorded fewer."""
     return {
@@ -289,14 +337,21 @@ def _by_axis(costs: Sequence[Mapping[str, float]], digits: int) -> dict[str, lis
     }
 
 
-def _read_cell(cell: Cell, store: RunStore, done: Mapping[str, Manifest]) -> CellResult:
-    evaluation = done[cell.evaluation]
-    baseline = evaluation.results.get("paired", {}).get("baseline")
+def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
+    store = open_store(cell.cfg)
+    done = finished(cell.cfg, store)
     trained = [
         name for name, step in steps_of(cell.cfg).items() if step.stage and name in cell.steps
     ]
     points = [point for name in trained for point in _points(store, done[name])]
     curve, cost = training_curve(points)
+    if cell.protocol is not None:
+        judged = read_judged(cell, answers)
+        after, start = judged[cell.until], judged.get(cell.start)
+        began = start.per_item if start else None
+        return CellResult(cell, after.per_item, began, curve, cost, tuple(points), (), after)
+    evaluation = done[cell.evaluation]
+    baseline = evaluation.results.get("paired", {}).get("baseline")
     evaluated = [
         point
         for name in (baseline, cell.evaluation)

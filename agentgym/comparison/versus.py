@@ -19,7 +19,7 @@ from agentgym.evaluation.paired import (
     compare,
     detectable_with,
 )
-from agentgym.evaluation.result import RESULT, Result, ResultError
+from agentgym.evaluation.result import RESULT, Result, ResultError, Slot
 from agentgym.evaluation.scaling import Curve, by_turns, obstacle, within
 
 SCHEMA_VERSION = 1
@@ -144,7 +144,7 @@ def _curves_json(named: Named, env: str, confidence: float) -> dict[str, Any]:
     changed what was done.
     """
     most = horizon_of(named.result, env)
-    why = obstacle(_told(named.folder, env), most)
+    why = obstacle(_told(named, env), most)
     found = curves(named.result, env, most, confidence)
     kept = [each for each in found if each is not None and not (why and each.axis == "turns")]
     return {"curves": [each.to_json() for each in kept], "no_turns_curve": why}
@@ -162,8 +162,7 @@ def curves(result: Result, env: str, max_turns: int, confidence: float) -> list[
     """Success of an environment's samples against turns, tokens that the policy said, seconds;
     None where a cost is not known.
     """
-    slots = result.of(env)
-    sampled = [slot for slot in slots if slot.sample] or list(slots)
+    sampled = sampled_slots(result.of(env))
     if not any(slot.counts for slot in sampled):
         return []
     said = [
@@ -177,8 +176,15 @@ def curves(result: Result, env: str, max_turns: int, confidence: float) -> list[
     ]
 
 
-def _told(folder: Path | None, env: str) -> Iterator[str]:
-    """What a policy was shown in the first episodes on record."""
+def sampled_slots(slots: Sequence[Slot]) -> list[Slot]:
+    """Of one environment; the greedy ones where there are no others."""
+    return [slot for slot in slots if slot.sample] or list(slots)
+
+
+def _told(named: Named, env: str) -> Iterator[str]:
+    """What a policy was shown: its instructions, and the first episodes on record."""
+    yield named.result.about.get("instructions", {}).get(env, "")
+    folder = named.folder
     if folder is None or not (folder / FILE).is_file():
         return
     rows = (row for row in read_episodes(folder / FILE) if row["env"] == env)

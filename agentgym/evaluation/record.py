@@ -202,12 +202,16 @@ def find(store: RunStore, digest: str) -> Manifest:
 
 def stored_slots(store: RunStore, head: Manifest) -> tuple[tuple[Slot, ...], dict[str, Any]]:
     """(every slot as far as it is, what is told of the evaluation). Errors: ResultError."""
+    planned, about = planned_slots(store, head)
+    slots = {key_of(slot): slot for slot in planned}
+    replay(store, store.history(STEP, head.key), slots)
+    return tuple(slots.values()), about
+
+
+def planned_slots(store: RunStore, head: Manifest) -> tuple[tuple[Slot, ...], dict[str, Any]]:
+    """As `stored_slots`, before any was played."""
     commits = store.history(STEP, head.key)
     if not commits or PLAN not in commits[0].records:
         raise ResultError(f"evaluation {head.key[:12]} has no plan; it is none of this version")
     plan = json.loads(store.read(commits[0], PLAN))
-    slots = {}
-    for env, item_id, sample, task in plan["slots"]:
-        slots[env, item_id, sample] = Slot(env, item_id, sample, task)
-    replay(store, commits, slots)
-    return tuple(slots.values()), plan["about"]
+    return tuple(Slot(*row) for row in plan["slots"]), plan["about"]

@@ -112,17 +112,29 @@ def by_turns(
     chosen = tuple(horizons or range(1, max_turns + 1))
     if max(chosen) > max_turns or min(chosen) < 1:
         raise ValueError(f"horizons must be from 1 to the {max_turns} turns that were played")
-    rows = []
-    for horizon in chosen:
-        row = [
+    return _curve("turns", chosen, _within_turns(slots, chosen), slots, confidence, max_turns)
+
+
+def values_by_turns(slots: Sequence[Slot], horizons: Sequence[int]) -> FloatArray:
+    """[horizons, items] The share of an item's episodes that succeed within so many turns, in the
+    order in which the items appear; NaN where none counts.
+    """
+    return _of_items(_within_turns(slots, horizons), slots)[0]
+
+
+def _within_turns(slots: Sequence[Slot], horizons: Sequence[int]) -> FloatArray:
+    """[horizons, slots] success within so many turns; NaN where a slot does not count."""
+    rows = [
+        [
             float(slot.success and slot.num_turns <= horizon)
             # one that failed later had not failed by then
             if slot.counts or (slot.outcome is not None and slot.num_turns >= horizon)
             else np.nan
             for slot in slots
         ]
-        rows.append(row)
-    return _curve("turns", chosen, np.array(rows), slots, confidence, max_turns)
+        for horizon in horizons
+    ]
+    return np.array(rows)
 
 
 def within(
@@ -149,6 +161,19 @@ def within(
     return _curve(axis, tuple(map(float, budgets)), rows, slots, confidence, 0)
 
 
+def _of_items(rows: FloatArray, slots: Sequence[Slot]) -> tuple[FloatArray, FloatArray]:
+    """(means, counts) over each item's slots that are not NaN, [budgets, items]. rows: [budgets,
+    slots].
+    """
+    places = {item: place for place, item in enumerate(dict.fromkeys(s.item_id for s in slots))}
+    of_item = np.zeros((len(slots), len(places)))
+    of_item[np.arange(len(slots)), [places[slot.item_id] for slot in slots]] = 1
+    known = ~np.isnan(rows)
+    count = known.astype(np.float64) @ of_item
+    hits = np.where(known, rows, 0.0) @ of_item
+    return np.divide(hits, count, out=np.full_like(count, np.nan), where=count > 0), count
+
+
 def _curve(
     axis: str,
     budgets: Sequence[float],
@@ -158,16 +183,10 @@ def _curve(
     max_turns: int,
 ) -> Curve:
     """rows: [budgets, slots]; an item's slots are averaged before anything else is made of them."""
-    places = {item: place for place, item in enumerate(dict.fromkeys(s.item_id for s in slots))}
-    of_item = np.zeros((len(slots), len(places)))
-    of_item[np.arange(len(slots)), [places[slot.item_id] for slot in slots]] = 1
-    known = ~np.isnan(rows)
-    count = known.astype(np.float64) @ of_item
+    values, count = _of_items(rows, slots)
     if (count.sum(axis=1) == 0).any():
         raise ValueError(f"no episode counts at some of the {axis}; look at the outcomes")
-    hits = np.where(known, rows, 0.0) @ of_item
-    values = np.divide(hits, count, out=np.full_like(count, np.nan), where=count > 0)
-    families: dict[str, str | None] = dict.fromkeys(places)
+    families: dict[str, str | None] = dict.fromkeys(slot.item_id for slot in slots)
     for slot in slots:
         families[slot.item_id] = families[slot.item_id] or slot.family
     found = clustered_intervals(

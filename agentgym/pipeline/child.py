@@ -1,10 +1,11 @@
-"""A step in a process of its own, which ends with the one that started it."""
+"""A command of ours in a process of its own, which ends with the one that started it."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -33,19 +34,40 @@ def run_child(
     stop: threading.Event | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Bring a step to its end with `agentgym step`, its parameters written out.
+    """Bring a step to its end with `agentgym step`. Errors and the rest: as for `run_command`."""
+    run_command(
+        ("step", step, *(["--with-parents"] if with_parents else [])),
+        cfg,
+        title=title,
+        place=place,
+        wait_s=wait_s,
+        stop=stop,
+        timeout_s=timeout_s,
+    )
 
-    title: of it in errors; place: of its parameters and its log in the state folder; wait_s: for a
-    step that another process runs; stop: once set, the process is ended, what it committed stays.
+
+def run_command(
+    words: Sequence[str],
+    cfg: RunConfig,
+    *,
+    title: str,
+    place: str,
+    wait_s: float = 0.0,
+    stop: threading.Event | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """`agentgym WORDS`, with these parameters written out.
+
+    title: of it in errors; place: of its parameters and its log in the state folder; wait_s: for
+    what another process is at work on; stop: once set, the process is ended, what it committed
+    stays.
     Errors: ConfigError, RuntimeError with the end of the log, both with the title; Stopped.
     """
     params = cfg.state_dir / f"{place}.yaml"
     write_whole(params, yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False).encode())
     log_path = cfg.state_dir / "logs" / f"{place}.log"
-    command = [sys.executable, "-m", "agentgym", "step", step, "--params", str(params)]
+    command = [sys.executable, "-m", "agentgym", *words, "--params", str(params)]
     command += ["--wait", str(wait_s), "--owner-pipe"]
-    if with_parents:
-        command.append("--with-parents")
     stop = stop or threading.Event()
     deadline = time.monotonic() + timeout_s
     with owned_process(command, log_path=log_path, env={}) as process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +33,7 @@ from agentgym.evaluation.record import (
     Ledger,
     attempts_of,
     find,
+    planned_slots,
     stored_slots,
 )
 from agentgym.evaluation.request import EvaluationRequest
@@ -48,7 +50,7 @@ from agentgym.pipeline.table import open_store
 from agentgym.rollouts.policies.prices import Tariff
 from agentgym.steps.context import NoProgress, Progress
 from agentgym.store.keys import source_digest
-from agentgym.store.manifest import sha256
+from agentgym.store.manifest import Manifest, canonical_json, sha256
 from agentgym.types import Item, Usage
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,27 @@ def evaluate_policy(
     if protocol.deterministic and contender.endpoint is not None:
         raise ConfigError("deterministic is nothing an endpoint promises; leave it out")
     return _evaluate(playing, protocol, items, contender, progress or NoProgress())
+
+
+def answered(cfg: RunConfig, policy: str, protocol: EvaluationProtocol) -> Manifest | None:
+    """The finished evaluation of this policy by this protocol, the newest one, found by all that is
+    known of it where no server runs: only the prompts are read off the environment's source.
+    Errors: ConfigError.
+    """
+    items, playing = items_of(protocol, cfg), playing_config(cfg, protocol, "")
+    contender = contender_of(cfg, playing, EvaluationRequest.model_validate({"policy": policy}))
+    nothing: dict[str, Any] = dict.fromkeys(items, "")
+    untold = {env: [None] * len(its) for env, its in items.items()}
+    asked = json.loads(canonical_json(identity_of(protocol, items, untold, contender, nothing)))
+    names = sorted(asked.keys() - {"items", "prompts"})
+    ids = {(env, item.item_id) for env, its in items.items() for item in its}
+    store = open_store(cfg)
+    for head in reversed(store.heads(STEP)):
+        if head.done and all(head.config.get(name) == asked[name] for name in names):
+            planned, _ = planned_slots(store, head)
+            if {(slot.env, slot.item_id) for slot in planned} == ids:
+                return head
+    return None
 
 
 def protocol_for(cfg: RunConfig, request: EvaluationRequest) -> EvaluationProtocol:
@@ -115,7 +138,7 @@ def _evaluate(
                 writer,
                 identity,
                 slots,
-                _about(protocol, contender),
+                _about(protocol, contender, told),
                 commit_every_s=protocol.commit_every_s,
                 chunk_episodes=protocol.chunk_episodes,
             )
@@ -209,7 +232,9 @@ def identity_of(
     }
 
 
-def _about(protocol: EvaluationProtocol, contender: Contender) -> dict[str, Any]:
+def _about(
+    protocol: EvaluationProtocol, contender: Contender, told: Mapping[str, str]
+) -> dict[str, Any]:
     departs = [f"Not as {protocol.follows}: {line}" for line in protocol.departs]
     return {
         "policy": contender.about,
@@ -217,6 +242,9 @@ def _about(protocol: EvaluationProtocol, contender: Contender) -> dict[str, Any]
         "follows": protocol.follows,
         "min_coverage": protocol.min_coverage,
         "settings": protocol.model_dump(mode="json"),
+        "instructions": {
+            each.env.name: told[each.env.name] for each in protocol.envs if each.instructions
+        },
         "notes": departs,
     }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
@@ -27,7 +26,7 @@ from agentgym.pipeline.table import (
 )
 from agentgym.steps.context import METRICS, Environment, NoProgress, Progress, StepContext
 from agentgym.steps.step import Kind, Outcome, Step
-from agentgym.store.lease import LeaseHeld
+from agentgym.store.lease import when_free
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore, StepWriter
 from agentgym.tracking.alarms import AlarmStop
@@ -36,8 +35,6 @@ from agentgym.tracking.mlflow import LedgerUnavailable, reaching
 from agentgym.types import Endpoints
 
 logger = logging.getLogger(__name__)
-
-WAIT_POLL_S = 0.5
 
 # whatever the compute: they need no accelerator
 STAYS_HERE = (Kind.PREPARE, Kind.INITIALIZE, Kind.REGISTER, Kind.REPORT)
@@ -234,14 +231,9 @@ def run_when_free(
     """`run_step`, after up to `wait_s` seconds for another process that is at work on the step;
     then LeaseHeld.
     """
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            return run_step(name, cfg, environment=environment, progress=progress)
-        except LeaseHeld:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(WAIT_POLL_S)
+    return when_free(
+        lambda: run_step(name, cfg, environment=environment, progress=progress), wait_s
+    )
 
 
 def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:

@@ -11,16 +11,33 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 logger = logging.getLogger(__name__)
+
+WAIT_POLL_S = 0.5
+T = TypeVar("T")
 
 
 class LeaseHeld(RuntimeError):
     """Someone else is at work on this step; nothing was started."""
+
+
+def when_free(call: Callable[[], T], wait_s: float) -> T:
+    """What `call` gives, after up to `wait_s` seconds for another process that is at work on it;
+    then LeaseHeld.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return call()
+        except LeaseHeld:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(WAIT_POLL_S)
 
 
 class Fenced(RuntimeError):

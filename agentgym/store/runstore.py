@@ -179,9 +179,9 @@ class RunStore:
         """The head of every key this step name was ever committed under, oldest first."""
         return self._heads(step)
 
-    def heads(self) -> list[Manifest]:
-        """The head of every step and key, oldest first."""
-        return self._heads(None)
+    def heads(self, step: str | None = None) -> list[Manifest]:
+        """The head of every key, oldest first; step: of that step alone."""
+        return self._heads(step)
 
     def read(self, manifest: Manifest, name: str) -> bytes:
         """Verified content of a blob or record. Errors: KeyError, BlobMissing, DigestMismatch."""

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
-from agentgym.comparison.matrix import Cell, Comparison, cells_of, load_comparison
+from agentgym.comparison.described import Comparison, load_comparison
+from agentgym.comparison.matrix import Cell, cells_of
 from agentgym.comparison.results import CellResult, Checkpoint, Row, table
 from agentgym.config import RunConfig
 

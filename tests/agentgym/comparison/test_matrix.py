@@ -9,14 +9,8 @@ import time
 import pytest
 import yaml
 
-from agentgym.comparison.matrix import (
-    cells_of,
-    comparison_key,
-    contrast_rows,
-    file_and_overrides,
-    load_comparison,
-    run_cell,
-)
+from agentgym.comparison.described import file_and_overrides, load_comparison
+from agentgym.comparison.matrix import cells_of, comparison_key, contrast_rows, run_cell
 from agentgym.config import ConfigError, load_config
 from agentgym.pipeline.child import Stopped
 from agentgym.pipeline.run import run_step, run_with_parents
@@ -308,3 +302,89 @@ def test_both_command_lines_tell_the_file_from_the_overrides():
     assert file_and_overrides(["a=1", "mine.yaml", "b=2"]) == ("mine.yaml", ("a=1", "b=2"))
     with pytest.raises(ConfigError, match="expected one comparison file, got a, b"):
         file_and_overrides(["a", "b"])
+
+
+COLUMNS = {
+    "one level": {"set": {"env": {"options": {"levels": ["GoToObj"]}}, "optimizer": {"lr": 0.01}}},
+    "two levels": {
+        "set": {"env": {"options": {"levels": ["GoToObj", "GoToRedBall"]}}},
+        "recipes": {"slow": {"optimizer": {"lr": 0.0002}}},
+        "horizons": {"short": {"horizon": {"max_turns": [4]}}},
+    },
+}
+
+
+def test_every_row_stands_in_the_column_of_every_environment(described):
+    cells = cells_of(described(environments=COLUMNS, seeds=[3], changes={"num_samples": 3}))
+    assert [cell.title for cell in cells] == [
+        f"{method} in {column} seed 3"
+        for method in ("grpo short", "grpo growing", "slow short", "slow growing")
+        for column in COLUMNS
+    ]
+    found = {(cell.method, cell.environment): cell for cell in cells}
+    levels = [found["grpo short", name].cfg.env.options["levels"] for name in COLUMNS]
+    assert levels == [["GoToObj"], ["GoToObj", "GoToRedBall"]]
+    # a recipe lies over its column, what the column says of the recipe over both
+    rates = {place: cell.cfg.optimizer.lr for place, cell in found.items()}
+    assert [rates["grpo short", "one level"], rates["slow short", "one level"]] == [0.01, 0.0001]
+    assert rates["slow short", "two levels"] == 0.0002
+    assert found["grpo short", "two levels"].cfg.horizon.max_turns == (4,)
+    cell = found["grpo growing", "two levels"]
+    assert (cell.until, cell.judged) == ("stage-2", ("warm-start", "stage-2"))
+    assert not any(step.startswith("evaluate") for step in cell.steps)
+    (asked,) = cell.protocol.envs
+    assert (asked.env.name, asked.num_samples, asked.max_turns) == ("babyai", 3, 7)
+    assert cell.answers() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"protocol": "agentgym-rl"}, "protocol and changes are of comparisons with environments"),
+        (
+            {"environments": {"x": {"recipes": {"ppo": {}}}}},
+            r"environments.x.recipes: 'ppo' is none of grpo, slow",
+        ),
+        (
+            {"environments": {"x": {"set": {"mix": [{"name": "textcraft"}]}}}},
+            "grpo short in x seed 3: its run has the environments babyai",
+        ),
+        ({"environments": {"x": {}}, "until": "report"}, "ends with report, which has no"),
+        ({"environments": {"x": {}}, "protocol": "nothing"}, "there is no protocol 'nothing'"),
+    ],
+)
+def test_a_column_that_cannot_be_evaluated_is_refused_before_anything_starts(
+    described, changes, line
+):
+    with pytest.raises(ConfigError, match=line):
+        cells_of(described(**changes))
+
+
+def test_methods_are_contrasted_in_every_column(described):
+    both = {"environments": COLUMNS}
+    for pair, rows in (
+        (["slow", "grpo"], [("slow", "short"), ("slow", "growing")]),
+        (["slow short", "grpo short"], [("slow", "short")]),
+    ):
+        comparison = described(**both, contrasts=[pair])
+        assert sorted(contrast_rows(comparison, cells_of(comparison))) == sorted(
+            (f"{recipe} {horizon} in {column}", f"grpo {horizon} in {column}")
+            for recipe, horizon in rows
+            for column in COLUMNS
+        )
+    other = described(**both, contrasts=[["grpo short in one level", "grpo short in two levels"]])
+    with pytest.raises(ConfigError, match="evaluated by different protocols"):
+        contrast_rows(other, cells_of(other))
+
+
+def test_a_protocol_is_part_of_what_names_the_table(described):
+    keys = [
+        comparison_key(each, cells_of(each))
+        for each in (
+            described(environments=COLUMNS),
+            described(environments=COLUMNS, changes={"num_samples": 5}),
+            described(environments=COLUMNS, changes={"concurrency": 3}),
+        )
+    ]
+    assert keys[0] != keys[1]
+    assert keys[0] == keys[2]  # it changes no result

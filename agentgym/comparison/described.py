@@ -1,0 +1,202 @@
+"""A comparison as its file says it: recipes, horizons, environments and seeds, shaped like
+params.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, ValidationError, model_validator
+
+from agentgym.config import ConfigError, Section, first_line, read_tree
+
+Layer = dict[str, Any]  # shaped like params.yaml
+Seeds = tuple[NonNegativeInt, ...]
+
+
+DEFAULT = "comparisons/default.yaml"
+
+
+def file_and_overrides(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Of a command line's words: the comparison's file (by default ours) and `key.path=value`s.
+
+    Errors: ConfigError where two words are files.
+    """
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"expected one comparison file, got {', '.join(files)}")
+    return (files or [DEFAULT])[0], tuple(word for word in words if "=" in word)
+
+
+class Matrix(Section):
+    """Every one of these recipes with every one of these horizons; None: all that are defined."""
+
+    recipes: tuple[str, ...] | None = None
+    horizons: tuple[str, ...] | None = None
+
+
+class ExtraCell(Section):
+    """One more row of the table: a recipe, a horizon, or both, and what else it changes."""
+
+    recipe: str = ""
+    horizon: str = ""
+    name: str = ""  # default: recipe and horizon
+    set: Layer = Field(default_factory=dict)
+    until: str = ""  # its last step; default: the comparison's
+    seeds: Seeds = ()  # default: the comparison's
+    group: str = ""  # rows of one group stand together; for whoever reads the result
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not (self.name or self.recipe or self.horizon):
+            raise ValueError(
+                "a cell under `cells` has neither name, recipe nor horizon; give it a name"
+            )
+        return self
+
+
+class Column(Section):
+    """An environment, as a column of the table: what every row changes there."""
+
+    params: Path | None = None  # in place of the comparison's; relative to its file
+    set: Layer = Field(default_factory=dict)
+    # what a recipe or a horizon changes here, over what it changes everywhere
+    recipes: dict[str, Layer] = Field(default_factory=dict)
+    horizons: dict[str, Layer] = Field(default_factory=dict)
+
+
+class Comparison(Section):
+    """A comparison as its file says it."""
+
+    name: str = Field(pattern="^[a-z0-9][a-z0-9-]*$")  # of the files it writes
+    title: str = ""
+    params: Path = Path("params.yaml")  # relative to the comparison's file
+    overrides: Layer = Field(default_factory=dict)  # over `params`, for every cell
+    recipes: dict[str, Layer]
+    horizons: dict[str, Layer]
+    matrix: Matrix = Matrix()
+    cells: tuple[ExtraCell, ...] = ()
+    # columns: every row in each of them, evaluated as `agentgym evaluate` does it, by this protocol
+    # (of profiles/eval, or a file; empty: that of the run's own evaluations) with these changes
+    environments: dict[str, Column] = Field(default_factory=dict)
+    protocol: str = ""
+    changes: Layer = Field(default_factory=dict)
+    seeds: Seeds = Field(default=(0, 1, 2), min_length=1)
+    # [a, b]: a minus b; two rows, two horizons (per recipe) or two recipes (per horizon)
+    contrasts: tuple[tuple[str, str], ...] = ()
+    # last step of every cell; default: the evaluation of its last checkpoint. register and report
+    # go further
+    until: str = ""
+    # how long a cell waits for a step it shares with one that is at work on it
+    wait_s: PositiveFloat = 3600.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.protocol or self.changes) and not self.environments:
+            raise ValueError(
+                "protocol and changes are of comparisons with environments; leave them out, or"
+                " name the environments"
+            )
+        for name, column in self.environments.items():
+            for what, own, known in (
+                ("recipes", column.recipes, self.recipes),
+                ("horizons", column.horizons, self.horizons),
+            ):
+                if unknown := sorted(own.keys() - known.keys()):
+                    raise ValueError(
+                        f"environments.{name}.{what}: {unknown[0]!r} is none of"
+                        f" {', '.join(known) or 'none'}"
+                    )
+        return self
+
+
+def load_comparison(path: Path | str) -> Comparison:
+    """Errors: ConfigError with one line for a missing file, broken YAML, or an unknown key."""
+    path = Path(path)
+    tree = read_tree(path)
+    try:
+        found = Comparison.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {first_line(error, Comparison)}") from None
+    columns = {
+        name: column.model_copy(
+            update={"params": None if column.params is None else path.parent / column.params}
+        )
+        for name, column in found.environments.items()
+    }
+    here = {"params": path.parent / found.params, "environments": columns}
+    return found.model_copy(update=here)
+
+
+@dataclass(frozen=True)
+class DescribedRow:
+    """One row of the table in one column: what its runs are made of."""
+
+    name: str  # its own among all rows and columns
+    recipe: str
+    horizon: str
+    group: str
+    until: str  # its last step; empty: the usual one
+    seeds: Seeds
+    params: Path
+    layers: tuple[Layer, ...]  # each over the one before
+    environment: str = ""
+    method: str = ""  # what it is called in every column
+
+
+def described_rows(comparison: Comparison) -> Iterator[DescribedRow]:
+    """Every row in every column. Errors: ConfigError for an unknown recipe or horizon."""
+    matrix = comparison.matrix
+    recipes = _known(matrix.recipes, comparison.recipes, "recipe", "matrix.recipes")
+    horizons = _known(matrix.horizons, comparison.horizons, "horizon", "matrix.horizons")
+    product = [
+        ExtraCell(recipe=recipe, horizon=horizon) for recipe in recipes for horizon in horizons
+    ]
+    for cell in (*product, *comparison.cells):
+        method = cell.name or " ".join(filter(None, (cell.recipe, cell.horizon)))
+        _known([cell.recipe] if cell.recipe else [], comparison.recipes, "recipe", f"cell {method}")
+        _known(
+            [cell.horizon] if cell.horizon else [], comparison.horizons, "horizon", f"cell {method}"
+        )
+        for name, column in (comparison.environments or {"": Column()}).items():
+            yield DescribedRow(
+                f"{method} in {name}" if name else method,
+                cell.recipe,
+                cell.horizon,
+                cell.group,
+                cell.until or comparison.until,
+                cell.seeds or comparison.seeds,
+                column.params or comparison.params,
+                _layers(comparison, cell, column),
+                name,
+                method,
+            )
+
+
+def _layers(comparison: Comparison, cell: ExtraCell, column: Column) -> tuple[Layer, ...]:
+    """What a cell says lies over what its column does, and that over the recipe's and the
+    horizon's.
+    """
+    return (
+        comparison.overrides,
+        column.set,
+        comparison.recipes.get(cell.recipe, {}),
+        comparison.horizons.get(cell.horizon, {}),
+        column.recipes.get(cell.recipe, {}),
+        column.horizons.get(cell.horizon, {}),
+        cell.set,
+    )
+
+
+def _known(
+    names: Sequence[str] | None, table: Mapping[str, Layer], what: str, where: str
+) -> list[str]:
+    for name in names or ():
+        if name not in table:
+            raise ConfigError(
+                f"{where}: unknown {what} {name!r}; known: {', '.join(table) or 'none'}"
+            )
+    return list(table if names is None else names)

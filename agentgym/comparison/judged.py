@@ -1,0 +1,136 @@
+"""What a column's cells came to: evaluations of any policy, read from the store, and their curves
+over turns and samples. Reads; nothing here plays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from agentgym.comparison.matrix import Cell
+from agentgym.comparison.versus import LOOKED_AT, horizon_of, sampled_slots
+from agentgym.evaluation import estimates
+from agentgym.evaluation.clustered import clustered_intervals, family_codes
+from agentgym.evaluation.numbers import Table, ks
+from agentgym.evaluation.passk import FloatArray, Interval
+from agentgym.evaluation.record import RESULT, attempts_of
+from agentgym.evaluation.result import CLOCK, Result
+from agentgym.evaluation.scaling import obstacle, values_by_turns
+from agentgym.evaluation.seeds import Kind, crossed_intervals
+from agentgym.pipeline.table import open_store
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import RunStore
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A finished evaluation of one checkpoint in one environment."""
+
+    result: Result
+    told: tuple[str, ...]  # of its first episodes: what the policy was shown
+
+    @cached_property
+    def table(self) -> Table:
+        return Table.of(self.result.slots)
+
+    @cached_property
+    def per_item(self) -> dict[str, FloatArray]:
+        """By name of `estimates.success`, [I]; NaN where an item has too few samples."""
+        return estimates.per_item(self.table.greedy, self.table.samples)
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of the numbers that a table shows; greedy first, where it was played."""
+        most = self.table.samples.shape[1]
+        names = [f"avg_at_{most}", *(f"pass_at_{k}" for k in ks(most) if k > 1)]
+        return names if np.isnan(self.table.greedy).all() else ["greedy", *names]
+
+    @property
+    def max_turns(self) -> int:
+        return horizon_of(self.result, self.result.envs[0])
+
+    @property
+    def no_turns_curve(self) -> str:
+        """Why its episodes do not tell of shorter horizons; empty where they do."""
+        return obstacle(self.told, self.max_turns)
+
+
+def read_judged(cell: Cell, answers: dict[str, Manifest]) -> dict[str, Judged]:
+    """The cell's evaluations, by the step whose checkpoint they are of.
+    Errors: ConfigError where too few episodes of one count.
+    """
+    store = open_store(cell.cfg)
+    found = {}
+    for step, answer in answers.items():
+        result = Result.from_bytes(store.read(answer, RESULT), store.read(answer, CLOCK))
+        found[step] = Judged(result, tuple(_told(store, answer, result)))
+    return found
+
+
+def _told(store: RunStore, answer: Manifest, result: Result) -> Iterator[str]:
+    yield from result.about.get("instructions", {}).values()
+    history = store.history(answer.step, answer.key)
+    for trajectory in islice(attempts_of(store, history), LOOKED_AT):
+        yield trajectory.first_observation
+        yield from (turn.observation for turn in trajectory.turns)
+
+
+def curves_json(seeds: Sequence[Judged], confidence: float) -> dict[str, Any]:
+    """Of one row in one column: success within so many turns, pass@k and pass^k, over seeds and
+    items.
+    """
+    first = seeds[0]
+    most, why = first.table.samples.shape[1], first.no_turns_curve
+    horizons = tuple(range(1, first.max_turns + 1))
+    by_turns = [values_by_turns(sampled_slots(each.result.slots), horizons) for each in seeds]
+    turns = {
+        "budgets": list(horizons),
+        "success": _intervals(np.stack(by_turns, axis=1), first, confidence),
+    }
+    over_k = {
+        f"pass_{how}": _intervals(
+            np.stack(
+                [[each.per_item[f"pass_{how}_{k}"] for each in seeds] for k in range(1, most + 1)]
+            ),
+            first,
+            confidence,
+        )
+        for how in ("at", "hat")
+        if most
+    }
+    return {
+        "evaluations": [each.result.digest for each in seeds],
+        "coverage": [round(each.result.coverage, 6) for each in seeds],
+        "turns": None if why else turns,
+        "no_turns_curve": why,
+        **over_k,
+    }
+
+
+def _intervals(values: FloatArray, first: Judged, confidence: float) -> list[dict[str, Any]]:
+    """values: [B, S, I]."""
+    found = interval_of(values, first, "share", confidence)
+    count = (~np.isnan(values)).any(axis=1).sum(axis=1)
+    return [
+        Interval(mean, low, high, num).to_json()
+        for mean, low, high, num in zip(
+            *(each.round(6).tolist() for each in found), count.tolist(), strict=True
+        )
+    ]
+
+
+def interval_of(
+    values: FloatArray, first: Judged, kind: Kind, confidence: float
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """(mean, low, high), each [...], of values [..., S, I]. One seed alone is what its evaluation
+    says, whose clusters are families where there are some; more are over seeds and items.
+    """
+    if values.shape[-2] > 1:
+        return crossed_intervals(values, kind=kind, confidence=confidence)
+    codes = family_codes(list(first.table.families))
+    return clustered_intervals(values[..., 0, :], codes, kind=kind, confidence=confidence)
