@@ -98,7 +98,9 @@ def training_rows(rows: Sequence[RowJson]) -> list[RowJson]:
     return [
         {
             **row,
-            **{"group": row["environment"], "recipe": "", "horizon": ""},
+            "group": row["environment"],
+            "recipe": "",
+            "horizon": "",
             "name": row["name"] if row["environment"] in alone else row["method"],
         }
         for row in rows
