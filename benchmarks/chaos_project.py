@@ -45,7 +45,6 @@ TINY = {  # its every optimizer step finds something to learn
         "num_items": 8,
         "num_samples": 1,
         "k": [1],
-        "num_bootstrap": 200,
         "chunk_items": 4,
     },
 }

@@ -17,13 +17,20 @@ from agentgym.config import RunConfig
 from agentgym.data.check import load_data, load_recorded
 from agentgym.data.items import Splits, splits_from_json
 from agentgym.data.trajectories import RECORDED, decode
-from agentgym.evaluation.evaluate import Array, evaluation_metrics, outcomes, paired, score
+from agentgym.evaluation.evaluate import (
+    Array,
+    evaluation_metrics,
+    families_of,
+    outcomes,
+    paired,
+    score,
+)
 from agentgym.evaluation.passk import FAILED
 from agentgym.learner.optimizer import learning_rate
 from agentgym.pipeline.table import run_key, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
-from agentgym.steps.context import METRICS, OUTCOMES
+from agentgym.steps.context import FAMILIES, METRICS, OUTCOMES
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -329,9 +336,10 @@ def _check_evaluation(
         )
         return
     greedy, samples = tables[record.name] = outcomes(episodes, items, settings.num_samples)
+    families, envs = families_of(episodes, items), [item.env for item in items]
     try:
         expected: dict[str, Any] = json.loads(
-            json.dumps(score(greedy, samples, settings, [item.env for item in items]))
+            json.dumps(score(greedy, samples, settings, envs, families))
         )
     except ValueError as error:
         checks.fail(f"{where}: {error}")
@@ -343,7 +351,7 @@ def _check_evaluation(
         )
         expected["paired"] = {
             "baseline": baseline,
-            **json.loads(json.dumps(paired(base, greedy, samples, settings))),
+            **json.loads(json.dumps(paired(base, greedy, samples, settings, families))),
         }
     for name in ("summary", FAILED, "paired"):
         for key, value in expected.get(name, {}).items():
@@ -360,9 +368,10 @@ def _check_evaluation(
         checks.expect(where, f"results {name}", expected.get(name), final.results.get(name))
     checks.expect(where, "names of results", sorted(expected), sorted(final.results))
     try:
-        stored = json.loads(store.read(final, OUTCOMES))
+        stored, told = (json.loads(store.read(final, name)) for name in (OUTCOMES, FAMILIES))
     except (LookupError, ValueError):
         return  # content has said so
+    checks.expect(where, f"{FAMILIES} as the episodes'", families, told)
     for name, table in (("greedy", greedy), ("samples", samples)):
         same = np.array_equal(table, np.array(stored.get(name), dtype=float), equal_nan=True)
         checks.expect(where, f"{OUTCOMES} {name} as the episodes'", True, same)

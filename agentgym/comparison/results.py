@@ -27,7 +27,9 @@ from agentgym.comparison.judged import Judged, curves_json, interval_of, read_ju
 from agentgym.comparison.matrix import Cell, comparison_key, contrast_rows
 from agentgym.comparison.report import AXES, CEILING
 from agentgym.comparison.shown import result_files
-from agentgym.evaluation.passk import FloatArray, Interval, per_item
+from agentgym.evaluation.estimates import per_item
+from agentgym.evaluation.passk import FloatArray, Interval
+from agentgym.evaluation.score import keys
 from agentgym.evaluation.seeds import Kind, crossed_interval
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.steps.context import METRICS, OUTCOMES
@@ -51,7 +53,7 @@ class Checkpoint:
 @dataclass(frozen=True)
 class CellResult:
     """One finished cell.
-    Tables are by key of `passk.per_item`, one value per item, NaN where its episodes failed.
+    Tables are by key of `estimates.per_item`, one value per item, NaN where its episodes failed.
     """
 
     cell: Cell
@@ -372,7 +374,8 @@ def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
 def _outcomes(cell: Cell, store: RunStore, evaluation: Manifest) -> dict[str, FloatArray]:
     stored = json.loads(store.read(evaluation, OUTCOMES))
     greedy, samples = (np.array(stored[name], dtype=np.float64) for name in ("greedy", "samples"))
-    return per_item(greedy, samples, cell.cfg.evaluation.k)
+    every = per_item(greedy, samples)
+    return {key: every[key] for key in keys(samples, cell.cfg.evaluation.k)}
 
 
 def _points(store: RunStore, final: Manifest) -> list[Point]:

@@ -321,8 +321,7 @@ class EvaluationConfig(Section):
     temperature: PositiveFloat = setting(1.0, "temperature of the samples")
     k: tuple[PositiveInt, ...] = setting((1, 4), "each k of pass@k", min_length=1)
     confidence: float = setting(0.95, "level of every interval", gt=0.5, lt=1)
-    num_bootstrap: PositiveInt = setting(2000, "draws of a bootstrap interval")
-    seed: NonNegativeInt = setting(1, "seed of the samples and of the bootstrap")
+    seed: NonNegativeInt = setting(1, "seed of the samples")
     min_coverage: float = setting(
         0.95,
         "share of episodes that must count, not failed; below it there is no result",

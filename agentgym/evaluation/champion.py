@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentgym.config import RENAMED, EvaluationConfig, RunConfig
-from agentgym.evaluation.passk import FloatArray, Interval, as_failures, paired_differences
+from agentgym.evaluation.clustered import family_codes
+from agentgym.evaluation.passk import FloatArray, Interval, as_failures
+from agentgym.evaluation.score import Asked, paired
 from agentgym.store.manifest import sha256
 from agentgym.tracking.registry import alias_version, version_tags
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from agentgym.tracking.mlflow import Tracker
 
 PROTOCOL, OUTCOMES, DECISION = "evaluation.protocol", "evaluation.outcomes", "champion"
+FAMILIES = "evaluation.families"  # of each item, as a number
 MAX_TAG_CHARS = 100_000  # MLflow's
 _LETTERS = {0.0: "0", 1.0: "1"}
 
@@ -38,7 +41,7 @@ Decision = dict[str, Any]
 
 def evaluation_tags(cfg: RunConfig, digest: str, outcomes: Mapping[str, Any]) -> dict[str, str]:
     """What a later model needs to compare itself with this one. digest: of the evaluation;
-    outcomes: as it stored them.
+    outcomes: as it stored them, with the items' `families`, where they are told.
     """
     settings = cfg.evaluation
     protocol = {
@@ -60,6 +63,9 @@ def evaluation_tags(cfg: RunConfig, digest: str, outcomes: Mapping[str, Any]) ->
         "".join(_LETTERS.get(float(value), "-") for value in column) for column in columns
     )
     tags = {"evaluation": digest, PROTOCOL: json.dumps(protocol, sort_keys=True)}
+    codes = family_codes(outcomes.get("families"))
+    if codes is not None:
+        tags[FAMILIES] = " ".join(map(str, codes))
     return tags | ({OUTCOMES: text} if len(text) <= MAX_TAG_CHARS else {})
 
 
@@ -116,7 +122,7 @@ def decide(
             "moved": False,
             "why": f"it cannot be compared with version {holder}: {obstacle}",
         }
-    gain = _gain(theirs[OUTCOMES], ours[OUTCOMES], settings)
+    gain = _gain(theirs[OUTCOMES], ours[OUTCOMES], ours.get(FAMILIES, ""), settings)
     said = (
         f"{100 * gain.mean:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}] over"
         f" version {holder}, on the same items"
@@ -137,18 +143,23 @@ def incomparable(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
         differ = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
         if differ:
             return f"their evaluations differ in {', '.join(differ)}"
-        same = _parse(ours[OUTCOMES]).shape == _parse(theirs[OUTCOMES]).shape
+        shape = _parse(ours[OUTCOMES]).shape
+        same = shape == _parse(theirs[OUTCOMES]).shape
+        if FAMILIES in ours and ours[FAMILIES].count(" ") != shape[1] - 1:
+            raise ValueError("a family is told of every item, or of none")
     except (ValueError, AttributeError):
         return "a tag of the registry is damaged"
     return "" if same else "their evaluations differ in how many episodes are on record"
 
 
-def _gain(theirs: str, ours: str, settings: EvaluationConfig) -> Interval:
+def _gain(theirs: str, ours: str, families: str, settings: EvaluationConfig) -> Interval:
+    """families: as FAMILIES has them; empty: every item is one."""
     before, after = (
         (table[0], table[1:].T) for table in map(as_failures, (_parse(theirs), _parse(ours)))
     )
-    asked = {name: getattr(settings, name) for name in ("confidence", "num_bootstrap", "seed")}
-    return paired_differences(before, after, k=(), **asked)[f"avg_at_{after[1].shape[1]}"]
+    told = families.split(" ") if families else [None] * len(after[0])
+    gains = paired(before, after, told, Asked((), settings.confidence))
+    return gains[f"avg_at_{after[1].shape[1]}"]
 
 
 def _parse(text: str) -> FloatArray:

@@ -1,5 +1,5 @@
-"""One checkpoint on held-out items: greedy, avg@n, pass@k, each with an interval, paired
-against the baseline.
+"""One checkpoint on held-out items: greedy, avg@n, pass@k, each with an interval that knows the
+items and their families, paired against the baseline.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import numpy as np
 from agentgym.compute.placement import open_engine
 from agentgym.config import EvaluationConfig
 from agentgym.data.items import splits_from_json
-from agentgym.evaluation.passk import FAILED, num_failed, paired_differences
+from agentgym.evaluation import score as scoring
+from agentgym.evaluation.passk import FAILED, num_failed
+from agentgym.evaluation.result import family_of
 from agentgym.evaluation.score import Asked, both_conventions, to_json
 from agentgym.models.checkpoint import load_checkpoint
 from agentgym.models.model import set_threads
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.collect import RolloutError
 from agentgym.rollouts.metrics import rollout_metrics
-from agentgym.steps.context import OUTCOMES, StepContext, now_ms
+from agentgym.steps.context import FAMILIES, OUTCOMES, StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.types import Item, Trajectory
@@ -54,10 +56,11 @@ def evaluate(ctx: StepContext) -> Manifest:
     ]
     everything = [trajectory for part in earlier for trajectory in part] + last
     greedy, samples = outcomes(everything, items, settings.num_samples)
-    results = score(greedy, samples, settings, [item.env for item in items])
+    families = families_of(everything, items)
+    results = score(greedy, samples, settings, [item.env for item in items], families)
     if step.baseline:
         base = json.loads(ctx.read(ctx.parents[step.baseline], OUTCOMES))
-        gains = paired(base, greedy, samples, settings)
+        gains = paired(base, greedy, samples, settings, families)
         results["paired"] = {"baseline": step.baseline, **gains}
     results |= {
         "checkpoint": step.checkpoint,
@@ -77,7 +80,8 @@ def evaluate(ctx: StepContext) -> Manifest:
                         "samples": _plain(samples),
                     }
                 ).encode()
-            )
+            ),
+            FAMILIES: json.dumps(families).encode(),
         },
         results=results,
         points=[Point(version, now_ms(), evaluation_metrics(results, everything))],
@@ -143,21 +147,42 @@ def outcomes(
     return table[:, 0], table[:, 1:]
 
 
+def families_of(trajectories: Sequence[Trajectory], items: Sequence[Item]) -> list[str | None]:
+    """What kind of task each item is, as its environment told; None where it told nothing. Of
+    several environments each has its own; an item without one is alone.
+    """
+    told: dict[str, str | None] = dict.fromkeys(item.item_id for item in items)
+    for trajectory in trajectories:
+        item_id = trajectory.item.item_id
+        told[item_id] = told[item_id] or family_of(trajectory)
+    if len({item.env for item in items}) == 1 or not any(told.values()):
+        return list(told.values())
+    return [
+        f"{item.env} {family}" if (family := told[item.item_id]) else item.item_id for item in items
+    ]
+
+
 def score(
-    greedy: Array, samples: Array, settings: EvaluationConfig, envs: Sequence[str]
+    greedy: Array,
+    samples: Array,
+    settings: EvaluationConfig,
+    envs: Sequence[str],
+    families: Sequence[str | None],
 ) -> dict[str, Any]:
     """The reported numbers of one evaluation, as JSON types. envs: [I] of each item; where they
-    differ, each one's numbers, too.
+    differ, each one's numbers, too. families: [I].
 
     `summary` leaves failed episodes out, `failed_as_failures` takes them for failures of the
     policy; `coverage` is the share of episodes that did not fail.
     """
-    asked = Asked(settings.confidence, settings.num_bootstrap, settings.seed)
+    asked = Asked(settings.k, settings.confidence)
 
-    def numbers(rows: Any) -> dict[str, Any]:
-        return both_conventions(greedy[rows], samples[rows], settings.k, asked)
+    def numbers(rows: Array) -> dict[str, Any]:
+        own = [family for family, here in zip(families, rows, strict=True) if here]
+        return both_conventions((greedy[rows], samples[rows]), own, asked)
 
-    result = {**numbers(slice(None)), "num_env_errors": num_failed(greedy, samples)}
+    every = np.ones(len(envs), dtype=bool)
+    result = {**numbers(every), "num_env_errors": num_failed(greedy, samples)}
     if len(set(envs)) > 1:
         table = np.array(envs)
         result["by_env"] = {
@@ -179,18 +204,16 @@ def require_coverage(num_out: int, num_episodes: int, least: float) -> None:
 
 
 def paired(
-    base: dict[str, Any], greedy: Array, samples: Array, settings: EvaluationConfig
+    base: dict[str, Any],
+    greedy: Array,
+    samples: Array,
+    settings: EvaluationConfig,
+    families: Sequence[str | None],
 ) -> dict[str, Any]:
     """Item by item differences to a baseline's stored outcomes, as JSON types."""
-    differences = paired_differences(
-        (np.array(base["greedy"], dtype=float), np.array(base["samples"], dtype=float)),
-        (greedy, samples),
-        k=settings.k,
-        confidence=settings.confidence,
-        num_bootstrap=settings.num_bootstrap,
-        seed=settings.seed,
-    )
-    return to_json(differences)
+    before = np.array(base["greedy"], dtype=float), np.array(base["samples"], dtype=float)
+    asked = Asked(settings.k, settings.confidence)
+    return to_json(scoring.paired(before, (greedy, samples), families, asked))
 
 
 def evaluation_metrics(

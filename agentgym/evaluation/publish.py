@@ -23,7 +23,7 @@ from agentgym.evaluation.report import (
 from agentgym.models.checkpoint import policy_digest, save_pretrained
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import stages
-from agentgym.steps.context import OUTCOMES, StepContext
+from agentgym.steps.context import FAMILIES, OUTCOMES, StepContext
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -94,9 +94,8 @@ def _register(
 ) -> tuple[str, champion.Decision]:
     """The version, and whether it took the alias."""
     name, tracker = cfg.registry.model_name, tracker_of(cfg)
-    tags = champion.evaluation_tags(
-        cfg, evaluation.digest, json.loads(store.read(evaluation, OUTCOMES))
-    )
+    found, families = (json.loads(store.read(evaluation, each)) for each in (OUTCOMES, FAMILIES))
+    tags = champion.evaluation_tags(cfg, evaluation.digest, {**found, "families": families})
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(Path(folder), store, checkpoint)
         version = register_model(

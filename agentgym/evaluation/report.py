@@ -298,9 +298,9 @@ def _evaluation_table(rows: Sequence[EvaluationRow], confidence: float) -> str:
         ' class="scroll"><table><thead><tr><th>checkpoint</th><th>items</th><th>max_turns</th>'
         "<th>coverage</th>"
         f"{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-        f'<p class="caption">Success in percent with {100 * confidence:g} % intervals: Wilson for'
-        " greedy, bootstrap over items for the "
-        f"others. The second line is the mean per-item difference to “{escape(rows[0].title)}” in"
+        f'<p class="caption">Success in percent with {100 * confidence:g} % intervals over items,'
+        " or over their families where five or more are told."
+        f" The second line is the mean per-item difference to “{escape(rows[0].title)}” in"
         " points; it is coloured where its "
         "interval excludes 0. pass@k is the unbiased estimate. Coverage is the share of the"
         " episodes that count: those whose environment "

@@ -107,8 +107,8 @@ class Slot:
             attempt = Attempt(outcome, trajectory.error or "", len(turns), usage)
             failed = (*failed, attempt)
         infos = [turn.info for turn in turns]
-        families = [str(info[FAMILY]) for info in infos if info.get(FAMILY) is not None]
-        says = bool(families) or any(INVALID in info for info in infos)
+        family = family_of(trajectory)
+        says = family is not None or any(INVALID in info for info in infos)
         return Slot(
             env=self.env,
             item_id=self.item_id,
@@ -118,7 +118,7 @@ class Slot:
             success=trajectory.success,
             reward=trajectory.reward,
             num_turns=len(turns),
-            family=families[-1] if families else self.family,
+            family=self.family if family is None else family,
             num_invalid=sum(bool(info.get(INVALID)) for info in infos) if says else None,
             usage=usage,
             info=infos[-1] if infos else {},
@@ -279,6 +279,12 @@ class Result:
                 f"{where} is no result of an evaluation: {type(error).__name__} {error}"
             ) from None
         return result
+
+
+def family_of(trajectory: Trajectory) -> str | None:
+    """What kind of task its item is, as the environment last told; None: it told nothing."""
+    told = [turn.info[FAMILY] for turn in trajectory.turns if turn.info.get(FAMILY) is not None]
+    return str(told[-1]) if told else None
 
 
 def digest_of(identity: Mapping[str, Any]) -> str:

@@ -37,7 +37,7 @@ Blobs = Mapping[str, bytes | Blob]
 
 METRICS = "metrics.jsonl"
 VALIDATION = "validation/success"
-OUTCOMES = "outcomes.json"  # of an evaluation
+OUTCOMES, FAMILIES = "outcomes.json", "families.json"  # of an evaluation
 
 
 class Progress(Protocol):

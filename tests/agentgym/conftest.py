@@ -46,7 +46,6 @@ TINY = {
         "num_samples": 2,
         "k": [1, 2],
         "max_turns": 7,
-        "num_bootstrap": 200,
         "chunk_items": 6,
     },
 }

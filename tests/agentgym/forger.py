@@ -6,7 +6,13 @@ from dataclasses import replace
 
 from agentgym.audit import audit
 from agentgym.data.check import load_data
-from agentgym.evaluation.evaluate import evaluation_metrics, outcomes, paired, score
+from agentgym.evaluation.evaluate import (
+    evaluation_metrics,
+    families_of,
+    outcomes,
+    paired,
+    score,
+)
 from agentgym.evaluation.publish import headline_tags, report_files
 from agentgym.pipeline.table import key_of, open_store, run_key, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories
@@ -153,14 +159,14 @@ class Forger:
         items = getattr(load_data(self.cfg), settings.split)[: settings.num_items]
         episodes = [episode for _, _, episode in self.evaluation(step)]
         greedy, samples = outcomes(episodes, items, settings.num_samples)
-        results = {
-            **final.results,
-            **score(greedy, samples, settings, [item.env for item in items]),
-        }
+        told = greedy, samples, settings
+        families = families_of(episodes, items)
+        found = score(*told, [item.env for item in items], families)
+        results = {**final.results, **found}
         if "paired" in results:
             base = results["paired"]["baseline"]
             stored = json.loads(self.blob(base, self.commits(base)[-1].seq, OUTCOMES).read_bytes())
-            results["paired"] = {"baseline": base, **paired(stored, greedy, samples, settings)}
+            results["paired"] = {"baseline": base, **paired(stored, *told, families)}
         told = {"greedy": greedy, "samples": samples}
         plain = {
             name: [

@@ -44,7 +44,7 @@ SHORT = {
     "deterministic": True,  # what is learned does not depend on how busy the machine is
     "warm_start": {"num_demos": 60, "steps": 80, "batch_size": 16, "optimizer": {"lr": 0.005}},
     "horizon": {"kind": "fixed", "max_turns": [5], "stage_steps": [2]},
-    "evaluation": {"num_items": 6, "num_samples": 1, "k": [1], "max_turns": 5, "num_bootstrap": 20},
+    "evaluation": {"num_items": 6, "num_samples": 1, "k": [1], "max_turns": 5},
     "validation": {"every": 0},
 }
 # each command of the program, until one fails: what they printed

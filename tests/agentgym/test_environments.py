@@ -44,7 +44,6 @@ SMALL = {
         "num_samples": 2,
         "k": [1, 2],
         "max_turns": 6,
-        "num_bootstrap": 100,
     },
 }
 SHORT = {**SMALL["warm_start"], "steps": 20}  # where success is not asked for
@@ -215,7 +214,6 @@ def test_three_updates_in_a_browser_pass_the_audit(params, tmp_path):
             "num_samples": 1,
             "k": [1],
             "max_turns": 5,
-            "num_bootstrap": 100,
         },
     )
     metrics, done = train(cfg)

@@ -53,7 +53,7 @@ def row(
             {
                 "seed": seed,
                 "algorithm": {"recipe": recipe},
-                "evaluation": {"num_bootstrap": 200, "num_items": 512, **evaluation},
+                "evaluation": {"num_items": 512, **evaluation},
             }
         )
         tables = [

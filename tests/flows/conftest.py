@@ -27,7 +27,7 @@ TINY = {
     "horizon": {"stage_steps": [1, 1, 2]},
     "validation": {"every": 2, "num_items": 4},
     "alarms": {"min_entropy": 10.0},  # a limit that every step breaks
-    "evaluation": {"num_items": 8, "num_samples": 2, "k": [1, 2], "num_bootstrap": 200},
+    "evaluation": {"num_items": 8, "num_samples": 2, "k": [1, 2]},
 }
 
 

@@ -87,7 +87,6 @@ def sections(namespace):
             "num_items": 4,
             "num_samples": 1,
             "k": [1],
-            "num_bootstrap": 100,
             "max_turns": 6,
         },
     }, {

@@ -57,7 +57,7 @@ def row(name, after, start=None, seeds=(0, 1)):
     """after, start: greedy of each seed, one value per item."""
     results = []
     for index, seed in enumerate(seeds):
-        cfg = RunConfig.model_validate({"seed": seed, "evaluation": {"num_bootstrap": 200}})
+        cfg = RunConfig.model_validate({"seed": seed})
         cell = Cell(name, name, "long", "", seed, "evaluate-stage-3", cfg)
         tables = [
             {"greedy": np.array(values[index], dtype=float)} if values else None

@@ -24,10 +24,10 @@ NAN = float("nan")
 SETTINGS = EvaluationConfig(num_items=100, num_samples=1, k=(1,))
 
 
-def scored(greedy, envs=None):
-    return score(
-        np.array(greedy), np.array(greedy)[:, None], SETTINGS, envs or ["babyai"] * len(greedy)
-    )
+def scored(greedy, envs=None, families=None):
+    table = np.array(greedy)
+    envs = envs or ["babyai"] * len(greedy)
+    return score(table, table[:, None], SETTINGS, envs, families or [None] * len(greedy))
 
 
 def test_both_conventions_are_reported_with_the_share_that_counts():

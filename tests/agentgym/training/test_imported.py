@@ -142,7 +142,6 @@ def begun(published, tmp_path_factory):
             "num_samples": 1,
             "k": [1],
             "max_turns": 6,
-            "num_bootstrap": 100,
         },
         "store": {"path": str(folder / "store")},
     }
