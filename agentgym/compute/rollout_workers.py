@@ -39,7 +39,7 @@ from agentgym.models.tensorfiles import StoredTensors
 from agentgym.models.transport import TransportBroken, use_interface_of
 from agentgym.rollouts.canary import Seen
 from agentgym.rollouts.collect import collect, in_order, require_valid, samples
-from agentgym.rollouts.engine import canary_of, episode_settings
+from agentgym.rollouts.engine import canary_of, episode_settings, shares_device
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
@@ -128,6 +128,12 @@ class RolloutWorker:
 
     async def usage(self) -> EngineUsage:
         return await self._policy.usage()
+
+    async def sleep(self) -> None:
+        await self._policy.sleep()
+
+    async def wake(self) -> None:
+        await self._policy.wake()
 
     async def close(self) -> None:
         await self._policy.close()
@@ -226,7 +232,10 @@ class RayEngine:
 
         async def all_of_them() -> list[Trajectory]:
             admitted = samples(items, num_samples, first_sample)
-            return await in_order([one(item, sample) for item, sample in admitted])
+            await self._between_updates("wake")
+            played = await in_order([one(item, sample) for item, sample in admitted])
+            await self._between_updates("sleep")
+            return played
 
         trajectories = self._run(all_of_them())
         require_valid(
@@ -235,6 +244,19 @@ class RayEngine:
             max_env_error_frac=rollout.max_env_error_frac,
         )
         return trajectories
+
+    async def _between_updates(self, what: str) -> None:
+        """Every worker wakes, or sleeps, where ranks may be on its GPU; one that comes up later is
+        awake.
+        """
+        if not shares_device(self._cfg):
+            return
+
+        async def ask(worker: Worker) -> None:
+            answer = _within(getattr(worker.actor, what).remote(), self._publish_s)
+            await self._survive(worker, answer)
+
+        await asyncio.gather(*map(ask, tuple(self.workers)))
 
     def publish(self, learner: RayLearner, version: int) -> float:
         """Rank 0 sends the weights, every worker takes them and answers the canary.

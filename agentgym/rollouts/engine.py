@@ -71,7 +71,7 @@ class LocalEngine:
             temperature=temperature,
             read_last=read_last,
         )
-        if self._sleeps:
+        if shares_device(self.cfg):
             self.loop.run(self.policy.wake())
         trajectories = self.loop.run(
             collect(
@@ -87,16 +87,9 @@ class LocalEngine:
                 progress=progress,
             )
         )
-        if self._sleeps:
+        if shares_device(self.cfg):
             self.loop.run(self.policy.sleep())
         return trajectories
-
-    @property
-    def _sleeps(self) -> bool:
-        """Whether it leaves its accelerator's memory to the learner of the same process, while
-        that updates.
-        """
-        return self.cfg.compute_device != "cpu" and not self.cfg.rollout.max_staleness
 
     def publish(self, learner: HasWeights, version: int) -> float:
         """Hand the learner's weights to the engine and prove that they arrived.
@@ -112,6 +105,17 @@ class LocalEngine:
     def usage(self) -> EngineUsage:
         """As `Policy.usage`."""
         return self.loop.run(self.policy.usage())
+
+
+def shares_device(cfg: RunConfig) -> bool:
+    """Whether an engine sleeps between rollouts, to leave its accelerator's memory to a learner:
+    one process is both, or Ray may place a rank and a worker on one GPU. With `max_staleness` it
+    samples beside the update.
+    """
+    if cfg.compute_device == "cpu" or cfg.rollout.max_staleness:
+        return False
+    ray = cfg.ray
+    return cfg.compute != "ray" or bool(ray.worker_gpus % 1 and ray.rank_gpus % 1)
 
 
 def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:

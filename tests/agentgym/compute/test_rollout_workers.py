@@ -1,6 +1,7 @@
 """What becomes of a worker that is lost while it takes weights."""
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,13 @@ from agentgym.config import RunConfig
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.transport import TransportBroken
 from agentgym.rollouts.loop import LoopThread
-from agentgym.types import EngineUsage
+from agentgym.types import EngineUsage, Item, Status, Trajectory
 
 ray = pytest.importorskip("ray")
+
+
+FIRST = (Item("babyai", 1), 0, 1, 5, Status.TERMINATED, 1.0, True, "hello", ())
+EPISODE = Trajectory(*FIRST, (), (), ())
 
 
 class Call:
@@ -39,6 +44,9 @@ class Actor:
         self.score = Call(lambda sequences: [torch.zeros(len(each) - 1) for each in sequences])
         self.usage = Call(lambda: EngineUsage(prompt_tokens=3))
         self.close = Call(lambda: None)
+        self.did = []
+        self.wake, self.sleep = (Call(partial(self.did.append, each)) for each in ("wake", "sleep"))
+        self.play = Call(lambda item, sample, settings: self.did.append("play") or EPISODE)
 
 
 class Learner:
@@ -63,8 +71,9 @@ def engine_of(make_model, tokenizer):
     """engine_of(publish, ...) -> a started engine whose workers' publish these are, in order."""
     loop, engines = LoopThread(), []
 
-    def start(*publishes, num_workers=1):
-        cfg = RunConfig(ray={"max_lost_workers": 2}, rollout={"publish_timeout_s": 2.0})
+    def start(*publishes, num_workers=1, **settings):
+        usual = {"ray": {"max_lost_workers": 2}, "rollout": {"publish_timeout_s": 2.0}}
+        cfg = RunConfig.model_validate({**usual, **settings})
         waiting = list(publishes)
         spawn = lambda index: Actor(waiting.pop(0))  # noqa: E731
         plan = SimpleNamespace(cfg=cfg, version=0)
@@ -121,3 +130,44 @@ def test_weights_that_do_not_arrive_alone_either_end_it(engine_of):
     engine = engine_of(broken)
     with pytest.raises(TransportBroken, match="on the way"):
         engine.publish(Learner(), 7)
+
+
+SHARED = {"compute_device": "cuda", "compute": "ray"}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("settings", "did"),
+    [
+        ({**SHARED, "ray": {"rank_gpus": 0.5, "worker_gpus": 0.5}}, ["wake", "play", "sleep"]),
+        ({**SHARED, "ray": {"rank_gpus": 1.0, "worker_gpus": 0.5}}, ["play"]),
+        (
+            {
+                **SHARED,
+                "ray": {"rank_gpus": 0.5, "worker_gpus": 0.5},
+                "rollout": {"max_staleness": 1},
+            },
+            ["play"],
+        ),
+        ({}, ["play"]),
+    ],
+)
+def test_workers_that_may_share_a_gpu_with_a_rank_sleep_between_rollouts(engine_of, settings, did):
+    engine = engine_of(taken, **settings)
+    played = engine.collect(
+        [Item("babyai", 1)], num_samples=1, step=1, max_turns=5, temperature=1.0, seed=0
+    )
+    assert played == [EPISODE]
+    assert engine.workers[0].actor.did == did
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_lost_before_it_wakes_is_replaced_and_the_episode_is_played(engine_of):
+    engine = engine_of(
+        taken, taken, **SHARED, ray={"rank_gpus": 0.5, "worker_gpus": 0.5, "max_lost_workers": 1}
+    )
+    engine.workers[0].actor.wake = Call(died)
+    engine.workers[0].actor.wake.remote = lambda: Call(died).remote(None)
+    asked = {"num_samples": 1, "step": 1, "max_turns": 5, "temperature": 1.0, "seed": 0}
+    assert engine.collect([Item("babyai", 1)], **asked) == [EPISODE]
+    assert engine.workers[0].actor.did == ["play", "sleep"]
