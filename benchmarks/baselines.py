@@ -41,17 +41,21 @@ def main() -> int:
     parser.add_argument("--items", type=int, help="of each environment, at most")
     parser.add_argument("--env", action="append", choices=PLAYED, help="may be repeated")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--state", type=Path, help="a folder to keep, to go on from (default: none)"
+    )
     arguments = parser.parse_args()
     table: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="agentgym-baselines-") as folder:
         for env in arguments.env or PLAYED:
             for policy in ("expert", "random"):
-                row = played(policy, env, arguments.items, Path(folder))
+                row = played(policy, env, arguments.items, arguments.state or Path(folder))
                 table.setdefault(env, {})[policy] = row
                 print(f"{env} {policy}: {json.dumps(row)}", flush=True)
     numbers = {
         "environments": table,
-        "command": " ".join(["python benchmarks/baselines.py", *sys.argv[1:]]),
+        "command": "python benchmarks/baselines.py"
+        + (f" --items {arguments.items}" if arguments.items else ""),
         "machine": machine(),
         "measured": datetime.now(UTC).date().isoformat(),
     }

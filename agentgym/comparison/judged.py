@@ -130,7 +130,12 @@ def interval_of(
     """(mean, low, high), each [...], of values [..., S, I]. One seed alone is what its evaluation
     says, whose clusters are families where there are some; more are over seeds and items.
     """
+    many = values[None]  # both below take a table of tables
     if values.shape[-2] > 1:
-        return crossed_intervals(values, kind=kind, confidence=confidence)
-    codes = family_codes(list(first.table.families))
-    return clustered_intervals(values[..., 0, :], codes, kind=kind, confidence=confidence)
+        mean, low, high = crossed_intervals(many, kind=kind, confidence=confidence)
+    else:
+        codes = family_codes(list(first.table.families))
+        mean, low, high = clustered_intervals(
+            many[..., 0, :], codes, kind=kind, confidence=confidence
+        )
+    return mean[0], low[0], high[0]
