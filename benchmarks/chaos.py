@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from chaos_cluster import KINDS
 from chaos_kinds import OURS, RAY_GONE_WITHIN_S, SHORT, Kind, Scene, Setting
+from chaos_pipeline import KINDS
 from chaos_project import (
     COMMAND_TIMEOUT_S,
     GONE_WITHIN_S,

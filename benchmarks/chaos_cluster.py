@@ -66,10 +66,12 @@ class Cluster:
             raise RuntimeError(f"kubectl {' '.join(words)}: {done.stderr[-500:]}")
         return done.stdout
 
-    def add_nodes(self, *names: str) -> None:
+    def add_nodes(self, *names: str, app: Path = ROOT) -> None:
+        """app: what their containers have at /app."""
         place = self.folder / f"nodes-{len(self.programs)}"
         command = [sys.executable, str(ROOT / "tests/k8s/node"), *names]
         command += ["--kubeconfig", str(self.kubeconfig), "--folder", str(place), "--backoff", "2"]
+        command += ["--app", str(app)]
         self.stack.enter_context(
             owned_process(command, log_path=self.folder / f"{place.name}.log", env={})
         )
@@ -104,28 +106,35 @@ class Cluster:
                             found[name] = process
         return found
 
-    def servers(self) -> list[psutil.Process]:
-        """The environment servers in pods."""
+    def containers(self, *command: str) -> list[psutil.Process]:
+        """First processes of pods' containers whose command begins so."""
         found = []
         for node in self.nodes().values():
             with contextlib.suppress(psutil.Error):
                 for child in node.children(recursive=True):
                     with contextlib.suppress(psutil.Error):
-                        if child.cmdline()[:4] == ["python", "-m", "envs", "serve"]:
+                        if child.cmdline()[: len(command)] == list(command):
                             found.append(child)
         return found
+
+    def servers(self) -> list[psutil.Process]:
+        """The environment servers in pods."""
+        return self.containers("python", "-m", "envs", "serve")
 
     def left(self) -> list[str]:
         """Whatever bears a run's label."""
         told = self.kubectl("get", LEFT, "-n", NAMESPACE, f"-l{RUN_LABEL}", "--output=name")
         return told.split()
 
+    def check_nothing_left(self) -> None:
+        """Errors: RuntimeError where something of a run is."""
+        if left := self.left():
+            raise RuntimeError(f"left in the cluster: {', '.join(left)}")
+
 
 @contextlib.contextmanager
-def cluster(project: Project) -> Iterator[tuple[str, ...]]:
-    """Two nodes, and the namespace that k8s/base prepares. In the end nothing of a run is left.
-    Errors: RuntimeError where something is.
-    """
+def control_plane() -> Iterator[Cluster]:
+    """An API server, scheduler and controllers, without a node that takes pods."""
     folder = Path(tempfile.mkdtemp(prefix="agentgym-cluster-"))
     script = os.environ[CONTROL_PLANE]
     plane = folder / "control-plane"
@@ -138,19 +147,34 @@ def cluster(project: Project) -> Iterator[tuple[str, ...]]:
         made = Cluster(folder, stack)
         hollow = made.kubectl("get", "nodes", "--output=name").split()
         made.kubectl("cordon", *hollow)  # no container runs there
+        yield made
+
+
+@contextlib.contextmanager
+def known_to(project: Project, made: Cluster, **variables: str) -> Iterator[None]:
+    """What stands around the command, and what its environment says of that."""
+    own = {"KUBECONFIG": str(made.kubeconfig), **variables}
+    project.server = made
+    project.environment |= own
+    try:
+        yield
+    finally:
+        project.server = None
+        for name in own:
+            del project.environment[name]
+
+
+@contextlib.contextmanager
+def cluster(project: Project) -> Iterator[tuple[str, ...]]:
+    """Two nodes, and the namespace that k8s/base prepares. In the end nothing of a run is left.
+    Errors: RuntimeError where something is.
+    """
+    token = secrets.token_hex(16)
+    with control_plane() as made, known_to(project, made, AGENTGYM_ENV_TOKEN=token):
         made.add_nodes("node-1", "node-2")
-        token = secrets.token_hex(16)
         made.kubectl("apply", "--server-side", "--filename=-", objects=_base(token))
-        project.server = made
-        project.environment |= {"KUBECONFIG": str(made.kubeconfig), "AGENTGYM_ENV_TOKEN": token}
-        try:
-            yield OVERRIDES
-            if left := made.left():
-                raise RuntimeError(f"left in the cluster: {', '.join(left)}")
-        finally:
-            project.server = None
-            for name in ("KUBECONFIG", "AGENTGYM_ENV_TOKEN"):
-                del project.environment[name]
+        yield OVERRIDES
+        made.check_nothing_left()
 
 
 def _base(token: str) -> list[Any]:
@@ -160,7 +184,8 @@ def _base(token: str) -> list[Any]:
         each
         for each in rendered("test", manifests=ROOT / "k8s")
         if "agentgym.io/environment" not in each["metadata"].get("labels", {})
-        and each["kind"] != "PersistentVolumeClaim"  # the flow is outside, and no volume is here
+        # the flow is outside: no claim, no Prefect, no MLflow
+        and each["kind"] not in ("PersistentVolumeClaim", "Deployment")
     ]
     return [*objects, {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": secret}]
 

@@ -81,9 +81,12 @@ class Setting:
     # ended
     stays: str = ""
     gone_within_s: float = GONE_WITHIN_S  # everything else, once the command ended
+    takes_overrides: bool = True  # the command; else they are for those who look at the run
 
     def words(self, overrides: Sequence[str]) -> tuple[str, ...]:
         """The command with its overrides, as a user types it."""
+        if not self.takes_overrides:
+            return self.command
         if self.command[1] == "agentgym":
             return (
                 *self.command,
@@ -321,6 +324,7 @@ class MlflowServer:
     project: Project
     port: int
     process: subprocess.Popen[bytes] | None = None
+    hosts: str = ""  # that it answers to, beside those of its own
 
     def start(self) -> None:
         database, artifacts = (
@@ -336,6 +340,8 @@ class MlflowServer:
             "--artifacts-destination",
             str(artifacts),
         ]
+        if self.hosts:
+            command += ["--allowed-hosts", self.hosts]
         log = self.project.scratch / "mlflow-server.log"
         self.process = self.project.start(
             [*command, "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"], log

@@ -64,10 +64,12 @@ def fleets_down(flow: Any, flow_run: Any, state: Any) -> None:
     fleets and jobs on Kubernetes are taken down here.
     """
     cfg = RunRequest.model_validate(flow_run.parameters.get("run") or {}).config()
-    if of_fleets(cfg):
-        end_run(cfg, run_label(cfg))
-    if cfg.compute == "kuberay":
-        end_jobs(cfg, run_label(cfg))
+    try:
+        if cfg.compute == "kuberay":  # GPUs first
+            end_jobs(cfg, run_label(cfg))
+    finally:
+        if of_fleets(cfg):
+            end_run(cfg, run_label(cfg))
 
 
 def is_preparation(step: Step) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import configparser
+import contextlib
 import json
 import logging
 import os
@@ -25,6 +26,9 @@ import yaml
 
 from agentgym.config import ConfigError
 from agentgym.console.guard import guarded
+from agentgym.deploy.kube import KubeError, connect
+from agentgym.deploy.manifests import NAMESPACE as USUAL_NAMESPACE
+from services.cancelled import end_cancelled
 from services.overdue import bring_back
 from services.supervisor import (
     JOB_TEMPLATE,
@@ -181,23 +185,29 @@ def _wait_for_server(api: str) -> None:
 
 
 def worker() -> int:
-    """A worker of the pool, and beside it the look for crashed runs that no rule answered."""
+    """A worker of the pool, and beside it the look for runs that Prefect leaves lying: crashed ones
+    that no rule answered, and Jobs of cancelled ones.
+    """
     login = _login(CLIENT_LOGIN, os.environ)
-
-    def look() -> None:
-        while True:
-            time.sleep(OVERDUE_CHECK_S)
-            try:
-                bring_back(os.environ[API], login)
-            except (OSError, ValueError) as error:
-                logger.warning("could not look for crashed flow runs: %s", error)
-
-    threading.Thread(target=look, name="overdue", daemon=True).start()
+    threading.Thread(target=_look_after, args=(login,), name="overdue", daemon=True).start()
     sys.argv = ["prefect", "worker", "start", "--pool", KUBERNETES_POOL, "--type", "kubernetes"]
     from prefect.cli import app
 
     app()
     return 0
+
+
+def _look_after(login: str) -> NoReturn:
+    """Until the process ends, whatever fails."""
+    while True:
+        time.sleep(OVERDUE_CHECK_S)
+        try:
+            bring_back(os.environ[API], login)
+            namespace = os.environ.get(NAMESPACE, "") or USUAL_NAMESPACE
+            with contextlib.closing(connect(namespace=namespace)) as kube:
+                end_cancelled(os.environ[API], login, kube)
+        except (OSError, ValueError, KubeError) as error:
+            logger.warning("could not look after flow runs: %s", error)
 
 
 def _login(variable: str, environment: Mapping[str, str]) -> str:

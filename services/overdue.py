@@ -43,7 +43,7 @@ def bring_back(
     Errors: OSError (urllib's among them), ValueError.
     """
     crashed = {"state": {"type": {"any_": ["CRASHED"]}}, "deployment_id": {"is_null_": False}}
-    found = _post(f"{api}/flow_runs/filter", login, {"flow_runs": crashed, "limit": PAGE})
+    found = ask(f"{api}/flow_runs/filter", login, {"flow_runs": crashed, "limit": PAGE})
     moved = []
     for run in found:
         since = (
@@ -56,7 +56,7 @@ def bring_back(
             state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": GOES_ON}
         else:
             state = {"type": "FAILED", "message": given_up(attempts)}
-        _post(f"{api}/flow_runs/{run['id']}/set_state", login, {"state": state})
+        ask(f"{api}/flow_runs/{run['id']}/set_state", login, {"state": state})
         logger.warning(
             "flow run %s had been crashed for %.0f s and no automation answered: %s",
             run["name"],
@@ -67,7 +67,8 @@ def bring_back(
     return moved
 
 
-def _post(address: str, login: str, body: dict[str, Any]) -> Any:
+def ask(address: str, login: str, body: dict[str, Any]) -> Any:
+    """What Prefect's server answers to a POST. Errors: OSError (urllib's), ValueError."""
     headers = {
         "Content-Type": "application/json",
         "Authorization": f"Basic {base64.b64encode(login.encode()).decode()}",

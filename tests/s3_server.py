@@ -16,7 +16,7 @@ from werkzeug.serving import make_server
 from agentgym.deploy.owned import end_with_owner
 
 
-def main(port_file: Path) -> None:
+def main(port_file: Path, host: str = "127.0.0.1") -> None:
     end_with_owner()
     application, alone = DomainDispatcherApplication(create_backend_app), threading.Lock()
 
@@ -24,13 +24,11 @@ def main(port_file: Path) -> None:
         with alone:
             return application(environ, start_response)
 
-    server = make_server(
-        "127.0.0.1", 0, one_at_a_time, threaded=True, request_handler=MotoRequestHandler
-    )
+    server = make_server(host, 0, one_at_a_time, threaded=True, request_handler=MotoRequestHandler)
     part = port_file.with_suffix(".part")
     part.write_text(str(server.server_port))
     part.rename(port_file)
     server.serve_forever()
 
 
-main(Path(sys.argv[1]))
+main(Path(sys.argv[1]), *sys.argv[2:])

@@ -27,6 +27,8 @@ ENVIRONMENT_LABEL = "agentgym.io/environment"
 RUN_LABEL = "agentgym.io/run"
 INSTANCE_LABEL = "app.kubernetes.io/instance"  # keeps fleets of one environment apart
 FOLDERS = ("overlays", "components")
+IMAGES = Path("/run/agentgym/images")  # in a flow run's pod: the images that overlay gpu was given
+IMAGES_FILE = Path("overlays/gpu/images.env")
 AUTOSCALE = "autoscale"  # the component that leaves the number of servers to an autoscaler
 TIMEOUT_S = 60.0  # rendering asks no cluster and takes less than a second
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -140,8 +142,7 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
             )
     with tempfile.TemporaryDirectory(prefix="agentgym-k8s-") as folder:
         place = Path(folder)
-        for name in FOLDERS:  # kustomize takes relative paths alone
-            (place / name).symlink_to(manifests.resolve() / name)
+        _lay_out(manifests.resolve(), place)
         (place / "kustomization.yaml").write_text(yaml.safe_dump(dict(kustomization)))
         try:
             done = subprocess.run(
@@ -164,6 +165,20 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
     objects: list[Object] = list(yaml.safe_load_all(done.stdout))
     _check_digests(objects, what)
     return objects
+
+
+def _lay_out(manifests: Path, place: Path) -> None:
+    """The folders of the manifests there; kustomize takes relative paths alone. An image has no
+    digests in it, its own is made later: a pod has them beside it.
+    """
+    beside = sorted(each for each in IMAGES.glob("[a-z]*") if each.is_file())
+    if not beside or (manifests / IMAGES_FILE).exists():
+        for name in FOLDERS:
+            (place / name).symlink_to(manifests / name)
+        return
+    shutil.copytree(manifests, place, dirs_exist_ok=True)
+    lines = [f"{each.name}={each.read_text().strip()}\n" for each in beside]
+    (place / IMAGES_FILE).write_text("".join(lines))
 
 
 def _check_digests(objects: Sequence[Object], what: Path) -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentgym.config import load_config
+from agentgym.deploy.kube import ApiUnreachable
 from flows import run as flow_run
 from flows.evaluate import evaluate
 from flows.pipeline import pipeline
@@ -26,6 +27,23 @@ def test_only_a_run_with_fleets_asks_a_cluster(monkeypatch):
         parameters = {"run": {"overrides": overrides}}
         fleets_down(None, SimpleNamespace(parameters=parameters), None)
     assert asked == [("kubernetes", "r0123456789ab")]
+
+
+def test_a_cancelled_run_of_kuberay_ends_its_jobs_and_then_its_fleets_whatever_fails(monkeypatch):
+    asked = []
+
+    def away(cfg, run):
+        asked.append(("jobs", run))
+        raise ApiUnreachable("no API server answers")
+
+    monkeypatch.setattr(flow_run, "end_jobs", away)
+    monkeypatch.setattr(flow_run, "end_run", lambda cfg, run: asked.append(("fleets", run)))
+    monkeypatch.setattr(flow_run, "run_label", lambda cfg: "r0123456789ab")
+    uris = ["store.uri=s3://bucket/runs", "tracking.uri=http://mlflow:5000"]
+    overrides = ["compute=kuberay", "env.deploy=kubernetes", *uris]
+    with pytest.raises(ApiUnreachable):
+        fleets_down(None, SimpleNamespace(parameters={"run": {"overrides": overrides}}), None)
+    assert asked == [("jobs", "r0123456789ab"), ("fleets", "r0123456789ab")]
 
 
 def test_servers_are_ended_also_where_no_task_begins_any_more(monkeypatch, tmp_path):

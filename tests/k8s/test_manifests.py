@@ -219,7 +219,7 @@ def test_images_are_named_by_the_tag_of_this_version_in_kind_and_by_digest_in_gp
     for deployment in of_kind(objects("gpu"), "Deployment").values():
         for image in images(deployment):
             assert re.fullmatch(r"registry:5000/.+@sha256:[0-9a-f]{64}", image)
-    assert list(of_kind(objects("gpu"), "ConfigMap")) == ["agentgym-mlflow"]  # not the digests
+    assert list(of_kind(objects("gpu"), "ConfigMap")) == ["agentgym-images", "agentgym-mlflow"]
 
 
 def images(deployment):

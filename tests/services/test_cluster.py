@@ -161,7 +161,9 @@ def test_prefect_answers_nobody_without_its_login_and_has_what_set_up_brought(se
 
 @pytest.mark.kubernetes
 @pytest.mark.timeout(900)
-def test_a_real_worker_makes_a_job_of_a_flow_run(set_up, kubeconfig, tmp_path):
+def test_a_real_worker_makes_a_job_of_a_flow_run_and_of_a_cancelled_one_none_is_left(
+    set_up, kubeconfig, tmp_path
+):
     namespace = f"agentgym-flows-{secrets.token_hex(4)}"
     kube = connect(kubeconfig=kubeconfig, namespace=namespace)
     kube.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
@@ -176,6 +178,7 @@ def test_a_real_worker_makes_a_job_of_a_flow_run(set_up, kubeconfig, tmp_path):
         f"{settings}_KEY": "PREFECT_API_AUTH_STRING",
         "PREFECT_INTEGRATIONS_KUBERNETES_OBSERVER_NAMESPACES": namespace,
         "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "AGENTGYM_NAMESPACE": namespace,
     }
     jobs = Kind("batch/v1", "Job")
     command = [sys.executable, "-m", "services.cluster", "worker"]
@@ -195,9 +198,19 @@ def test_a_real_worker_makes_a_job_of_a_flow_run(set_up, kubeconfig, tmp_path):
             (login,) = logins
             assert login["valueFrom"]["secretKeyRef"]["name"] == "agentgym-prefect"
             assert PASSWORD not in json.dumps(job)
+            # its pod cannot start: the claim it names is not there
+            run = job["metadata"]["labels"]["prefect.io/flow-run-id"]
+            cancel = [sys.executable, "-m", "prefect", "flow-run", "cancel", run]
+            subprocess.run(cancel, env=client, check=True, timeout=120)
+            until(lambda: not kube.list(jobs).items, worker, tmp_path / "log")
+            until(lambda: state_of(client, run) == "CANCELLED", worker, tmp_path / "log")
     finally:
         kube.delete(Kind("v1", "Namespace"), namespace)
         kube.close()
+
+
+def state_of(client, run):
+    return json.loads(asked(f"{client['PREFECT_API_URL']}/flow_runs/{run}", LOGIN)[1])["state_type"]
 
 
 def until(what, worker, log):

@@ -16,7 +16,7 @@ from agentgym.deploy import jobs
 from agentgym.deploy.attempts import Job, Phase, RayJobFailed
 from agentgym.deploy.jobs import run_as_job
 from agentgym.deploy.kube import Kind, connect
-from agentgym.deploy.kuberay import RAY_CLUSTER, RAY_JOB, KubeRay, look_at, overlap
+from agentgym.deploy.kuberay import RAY_CLUSTER, RAY_JOB, KubeRay, end_jobs, look_at, overlap
 from agentgym.deploy.rayjob import rayjob
 from agentgym.store.posix import posix_store
 
@@ -97,19 +97,18 @@ def scene(namespace, tmp_path, tiny_params, monkeypatch, kubeconfig):
     store = posix_store(tmp_path / "s", lease_ttl_s=0.1)
     threads = []
 
+    def config(*overrides):
+        usual = [
+            "compute=kuberay",
+            "store.uri=s3://bucket/runs",
+            "tracking.uri=http://mlflow:5000",
+            f"kubernetes.namespace={namespace.namespace}",
+            "store.lease_ttl_s=0.1",
+        ]
+        return load_config(tiny_params(tmp_path), [*usual, *overrides])
+
     def start(*overrides, attempts=2):
-        cfg = load_config(
-            tiny_params(tmp_path),
-            [
-                "compute=kuberay",
-                "store.uri=s3://bucket/runs",
-                "tracking.uri=http://mlflow:5000",
-                f"kubernetes.namespace={namespace.namespace}",
-                "store.lease_ttl_s=0.1",
-                f"ray.job_attempts={attempts}",
-                *overrides,
-            ],
-        )
+        cfg = config(f"ray.job_attempts={attempts}", *overrides)
         outcome = SimpleNamespace(manifest=None, error=None)
 
         def run():
@@ -147,6 +146,7 @@ def scene(namespace, tmp_path, tiny_params, monkeypatch, kubeconfig):
         ended=ended,
         operator=Operator(namespace),
         kube=namespace,
+        cfg=config(),
         first=job.name(1),
         second=job.name(2),
         run=f"r{run_key[:12]}",
@@ -369,6 +369,21 @@ def test_whoever_comes_back_follows_the_job_that_is_there(scene):
     scene.operator.says(scene.first, "Complete", "SUCCEEDED")
     assert scene.ended(second) == manifest
     scene.operator.until(lambda: first.manifest == manifest)
+
+
+@kubernetes
+def test_jobs_of_a_cancelled_run_are_deleted_with_their_clusters_and_no_other_runs(scene):
+    """Whatever followed them was killed."""
+    kube, other = scene.kube, Job("stage-2", secrets.token_hex(32), KEY, scene.cfg)
+    ours = Job("stage-2", scene.run_key, KEY, scene.cfg)
+    for job in (ours, other):
+        kube.create(rayjob(job, job.name(1), IMAGE))
+        scene.operator.gives_a_cluster(job.name(1), f"{job.name(1)}-c")
+    assert end_jobs(scene.cfg, scene.run) == 1
+    scene.operator.until(lambda: left(scene) == [])
+    assert end_jobs(scene.cfg, scene.run) == 0
+    assert kube.find(RAY_CLUSTER, f"{other.name(1)}-c")
+    kube.delete(RAY_JOB, other.name(1))
 
 
 @kubernetes

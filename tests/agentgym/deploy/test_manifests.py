@@ -52,6 +52,18 @@ def test_a_fleet_is_its_own_objects_named_and_labelled_for_its_run():
     assert pod_labels["agentgym.io/role"] == "env"
 
 
+def test_in_a_pod_the_overlay_gpu_has_the_images_that_are_mounted(tmp_path, monkeypatch):
+    names = ("agentgym", "babyai", "sciworld", "searchqa", "textcraft", "webarena")
+    for number, name in enumerate(names):
+        (tmp_path / name).write_text(f"registry/{name}@sha256:{number:064x}")
+    (tmp_path / "..data").mkdir()  # as the kubelet mounts a map
+    monkeypatch.setattr(manifests, "IMAGES", tmp_path)
+    (container,) = by_kind(rendered_fleet("gpu", FLEET, manifests=K8S))["Deployment"]["spec"][
+        "template"
+    ]["spec"]["containers"]
+    assert container["image"] == f"registry/textcraft@sha256:{4:064x}"
+
+
 def test_no_selector_of_a_fleet_selects_the_pods_of_another():
     """An eviction of a pod that two budgets select is refused."""
     fleets = [

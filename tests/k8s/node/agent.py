@@ -61,6 +61,7 @@ class Node:
         self.room = ROOM | settings.capacity
         self.pods: dict[str, Pod] = {}  # by uid
         self.authority = ""
+        self.services: dict[tuple[str, str], str] = {}  # (namespace, name) -> an address
         self._taken: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -158,6 +159,23 @@ class Node:
                     self._begin(Pod(self, each))
                 elif "deletionTimestamp" in each["metadata"]:
                     self._keep(self._remove(each))
+
+    async def name_services(self) -> None:
+        """As the cluster's DNS, of a namespace's own Services: pods' hosts files follow them."""
+        async for what, told in self.api.follow("/api/v1/endpoints", "metadata.name!=kubernetes"):
+            if what == "LISTED":
+                self.services.clear()
+            for each in told if what == "LISTED" else [told]:
+                meta = each["metadata"]
+                addresses = [
+                    a["ip"] for s in each.get("subsets") or () for a in s.get("addresses") or ()
+                ]
+                if addresses and what != "DELETED":
+                    self.services[meta["namespace"], meta["name"]] = addresses[0]
+                else:
+                    self.services.pop((meta["namespace"], meta["name"]), None)
+            for pod in self.pods.values():
+                pod.write_hosts()
 
     def _begin(self, pod: Pod) -> None:
         self.pods[pod.uid] = pod
@@ -286,7 +304,10 @@ async def main(settings: Settings) -> None:
         node.authority = await api.authority()
         await forward(node)
         await node.register(await serve_logs(node))
-        work = [asyncio.create_task(each) for each in (node.keep_alive(), node.take_pods())]
+        work = [
+            asyncio.create_task(each)
+            for each in (node.keep_alive(), node.take_pods(), node.name_services())
+        ]
         told = asyncio.create_task(stop.wait())
         await asyncio.wait([*work, told], return_when=asyncio.FIRST_COMPLETED)
         for task in work:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 RETRY_S = 1.0  # of what a container lacks
 MAX_BACKOFF_S = 300.0
+DOMAINS = (".svc", ".svc.cluster.local")
 PROBES = {"initialDelaySeconds": 0, "periodSeconds": 10, "timeoutSeconds": 1} | {
     "successThreshold": 1,
     "failureThreshold": 3,
@@ -140,6 +141,22 @@ class Pod:
                 task.cancel()
         await self._send()
 
+    @property
+    def hosts(self) -> Path:
+        return self.folder / "hosts"
+
+    def write_hosts(self) -> None:
+        """In place: it is mounted. The second line is the pod's own."""
+        if not self.address:
+            return
+        gateway = f"{self.node.bridge.gateway} kubernetes.default.svc"
+        lines = ["127.0.0.1 localhost", f"{self.address} {self.name}", gateway]
+        for (namespace, name), address in self.node.services.items():
+            if namespace == self.namespace:
+                names = (name, *(f"{name}.{namespace}{end}" for end in ("", *DOMAINS)))
+                lines.append(f"{address} {' '.join(names)}")
+        self.hosts.write_text("\n".join([*lines, ""]))
+
     async def end(self) -> None:
         """Whatever still runs is killed; the address is free again."""
         for each in (*self._first, *self._apps):
@@ -199,7 +216,7 @@ class Pod:
             raise Unresolved("ImagePullBackOff", f'Back-off pulling image "{spec["image"]}"')
         state.env = env = await environment(self, spec)
         command = [expanded(each, env) for key in ("command", "args") for each in spec.get(key, ())]
-        if not spec.get("command"):
+        if not command:  # `args` alone are the whole command of an image without an entry point
             raise Unresolved("CreateContainerError", "an image's own command is not known here")
         name = spec["name"]
         root = self.folder / f"{name}.root"

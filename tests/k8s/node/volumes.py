@@ -128,10 +128,8 @@ async def _data(pod: Pod, kind: str, name: str, optional: bool) -> dict[str, byt
 
 async def mounts_of(pod: Pod, spec: Object) -> list[Mount]:
     """Errors: Unresolved for what a volume names and is not there."""
-    hosts = pod.folder / "hosts"
-    lines = ["127.0.0.1 localhost", f"{pod.address} {pod.name}"]
-    hosts.write_text("\n".join([*lines, f"{pod.node.bridge.gateway} kubernetes.default.svc", ""]))
-    mounts = [Mount(pod.node.settings.app, "/app"), Mount(hosts, "/etc/hosts")]
+    pod.write_hosts()
+    mounts = [Mount(pod.node.settings.app, "/app"), Mount(pod.hosts, "/etc/hosts")]
     volumes = {each["name"]: each for each in pod.spec.get("volumes", ())}
     for mount in spec.get("volumeMounts", ()):
         source = await _volume(pod, volumes[mount["name"]]) / mount.get("subPath", "")

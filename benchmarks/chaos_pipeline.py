@@ -1,0 +1,319 @@
+"""Harm to a flow run that Prefect's worker has started on a cluster, and to a step whose Ray
+cluster is a RayJob's: Prefect, MLflow and the run are pods with their claims, a stand-in plays
+KubeRay's operator.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib.util
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from chaos_cluster import (
+    KINDS as OTHERS,
+)
+from chaos_cluster import (
+    control_plane,
+    known_to,
+    no_cluster,
+)
+from chaos_deployed import AWS, MLFLOW, PREFECT, STATE, Deployed, forwarded
+from chaos_kinds import (
+    BROKEN,
+    STAGE,
+    Kind,
+    MlflowServer,
+    Scene,
+    Setting,
+    fill_disk,
+    free_port,
+    no_mount,
+    s3_server,
+    send,
+    small_disk,
+    the_command,
+)
+from chaos_project import POLL_S, ROOT, START_TIMEOUT_S, Project
+
+from agentgym.deploy.kube import Kind as Resource
+from agentgym.deploy.kube import connect
+from agentgym.deploy.kuberay import RAY_CLUSTER
+from agentgym.deploy.manifests import NAMESPACE
+from agentgym.deploy.owned import owned_process, tail
+
+# as `prefect deployment run pipeline/kubernetes --watch`, through the time that its server is away
+RUN = """
+import os, sys, time
+from services.overdue import ask
+api, login = os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"]
+def patiently(path, body):
+    while True:
+        try:
+            return ask(api + path, login, body)
+        except (OSError, ValueError) as error:
+            time.sleep(1)
+named = {"name": {"any_": ["kubernetes"]}}, {"name": {"any_": ["pipeline"]}}
+(deployment,) = patiently("/deployments/filter", dict(zip(("deployments", "flows"), named)))
+asked = {"idempotency_key": str(os.getpid()) + str(time.time())}
+run = patiently(f"/deployments/{deployment['id']}/create_flow_run", asked)["id"]
+while True:
+    (found,) = patiently("/flow_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
+    if found["state_type"] in ("COMPLETED", "FAILED", "CANCELLED"):
+        break
+    time.sleep(1)
+print(found["run_count"], "attempts,", found["state_type"], found["state"]["message"])
+sys.exit(found["state_type"] != "COMPLETED")
+"""
+TINY = {  # over the tiny run of the other kinds
+    "env": {"deploy": "kubernetes", "replicas": 1, "max_sessions": 256},
+    "warm_start": {"num_demos": 16, "steps": 20},
+    "evaluation": {"num_items": 4},
+    "kubernetes": {"overlay": "test", "lease_s": 30.0, "ready_timeout_s": 300.0},
+    "tracking": {"uri": "http://mlflow:5000"},
+}
+AWAY_S = (5.0, 40.0)
+ON_KUBERAY = ("compute=kuberay", "kuberay.mode=HTTPMode", "deterministic=true")
+
+
+@contextlib.contextmanager
+def differing(project: Project) -> Iterator[None]:
+    """A parameter file for pods: the project's own, with TINY over it."""
+    path = project.folder / "params.yaml"
+    before = path.read_text()
+    params = yaml.safe_load(before)
+    for section, values in TINY.items():
+        params[section] = {**params.get(section, {}), **values}
+    path.write_text(yaml.safe_dump(params))
+    try:
+        yield
+    finally:
+        path.write_text(before)
+
+
+@contextlib.contextmanager
+def deployed(project: Project) -> Iterator[tuple[str, ...]]:
+    """Prefect, its worker and MLflow in pods; the run's claim is a small disk. In the end nothing
+    of a run is left. Errors: RuntimeError where something is.
+    """
+    with (
+        small_disk(project),
+        differing(project),
+        control_plane() as made,
+        contextlib.ExitStack() as stack,
+    ):
+        made.add_nodes("node-1", app=project.folder)
+        places = {each: made.folder / each for each in (PREFECT, MLFLOW)}
+        volumes = {STATE: project.state, **places}
+        standing = Deployed(made.kubectl, NAMESPACE, volumes)
+        standing.bring_up()
+        (project.state / "mlflow.db").symlink_to(places[MLFLOW] / "mlflow.db")
+        prefect, mlflow = (
+            stack.enter_context(forwarded(standing, each)) for each in ("prefect", "mlflow")
+        )
+        variables = {
+            **standing.mlflow_login,
+            "AGENTGYM_ENV_TOKEN": standing.token,
+            "MLFLOW_TRACKING_URI": f"http://{mlflow}",
+            "PREFECT_API_URL": f"http://{prefect}/api",
+            "PREFECT_API_AUTH_STRING": standing.login,
+        }
+        with known_to(project, made, **variables):
+            yield (f"tracking.uri=http://{mlflow}",)
+            made.check_nothing_left()
+
+
+def of_service(name: str) -> Any:
+    """Victims: the process of that pod, while the command goes on."""
+
+    def victims(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+        if process.poll() is not None:
+            return []
+        found: list[psutil.Process] = project.server.containers(
+            "python", "-m", "services.cluster", name
+        )
+        return found
+
+    return victims
+
+
+def send_mlflow_away(scene: Scene, _: list[psutil.Process]) -> None:
+    """For some seconds it has no pod."""
+    scale = ("scale", "deployment/mlflow", "--namespace", NAMESPACE)
+    scene.project.server.kubectl(*scale, "--replicas=0")
+    away_s = scene.chance.uniform(*AWAY_S)
+    time.sleep(away_s)
+    scene.project.server.kubectl(*scale, "--replicas=1")
+    scene.trial.notes.append(f"away for {away_s:.0f} s and its start")
+
+
+# --- steps as RayJobs
+# ---------------------------------------------------------------------------------------------
+
+RAY = """
+import json, os, sys
+os.environ["RAY_TMPDIR"] = sys.argv[1]
+os.mkdir(sys.argv[1] + "/ray")
+from ray.cluster_utils import Cluster
+free = {"dashboard_port": 0, "dashboard_agent_listen_port": 0}
+cluster = Cluster(True, head_node_args={"num_cpus": 4, "include_dashboard": True, \
+"object_store_memory": 150_000_000, **free})
+with open(sys.argv[2] + ".new", "w") as file:
+    file.write("http://" + cluster.webui_url)
+os.rename(sys.argv[2] + ".new", sys.argv[2])
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def local_ray(token: str) -> Iterator[str]:
+    """Address of the dashboard of a Ray cluster of one node."""
+    with tempfile.TemporaryDirectory(prefix="agr-", dir="/tmp") as folder:
+        place, log = Path(folder, "dashboard"), Path(folder, "log")
+        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
+        command = [sys.executable, "-c", RAY, folder, str(place)]
+        with owned_process(command, log_path=log, env={**own, "PYTHONPATH": ""}) as process:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not place.exists():
+                if time.monotonic() > deadline or process.poll() is not None:
+                    raise RuntimeError(f"no Ray cluster\n{tail(log)}")
+                time.sleep(POLL_S)
+            yield place.read_text()
+
+
+def stand_in() -> Any:
+    path = ROOT / "tests/agentgym/deploy/kuberay_stand_in.py"
+    spec = importlib.util.spec_from_file_location("kuberay_stand_in", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
+    """An API server, a stand-in for KubeRay's operator with a local Ray cluster, a store on S3 and
+    MLflow by its address.
+    """
+    port, token = free_port(), secrets.token_hex(32)
+    # to the rules that is another machine, to the resolver this one
+    server = MlflowServer(project, port, hosts=f"127.1:{port},127.0.0.1:{port}")
+    with (
+        s3_server(project) as store,
+        control_plane() as made,
+        local_ray(token) as dashboard,
+        contextlib.closing(connect(kubeconfig=made.kubeconfig, namespace=NAMESPACE)) as kube,
+        contextlib.ExitStack() as stack,
+    ):
+        server.start()
+        stack.callback(server.kill)
+        bucket = project.server
+        own = {name: project.environment[name] for name in (*AWS, "AWS_ENDPOINT_URL")}
+        made.kubectl("create", "namespace", NAMESPACE)
+        secret: dict[str, Any] = {"apiVersion": "v1", "kind": "Secret"}
+        secret["metadata"] = {"name": "agentgym-credentials"}
+        secret["data"] = {k: base64.b64encode(v.encode()).decode() for k, v in own.items()}
+        kube.create(secret)
+        jobs = made.folder / "jobs"
+        jobs.mkdir()
+        client = jobs_client(dashboard, token)
+        operator = stack.enter_context(stand_in().StandIn(kube, client, jobs))
+        made.objects, made.operator = kube, operator
+        made.commits = bucket.commits
+        stack.enter_context(known_to(project, made, AGENTGYM_IMAGE="registry/agentgym:1"))
+        tracking = f"tracking.uri=http://127.1:{port}"
+        yield (*store, *ON_KUBERAY, tracking, "store.lease_ttl_s=5")
+        if left := kube.list(RAY_CLUSTER).items + kube.list(Resource("ray.io/v1", "RayJob")).items:
+            raise RuntimeError(f"left: {[each['metadata']['name'] for each in left]}")
+        if operator.errors:
+            raise RuntimeError(f"the stand-in failed: {operator.errors[:3]}")
+
+
+def jobs_client(dashboard: str, token: str) -> Any:
+    from ray.job_submission import JobSubmissionClient
+
+    return JobSubmissionClient(dashboard, headers={"Authorization": f"Bearer {token}"})
+
+
+def with_a_cluster(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process that was started, once the stage computes on a cluster."""
+    if process.poll() is not None or not project.server.commits():
+        return []
+    ends = "-s1-a1-cluster"
+    items = project.server.objects.list(RAY_CLUSTER).items
+    has = any(each["metadata"]["name"].endswith(ends) for each in items)
+    return the_command(project, process) if has else []
+
+
+def delete_ray_cluster(scene: Scene, _: list[psutil.Process]) -> None:
+    """With its processes."""
+    kube = scene.project.server.objects
+    names = [each["metadata"]["name"] for each in kube.list(RAY_CLUSTER).items]
+    for name in names:
+        kube.delete(RAY_CLUSTER, name)
+    scene.trial.hit = bool(names)
+    scene.trial.notes += names
+
+
+ON_CLUSTER = Setting(
+    ("-c", RUN),
+    around=deployed,
+    missing=lambda: no_cluster() or no_mount(),
+    takes_overrides=False,
+)
+AS_RAY_JOB = Setting(
+    (*STAGE, "--with-parents"),
+    around=kuberay,
+    missing=no_cluster,
+    is_ray=True,
+    stays=r"mlflow.*server|s3_server",
+)
+KINDS = OTHERS | {
+    kind.name: kind
+    for kind in (
+        Kind(
+            "kube-worker",
+            "Prefect's worker on a cluster, SIGKILL",
+            ON_CLUSTER,
+            of_service("worker"),
+            send(signal.SIGKILL),
+            BROKEN,
+        ),
+        Kind(
+            "kube-prefect",
+            "Prefect's server on a cluster, SIGKILL",
+            ON_CLUSTER,
+            of_service("prefect"),
+            send(signal.SIGKILL),
+            BROKEN,
+        ),
+        Kind(
+            "kube-mlflow",
+            "MLflow on a cluster, without a pod for a while",
+            ON_CLUSTER,
+            the_command,
+            send_mlflow_away,
+            BROKEN,
+        ),
+        Kind("claim", "claim of a flow run full", ON_CLUSTER, the_command, fill_disk, BROKEN),
+        Kind(
+            "ray-cluster",
+            "RayCluster of a RayJob, deleted",
+            AS_RAY_JOB,
+            with_a_cluster,
+            delete_ray_cluster,
+            BROKEN,
+        ),
+    )
+}

@@ -1,0 +1,195 @@
+"""The whole pipeline on a cluster, from `prefect deployment run pipeline/kubernetes` on: a real
+Prefect server, its Kubernetes worker and MLflow in pods, a Job for each flow run whose pod trains
+with servers of its own, a store on S3.
+
+A run whose pod is killed is brought back and ends; of one that is cancelled nothing is left.
+"""
+
+import json
+import re
+import secrets
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from services.overdue import ask
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.slow, pytest.mark.timeout(3600)]
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+try:
+    from chaos_deployed import (
+        MLFLOW,
+        PREFECT,
+        STATE,
+        Deployed,
+        kill_container,
+        prefect_command,
+        s3_for_pods,
+    )
+    from chaos_project import Project
+finally:
+    sys.path.remove(str(BENCHMARKS))
+
+DEADLINE_S = 900.0  # of a machine that is very busy
+BUCKET = "pipeline"
+LEFT = "deployments,services,poddisruptionbudgets,endpoints,endpointslices,leases,replicasets,pods"
+SMALL = {
+    "env": {"options": {"levels": ["GoToRedBallNoDists"], "view": "compact", "actions": "low"}},
+    "model": {
+        "context_tokens": 512,
+        "hidden_size": 32,
+        "mlp_size": 64,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+    },
+    "warm_start": {"num_demos": 8, "steps": 4, "batch_size": 4},
+    "rollout": {"items_per_step": 2, "group_size": 4, "concurrency": 8, "max_new_tokens": 16},
+    "horizon": {"max_turns": [4, 5], "stage_steps": [2, 8]},
+    "validation": {"every": 0, "max_turns": 5},
+    "evaluation": {"num_items": 4, "num_samples": 1, "k": [1], "num_bootstrap": 100},
+}
+SMALL["evaluation"]["max_turns"] = 5
+
+
+class Cluster:
+    """What an operator has: kubectl, Prefect's commands, and the bucket."""
+
+    def __init__(self, project, deployed, bucket, folder):
+        self.project, self.deployed, self.bucket = project, deployed, bucket
+        self.home, self.times = folder / "home", {}
+        self.api = f"http://{deployed.address('prefect')}/api"
+
+    def prefect(self, *words):
+        return prefect_command(words, self.api, self.deployed.login, self.home)
+
+    def run(self, prefix, **more):
+        """`prefect deployment run`. Result: (the flow run, its overrides)."""
+        overrides = [
+            f"store.uri=s3://{BUCKET}/{prefix}",
+            f"kubernetes.namespace={self.deployed.namespace}",
+            *("kubernetes.overlay=test", "kubernetes.ready_timeout_s=600", "env.replicas=1"),
+            *(f"{name}={value}" for name, value in more.items()),
+        ]
+        asked = json.dumps({"params": "k8s/params.yaml", "overrides": overrides})
+        told = self.prefect("deployment", "run", "pipeline/kubernetes", "--param", f"run={asked}")
+        return re.search(r"UUID: (\S+)", told)[1], overrides
+
+    def state(self, run):
+        (found,) = ask(
+            f"{self.api}/flow_runs/filter",
+            self.deployed.login,
+            {"flow_runs": {"id": {"any_": [run]}}},
+        )
+        return found
+
+    def jobs(self, run):
+        return self.deployed.get("jobs", f"prefect.io/flow-run-id={run}")
+
+    def commits(self, prefix, step):
+        found = self.bucket.list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/steps/{step}-")
+        return [row["Key"] for row in found.get("Contents", ()) if "/manifests/" in row["Key"]]
+
+    def of_runs(self):
+        """Whatever bears a run's label."""
+        words = ("get", LEFT, "-n", self.deployed.namespace, "-lagentgym.io/run", "--output=name")
+        return self.deployed.kubectl(*words).split()
+
+    def until(self, what, run="", seconds=DEADLINE_S):
+        """Not past the end of a run that fails."""
+        deadline = time.monotonic() + seconds
+        while not (found := what()):
+            state = self.state(run)["state"] if run else {"type": ""}
+            assert state["type"] != "FAILED", state
+            assert time.monotonic() < deadline, (state, self.deployed.logs("prefect-worker"))
+            time.sleep(0.5)
+        return found
+
+    def flow_pod(self, run):
+        return next(iter(self.deployed.pods(f"flow,prefect.io/flow-run-id={run}")), "")
+
+
+@pytest.fixture(scope="module")
+def cluster(real_nodes, kubectl, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deployed")
+    project = Project(folder, SMALL)
+    volumes = {claim: folder / claim for claim in (STATE, PREFECT, MLFLOW)}
+    began = time.monotonic()
+    with (
+        real_nodes("agent-1", app=project.folder, backoff=2) as nodes,
+        s3_for_pods(nodes["gateway"], folder, BUCKET) as (bucket, variables),
+    ):
+        namespace = f"agentgym-{secrets.token_hex(4)}"
+        deployed = Deployed(kubectl, namespace, volumes, variables)
+        try:
+            deployed.bring_up()
+            made = Cluster(project, deployed, bucket, folder)
+            made.times["deployed"] = time.monotonic() - began
+            yield made
+            print(json.dumps({name: round(value, 1) for name, value in made.times.items()}))
+        finally:
+            for kind in ("deployments", "jobs", "pods"):
+                kubectl("delete", kind, "--all", "-n", namespace, "--wait=false", "--force")
+            deployed.remove()
+            kubectl("delete", "clusterrole,clusterrolebinding", "agentgym-preflight")
+            kubectl("delete", "namespace", namespace, "--timeout=100s")
+            project.end()
+
+
+def test_a_run_whose_pod_is_killed_is_brought_back_and_ends(cluster, kubeconfig):
+    began = time.monotonic()
+    run, overrides = cluster.run("killed")
+    cluster.until(lambda: cluster.commits("killed", "stage-1"), run)
+    cluster.times["first optimizer step"] = time.monotonic() - began
+    pod = cluster.flow_pod(run)
+    kill_container(pod)
+    struck = time.monotonic()
+    cluster.until(lambda: cluster.flow_pod(run) not in ("", pod), run)
+    cluster.times["killed, and a pod again"] = time.monotonic() - struck
+    cluster.until(lambda: cluster.state(run)["state_type"] == "COMPLETED", run)
+    cluster.times["killed, and done"] = time.monotonic() - struck
+    assert cluster.state(run)["run_count"] == 2
+    assert len(cluster.jobs(run)) == 2
+    cluster.until(lambda: not cluster.of_runs(), seconds=120)
+    mlflow = f"http://{cluster.deployed.address('mlflow')}"
+    cluster.project.environment |= {
+        **cluster.deployed.mlflow_login,
+        **cluster.deployed.credentials,
+        "MLFLOW_TRACKING_URI": mlflow,
+        "KUBECONFIG": str(kubeconfig),
+        "AGENTGYM_ENV_TOKEN": cluster.deployed.token,
+    }
+    said = [word for each in (*overrides, f"tracking.uri={mlflow}") for word in ("--set", each)]
+    words = ("audit", "--json", "--episodes", "8", "--params", "k8s/params.yaml", *said)
+    report = json.loads(cluster.project.must("-m", "agentgym", *words))
+    assert [each for each in report["checks"] if not each["ok"]] == []
+
+
+def test_of_a_run_that_is_cancelled_while_it_plays_nothing_is_left(cluster):
+    run, _ = cluster.run("cancelled", seed=2)
+    cluster.until(lambda: cluster.commits("cancelled", "stage-1"), run)
+    assert cluster.of_runs()
+    began = time.monotonic()
+    cluster.prefect("flow-run", "cancel", run)
+    cluster.until(lambda: cluster.state(run)["state_type"] == "CANCELLED")
+    cluster.times["cancelled, and over"] = time.monotonic() - began
+    cluster.until(lambda: not (cluster.jobs(run) or cluster.of_runs()))
+    cluster.until(lambda: not cluster.flow_pod(run))
+    cluster.times["cancelled, and nothing is left"] = time.monotonic() - began
+
+
+def test_of_a_run_that_is_cancelled_before_its_pod_starts_nothing_is_left(cluster, kubectl):
+    kubectl("cordon", "agent-1")
+    try:
+        run, _ = cluster.run("pending", seed=3)
+        cluster.until(lambda: cluster.jobs(run), run)
+        began = time.monotonic()
+        cluster.prefect("flow-run", "cancel", run)
+        cluster.until(lambda: cluster.state(run)["state_type"] == "CANCELLED")
+        cluster.until(lambda: not cluster.jobs(run))
+        cluster.times["cancelled before its pod started"] = time.monotonic() - began
+    finally:
+        kubectl("uncordon", "agent-1")
