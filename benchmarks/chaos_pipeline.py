@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,14 @@ def stand_in() -> Any:
     return module
 
 
+@dataclass
+class OfKubeRay:
+    """What stands around a step that runs as RayJobs."""
+
+    operator: Any
+    commits: Callable[[], list[str]]  # of stage 1
+
+
 @contextlib.contextmanager
 def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
     """An API server, a stand-in for KubeRay's operator with a local Ray cluster, a store on S3 and
@@ -229,9 +238,8 @@ def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
         jobs.mkdir()
         client = jobs_client(dashboard, token)
         operator = stack.enter_context(stand_in().StandIn(kube, client, jobs))
-        made.objects, made.operator = kube, operator
-        made.commits = bucket.commits
         stack.enter_context(known_to(project, made, AGENTGYM_IMAGE="registry/agentgym:1"))
+        project.server = OfKubeRay(operator, bucket.commits)
         tracking = f"tracking.uri=http://127.1:{port}"
         yield (*store, *ON_KUBERAY, tracking, "store.lease_ttl_s=5")
         if left := kube.list(RAY_CLUSTER).items + kube.list(Resource("ray.io/v1", "RayJob")).items:
@@ -246,24 +254,17 @@ def jobs_client(dashboard: str, token: str) -> Any:
     return JobSubmissionClient(dashboard, headers={"Authorization": f"Bearer {token}"})
 
 
-def with_a_cluster(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The process that was started, once the stage computes on a cluster."""
-    if process.poll() is not None or not project.server.commits():
-        return []
-    ends = "-s1-a1-cluster"
-    items = project.server.objects.list(RAY_CLUSTER).items
-    has = any(each["metadata"]["name"].endswith(ends) for each in items)
-    return the_command(project, process) if has else []
+def on_a_cluster(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process that was started, once the stage's own RayJob computes and has a commit."""
+    runs = any(name.endswith("-s1-a1") for name in project.server.operator.ran)
+    return the_command(project, process) if runs and project.server.commits() else []
 
 
-def delete_ray_cluster(scene: Scene, _: list[psutil.Process]) -> None:
-    """With its processes."""
-    kube = scene.project.server.objects
-    names = [each["metadata"]["name"] for each in kube.list(RAY_CLUSTER).items]
-    for name in names:
-        kube.delete(RAY_CLUSTER, name)
-    scene.trial.hit = bool(names)
-    scene.trial.notes += names
+def lose_ray_cluster(scene: Scene, _: list[psutil.Process]) -> None:
+    """It is deleted, with its processes."""
+    operator = scene.project.server.operator
+    scene.trial.hit = operator.lose_cluster(operator.ran[-1])
+    scene.trial.notes.append(operator.ran[-1])
 
 
 ON_CLUSTER = Setting(
@@ -311,8 +312,8 @@ KINDS = OTHERS | {
             "ray-cluster",
             "RayCluster of a RayJob, deleted",
             AS_RAY_JOB,
-            with_a_cluster,
-            delete_ray_cluster,
+            on_a_cluster,
+            lose_ray_cluster,
             BROKEN,
         ),
     )

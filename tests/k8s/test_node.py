@@ -10,6 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.kubernetes
@@ -233,3 +234,13 @@ def test_a_node_that_is_killed_takes_its_containers_along(pod, nodes):
     wait_for(lambda: commands("87654"))
     os.kill(nodes["nodes"]["agent-2"], signal.SIGKILL)
     wait_for(lambda: not commands("87654"))
+
+
+def test_nodes_end_with_the_program_that_started_them_and_take_their_containers_along(pod, nodes):
+    """It is killed, as a test run is; this is the last test that has nodes."""
+    pod("owned", "sh", "-c", "sleep 76543", when=ready, pod={"nodeName": "agent-1"})
+    wait_for(lambda: commands("76543"))
+    node = psutil.Process(nodes["nodes"]["agent-1"])
+    node.parent().kill()
+    wait_for(lambda: not commands("76543"))
+    wait_for(lambda: not node.is_running() or node.status() == psutil.STATUS_ZOMBIE)

@@ -117,9 +117,17 @@ class StandIn:
         )
         self.kube.delete(RAY_CLUSTER, self._clusters.pop(name))  # shutdownAfterJobFinishes
 
+    def lose_cluster(self, name):
+        """Of a job that runs: deleted, or its nodes are lost. Result: was there one."""
+        if name not in self._clusters:
+            return False
+        cluster = self._clusters[name]
+        self._kill(name)
+        return self.kube.delete(RAY_CLUSTER, cluster)
+
     def _kill(self, name):
         """As a pod that is gone: without a word, the step's processes first."""
-        del self._clusters[name]
+        self._clusters.pop(name, None)
         for process in psutil.process_iter(["cmdline", "cwd"]):
             with contextlib.suppress(psutil.Error, TypeError):
                 if process.info["cwd"] == str(self._folder / name):
