@@ -237,6 +237,8 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("worker", help="of the pool `kubernetes`").set_defaults(
         run=lambda _: worker()
     )
+    for name in ("httpx", "docket"):  # every request, every look of Prefect's own services
+        logging.getLogger(name).setLevel(logging.WARNING)
     chosen = parser.parse_args(argv)
     return guarded(lambda: int(chosen.run(chosen)))
 

@@ -193,6 +193,19 @@ def _own(
             yield endpoints
     finally:
         _take_down(kube, group, where.down_timeout_s)
+        if not expert:
+            _take_down_dead(kube, run, where.down_timeout_s)
+
+
+def _take_down_dead(kube: Kube, run: str, timeout_s: float) -> None:
+    """What killed attempts of this run have left, whose machine cannot be seen from here: a new
+    attempt had servers of its own. What fails here is logged.
+    """
+    try:
+        for name in _end_dead(kube, run, timeout_s):
+            logger.info("servers of %s, of an attempt that was killed, are gone", name)
+    except (KubeError, ConfigError, RuntimeError) as error:
+        logger.error("%s; agentgym envs gc takes away what is left", error)
 
 
 def _take_down(kube: Kube, group: Group, timeout_s: float) -> None:
@@ -299,14 +312,19 @@ def end_run(cfg: RunConfig, run: str) -> list[str]:
     Errors: ConfigError, KubeError, FleetNotReady.
     """
     with contextlib.closing(connected(cfg.kubernetes)) as kube:
-        left = [
-            each.run
-            for each in groups(kube)
-            if (each.run == run or each.run.startswith(f"{run}-")) and not each.is_alive_now()
-        ]
-        for each in left:
-            take_down(kube, each, timeout_s=cfg.kubernetes.down_timeout_s)
-        return left
+        return _end_dead(kube, run, cfg.kubernetes.down_timeout_s)
+
+
+def _end_dead(kube: Kube, run: str, timeout_s: float) -> list[str]:
+    """Result: the groups. Errors: KubeError, FleetNotReady."""
+    dead = [
+        each.run
+        for each in groups(kube)
+        if (each.run == run or each.run.startswith(f"{run}-")) and not each.is_alive_now()
+    ]
+    for each in dead:
+        take_down(kube, each, timeout_s=timeout_s)
+    return dead
 
 
 @dataclass(frozen=True, slots=True)

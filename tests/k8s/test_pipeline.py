@@ -46,7 +46,7 @@ SMALL = {
         "num_heads": 1,
         "num_kv_heads": 1,
     },
-    "warm_start": {"num_demos": 8, "steps": 4, "batch_size": 4},
+    "warm_start": {"enabled": False},
     "rollout": {"items_per_step": 2, "group_size": 4, "concurrency": 8, "max_new_tokens": 16},
     "horizon": {"max_turns": [4, 5], "stage_steps": [2, 8]},
     "validation": {"every": 0, "max_turns": 5},
@@ -72,6 +72,7 @@ class Cluster:
             f"store.uri=s3://{BUCKET}/{prefix}",
             f"kubernetes.namespace={self.deployed.namespace}",
             *("kubernetes.overlay=test", "kubernetes.ready_timeout_s=600", "env.replicas=1"),
+            "kubernetes.lease_s=20",  # a killed attempt's servers count as left after that
             *(f"{name}={value}" for name, value in more.items()),
         ]
         asked = json.dumps({"params": "k8s/params.yaml", "overrides": overrides})

@@ -29,6 +29,8 @@ OWNED = ("setpriv", "--pdeathsig", "KILL")
 SPACES = ("--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
 PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
+IMAGE = {"PATH": PATH, "HOME": "/tmp", "PYTHONPATH": "/app"}  # the project that is installed
+
 
 def missing() -> str:
     """Why namespaces cannot be had here; empty: they can."""
@@ -163,7 +165,7 @@ class Container:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={"PATH": PATH, "HOME": "/tmp", **env},
+                env={**IMAGE, **env},
                 start_new_session=True,
             )
         return cls(process, env)
@@ -195,7 +197,7 @@ class Container:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
-            env={"PATH": PATH, "HOME": "/tmp", **self._env},
+            env={**IMAGE, **self._env},
             start_new_session=True,
         )
         try:
