@@ -1,0 +1,111 @@
+"""CPU-seconds of the default pipeline at two commits, in alternation on one machine:
+`python benchmarks/cost.py BEFORE [AFTER] [--before-set KEY=VALUE ...] [--after-set ...]`.
+
+The overrides are what makes the two play equal items and samples in equal optimizer steps.
+The CPU time is that of the command and everything it started; the sampled success is that of the
+last evaluation. Writes docs/results/cost.json under the name `--case`, beside what other cases say
+there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pipeline import ROOT, machine
+from unchanged import checkout, commit_of
+
+OUT = ROOT / "docs/results/cost.json"
+RUN_S = 3600
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("before", help="a commit")
+    parser.add_argument("after", nargs="?", default="HEAD", help="a commit")
+    parser.add_argument("--case", required=True, help="its name in the result")
+    parser.add_argument("--before-set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--after-set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--times", type=int, default=2)
+    chosen = parser.parse_args()
+    commits = [commit_of(chosen.before), commit_of(chosen.after)]
+    overrides = [chosen.before_set, chosen.after_set]
+    runs: list[list[dict[str, float]]] = [[], []]
+    with tempfile.TemporaryDirectory() as folder:
+        state = Path(folder)
+        with checkout(commits[0], state) as before, checkout(commits[1], state) as after:
+            for turn in range(chosen.times):
+                for side, tree in enumerate((before, after)):
+                    home = state / f"{side}-{turn}"
+                    runs[side].append(run(tree, home, [f"seed={turn}", *overrides[side]]))
+                    sys.stdout.write(f"{commits[side]} {runs[side][-1]}\n")
+                    sys.stdout.flush()
+    told = [
+        {"commit": commit, "set": chosen_set, "runs": done}
+        for commit, chosen_set, done in zip(commits, overrides, runs, strict=True)
+    ]
+    ratio = total(runs[1], "cpu_s") / total(runs[0], "cpu_s")
+    result = json.loads(OUT.read_text()) if OUT.exists() else {}
+    result[chosen.case] = {
+        "machine": machine(),
+        "command": " ".join(["python", "benchmarks/cost.py", *sys.argv[1:]]),
+        "before": told[0],
+        "after": told[1],
+        "cpu_ratio": round(ratio, 3),
+    }
+    OUT.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.write(f"{chosen.case}: {ratio:.3f} of the CPU-seconds\n")
+    return 0
+
+
+def total(runs: list[dict[str, float]], name: str) -> float:
+    return statistics.fmean(each[name] for each in runs)
+
+
+def run(tree: Path, home: Path, overrides: list[str]) -> dict[str, float]:
+    """One whole run of a checkout from an empty state. Errors: RuntimeError where it fails."""
+    home.mkdir()
+    shown = subprocess.run(
+        [sys.executable, "-m", "dvc", "pull", "--quiet"],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+    if shown.returncode:
+        raise RuntimeError(shown.stderr[-3000:])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    before = os.times()
+    told = subprocess.run(
+        [sys.executable, "-m", "flows.pipeline", *overrides, f"store.path={home / 'store'}"],
+        cwd=tree,
+        env={**kept, "PYTHONPATH": str(tree), "PREFECT_HOME": str(home / "prefect")},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+    now = os.times()
+    if told.returncode:
+        raise RuntimeError(f"{tree}\n{(told.stdout + told.stderr)[-3000:]}")
+    spent = now.children_user + now.children_system - before.children_user - before.children_system
+    return {"cpu_s": round(spent, 1), "wall_s": round(now.elapsed - before.elapsed, 1)} | {
+        "sampled_success": last_success(home / "store")
+    }
+
+
+def last_success(store: Path) -> float:
+    """Mean success at temperature 1 of the last stage's evaluation, as its manifest says."""
+    manifests = sorted((store / "steps").glob("evaluate-stage-*/manifests/*.json"))
+    summary: dict[str, Any] = json.loads(manifests[-1].read_text())["results"]["summary"]
+    return float(summary["avg_at_4"]["mean"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
