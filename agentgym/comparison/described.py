@@ -12,6 +12,7 @@ from typing import Any, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, ValidationError, model_validator
 
 from agentgym.config import ConfigError, Section, first_line, read_tree
+from agentgym.config.load import merge
 
 Layer = dict[str, Any]  # shaped like params.yaml
 Seeds = tuple[NonNegativeInt, ...]
@@ -63,9 +64,30 @@ class Column(Section):
 
     params: Path | None = None  # in place of the comparison's; relative to its file
     set: Layer = Field(default_factory=dict)
-    # what a recipe or a horizon changes here, over what it changes everywhere
+    # what a recipe or a horizon changes here, over what it changes everywhere; a layer may begin
+    # with `extends: FILE`, a parameter file whose values it lies over
     recipes: dict[str, Layer] = Field(default_factory=dict)
     horizons: dict[str, Layer] = Field(default_factory=dict)
+
+    def beside(self, folder: Path) -> Self:
+        """With its files found from the comparison's folder; those that layers extend are read.
+        Errors: ConfigError.
+        """
+        read = {
+            what: {name: _read(layer, folder) for name, layer in getattr(self, what).items()}
+            for what in ("recipes", "horizons")
+        }
+        params = None if self.params is None else folder / self.params
+        return self.model_copy(update={"params": params, "set": _read(self.set, folder), **read})
+
+
+def _read(layer: Layer, folder: Path) -> Layer:
+    """A layer over the parameter file that it extends, if any."""
+    base = layer.get("extends")
+    if base is None:
+        return layer
+    own = {name: value for name, value in layer.items() if name != "extends"}
+    return merge(read_tree(folder / str(base)), own)
 
 
 class Comparison(Section):
@@ -121,12 +143,7 @@ def load_comparison(path: Path | str) -> Comparison:
         found = Comparison.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_line(error, Comparison)}") from None
-    columns = {
-        name: column.model_copy(
-            update={"params": None if column.params is None else path.parent / column.params}
-        )
-        for name, column in found.environments.items()
-    }
+    columns = {name: each.beside(path.parent) for name, each in found.environments.items()}
     here = {"params": path.parent / found.params, "environments": columns}
     return found.model_copy(update=here)
 

@@ -82,7 +82,11 @@ class Cell:
         return tuple(filter(None, (self.start, self.until))) if self.protocol else ()
 
     def answers(self) -> dict[str, Manifest] | None:
-        """By step, the evaluations of those checkpoints; None where something is not done."""
+        """By step, the evaluations of those checkpoints; None where something is not done, or its
+        data are not here.
+        """
+        if not all(folder.is_dir() for folder in self.cfg.data_folders.values()):
+            return None
         done = finished(self.cfg, open_store(self.cfg))
         if self.until not in done:
             return None

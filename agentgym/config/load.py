@@ -39,7 +39,7 @@ def load_config(
     """
     tree = read_tree(Path(path))
     for layer in layers:
-        tree = _merge(tree, layer)
+        tree = merge(tree, layer)
     # the recipe first: what a file says of another one is not meant for it, other overrides are
     for override in sorted(overrides, key=lambda each: not each.startswith("algorithm.recipe=")):
         key, separator, text = override.partition("=")
@@ -49,7 +49,7 @@ def load_config(
                 " optimizer.lr=3e-4"
             )
         if key == "algorithm.recipe":
-            tree = _merge(tree, {"algorithm": {"recipe": _parse(text)}})
+            tree = merge(tree, {"algorithm": {"recipe": _parse(text)}})
         _assign(tree, key.split("."), _parse(text), override)
     _check_size(tree, path)
     try:
@@ -137,7 +137,7 @@ def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     return (
         tree
         if base is None
-        else _merge(read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
+        else merge(read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
     )
 
 
@@ -159,14 +159,14 @@ def _check_size(tree: Any, path: Path | str) -> None:
             waiting.extend(value)
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in over.items():
         # env.options is replaced whole: options of two environments must not mix
         both = isinstance(value, dict) and isinstance(result.get(key), dict) and key != "options"
         if both and key == "algorithm" and "recipe" in value:
             result[key] = carried_over(result[key], str(value["recipe"]))
-        result[key] = _merge(result[key], value) if both else value
+        result[key] = merge(result[key], value) if both else value
     return result
 
 

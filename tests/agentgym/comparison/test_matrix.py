@@ -388,3 +388,15 @@ def test_a_protocol_is_part_of_what_names_the_table(described):
     ]
     assert keys[0] != keys[1]
     assert keys[0] == keys[2]  # it changes no result
+
+
+def test_a_layer_of_a_column_may_extend_a_parameter_file(described, tmp_path):
+    (tmp_path / "longer.yaml").write_text(yaml.safe_dump({"horizon": {"max_turns": [3, 6]}}))
+    column = {"horizons": {"growing": {"extends": "longer.yaml", "validation": {"max_turns": 9}}}}
+    cells = cells_of(described(environments={"there": column}, seeds=[3]))
+    (growing,) = (cell for cell in cells if (cell.recipe, cell.horizon) == ("grpo", "growing"))
+    assert (growing.cfg.horizon.max_turns, growing.cfg.validation.max_turns) == ((3, 6), 9)
+    assert {cell.cfg.validation.max_turns for cell in cells if cell.horizon == "short"} == {7}
+    column["horizons"]["growing"]["extends"] = "nowhere.yaml"
+    with pytest.raises(ConfigError, match="nowhere.yaml does not exist"):
+        described(environments={"there": column})
