@@ -170,13 +170,7 @@ def curves_png(table: Table) -> bytes | None:
     size = max(10.0, 2.5 * len(shown)), 0.5 + 1.9 * len(lines)
     figure = Figure(figsize=size, facecolor="white")
     grid = figure.subplots(len(lines), len(shown), squeeze=False, sharey=True)
-    values = [
-        value
-        for rows in lines.values()
-        for row in rows
-        for curve in _curves(row)
-        for value in curve["success"]
-    ]
+    values = [value for curve in every_curve for value in curve["success"]]
     for (title, rows), panels in zip(lines.items(), grid, strict=True):
         for number, (axis, axes) in enumerate(zip(shown, panels, strict=True)):
             style(axes)

@@ -398,5 +398,5 @@ def test_a_layer_of_a_column_may_extend_a_parameter_file(described, tmp_path):
     assert (growing.cfg.horizon.max_turns, growing.cfg.validation.max_turns) == ((3, 6), 9)
     assert {cell.cfg.validation.max_turns for cell in cells if cell.horizon == "short"} == {7}
     column["horizons"]["growing"]["extends"] = "nowhere.yaml"
-    with pytest.raises(ConfigError, match="nowhere.yaml does not exist"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
         described(environments={"there": column})
