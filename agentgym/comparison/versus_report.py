@@ -208,8 +208,8 @@ def _table(found: Json) -> str:
     body = "".join(
         f'<tr><th scope="row">{escape(contrast["after"])}</th><td>{escape(env)}</td>'
         f"<td>{percent(each['before'])}</td><td>{percent(each['after'])}</td>"
-        f"<td>{_range(each['difference'])}</td>"
-        f"<td>{each['p_value']:.3g} ({each['p_adjusted']:.3g})</td>"
+        f"<td>{_range(each['difference']).replace(' [', '<br>[')}</td>"
+        f"<td>{each['p_value']:.3g}<br>({each['p_adjusted']:.3g})</td>"
         f"<td>{len(each['wins'])} / {each['num_ties']} / {len(each['losses'])}</td>"
         f"<td>{percent(each['detectable'])}</td><td>{each['needed_items'] or '–'}</td>"
         f"<td>{escape(each['verdict'])}</td></tr>"

@@ -522,6 +522,7 @@ var(--muted); }
 th:first-child { text-align: left; padding-left: 0; font-weight: 500; }
 tfoot th, tfoot td { border-bottom: 0; font-weight: 600; }
 .range, .meta { color: var(--muted); font-size: 13px; }
+thead th, tbody th { white-space: normal; overflow-wrap: break-word; } tbody th { min-width: 8em; }
 .caption { color: var(--muted); font-size: 13px; max-width: 80ch; margin: 10px 0 0; }
 .times { max-width: 640px; } .times .bar { width: 45%; vertical-align: middle; }
 .times .bar svg { display: block; width: 100%; height: 8px; fill: #8aa9cc; }

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -464,6 +465,29 @@ def test_a_checkpoint_scores_as_the_runs_own_evaluation_of_it_and_as_its_registe
             (slot.item_id, slot.sample): float(slot.success) for slot in found.result.slots
         } == table
     assert registered.result.identity["policy"]["tokenizer"]
+
+
+def test_a_repository_of_the_hub_is_evaluated_as_the_folder_of_its_files(
+    cfg, model_folder, tmp_path, monkeypatch
+):
+    """The Hub's own cache, as a download leaves it; nothing is asked of a network."""
+    from huggingface_hub import constants
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    kept = tmp_path / "hub/models--somebody--tiny"
+    shutil.copytree(model_folder, kept / "snapshots" / commit)
+    (kept / "refs").mkdir()
+    (kept / "refs/main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    by_name = evaluate_policy(cfg, ask("somebody/tiny"))
+    assert (by_name.how, by_name.result.coverage) == ("ran", 1.0)
+    # the same weights are the same question, whatever they are called
+    for policy in (f"somebody/tiny@{commit}", str(model_folder)):
+        again = evaluate_policy(cfg, ask(policy))
+        assert (again.how, again.result.digest) == ("done", by_name.result.digest)
+    with pytest.raises(ConfigError, match="somebody/other cannot be had from the Hub"):
+        evaluate_policy(cfg, ask("somebody/other"))
 
 
 def test_a_policy_that_is_not_there_is_refused_before_anything_starts(cfg, tmp_path):

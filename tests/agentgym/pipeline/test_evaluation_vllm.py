@@ -64,24 +64,34 @@ def vllm_server(folder, log):
         yield f"http://127.0.0.1:{port}/v1"
 
 
-def test_a_registered_model_and_a_vllm_server_of_the_same_weights_agree(
+def test_a_registered_model_by_both_engines_and_a_vllm_server_of_the_same_weights_agree(
     copy_run, tmp_path, tiny_params, tiny_endpoint
 ):
     cfg = load_config(tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True))
     changes = {"deterministic": False, "num_samples": 4, "temperature": 0.7, "concurrency": 8}
     name = f"models:/{cfg.registry.model_name}/1"
     ours = evaluate_policy(cfg, EvaluationRequest(policy=name, changes=changes)).result
+    inside = evaluate_policy(
+        cfg, EvaluationRequest(policy=name, changes=changes, engine="vllm")
+    ).result
+    assert [each.identity["policy"]["engine"] for each in (ours, inside)] == ["torch", "vllm"]
     export(cfg, "stage-2", tmp_path / "model")
     with vllm_server(tmp_path / "model", tmp_path / "vllm.log") as url:
         theirs = evaluate_policy(cfg, EvaluationRequest(policy=url, changes=changes)).result
-    assert (ours.coverage, theirs.coverage) == (1.0, 1.0)
+    agree(ours, inside)
+    agree(ours, theirs)
+    assert inside.usage.known["output"] > 0
     assert theirs.usage.known["input"] > 0
     assert theirs.usage.known["output"] > 0
+
+
+def agree(ours, theirs):
+    """Within their intervals, and, without chance, but for ties between logits."""
+    assert (ours.coverage, theirs.coverage) == (1.0, 1.0)
     for key in ("greedy", "avg_at_4"):
         a, b = (each.numbers["babyai"]["summary"][key] for each in (ours, theirs))
         assert a["low"] <= b["mean"] <= a["high"], (key, a, b)
         assert b["low"] <= a["mean"] <= b["high"], (key, a, b)
-    # without chance they do the same, but for ties between logits
     same = [
         (one.success, one.num_turns) == (other.success, other.num_turns)
         for one, other in zip(ours.slots, theirs.slots, strict=True)

@@ -1,0 +1,96 @@
+"""Three recipes in three environments from one file, killed once in the middle: `python
+benchmarks/columns.py` (`make columns`).
+
+Runs comparisons/three-environments.yaml by `flows.compare`. Once KILL_AFTER of its nine cells are
+done the command and all it started are killed, and the same command is given again. What was done
+then must be done still, with the same commits. Writes docs/results/three-environments.{json,md,png}
+and its other figures, and beside them docs/results/columns.json, which tells of the kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline import ROOT, machine
+
+from agentgym.comparison.described import load_comparison
+from agentgym.comparison.matrix import Cell, cells_of
+from agentgym.store.files import write_whole
+
+COMPARISON = "comparisons/three-environments.yaml"
+RESULTS = ROOT / "docs/results"
+KILL_AFTER = 4
+DEADLINE_S = 6 * 3600.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--comparison", default=COMPARISON)
+    parser.add_argument("--state", type=Path, default=ROOT / ".agentgym/columns")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--parallel", type=int, default=os.cpu_count())
+    parser.add_argument("--kill-after", type=int, default=KILL_AFTER, metavar="CELLS")
+    chosen = parser.parse_args()
+    overrides = (f"store.path={chosen.state.resolve() / 'store'}",)
+    cells = cells_of(load_comparison(chosen.comparison), overrides)
+    command = [
+        *(sys.executable, "-m", "flows.compare", chosen.comparison, *overrides),
+        *("--parallel", str(chosen.parallel), "--out", str(chosen.out)),
+    ]
+    began = time.monotonic()
+    killed = interrupted(command, cells, chosen.kill_after)
+    before = commits(chosen.state)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=DEADLINE_S)
+    lost = sorted(name for name, data in before.items() if commits(chosen.state).get(name) != data)
+    result = {
+        "comparison": chosen.comparison,
+        "cells": len(cells),
+        "killed_when_done": killed,
+        "commits_then": len(before),
+        "commits_lost_or_changed": lost,
+        "cells_done_after": sum(cell.is_done() for cell in cells),
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "machine": machine(),
+        "command": "python benchmarks/columns.py",
+    }
+    write_whole(chosen.out / "columns.json", f"{json.dumps(result, indent=1)}\n".encode())
+    print(json.dumps(result, indent=1))
+    return int(bool(lost) or result["cells_done_after"] < len(cells))
+
+
+def interrupted(command: list[str], cells: tuple[Cell, ...], after: int) -> list[str]:
+    """Run it until so many cells are done, then kill it and everything it started. Result: the
+    cells that were done.
+    """
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    deadline = time.monotonic() + DEADLINE_S
+    while process.poll() is None and sum(cell.is_done() for cell in cells) < after:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(5.0)
+    done = [cell.title for cell in cells if cell.is_done()]
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)
+    time.sleep(5.0)  # cells end with who started them
+    return done
+
+
+def commits(state: Path) -> dict[str, Any]:
+    """Every commit in the store, by its file."""
+    return {
+        str(path.relative_to(state)): path.read_bytes()
+        for path in sorted((state / "store/steps").glob("*/manifests/*.json"))
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
