@@ -46,7 +46,7 @@ SMALL = {
         "num_heads": 1,
         "num_kv_heads": 1,
     },
-    "warm_start": {"enabled": False},
+    "warm_start": {"num_demos": 8, "steps": 2, "batch_size": 4},
     "rollout": {"items_per_step": 2, "group_size": 4, "concurrency": 8, "max_new_tokens": 16},
     "horizon": {"max_turns": [4, 5], "stage_steps": [2, 8]},
     "validation": {"every": 0, "max_turns": 5},
@@ -104,7 +104,7 @@ class Cluster:
         deadline = time.monotonic() + seconds
         while not (found := what()):
             state = self.state(run)["state"] if run else {"type": ""}
-            assert state["type"] != "FAILED", state
+            assert state["type"] != "FAILED", state["message"]
             assert time.monotonic() < deadline, (state, self.deployed.logs("prefect-worker"))
             time.sleep(0.5)
         return found

@@ -214,6 +214,20 @@ def test_servers_of_a_dead_run_are_found_and_taken_away(cfg, admin, run, capsys,
 
 
 @on_a_cluster
+def test_what_a_killed_attempt_left_elsewhere_goes_when_the_run_ends(cfg, admin, run, hollow):
+    group = acquire(admin, run, ttl_s=60.0)
+    send(admin, group, Plan.of(cfg, cfg.envs[1:], run, expert=False).objects)
+    holder = json.loads(admin.get(LEASE, f"agentgym-{run}")["metadata"]["annotations"][HOLDER])
+    elsewhere = json.dumps(holder | {"host": "another-pod", "space": "of another machine"})
+    admin.patch(LEASE, f"agentgym-{run}", {"metadata": {"annotations": {HOLDER: elsewhere}}})
+    with environment_servers(cfg.model_copy(update={"mix": ()}), False, run) as endpoints:
+        assert f"{run}-2" in endpoints["babyai"][0]
+        silent = {"spec": {"renewTime": "2020-01-01T00:00:00.000000Z"}}
+        admin.patch(LEASE, f"agentgym-{run}", silent)
+    assert remaining(admin, run) == remaining(admin, f"{run}-2") == []
+
+
+@on_a_cluster
 def test_objects_without_a_lease_are_orphans(cfg, admin, run):
     (service,) = [
         each
