@@ -50,8 +50,8 @@ $(VLLM_ENV)/.installed: $(INSTALLED)
 	@$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
-vllm-test: vllm  ## what needs vLLM
-	@$(VLLM_ENV)/bin/python -m pytest -m vllm $(ARGS)
+vllm-test: vllm  ## what needs vLLM; what takes minutes of it, too: make vllm-test SLOW=1
+	@$(VLLM_ENV)/bin/python -m pytest -m "vllm$(if $(SLOW),, and not slow)" $(ARGS)
 
 test: WORKERS ?= 4
 test: install  ## the tests, four at a time on two cores, for much of their time is waiting; one after the other: make test WORKERS=0
@@ -68,7 +68,7 @@ like-named: install  ## which modules have a test of their name that runs most o
 	@$(BIN)/python benchmarks/like_named.py $(ARGS)
 
 slow: install  ## what takes minutes
-	@$(BIN)/python -m pytest -m "slow and not kubernetes" $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not kubernetes and not vllm" $(ARGS)
 
 ray: install  ## what starts Ray
 	@$(BIN)/python -m pytest -m "ray and not kubernetes" $(ARGS)

@@ -167,13 +167,18 @@ def keep(name: str, result: Any) -> None:
 
 def case_ceilings(size: Size) -> dict[str, Any]:
     """What the device can do at most, in the same run."""
-    square = torch.randn(size.matmul, size.matmul, device=size.device, dtype=size.dtype)
     block = torch.empty(size.copied, dtype=torch.uint8, device=size.device)
-    multiply, copy = seconds(size, lambda: square @ square), seconds(size, block.clone)
+    copy = seconds(size, block.clone)
     return {
-        "matmul_tflops": round(2 * size.matmul**3 / multiply / 1e12, 1),
+        "matmul_tflops": round(matmul_tflops(size), 1),
         "copy_gb_per_s": round(2 * size.copied / copy / 1e9, 1),
     }
+
+
+def matmul_tflops(size: Size) -> float:
+    """Of a product of two large matrices."""
+    square = torch.randn(size.matmul, size.matmul, device=size.device, dtype=size.dtype)
+    return 2 * size.matmul**3 / seconds(size, lambda: square @ square) / 1e12
 
 
 def seconds(size: Size, work: Callable[[], Any]) -> float:
@@ -384,13 +389,14 @@ def case_training(size: Size) -> dict[str, Any]:
     head, layers = size.vocab_size * size.model.hidden_size, size.model.num_layers
     causal = layers * size.model.hidden_size * size.trained[0]  # scores and values, half of each
     flops = 6 * batch.num_tokens * (block + head + causal)
+    ceiling = matmul_tflops(size)
     result: dict[str, Any] = {
         "definition": (
             "model FLOPs: 6 a token for each weight of blocks and head, and for attention 6 x"
             " layers x width x length, recomputation not counted; mfu: their rate by the peak of"
             " the data sheet, of_matmul by that of a large matrix product in this run"
         ),
-        "matmul_tflops": case_ceilings(size)["matmul_tflops"],
+        "matmul_tflops": round(ceiling, 1),
     }
     for name, settings in {
         "plain": {},
@@ -403,7 +409,7 @@ def case_training(size: Size) -> dict[str, Any]:
         result |= {
             f"{name}_tokens_per_s": round(batch.num_tokens / told["seconds"]),
             f"{name}_mfu": peak and round(rate / peak, 3),
-            f"{name}_of_matmul": round(rate / result["matmul_tflops"], 3),
+            f"{name}_of_matmul": round(rate / ceiling, 3),
             f"{name}_peak_gib": told["peak_gib"],
         }
     return result

@@ -52,3 +52,28 @@ def test_an_unknown_case_is_named(arguments, message):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+WITHOUT_VLLM = ("ceilings", "head", "varlen")
+LONG = ("rollouts", "publish", "staged")  # starts of vLLM and more: make vllm-test SLOW=1
+
+
+def test_every_case_is_run_dry_by_some_test(gpu):
+    assert sorted([*WITHOUT_VLLM, "training", "mismatch", *LONG]) == sorted(gpu.CASES)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "case",
+    [
+        *WITHOUT_VLLM,
+        pytest.param("training", marks=pytest.mark.slow),  # it compiles
+        pytest.param("mismatch", marks=pytest.mark.vllm),
+        *(pytest.param(case, marks=[pytest.mark.vllm, pytest.mark.slow]) for case in LONG),
+    ],
+)
+def test_a_dry_run_goes_through_a_case_and_gives_its_figures(gpu, case):
+    found = gpu.CASES[case](gpu.DRY)
+    numbers = [value for value in found.values() if isinstance(value, int | float)]
+    assert numbers
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
