@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions versus engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions versus columns engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity
 
 install: $(INSTALLED)
 
@@ -103,6 +103,9 @@ coverage: install  ## how often intervals over seeds, items and families hold th
 
 versus: install  ## four answers of agentgym compare, of real policies; minutes, writes docs/results/versus.json
 	@$(BIN)/python benchmarks/versus.py $(ARGS)
+
+columns: install  ## three recipes in three environments from one file, killed in the middle; half an hour, writes docs/results/three-environments.json and columns.json
+	@$(BIN)/python benchmarks/columns.py $(ARGS)
 
 decisions: install  ## how often a comparison of two policies is wrong, and what it sees; minutes, writes docs/results/decisions.json
 	@$(BIN)/python benchmarks/decisions.py $(ARGS)

@@ -75,7 +75,7 @@ def interrupted(command: list[str], cells: tuple[Cell, ...], after: int) -> list
     while process.poll() is None and sum(cell.is_done() for cell in cells) < after:
         if time.monotonic() > deadline:
             break
-        time.sleep(5.0)
+        time.sleep(15.0)  # to look costs what it is looked at
     done = [cell.title for cell in cells if cell.is_done()]
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

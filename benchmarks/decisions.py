@@ -163,7 +163,7 @@ def text(result: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--simulations", type=int, default=5000, help="of equal policies, per case")
-    parser.add_argument("--unequal", type=int, default=1000, help="of unequal ones")
+    parser.add_argument("--unequal", type=int, default=5000, help="of unequal ones")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parallel", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=OUT)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import agentgym.cli
+from agentgym.comparison.described import load_comparison
+from agentgym.comparison.matrix import cells_of, contrast_rows
 from agentgym.config import load_config
 from agentgym.evaluation.protocol import load_protocol
 
@@ -200,6 +202,10 @@ def test_a_command_is_understood(command, monkeypatch):
         monkeypatch.setattr(shell, "_run", run)
         monkeypatch.setattr(shell, "guarded", lambda work: work())
         assert shell.main("flows.pipeline", NamedFlow, None, words[3:]) == 1
+    elif words[:3] == ["python", "-m", "flows.compare"]:
+        described = load_comparison(words[3])
+        assert contrast_rows(described, cells := cells_of(described))
+        assert {cell.environment for cell in cells} == set(described.environments)
     else:
         assert words[0] == "python"
         assert (ROOT / words[1]).is_file()
