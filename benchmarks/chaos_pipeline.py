@@ -119,18 +119,15 @@ def deployed(project: Project) -> Iterator[tuple[str, ...]]:
         standing = Deployed(made.kubectl, NAMESPACE, volumes)
         standing.bring_up()
         (project.state / "mlflow.db").symlink_to(places[MLFLOW] / "mlflow.db")
-        prefect, mlflow = (
-            stack.enter_context(forwarded(standing, each)) for each in ("prefect", "mlflow")
-        )
+        prefect = stack.enter_context(forwarded(standing, "prefect"))
         variables = {
-            **standing.mlflow_login,
             "AGENTGYM_ENV_TOKEN": standing.token,
-            "MLFLOW_TRACKING_URI": f"http://{mlflow}",
             "PREFECT_API_URL": f"http://{prefect}/api",
             "PREFECT_API_AUTH_STRING": standing.login,
         }
         with known_to(project, made, **variables):
-            yield (f"tracking.uri=http://{mlflow}",)
+            # its own database: with logins each request costs its server the check of a password
+            yield (f"tracking.uri=sqlite:///{places[MLFLOW]}/mlflow.db",)
             made.check_nothing_left()
 
 
