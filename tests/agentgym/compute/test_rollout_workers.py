@@ -1,6 +1,7 @@
 """What becomes of a worker that is lost while it takes weights."""
 
 import asyncio
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 
 from agentgym.compute.rollout_workers import RayEngine, WorkersLost
-from agentgym.config import RunConfig
+from agentgym.config import OptimizerConfig, RunConfig
+from agentgym.learner.learner import LocalLearner
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.transport import TransportBroken
 from agentgym.rollouts.loop import LoopThread
-from agentgym.types import EngineUsage, Item, Status, Trajectory
+from agentgym.rollouts.policies.torch import TorchPolicy
+from agentgym.types import EngineMismatch, EngineUsage, Item, Status, Trajectory
 
 ray = pytest.importorskip("ray")
 
@@ -59,11 +62,12 @@ class Learner:
         return torch.zeros(len(batch.input_ids))
 
     def export(self, version, transport, timeout_s):
+        self.version = version
         return self
 
     def open(self, num_receivers):
         self.sendings.append(len(num_receivers))
-        return [SimpleNamespace(version=7) for _ in num_receivers], None
+        return [SimpleNamespace(version=self.version) for _ in num_receivers], None
 
 
 @pytest.fixture
@@ -171,3 +175,35 @@ def test_a_worker_lost_before_it_wakes_is_replaced_and_the_episode_is_played(eng
     asked = {"num_samples": 1, "step": 1, "max_turns": 5, "temperature": 1.0, "seed": 0}
     assert engine.collect([Item("babyai", 1)], **asked) == [EPISODE]
     assert engine.workers[0].actor.did == ["play", "sleep"]
+
+
+@pytest.mark.timeout(60)
+def test_in_bfloat16_noise_passes_and_the_worker_that_missed_an_update_is_named(
+    engine_of, make_model
+):
+    """Two workers' engines compute in bfloat16, the ranks in float32, as their master weights."""
+    model = make_model()
+    rollout = {"engine": "vllm", "engine_dtype": "bfloat16"}  # whose limit has room for it
+    engine = engine_of(taken, taken, num_workers=2, rollout=rollout)
+    first, second = (worker.actor for worker in engine.workers)
+
+    def holds(actor):
+        weights = deepcopy(model).bfloat16()
+        policy = TorchPolicy(weights, stop_ids=[0], num_slots=1, context_tokens=64)
+        told = asyncio.run(policy.score(engine._canary.sequences))
+        actor.score = Call(lambda sequences: told)
+
+    class Ranks(Learner):
+        def score(self, batch):
+            return LocalLearner(model, OptimizerConfig(), total_steps=1).score(batch)
+
+    holds(first)
+    holds(second)
+    gap = engine.publish(Ranks(), 7)
+    assert 1e-4 < gap < engine._canary._limit / 3
+    with torch.no_grad():  # one step of Adam at a learning rate of 1e-3
+        for each in model.parameters():
+            each += 1e-3 * torch.randn_like(each).sign()
+    holds(first)
+    with pytest.raises(EngineMismatch, match=r"version 8 .* rollout worker 1 .*to the bit"):
+        engine.publish(Ranks(), 8)

@@ -264,6 +264,26 @@ def test_several_processes_of_an_engine_are_its_own_and_no_actors(tmp_path, monk
         assert chosen.distributed_executor_backend == executor
 
 
+def test_an_engine_of_two_processes_takes_new_weights_and_scores_as_the_learner(
+    make_model, tokenizer
+):
+    cfg = of_run().model_copy(update={"vllm": VllmConfig(tensor_parallel_size=2)})
+    canary = Canary(tokenizer, VLLM[torch.float32].canary)
+    opened = Running(make_model(0), tokenizer, cfg)
+    try:
+        for version in (0, 1):
+            if version:
+                weights = InProcess(weights_of(make_model(version)), version)
+                opened.run(opened.policy.publish(weights))
+            told = opened.run(opened.policy.score(canary.sequences))
+            expected = scores(make_model(version), canary.sequences, tokenizer)
+            assert canary.compare(expected, told, version).gap < NATS
+        (said,) = opened.generate((PROMPT, sampling(1)))
+        assert (said.version, len(said.ids) > 0) == (1, True)
+    finally:
+        opened.close()
+
+
 def test_what_cannot_fit_is_refused(running):
     for prompt, how in (([], sampling(0)), (PROMPT, sampling(0, tokens=0))):
         with pytest.raises(ValueError, match="nothing to sample from"):
