@@ -354,6 +354,8 @@ def _environment(settings: VllmConfig) -> Iterator[None]:
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(settings.start_timeout_s)),
         "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gib),
     }
+    if settings.tensor_parallel_size > 1:  # the CPU build would ask for a NUMA node for each
+        told["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     before = dict(os.environ)
     os.environ.update({**told, **before, OWNER: told[OWNER]})
     try:

@@ -264,6 +264,8 @@ def test_several_processes_of_an_engine_are_its_own_and_no_actors(tmp_path, monk
         assert chosen.distributed_executor_backend == executor
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_an_engine_of_two_processes_takes_new_weights_and_scores_as_the_learner(
     make_model, tokenizer
 ):
@@ -278,8 +280,9 @@ def test_an_engine_of_two_processes_takes_new_weights_and_scores_as_the_learner(
             told = opened.run(opened.policy.score(canary.sequences))
             expected = scores(make_model(version), canary.sequences, tokenizer)
             assert canary.compare(expected, told, version).gap < NATS
-        (said,) = opened.generate((PROMPT, sampling(1)))
-        assert (said.version, len(said.ids) > 0) == (1, True)
+        (said,) = opened.generate((PROMPT, sampling(1, tokens=4)))
+        assert said.version == 1
+        assert 1 <= len(said.ids) <= 4
     finally:
         opened.close()
 
