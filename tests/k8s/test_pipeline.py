@@ -48,7 +48,7 @@ SMALL = {
     },
     "warm_start": {"num_demos": 8, "steps": 2, "batch_size": 4},
     "rollout": {"items_per_step": 2, "group_size": 4, "concurrency": 8, "max_new_tokens": 16},
-    "horizon": {"max_turns": [4, 5], "stage_steps": [2, 8]},
+    "horizon": {"max_turns": [4, 5], "stage_steps": [2, 4]},
     "validation": {"every": 0, "max_turns": 5},
     "evaluation": {"num_items": 4, "num_samples": 1, "k": [1], "num_bootstrap": 100},
 }
