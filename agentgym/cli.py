@@ -10,7 +10,7 @@ from agentgym.defaults import set_process_defaults
 
 set_process_defaults()
 
-from agentgym.commands import data, envs, evaluate, machine, runs, steps, stored  # noqa: E402
+from agentgym.commands import data, envs, evaluate, machine, runs, steps, stored, view  # noqa: E402
 from agentgym.commands.parser import Commands  # noqa: E402
 from agentgym.config import RunConfig, load_config  # noqa: E402
 from agentgym.console.guard import guarded  # noqa: E402
@@ -45,6 +45,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Multi-turn reinforcement learning as a pipeline you can trust.",
     )
     commands = Commands(parser)
-    for about in (steps, evaluate, runs, stored, machine, data, envs):
+    for about in (steps, evaluate, runs, view, stored, machine, data, envs):
         about.add(commands)
     return parser

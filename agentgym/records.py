@@ -69,12 +69,8 @@ def from_json(row: dict[str, Any]) -> Trajectory:
     """Errors: KeyError or TypeError where the row is not one of ours, RecordError where it is of
     a later version.
     """
-    row = dict(row)
-    schema = row.pop("schema", 1)
-    if schema not in (1, SCHEMA):
-        raise RecordError(
-            f"an episode of record schema {schema!r}; this version reads up to {SCHEMA}: update it"
-        )
+    row = dict(checked_row(row))
+    row.pop("schema", None)
     for name in ("input_ids", "action_mask", "logprobs"):
         row[name] = tuple(row[name])
     row["item"], row["status"] = Item(**row["item"]), Status(row["status"])
@@ -88,6 +84,16 @@ def from_json(row: dict[str, Any]) -> Trajectory:
     if row.get("usage") is not None:
         row["usage"] = Usage(**row["usage"])
     return Trajectory(**row)
+
+
+def checked_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, which this version can read. Errors: RecordError."""
+    schema = row.get("schema", 1)
+    if schema not in (1, SCHEMA):
+        raise RecordError(
+            f"an episode of record schema {schema!r}; this version reads up to {SCHEMA}: update it"
+        )
+    return row
 
 
 def _defaults(kind: type[Trajectory | Turn | Learned]) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from envs.dialect import Dialect, Nothing, Place
-from envs.sessions import TEXTS, Refused, Sessions
+from envs.sessions import Refused, Sessions
 from envs.wire import (
     MAX_ACTION_CHARS,
+    TEXTS,
     CreateReply,
     CreateRequest,
     ErrorKind,

@@ -30,6 +30,7 @@ from envs.env import (
     UnknownTask,
 )
 from envs.wire import (
+    TEXTS,
     CloseReply,
     CreateReply,
     CreateRequest,
@@ -53,7 +54,6 @@ REMEMBERED = 10_000  # closed sessions and their request keys that still get a 4
 POOL_THREADS = 16
 CALL_TIMEOUT_S = 120.0  # of one call to a blocking simulator
 EXPERT_THREADS = 4
-TEXTS = ("text/plain", "application/json")  # rendered states that are sent as they are
 
 STATUS = {
     ErrorKind.UNAUTHORIZED: 401,

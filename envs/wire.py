@@ -126,10 +126,13 @@ class ObservationReply(Message):
     observation: str
 
 
+TEXTS = ("text/plain", "application/json")  # rendered states that are sent as they are
+
+
 class RenderReply(Message):
     """`GET /render?session_id=`."""
 
-    media_type: str  # "image/png" (data is base64), "text/plain" or "application/json"
+    media_type: str  # "image/png" (data is base64), or one of TEXTS
     data: str
 
 

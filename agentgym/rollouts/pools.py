@@ -25,6 +25,7 @@ from agentgym.types import Endpoints, Item
 from envs.wire import (
     MAX_ACTION_CHARS,
     PROTOCOL_VERSION,
+    TEXTS,
     CloseReply,
     CreateReply,
     CreateRequest,
@@ -92,11 +93,9 @@ class EnvSession:
         reply = await self._client.ask(
             self.endpoint, f"/render?session_id={self._id}", RenderReply, session_id=self._id
         )
-        return reply.media_type, (
-            reply.data.encode()
-            if reply.media_type == "text/plain"
-            else base64.b64decode(reply.data)
-        )
+        is_text = reply.media_type in TEXTS
+        data = reply.data.encode() if is_text else base64.b64decode(reply.data)
+        return reply.media_type, data
 
     async def close(self) -> None:
         """Best effort, tried once: the server reaps what is left behind."""

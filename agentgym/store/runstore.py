@@ -183,6 +183,20 @@ class RunStore:
         """The head of every key, oldest first; step: of that step alone."""
         return self._heads(step)
 
+    def marks(self) -> dict[str, str]:
+        """Folder of each step -> another text once it has another commit; no manifest is read."""
+
+        def mark(name: str) -> str:
+            folder = self._backend.folder(name)
+            try:
+                files = list(folder.commits().values())
+                return f"{len(files)} {files[-1]} {folder.size(files[-1])}" if files else ""
+            except FileNotFoundError:  # it is being collected
+                return ""
+
+        names = sorted(filter(FOLDER.fullmatch, self._backend.folders()))
+        return dict(zip(names, self._backend.map(mark, names), strict=True))
+
     def read(self, manifest: Manifest, name: str) -> bytes:
         """Verified content of a blob or record. Errors: KeyError, BlobMissing, DigestMismatch."""
         folder, blob = self._locate(manifest, name)

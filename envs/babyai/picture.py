@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from minigrid.core.constants import OBJECT_TO_IDX
+from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT, OBJECT_TO_IDX
 from minigrid.core.world_object import Wall
 from minigrid.minigrid_env import MiniGridEnv
 
@@ -76,3 +76,37 @@ def _seen(cells: list[Any], size: int) -> list[bool]:
                 if row > 0:
                     seen[here + side - 1] = seen[here - 1] = True
     return seen
+
+
+_DOOR_STATES = ("open", "closed", "locked")
+
+
+def grid_of(env: MiniGridEnv) -> dict[str, Any]:
+    """The world from above, in JSON types: what stands where, columns from the left and rows from
+    the top, and where the agent is and looks (0 right, 1 down, 2 left, 3 up).
+    """
+    width, height = int(env.grid.width), int(env.grid.height)
+    things = [
+        {"x": place % width, "y": place // width, **_named(thing)}
+        for place, thing in enumerate(env.grid.grid)
+        if thing is not None
+    ]
+    x, y = map(int, env.agent_pos)
+    return {
+        "width": width,
+        "height": height,
+        "mission": env.mission,
+        "agent": {"x": x, "y": y, "direction": int(env.agent_dir)},
+        "carrying": _named(env.carrying) if env.carrying else None,
+        "things": things,
+    }
+
+
+def _named(thing: Any) -> dict[str, str]:
+    kind, color, state = map(int, thing.encode())
+    name = IDX_TO_OBJECT[kind]
+    return {
+        "kind": name,
+        "color": IDX_TO_COLOR[color],
+        "state": _DOOR_STATES[state] if name == "door" else "",
+    }

@@ -5,6 +5,7 @@ of them.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import numpy as np
 from minigrid.envs.babyai.core.verifier import GoToInstr, PickupInstr
 from minigrid.utils.baby_ai_bot import BabyAIBot
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from envs.babyai import views
 from envs.babyai.actions import (
@@ -27,6 +29,7 @@ from envs.babyai.actions import (
     plan_low,
 )
 from envs.babyai.levels import make_level, pick_level
+from envs.babyai.picture import grid_of
 from envs.babyai.views import View, decode
 from envs.env import Expert, ExpertFailed, StepResult
 from envs.wire import FAMILY, INVALID
@@ -92,8 +95,10 @@ class World:
         return self._carry_out(plan) if plan else self._stay(self._unmoved())
 
     def render(self) -> tuple[str, bytes]:
-        png = io.BytesIO()
-        Image.fromarray(self.env.render()).save(png, format="png")
+        """The whole grid; the picture says as its text `grid` what stands where, as JSON."""
+        png, told = io.BytesIO(), PngInfo()
+        told.add_text("grid", json.dumps(grid_of(self.env), separators=(",", ":")))
+        Image.fromarray(self.env.render()).save(png, format="png", pnginfo=told)
         return "image/png", png.getvalue()
 
     def expert(self) -> Expert:

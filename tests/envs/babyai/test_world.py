@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import io
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from envs.babyai import spec
 from envs.babyai.actions import Move
@@ -360,6 +363,15 @@ def test_a_picture_shows_the_state():
     media_type, data = world.render()
     assert media_type == "image/png"
     assert data.startswith(b"\x89PNG")
+    grid = json.loads(Image.open(io.BytesIO(data)).text["grid"])
+    agent, things = grid["agent"], {(each["x"], each["y"]): each for each in grid["things"]}
+    assert grid["mission"] == "go to the red ball"
+    assert (agent["x"], agent["y"]) not in things
+    assert things[0, 0]["kind"] == "wall"
+    assert {"red ball"} <= {f"{each['color']} {each['kind']}" for each in things.values()}
+    world.step("turn left")
+    turned = json.loads(Image.open(io.BytesIO(world.render()[1])).text["grid"])
+    assert turned == {**grid, "agent": {**agent, "direction": (agent["direction"] - 1) % 4}}
 
 
 def test_every_turn_tells_the_level_and_which_actions_were_refused():

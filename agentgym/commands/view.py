@@ -1,0 +1,94 @@
+"""`agentgym view`: pages of what lies in the store."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentgym.commands.parser import Commands
+from agentgym.config import ConfigError, RunConfig
+from agentgym.console.guard import say
+
+PORT = 7340
+
+
+def add(commands: Commands) -> None:
+    view = commands.add("view", _view, "pages of what agents did, in a browser")
+    view.add_argument(
+        "runs", nargs="*", metavar="RUN", help="beginnings of names of runs to list (default: all)"
+    )
+    view.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at; others than loopback are for networks you trust (default:"
+        " %(default)s)",
+    )
+    view.add_argument("--port", type=int, help=f"default: {PORT} where it is free, else another")
+    view.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        help="a name under which others reach this machine, beside the address it listens at",
+    )
+
+
+def _view(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    import uvicorn
+
+    from agentgym.viewer.app import make_app
+    from agentgym.viewer.guard import LOOPBACK, Guard
+    from agentgym.viewer.viewer import FOLDER, Viewer
+
+    token = own_token(cfg.state_dir / FOLDER)
+    with _listener(arguments.host, arguments.port) as bound:
+        host, port = arguments.host, bound.getsockname()[1]
+        with Viewer.open(cfg, tuple(arguments.runs)) as viewer:
+            app = Guard(make_app(viewer), {*LOOPBACK, host, *arguments.name}, port, token)
+            shown = arguments.name[0] if arguments.name else host
+            say(f"agentgym view: http://{shown}:{port}/?token={token}  (Ctrl-C ends it)")
+            config = uvicorn.Config(
+                app, log_level="warning", proxy_headers=False, server_header=False, ws="none"
+            )
+            with contextlib.suppress(KeyboardInterrupt):
+                uvicorn.Server(config).run(sockets=[bound])
+    return 0
+
+
+def own_token(folder: Path) -> str:
+    """What pages ask for: kept, so that links stay good after the next start."""
+    from agentgym.private import private_folder, write_private
+
+    file = private_folder(folder) / "token"
+    with contextlib.suppress(FileNotFoundError):
+        kept = file.read_text().strip()
+        if len(kept) >= 32:
+            return kept
+    token = secrets.token_urlsafe(32)
+    write_private(file, token.encode())
+    return token
+
+
+@contextlib.contextmanager
+def _listener(host: str, wanted: int | None) -> Iterator[socket.socket]:
+    """Errors: ConfigError where the port is taken, or the address is none of this machine."""
+    for port in (PORT, 0) if wanted is None else (wanted,):
+        bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((host, port))
+        except OSError as error:
+            bound.close()
+            if wanted is None and port:
+                continue
+            raise ConfigError(
+                f"nothing can listen at {host} port {port} ({error.strerror}); name another with"
+                " --host and --port"
+            ) from None
+        with bound:
+            bound.listen()
+            yield bound
+        return

@@ -1,0 +1,102 @@
+"""The pages, as an application: which address shows what. Nothing here opens a file by a name that
+an address holds.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio.to_thread
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from agentgym.config import ConfigError
+from agentgym.records import RecordError
+from agentgym.store.runstore import BlobMissing, DigestMismatch
+from agentgym.viewer.bodies import Gone
+from agentgym.viewer.episode_page import add_episode
+from agentgym.viewer.index import IndexDamaged
+from agentgym.viewer.links import Served
+from agentgym.viewer.lists_page import add_lists
+from agentgym.viewer.pages import FOLDER, STATIC, Pages
+from agentgym.viewer.query import BadQuery
+from agentgym.viewer.viewer import Viewer
+
+THREADS = 8  # that make pages; each has a connection to the index
+
+
+def make_app(viewer: Viewer) -> FastAPI:
+    """All pages of a viewer."""
+    app = FastAPI(
+        title="agentgym view", docs_url=None, redoc_url=None, openapi_url=None, lifespan=_few
+    )
+    pages = Pages(Served(), is_live=True)
+    add_lists(app, viewer, pages)
+    add_episode(app, viewer, pages)
+    files = {name: (FOLDER / "static" / name).read_bytes() for name in STATIC}
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404)
+        headers = {"Cache-Control": "max-age=60"}
+        return Response(files[name], media_type=STATIC[name], headers=headers)
+
+    @app.get("/state")
+    def state() -> JSONResponse:
+        """For pages that follow a run: has anything changed."""
+        return JSONResponse({"stamp": viewer.index.stamp, "indexing": viewer.indexing is not None})
+
+    @app.get("/healthz")
+    def healthz() -> PlainTextResponse:
+        return PlainTextResponse("ok")
+
+    _add_errors(app, viewer, pages)
+    return app
+
+
+@asynccontextmanager
+async def _few(_: FastAPI) -> AsyncIterator[None]:
+    anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
+    yield
+
+
+def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
+    """What went wrong is a page, too, with a status that says so."""
+
+    def answers(
+        kind: type[Exception], status: int, title: str, hint: str = ""
+    ) -> Callable[[Request, Exception], HTMLResponse]:
+        def answer(_: Request, error: Exception) -> HTMLResponse:
+            if isinstance(error, sqlite3.DatabaseError | IndexDamaged):
+                viewer.damaged()
+            said = error.args[0] if error.args else kind.__name__
+            page = pages.render("message.html", title=title, said=said, hint=hint)
+            return HTMLResponse(page, status)
+
+        return answer
+
+    rebuilt = "The index is derived from the store and is being built anew; load this page again."
+    restore = "The store says that this was committed; `agentgym audit` looks at all of it."
+    for kind, status, title, hint in (
+        (BadQuery, 400, "That cannot be asked", ""),
+        (Gone, 410, "This episode is not here", ""),
+        (BlobMissing, 410, "This episode is not here", restore),
+        (DigestMismatch, 500, "This episode is damaged", restore),
+        (RecordError, 500, "This episode cannot be read", restore),
+        (ConfigError, 400, "That cannot be done", ""),
+        (IndexDamaged, 503, "The index is damaged", rebuilt),
+        (sqlite3.DatabaseError, 503, "The index is damaged", rebuilt),
+    ):
+        app.add_exception_handler(kind, answers(kind, status, title, hint))
+
+    def http(_: Request, error: Exception) -> HTMLResponse:
+        assert isinstance(error, HTTPException)
+        said = str(error.detail) if error.status_code != 404 else "there is no page at this address"
+        page = pages.render("message.html", title="Not found", said=said, hint="")
+        return HTMLResponse(page, error.status_code)
+
+    app.add_exception_handler(HTTPException, http)

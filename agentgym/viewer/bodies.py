@@ -1,0 +1,170 @@
+"""Episodes whole, read from the store when somebody looks at one: what the index says of them is
+compared with what lies there.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from tokenizers import Tokenizer
+
+from agentgym.records import RecordError, from_json
+from agentgym.store.manifest import Blob, Manifest
+from agentgym.store.runstore import FOLDER, RunStore
+from agentgym.types import Trajectory
+from agentgym.viewer.index import Index
+from agentgym.viewer.rows import FILES, Address
+
+TOKENIZER = "tokenizer.json"  # of a commit with weights, and the file in it
+_HELD = 4  # tokenizers in memory
+
+
+class Gone(LookupError):
+    """An episode that is not there, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An episode and where it lies."""
+
+    row: sqlite3.Row  # of the index
+    step: sqlite3.Row
+    episode: Trajectory
+
+    @property
+    def address(self) -> str:
+        return address_of(self.row, self.step)
+
+
+def address_of(row: sqlite3.Row, step: sqlite3.Row) -> str:
+    return str(Address(step["folder"], row["seq"], row["file"], row["line"]))
+
+
+class Bodies:
+    """Reads episodes, and the tokenizers they were sampled with."""
+
+    def __init__(self, store: RunStore, index: Index) -> None:
+        self._store, self._index = store, index
+        self._tokenizers: dict[str, Tokenizer] = {}
+
+    def steps(self) -> dict[int, sqlite3.Row]:
+        """Every step that is known, by its number in the index."""
+        return {row["id"]: row for row in self._index.reader.execute("SELECT * FROM steps")}
+
+    def find(self, address: Address) -> Found:
+        """Errors: Gone, DigestMismatch, BlobMissing, RecordError."""
+        reader = self._index.reader
+        step = reader.execute("SELECT * FROM steps WHERE folder = ?", (address.folder,)).fetchone()
+        if step is None:
+            raise Gone(f"no step {address.folder} lies in this store, nor is known to have")
+        if step["gone"] == "collected":
+            raise Gone(
+                f"{address.folder} was removed by `agentgym gc`, its episodes with it; the run can"
+                " be started again"
+            )
+        if step["gone"]:
+            raise Gone(f"{address.folder} is no longer in this store")
+        row = reader.execute(
+            "SELECT * FROM episodes WHERE (step_id, seq, file, line) = (?, ?, ?, ?)",
+            (step["id"], address.seq, address.file, address.line),
+        ).fetchone()
+        if row is None:
+            raise Gone(
+                f"{address.folder} has no such episode in commit {address.seq}; it may not have"
+                " been read yet, or the commit was dropped"
+            )
+        return next(self.read([row]))
+
+    def read(self, rows: Sequence[sqlite3.Row]) -> Iterator[Found]:
+        """In the order given, a file of the store read once for neighbours in it.
+        Errors: DigestMismatch, BlobMissing, RecordError.
+        """
+        steps = self.steps()
+
+        def place(row: sqlite3.Row) -> tuple[int, int, int]:
+            return row["step_id"], row["seq"], row["file"]
+
+        for (step_id, seq, file), own in groupby(rows, key=place):
+            step, data = steps[step_id], self._file(steps[step_id], seq, file)
+            with gzip.open(io.BytesIO(data), "rb") as lines:
+                for row in own:
+                    lines.seek(row["start"])
+                    yield Found(row, step, _episode(lines.read(row["size"]), row))
+
+    def tokenizer(self, step: sqlite3.Row) -> Tokenizer | None:
+        """The one whose tokens a step's episodes consist of: its own, its parents', or the one
+        that an evaluation names. None where no commit has it any more.
+        """
+        steps = list(self.steps().values())
+        wanted = (json.loads(step["config"] or "{}").get("policy") or {}).get("tokenizer")
+        if wanted:
+            named = (self._tokenizer_in(each, wanted) for each in steps if each["key"])
+            return next(filter(None, named), None)
+        by_digest = {row["digest"]: row for row in steps}
+        waiting, seen = [step], set()
+        while waiting:
+            each = waiting.pop(0)
+            if each["id"] in seen or each["key"] is None:
+                continue
+            seen.add(each["id"])
+            if (found := self._tokenizer_in(each)) is not None:
+                return found
+            digests = json.loads(each["parents"] or "[]")
+            waiting += [by_digest[digest] for digest in digests if digest in by_digest]
+        return None
+
+    def _tokenizer_in(self, step: sqlite3.Row, wanted: str = "") -> Tokenizer | None:
+        """wanted: digest of the only one that is meant."""
+        head = self._store.head(step["name"], step["key"])
+        if head is None or TOKENIZER not in head.blobs:
+            return None
+        digest = head.blobs[TOKENIZER].digest
+        if wanted and digest != wanted:
+            return None
+        if digest not in self._tokenizers:
+            files = json.loads(self._store.read(head, TOKENIZER))  # name -> its text
+            made = Tokenizer.from_str(files[TOKENIZER])
+            while len(self._tokenizers) >= _HELD:
+                self._tokenizers.pop(next(iter(self._tokenizers)))
+            self._tokenizers[digest] = made
+        return self._tokenizers[digest]
+
+    def _file(self, step: sqlite3.Row, seq: int, file: int) -> bytes:
+        """Verified content of a commit's file, whose manifest need not be read again."""
+        commit = self._index.reader.execute(
+            "SELECT files FROM commits WHERE step_id = ? AND seq = ?", (step["id"], seq)
+        ).fetchone()
+        digest, size = json.loads(commit["files"])[FILES[file]]
+        assert FOLDER.fullmatch(step["folder"])
+        manifest = Manifest(
+            step=step["name"],
+            key=step["key"],
+            seq=seq,
+            done=False,
+            parents={},
+            config={},
+            state={},
+            blobs={},
+            results={},
+            records={FILES[file]: Blob(digest=digest, size=size)},
+        )
+        return self._store.read(manifest, FILES[file])
+
+
+def _episode(line: bytes, row: sqlite3.Row) -> Trajectory:
+    try:
+        episode = from_json(json.loads(line))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"it is no episode: {type(error).__name__} {error}") from error
+    if (episode.item.item_id, episode.sample) != (row["item"], row["sample"]):
+        raise RecordError(
+            f"the index says {row['item']} sample {row['sample']}, the record"
+            f" {episode.item.item_id} sample {episode.sample}; the index is of another store"
+        )
+    return episode

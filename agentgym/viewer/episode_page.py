@@ -1,0 +1,267 @@
+"""One episode: its turns with what the environment was like, and its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.exceptions import HTTPException
+
+from agentgym.types import Turn
+from agentgym.viewer.bodies import Found, address_of
+from agentgym.viewer.drawing import NOTHING, accessibility, drawing_of
+from agentgym.viewer.pages import MAX_SHOWN, Pages
+from agentgym.viewer.query import BadQuery, Query
+from agentgym.viewer.replay import Replay
+from agentgym.viewer.rows import Address
+from agentgym.viewer.tokens import OVERLAYS, Shown, Token, available, spans, why_not_kept
+from agentgym.viewer.viewer import Viewer
+from envs.wire import INVALID
+
+MAX_TURNS = 100  # of a page
+MAX_GIVEN = 4_000  # tokens between two actions that are shown
+PARTS = ("observation", "action", "reply")
+LEGENDS = {
+    "mask": "Colored: sampled by the policy, and in the loss where the episode is.",
+    "engine": "The darker, the less likely the token was to the engine that sampled it.",
+    "learner": "The darker, the less likely the token was to the learner before the update.",
+    "ratio": "Blue: more likely after the update; orange: less likely.",
+    "advantage": "Blue: above the baseline; orange: below it; the strongest is the episode's own.",
+    "version": "One color for each version of the weights.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnView:
+    """A turn, as a page shows it."""
+
+    number: int  # from 1
+    record: Turn
+    invalid: bool
+    thought: bool  # more was said than the action
+    info: str
+    tree: list[tuple[int, str, str, str]]  # of an accessibility tree; empty: it is plain text
+    differs: str
+    before: list[Token]
+    own: list[Token]
+    after: list[Token]
+
+
+def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
+    """The pages below `/e/`."""
+
+    @app.get("/e/{address}")
+    def episode(address: str, request: Request) -> HTMLResponse:
+        found = viewer.bodies.find(_address(address))
+        asked = request.query_params
+        told = episode_page(
+            viewer,
+            found,
+            overlay=asked.get("overlay", ""),
+            first=_whole(asked.get("from", "1")),
+            words=asked.get("q", ""),
+            listed=asked.get("list", ""),
+        )
+        return HTMLResponse(pages.render("episode.html", **told))
+
+    @app.get("/e/{address}/text/{turn}/{part}")
+    def text(address: str, turn: int, part: str) -> PlainTextResponse:
+        """One text whole, as plain text."""
+        record = viewer.bodies.find(_address(address)).episode
+        if (
+            part not in PARTS
+            or not 0 <= turn <= len(record.turns)
+            or (not turn and part != PARTS[0])
+        ):
+            raise HTTPException(404)
+        whole = getattr(record.turns[turn - 1], part) if turn else record.first_observation
+        return PlainTextResponse(
+            whole.encode("utf-8", "replace"), headers={"Content-Security-Policy": "sandbox"}
+        )
+
+    @app.post("/e/{address}/replay")
+    def replay(address: str, request: Request) -> RedirectResponse:
+        """Have it played again; the page shows it once it has been."""
+        viewer.replays.ask(viewer.bodies.find(_address(address)))
+        listed = request.url.query
+        return RedirectResponse(f"/e/{address}{f'?{listed}' if listed else ''}", 303)
+
+    @app.get("/e/{address}/replay")
+    def replayed(address: str) -> dict[str, bool]:
+        found = viewer.bodies.find(_address(address))
+        return {"waiting": viewer.replays.is_waiting(found)}
+
+    @app.get("/e/{address}/picture/{turn}")
+    def picture(address: str, turn: int) -> Response:
+        kept = viewer.replays.find(viewer.bodies.find(_address(address)))
+        shot = kept.shot(turn) if kept is not None and turn >= 0 else None
+        if shot is None or shot.media_type != "image/png":
+            raise HTTPException(404)
+        headers = {"Content-Security-Policy": "sandbox", "Cache-Control": "max-age=3600"}
+        return Response(shot.data, media_type="image/png", headers=headers)
+
+
+def episode_page(
+    viewer: Viewer,
+    found: Found,
+    *,
+    overlay: str = "",
+    first: int = 1,
+    words: str = "",
+    listed: str = "",
+) -> dict[str, Any]:
+    """What the page of an episode shows. first: turn that it begins with; listed: the list it was
+    found in. Errors: BadQuery.
+    """
+    episode = found.episode
+    known = available(episode)
+    if overlay and overlay not in OVERLAYS:
+        raise BadQuery(f"overlay {overlay[:40]!r} is none of {', '.join(OVERLAYS)}")
+    overlay = overlay if overlay in known else ""
+    replay = viewer.replays.find(found)
+    turns = turn_views(viewer, found, overlay, replay, first)
+    query = Query.parse(parse_qsl(listed)) if listed else None
+    neighbours = _neighbours(viewer, found, query)
+    own, pairs = f"/e/{found.address}", {"list": listed, "q": words}
+    last = min(first + MAX_TURNS - 1, len(episode.turns))
+    return {
+        "found": found,
+        "address": found.address,
+        "facts": facts_of(found),
+        "turns": turns,
+        "drawings": _drawings(replay, len(episode.turns)),
+        "replay": replay,
+        "waiting": viewer.replays.is_waiting(found),
+        "replay_link": _with(f"{own}/replay", {**pairs, "overlay": overlay}),
+        "overlay": overlay,
+        "overlays": [(name, OVERLAYS[name]) for name in known],
+        "overlay_links": {name: _with(own, {**pairs, "overlay": name}) for name in ("", *OVERLAYS)},
+        "legend": LEGENDS.get(overlay, ""),
+        "why_not_kept": why_not_kept(episode),
+        "words": words or (query.words if query else ""),
+        "preceding": neighbours[0],
+        "following": neighbours[1],
+        "permalink": own,
+        "cut_turns": len(episode.turns) - last,
+        "more_link": _with(own, {**pairs, "overlay": overlay, "from": str(last + 1)}),
+        "stamp": viewer.index.stamp,
+    }
+
+
+def turn_views(
+    viewer: Viewer, found: Found, overlay: str, replay: Replay | None, first: int
+) -> list[TurnView]:
+    """Turns from `first` on, as many as a page has."""
+    episode, shown = found.episode, None
+    if overlay:
+        tokenizer = viewer.bodies.tokenizer(found.step)
+
+        def decode(token: int) -> str:
+            if tokenizer is None:
+                return f" {token}"
+            return str(tokenizer.decode([token], skip_special_tokens=False))
+
+        shown = Shown(episode, overlay, decode)
+    bounds, last = spans(episode), len(episode.turns)
+    views = []
+    for number, turn in list(enumerate(episode.turns, 1))[first - 1 : first - 1 + MAX_TURNS]:
+        shot = replay.shot(number) if replay else None
+        begin, _ = bounds[number - 1]
+        before, own, after = [], [], []
+        if shown is not None and turn.end:
+            before = (
+                shown.span(max(begin, turn.start - MAX_GIVEN), turn.start) if number == 1 else []
+            )
+            own = shown.span(turn.start, turn.end)
+            begin, end = bounds[number]
+            end = episode.turns[number].start if number < last else end
+            after = shown.span(begin, min(end, begin + MAX_GIVEN))
+        is_tree = episode.item.env == "webarena"
+        views.append(
+            TurnView(
+                number,
+                turn,
+                bool(turn.info.get(INVALID)),
+                bool(turn.reply) and turn.reply != turn.action,
+                _info(turn.info),
+                accessibility(turn.observation[:MAX_SHOWN]) if is_tree else [],
+                shot.differs if shot else "",
+                before,
+                own,
+                after,
+            )
+        )
+    return views
+
+
+def facts_of(found: Found) -> list[tuple[str, str]]:
+    """What is known of an episode beside its turns."""
+    row, episode, step = found.row, found.episode, found.step
+    usage, timing = episode.usage, episode.timing
+    told = {
+        "stage": f"{step['name']} ({step['key'][:12]}), commit {row['seq']}",
+        "optimizer step": "" if row["at"] < 0 else str(row["at"]),
+        "split": row["split"],
+        "family": row["family"],
+        "reward": "none: it does not count" if row["reward"] is None else f"{row['reward']:g}",
+        "advantage": "" if row["advantage"] is None else f"{row['advantage']:+.3f} (mean)",
+        "turns": f"{row['turns']} of {row['max_turns']}",
+        "tokens": f"{row['tokens']:,}, {row['said']:,} sampled" if row["tokens"] else "",
+        "weights": ", ".join(str(each) for each in episode.versions if each >= 0),
+        "temperature": f"{row['temperature']:g}",
+        "attempts": str(row["attempts"]) if row["attempts"] > 1 else "",
+        "not carried out": str(row["invalid"]) if row["invalid"] else "",
+        "time": " · ".join(f"{name} {timing[key]:.2f} s" for name, key in _TIMES if key in timing),
+        "calls": f"{usage.num_calls}, {usage.output_tokens:,} tokens out" if usage else "",
+        "id": episode.id,
+    }
+    return [(name, value) for name, value in told.items() if value]
+
+
+_TIMES = (("policy", "generate_s"), ("environment", "env_s"), ("in all", "wall_s"))
+
+
+def _drawings(replay: Replay | None, num_turns: int) -> list[Any]:
+    if replay is None:
+        return [NOTHING] * (num_turns + 1)
+    return [drawing_of(replay.shot(turn)) for turn in range(num_turns + 1)]
+
+
+def _neighbours(viewer: Viewer, found: Found, query: Query | None) -> list[str]:
+    """Pages of the episodes before and after it in the list."""
+    if query is None:
+        return ["", ""]
+    steps = viewer.bodies.steps()
+    return [
+        _with(f"/e/{address_of(row, steps[row['step_id']])}", {"list": query.text}) if row else ""
+        for row in viewer.lists.neighbours(query, found.row)
+    ]
+
+
+def _with(path: str, names: Mapping[str, str]) -> str:
+    from urllib.parse import urlencode
+
+    given = {name: value for name, value in names.items() if value}
+    return f"{path}?{urlencode(given)}" if given else path
+
+
+def _address(text: str) -> Address:
+    try:
+        return Address.parse(text)
+    except ValueError as error:
+        raise HTTPException(404) from error
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:9]) < 10**9:
+        raise BadQuery(f"from {text[:40]!r}: expected the number of a turn")
+    return int(text)
+
+
+def _info(info: Mapping[str, Any]) -> str:
+    return json.dumps(dict(info), indent=1, ensure_ascii=False)[:8_000] if info else ""

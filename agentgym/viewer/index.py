@@ -1,0 +1,206 @@
+"""The index: a SQLite file that is derived from the store and may be deleted at any time.
+
+One process writes it, any number of threads read it. What is damaged, of another schema or of
+another store is removed and built anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from agentgym.store.manifest import sha256
+from agentgym.viewer.rows import COLUMNS
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1  # another number for other tables: an older file is built anew
+CACHE_KIB = 4_096  # of each connection
+_TYPES = {
+    **dict.fromkeys(("reward", "advantage", "temperature", "began", "wall"), "REAL"),
+    **dict.fromkeys(("env", "item", "split", "family", "status", "excluded", "error"), "TEXT"),
+}
+# what a list may be sorted by -> the expression, which an index has too
+SORTS = {
+    "began": "began",
+    "at": "at",
+    "item": "item",
+    "reward": "ifnull(reward, -1e300)",
+    "advantage": "ifnull(advantage, -1e300)",
+    "turns": "turns",
+    "tokens": "tokens",
+    "version": "version",
+}
+FACET_COLUMNS = ("step_id", "env", "split", "family", "status", "success", "excluded", "kept")
+
+_TABLES = f"""
+CREATE TABLE meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE steps(
+    id INTEGER PRIMARY KEY, folder TEXT UNIQUE, name TEXT, key TEXT, mark TEXT,
+    head INTEGER, head_digest TEXT, digest TEXT, done INTEGER, parents TEXT, config TEXT,
+    results TEXT, created REAL, gone TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE commits(
+    step_id INTEGER, seq INTEGER, created REAL, at INTEGER, max_turns INTEGER, metrics TEXT,
+    files TEXT, PRIMARY KEY (step_id, seq)
+) WITHOUT ROWID;
+CREATE TABLE problems(step_id INTEGER, seq INTEGER, said TEXT);
+CREATE TABLE runs(name TEXT PRIMARY KEY, title TEXT, created REAL, done INTEGER);
+CREATE TABLE run_steps(run TEXT, step_id INTEGER, PRIMARY KEY (run, step_id)) WITHOUT ROWID;
+CREATE TABLE episodes(
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    {", ".join(f"{name} {_TYPES.get(name, 'INTEGER')}" for name in COLUMNS)}
+);
+CREATE UNIQUE INDEX by_place ON episodes(step_id, seq, file, line);
+CREATE INDEX by_item ON episodes(item, step_id, seq, sample);
+CREATE INDEX by_facet ON episodes({", ".join(FACET_COLUMNS)});
+{"".join(f"CREATE INDEX sort_{name} ON episodes({key}, id);" for name, key in SORTS.items())}
+CREATE VIRTUAL TABLE words USING fts5(text, content='', columnsize=0);
+"""
+
+
+class IndexDamaged(RuntimeError):
+    """The file cannot be read as it is; opening it again builds it anew."""
+
+
+class Index:
+    """The file, open. `reader` is a connection of the calling thread that cannot write."""
+
+    def __init__(self, path: Path, root: str) -> None:
+        """root: of the store that it is of."""
+        self.path, self._root = path, root
+        self._local = threading.local()
+        self._lock: IO[bytes] | None = None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.writes = self._claim()
+        if self.writes and not self._is_sound():
+            self._make()
+
+    @staticmethod
+    def place(folder: Path, root: str) -> Path:
+        """Of the index of this store."""
+        return folder / f"index-{sha256(root.encode())[:12]}.sqlite"
+
+    @property
+    def reader(self) -> sqlite3.Connection:
+        """Errors: IndexDamaged where there is no file, because another process is making it."""
+        own: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if own is None or self._local.generation != self._made:
+            own = self._local.connection = self._connect("ro")
+            own.execute("PRAGMA query_only = 1")
+            self._local.generation = self._made
+        return own
+
+    _made = 0  # how often this process made the file anew
+
+    @property
+    def stamp(self) -> str:
+        """Another text once something changed, whichever process did it."""
+        (value,) = self.reader.execute("SELECT value FROM meta WHERE name = 'changed'").fetchone()
+        return str(value)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction at a time, of the process that may write."""
+        assert self.writes, "another process writes this index"
+        connection = self._connect("rw")
+        try:
+            with connection:
+                yield connection
+        except sqlite3.DatabaseError as error:
+            raise IndexDamaged(f"{self.path}: {error}") from error
+        finally:
+            connection.close()
+
+    def remake(self) -> None:
+        """Forget everything; what reads it meanwhile starts again."""
+        if self.writes:
+            self._make()
+
+    def close(self) -> None:
+        """Say that it is whole, and let another process write."""
+        if self.writes:
+            with contextlib.suppress(IndexDamaged), self.writing() as connection:
+                connection.execute("UPDATE meta SET value = '' WHERE name = 'open'")
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+        self.writes = False
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        try:
+            made = sqlite3.connect(
+                f"{self.path.absolute().as_uri()}?mode={mode}",
+                uri=True,
+                timeout=10.0,
+                check_same_thread=False,
+            )
+            made.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+            # it is derived: a machine that loses power costs a rebuild and nothing else
+            made.execute("PRAGMA synchronous = OFF")
+        except sqlite3.DatabaseError as error:
+            raise IndexDamaged(f"{self.path}: {error}") from error
+        made.row_factory = sqlite3.Row
+        return made
+
+    def _claim(self) -> bool:
+        """Whether this process writes it; the first one does, as long as it lives."""
+        lock = self.path.with_suffix(".lock").open("ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            return False
+        self._lock = lock
+        return True
+
+    def _is_sound(self) -> bool:
+        """Whether what lies there is ours, of this schema and this store, and whole."""
+        if not self.path.exists():
+            return False
+        try:
+            with contextlib.closing(self._connect("rw")) as connection:
+                said = dict(connection.execute("SELECT name, value FROM meta").fetchall())
+                if (said.get("schema"), said.get("root")) != (str(SCHEMA), self._root):
+                    logger.warning("%s is of another schema or store; it is built anew", self.path)
+                    return False
+                if not self._is_whole(connection, checked=bool(said.get("open"))):
+                    return False
+                with connection:
+                    connection.execute("UPDATE meta SET value = 'yes' WHERE name = 'open'")
+                return True
+        except (sqlite3.DatabaseError, IndexDamaged) as error:
+            logger.warning("%s is damaged (%s); it is built anew", self.path, error)
+            return False
+
+    def _is_whole(self, connection: sqlite3.Connection, *, checked: bool) -> bool:
+        """checked: page by page, after a process that did not close it."""
+        ((pages,), (size,)) = (
+            connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
+        )
+        found = "ok" if pages * size <= self.path.stat().st_size else "it is cut short"
+        if checked and found == "ok":
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            logger.warning("%s is damaged (%s); it is built anew", self.path, found)
+        return bool(found == "ok")
+
+    def _make(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+        self.path.touch(mode=0o600)
+        with contextlib.closing(self._connect("rw")) as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.executescript(_TABLES)
+            told = [("schema", str(SCHEMA)), ("root", self._root), ("open", "yes")]
+            told += [("changed", secrets.token_hex(8))]
+            with connection:
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", told)
+        self._made += 1

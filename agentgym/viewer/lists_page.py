@@ -1,0 +1,183 @@
+"""Runs and episodes as lists."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse
+
+from agentgym.viewer.bodies import address_of
+from agentgym.viewer.pages import Pages
+from agentgym.viewer.query import RANGES, Query
+from agentgym.viewer.servers import config_of
+from agentgym.viewer.viewer import Viewer
+
+COLUMNS = (  # sorted by, title, class
+    ("item", "item", ""),
+    ("", "stage", ""),
+    ("at", "step", "n"),
+    ("", "outcome", ""),
+    ("reward", "reward", "n"),
+    ("advantage", "advantage", "n"),
+    ("turns", "turns", "n"),
+    ("tokens", "tokens", "n"),
+    ("version", "weights", "n"),
+    ("", "family", ""),
+    ("began", "began", ""),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A step of a run, in a list."""
+
+    name: str
+    done: bool
+    query: Query
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run, in a list."""
+
+    name: str
+    about: str
+    created: float
+    done: bool
+    envs: list[str]
+    episodes: int
+    success: float | None  # of those that count
+    left_out: int
+    steps: list[StepRow]
+    trains: bool
+    query: Query
+    left_out_query: Query
+
+
+LEFT_OUT = ("env_error", "grader_error", "timeout", "interrupted")
+
+
+def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
+    """The pages `/` and `/episodes`."""
+
+    @app.get("/")
+    def home() -> HTMLResponse:
+        reader = viewer.index.reader
+        steps = viewer.bodies.steps()
+        problems = [
+            {"where": f"{steps[row['step_id']]['folder']} commit {row['seq']}", "said": row["said"]}
+            for row in reader.execute("SELECT * FROM problems LIMIT 20")
+            if row["step_id"] in steps
+        ]
+        if viewer.failure:
+            problems.insert(0, {"where": "the store", "said": viewer.failure})
+        (total,) = reader.execute("SELECT count(*) FROM episodes").fetchone()
+        page = pages.render(
+            "home.html",
+            runs=run_rows(reader, steps, viewer.runs),
+            problems=problems,
+            gone=[row for row in steps.values() if row["gone"]],
+            total=f"{total:,}",
+            indexing=viewer.indexing is not None,
+            root=viewer.root,
+            stamp=viewer.index.stamp,
+            section="home",
+        )
+        return HTMLResponse(page)
+
+    @app.get("/episodes")
+    def episodes(request: Request) -> HTMLResponse:
+        query = Query.parse(request.query_params.multi_items())
+        return HTMLResponse(pages.render("episodes.html", **list_page(viewer, query)))
+
+
+def list_page(viewer: Viewer, query: Query) -> dict[str, Any]:
+    """What a page of episodes shows."""
+    page = viewer.lists.page(query)
+    own = ("q", "item", *RANGES, "after", "before")
+    return {
+        "page": page,
+        "query": query,
+        "words": query.words,
+        "columns": COLUMNS,
+        "ranges": list(RANGES),
+        "kept": [pair for pair in query.pairs() if pair[0] not in own],
+        "steps": viewer.bodies.steps(),
+        "address_of": address_of,
+        "following": replace(query, after=page.following, before=""),
+        "preceding": replace(query, after="", before=page.preceding),
+        "export": f"/export.jsonl?{query.first().text}",
+        "bundle": f"/bundle.zip?{query.first().text}",
+        "stamp": viewer.index.stamp,
+        "section": "episodes",
+    }
+
+
+def run_rows(
+    reader: sqlite3.Connection, steps: Mapping[int, sqlite3.Row], only: tuple[str, ...]
+) -> list[RunRow]:
+    """Runs, the newest first. only: beginnings of names; empty: all."""
+    counts: dict[int, list[tuple[str, int, int, int]]] = {}
+    for row in reader.execute(
+        "SELECT step_id, env, status, sum(success) AS won, count(*) AS n FROM episodes"
+        " GROUP BY step_id, env, status"
+    ):
+        left_out = row["n"] if row["status"] in LEFT_OUT else 0
+        counts.setdefault(row["step_id"], []).append(
+            (row["env"], row["n"], row["won"] or 0, left_out)
+        )
+    members: dict[str, list[int]] = {}
+    for row in reader.execute("SELECT run, step_id FROM run_steps"):
+        members.setdefault(row["run"], []).append(row["step_id"])
+    found = []
+    for row in reader.execute("SELECT * FROM runs ORDER BY created DESC"):
+        if only and not row["name"].startswith(only):
+            continue
+        own = sorted((steps[each] for each in members[row["name"]]), key=lambda s: s["created"])
+        told = [each for step in own for each in counts.get(step["id"], ())]
+        episodes, left_out = sum(each[1] for each in told), sum(each[3] for each in told)
+        counted = episodes - left_out
+        found.append(
+            RunRow(
+                row["name"],
+                _about(own),
+                row["created"],
+                bool(row["done"]),
+                sorted({each[0] for each in told}),
+                episodes,
+                sum(each[2] for each in told) / counted if counted else None,
+                left_out,
+                [
+                    StepRow(
+                        step["name"],
+                        bool(step["done"]),
+                        Query({"run": (row["name"],), "stage": (step["name"],)}),
+                    )
+                    for step in own
+                    if step["id"] in counts
+                ],
+                any("algorithm" in config_of(step["config"]) for step in own),
+                Query({"run": (row["name"],)}),
+                Query({"run": (row["name"],), "status": LEFT_OUT}),
+            )
+        )
+    return found
+
+
+def _about(steps: list[sqlite3.Row]) -> str:
+    """In a line: the recipe and horizon of training, or whose evaluation it is."""
+    for step in reversed(steps):
+        config = config_of(step["config"])
+        if "algorithm" in config:
+            turns = " > ".join(map(str, config.get("horizon", {}).get("max_turns", ())))
+            recipe, seed = config["algorithm"].get("recipe", ""), config.get("seed")
+            return f"{recipe}, max_turns {turns}, seed {seed}"
+        if isinstance(config.get("policy"), dict):
+            policy = config["policy"]
+            name = policy.get("model") or policy.get("kind", "a policy")
+            return f"{name} under protocol {config.get('protocol', {}).get('name', '')}".strip()
+    return ""

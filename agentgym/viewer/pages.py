@@ -1,0 +1,123 @@
+"""Templates, and how text of models and environments gets into them: escaped, what would steer a
+reader spelled out, cut where it is very long.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from agentgym.viewer.query import Query
+from envs.plain import plain
+
+FOLDER = Path(__file__).parent
+STATIC = {  # the only files that are ever sent
+    "view.css": "text/css; charset=utf-8",
+    "view.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+MAX_SHOWN = 20_000  # characters of a text on a page; the whole is an address of its own
+_INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff\u00ad]")  # what hides in a line
+
+
+class Links(Protocol):
+    """Where pages lie; empty where there is none."""
+
+    def home(self) -> str: ...
+    def episodes(self, query: Query) -> str: ...
+    def episode(self, address: str, query: Query | None = None) -> str: ...
+    def text(self, address: str, turn: int, part: str) -> str: ...
+    def picture(self, address: str, turn: int) -> str: ...
+    def group(self, address: str) -> str: ...
+    def item(self, item: str) -> str: ...
+    def training(self, run: str) -> str: ...
+    def compare(self, a: str, b: str) -> str: ...
+    def page(self, name: str) -> str: ...
+    def static(self, name: str) -> str: ...
+
+
+class Pages:
+    """Renders templates for one place."""
+
+    def __init__(self, links: Links, *, is_live: bool) -> None:
+        """is_live: a server stands behind the pages, to be asked."""
+        self._environment = Environment(
+            loader=FileSystemLoader(FOLDER / "templates"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._environment.globals |= {"link": links, "live": is_live}
+        self._environment.filters |= FILTERS
+
+    def render(self, template: str, **told: Any) -> str:
+        return self._environment.get_template(template).render(**told)
+
+
+def shown(text: object, limit: int = MAX_SHOWN) -> Markup:
+    """Text of somebody else: escaped, marks of direction and control characters spelled out."""
+    whole = str(text)
+    cut = plain(whole[:limit].encode("utf-8", "replace").decode())
+    return escape(_INVISIBLE.sub(lambda found: f"\\u{ord(found.group()):04x}", cut))
+
+
+def marked(text: object, words: str, limit: int = MAX_SHOWN) -> Markup:
+    """As `shown`, with the words of a search marked."""
+    safe = shown(text, limit)
+    terms = [re.escape(str(escape(term.strip('*"')))) for term in re.findall(r'"[^"]+"|\S+', words)]
+    terms = [term for term in terms if re.search(r"\w", term)]
+    if not terms:
+        return safe
+    # between what `escape` wrote for one character, never within it
+    pattern = re.compile(rf"(&\w+;|&#\d+;)|({'|'.join(terms)})", re.IGNORECASE)
+
+    def mark(found: re.Match[str]) -> str:
+        return found[1] or f"<mark>{found[2]}</mark>"
+
+    return Markup(pattern.sub(mark, str(safe)))  # noqa: S704 - of escaped pieces alone
+
+
+def is_cut(text: object, limit: int = MAX_SHOWN) -> bool:
+    return len(str(text)) > limit
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """As short as it is; a dash for none."""
+    if value is None:
+        return "–"
+    rounded = round(value, digits)
+    return f"{rounded:g}" if rounded != int(rounded) else f"{int(rounded):,}"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def moment(seconds: float | None) -> str:
+    """Local time."""
+    if not seconds:
+        return "–"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def size(text: object) -> str:
+    count = len(str(text))
+    return f"{count:,} characters"
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "shown": shown,
+    "marked": marked,
+    "is_cut": is_cut,
+    "number": number,
+    "percent": percent,
+    "moment": moment,
+    "size": size,
+}

@@ -1,0 +1,125 @@
+"""What stands behind the pages: store, index, replays, and the thread that follows the store."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from agentgym.config import RunConfig
+from agentgym.pipeline.table import open_store
+from agentgym.store.runstore import RunStore
+from agentgym.tracking.deliver import delivered_steps
+from agentgym.viewer.bodies import Bodies
+from agentgym.viewer.index import Index, IndexDamaged
+from agentgym.viewer.query import Lists
+from agentgym.viewer.refresh import Refreshed, Refresher
+from agentgym.viewer.replay import Replays
+from agentgym.viewer.servers import Servers
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "viewer"  # of the state folder
+POLL_S, POLL_S3_S = 2.0, 20.0  # between two looks at the store
+
+
+@dataclass
+class Viewer:
+    """Everything that is open. Use as `with`."""
+
+    cfg: RunConfig
+    store: RunStore
+    index: Index
+    lists: Lists
+    bodies: Bodies
+    servers: Servers
+    replays: Replays
+    runs: tuple[str, ...] = ()  # that alone are shown at first; empty: all
+    indexing: int | None = 0  # episodes read so far in the first look; None: it is over
+    failure: str = ""  # of the last look
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    @classmethod
+    def open(cls, cfg: RunConfig, runs: tuple[str, ...] = ()) -> Self:
+        """Errors: ConfigError where the store cannot be opened."""
+        store = open_store(cfg)
+        folder = cfg.state_dir / FOLDER
+        index = Index(Index.place(folder, _root(store)), _root(store))
+        servers = Servers(cfg)
+        return cls(
+            cfg,
+            store,
+            index,
+            Lists(index),
+            Bodies(store, index),
+            servers,
+            Replays(folder / "replays.sqlite", servers),
+            runs,
+        )
+
+    @property
+    def root(self) -> str:
+        """Of the store, for people."""
+        return self.store.root
+
+    def refresh(self) -> Refreshed:
+        """One look at the store, by the process that keeps the index.
+        A damaged index is built anew.
+        """
+        refresher = Refresher(self.store, self.index, lambda: delivered_steps(self.cfg))
+        for again in (True, False):
+            try:
+                return refresher.refresh(self._count)
+            except IndexDamaged as error:
+                if not again:
+                    raise
+                logger.warning("%s; it is built anew", error)
+                self.index.remake()
+        raise AssertionError
+
+    def _count(self, episodes: int) -> None:
+        if self.indexing is not None:
+            self.indexing = episodes
+
+    def damaged(self) -> None:
+        """A page met a damaged index: the next look builds it anew."""
+        if self.index.writes:
+            self.indexing = 0
+            self.index.remake()
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._follow, name="follow", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(60)
+        self.replays.close()
+        self.servers.close()
+        self.index.close()
+
+    def _follow(self) -> None:
+        """Look again and again; whatever goes wrong is shown and tried once more."""
+        pause_s = POLL_S3_S if self.root.startswith("s3://") else POLL_S
+        while not self._stop.is_set():
+            try:
+                if self.index.writes:
+                    self.refresh()
+                self.failure = ""
+            except (OSError, ValueError, RuntimeError, sqlite3.Error) as error:
+                logger.warning("the store cannot be read now: %s", error)
+                self.failure = f"{type(error).__name__}: {error}"
+            self.indexing = None
+            self.servers.end_idle()
+            self._stop.wait(pause_s)
+
+
+def _root(store: RunStore) -> str:
+    root = store.root
+    return root if root.startswith("s3://") else str(Path(root).absolute())
