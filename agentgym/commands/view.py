@@ -35,8 +35,55 @@ def add(commands: Commands) -> None:
         help="a name under which others reach this machine, beside the address it listens at",
     )
 
+    view.add_argument(
+        "--query",
+        default="",
+        help="with --bundle and --jsonl: what stands behind"
+        " the ? in the address of a list, for example env=babyai&success=no",
+    )
+    view.add_argument(
+        "--bundle",
+        type=Path,
+        metavar="FOLDER",
+        help="write pages that open from a file, of up to 500 episodes, and end",
+    )
+    view.add_argument(
+        "--jsonl", type=Path, metavar="FILE", help="write the episodes as JSON lines, and end"
+    )
+
 
 def _view(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    if arguments.bundle is not None or arguments.jsonl is not None:
+        return _take_away(cfg, arguments)
+    return _serve(cfg, arguments)
+
+
+def _take_away(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from urllib.parse import parse_qsl
+
+    from agentgym.viewer.export import write_bundle, write_lines
+    from agentgym.viewer.query import BadQuery, Query
+    from agentgym.viewer.viewer import Viewer
+
+    try:
+        query = Query.parse(parse_qsl(arguments.query))
+    except BadQuery as error:
+        raise ConfigError(f"--query: {error}") from None
+    viewer = Viewer.open(cfg)
+    try:
+        if viewer.index.writes:
+            viewer.refresh()
+        if arguments.bundle is not None:
+            count = write_bundle(viewer, query, arguments.bundle)
+            say(f"{count} episodes: {arguments.bundle / 'index.html'}")
+        if arguments.jsonl is not None:
+            say(f"{write_lines(viewer, query, arguments.jsonl)} episodes: {arguments.jsonl}")
+    finally:
+        viewer.close()
+    return 0
+
+
+def _serve(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     import uvicorn
 
     from agentgym.viewer.app import make_app

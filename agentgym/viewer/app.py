@@ -15,14 +15,20 @@ from starlette.exceptions import HTTPException
 
 from agentgym.config import ConfigError
 from agentgym.records import RecordError
+from agentgym.rollouts.client import EnvError
 from agentgym.store.runstore import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import Gone
 from agentgym.viewer.episode_page import add_episode
+from agentgym.viewer.export import add_export
 from agentgym.viewer.index import IndexDamaged
 from agentgym.viewer.links import Served
 from agentgym.viewer.lists_page import add_lists
 from agentgym.viewer.pages import FOLDER, STATIC, Pages
+from agentgym.viewer.play import Room
+from agentgym.viewer.play_page import add_play
 from agentgym.viewer.query import BadQuery
+from agentgym.viewer.servers import Missing
+from agentgym.viewer.study_page import add_study
 from agentgym.viewer.viewer import Viewer
 
 THREADS = 8  # that make pages; each has a connection to the index
@@ -30,12 +36,23 @@ THREADS = 8  # that make pages; each has a connection to the index
 
 def make_app(viewer: Viewer) -> FastAPI:
     """All pages of a viewer."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
+        yield
+        await room.close()
+
     app = FastAPI(
-        title="agentgym view", docs_url=None, redoc_url=None, openapi_url=None, lifespan=_few
+        title="agentgym view", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
     )
     pages = Pages(Served(), is_live=True)
     add_lists(app, viewer, pages)
     add_episode(app, viewer, pages)
+    add_study(app, viewer, pages)
+    add_export(app, viewer)
+    room = Room(viewer.cfg, viewer.servers)
+    add_play(app, viewer, pages, room)
     files = {name: (FOLDER / "static" / name).read_bytes() for name in STATIC}
 
     @app.get("/static/{name}")
@@ -56,12 +73,6 @@ def make_app(viewer: Viewer) -> FastAPI:
 
     _add_errors(app, viewer, pages)
     return app
-
-
-@asynccontextmanager
-async def _few(_: FastAPI) -> AsyncIterator[None]:
-    anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
-    yield
 
 
 def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
@@ -88,6 +99,8 @@ def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         (DigestMismatch, 500, "This episode is damaged", restore),
         (RecordError, 500, "This episode cannot be read", restore),
         (ConfigError, 400, "That cannot be done", ""),
+        (Missing, 503, "This environment is not here", ""),
+        (EnvError, 503, "The environment failed", ""),
         (IndexDamaged, 503, "The index is damaged", rebuilt),
         (sqlite3.DatabaseError, 503, "The index is damaged", rebuilt),
     ):

@@ -91,7 +91,7 @@ class Bodies:
             return row["step_id"], row["seq"], row["file"]
 
         for (step_id, seq, file), own in groupby(rows, key=place):
-            step, data = steps[step_id], self._file(steps[step_id], seq, file)
+            step, data = steps[step_id], self.file(steps[step_id], seq, FILES[file])
             with gzip.open(io.BytesIO(data), "rb") as lines:
                 for row in own:
                     lines.seek(row["start"])
@@ -135,12 +135,14 @@ class Bodies:
             self._tokenizers[digest] = made
         return self._tokenizers[digest]
 
-    def _file(self, step: sqlite3.Row, seq: int, file: int) -> bytes:
-        """Verified content of a commit's file, whose manifest need not be read again."""
+    def file(self, step: sqlite3.Row, seq: int, name: str) -> bytes:
+        """Verified content of a commit's file, whose manifest need not be read again.
+        Errors: BlobMissing, DigestMismatch.
+        """
         commit = self._index.reader.execute(
             "SELECT files FROM commits WHERE step_id = ? AND seq = ?", (step["id"], seq)
         ).fetchone()
-        digest, size = json.loads(commit["files"])[FILES[file]]
+        digest, size = json.loads(commit["files"])[name]
         assert FOLDER.fullmatch(step["folder"])
         manifest = Manifest(
             step=step["name"],
@@ -152,9 +154,9 @@ class Bodies:
             state={},
             blobs={},
             results={},
-            records={FILES[file]: Blob(digest=digest, size=size)},
+            records={name: Blob(digest=digest, size=size)},
         )
-        return self._store.read(manifest, FILES[file])
+        return self._store.read(manifest, name)
 
 
 def _episode(line: bytes, row: sqlite3.Row) -> Trajectory:

@@ -57,7 +57,7 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
     @app.get("/e/{address}")
     def episode(address: str, request: Request) -> HTMLResponse:
-        found = viewer.bodies.find(_address(address))
+        found = viewer.bodies.find(address_in(address))
         asked = request.query_params
         told = episode_page(
             viewer,
@@ -72,7 +72,7 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
     @app.get("/e/{address}/text/{turn}/{part}")
     def text(address: str, turn: int, part: str) -> PlainTextResponse:
         """One text whole, as plain text."""
-        record = viewer.bodies.find(_address(address)).episode
+        record = viewer.bodies.find(address_in(address)).episode
         if (
             part not in PARTS
             or not 0 <= turn <= len(record.turns)
@@ -87,18 +87,18 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
     @app.post("/e/{address}/replay")
     def replay(address: str, request: Request) -> RedirectResponse:
         """Have it played again; the page shows it once it has been."""
-        viewer.replays.ask(viewer.bodies.find(_address(address)))
+        viewer.replays.ask(viewer.bodies.find(address_in(address)))
         listed = request.url.query
         return RedirectResponse(f"/e/{address}{f'?{listed}' if listed else ''}", 303)
 
     @app.get("/e/{address}/replay")
     def replayed(address: str) -> dict[str, bool]:
-        found = viewer.bodies.find(_address(address))
+        found = viewer.bodies.find(address_in(address))
         return {"waiting": viewer.replays.is_waiting(found)}
 
     @app.get("/e/{address}/picture/{turn}")
     def picture(address: str, turn: int) -> Response:
-        kept = viewer.replays.find(viewer.bodies.find(_address(address)))
+        kept = viewer.replays.find(viewer.bodies.find(address_in(address)))
         shot = kept.shot(turn) if kept is not None and turn >= 0 else None
         if shot is None or shot.media_type != "image/png":
             raise HTTPException(404)
@@ -114,9 +114,10 @@ def episode_page(
     first: int = 1,
     words: str = "",
     listed: str = "",
+    most: int = MAX_TURNS,
 ) -> dict[str, Any]:
-    """What the page of an episode shows. first: turn that it begins with; listed: the list it was
-    found in. Errors: BadQuery.
+    """What the page of an episode shows. first: turn that it begins with, most: how many it has;
+    listed: the list it was found in. Errors: BadQuery.
     """
     episode = found.episode
     known = available(episode)
@@ -124,11 +125,11 @@ def episode_page(
         raise BadQuery(f"overlay {overlay[:40]!r} is none of {', '.join(OVERLAYS)}")
     overlay = overlay if overlay in known else ""
     replay = viewer.replays.find(found)
-    turns = turn_views(viewer, found, overlay, replay, first)
+    turns = turn_views(viewer, found, overlay, replay, range(first, first + most))
     query = Query.parse(parse_qsl(listed)) if listed else None
     neighbours = _neighbours(viewer, found, query)
     own, pairs = f"/e/{found.address}", {"list": listed, "q": words}
-    last = min(first + MAX_TURNS - 1, len(episode.turns))
+    last = min(first + most - 1, len(episode.turns))
     return {
         "found": found,
         "address": found.address,
@@ -154,9 +155,9 @@ def episode_page(
 
 
 def turn_views(
-    viewer: Viewer, found: Found, overlay: str, replay: Replay | None, first: int
+    viewer: Viewer, found: Found, overlay: str, replay: Replay | None, numbers: range
 ) -> list[TurnView]:
-    """Turns from `first` on, as many as a page has."""
+    """The turns of these numbers, from 1."""
     episode, shown = found.episode, None
     if overlay:
         tokenizer = viewer.bodies.tokenizer(found.step)
@@ -169,7 +170,8 @@ def turn_views(
         shown = Shown(episode, overlay, decode)
     bounds, last = spans(episode), len(episode.turns)
     views = []
-    for number, turn in list(enumerate(episode.turns, 1))[first - 1 : first - 1 + MAX_TURNS]:
+    for number in range(numbers.start, min(numbers.stop, last + 1)):
+        turn = episode.turns[number - 1]
         shot = replay.shot(number) if replay else None
         begin, _ = bounds[number - 1]
         before, own, after = [], [], []
@@ -250,7 +252,7 @@ def _with(path: str, names: Mapping[str, str]) -> str:
     return f"{path}?{urlencode(given)}" if given else path
 
 
-def _address(text: str) -> Address:
+def address_in(text: str) -> Address:
     try:
         return Address.parse(text)
     except ValueError as error:

@@ -30,7 +30,9 @@ class Served:
         return f"/e/{address}/text/{turn}/{part}"
 
     def picture(self, address: str, turn: int) -> str:
-        return f"/e/{address}/picture/{turn}"
+        """address: of an episode, or `play/` and a game."""
+        where = address if address.startswith("play/") else f"e/{address}"
+        return f"/{where}/picture/{turn}"
 
     def group(self, address: str) -> str:
         """The samples of an episode's item, of one step of training or evaluation."""

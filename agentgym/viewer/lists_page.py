@@ -139,6 +139,8 @@ def run_rows(
             continue
         own = sorted((steps[each] for each in members[row["name"]]), key=lambda s: s["created"])
         told = [each for step in own for each in counts.get(step["id"], ())]
+        if not told:  # nothing was played in it
+            continue
         episodes, left_out = sum(each[1] for each in told), sum(each[3] for each in told)
         counted = episodes - left_out
         found.append(

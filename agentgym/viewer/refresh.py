@@ -17,7 +17,7 @@ from agentgym.steps.context import METRICS
 from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.store.runstore import FOLDER, BlobMissing, DigestMismatch, RunStore
 from agentgym.viewer.index import Index
-from agentgym.viewer.rows import COLUMNS, FILES, Row, row_of, words_of
+from agentgym.viewer.rows import COLUMNS, DECISION, FILES, Row, row_of, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,11 @@ class Refresher:
     def _commit(self, connection: sqlite3.Connection, step_id: int, commit: Manifest) -> int:
         """Result: how many episodes it has."""
         blobs = {**commit.blobs, **commit.records}
-        files = {name: [blobs[name].digest, blobs[name].size] for name in FILES if name in blobs}
+        files = {
+            name: [blobs[name].digest, blobs[name].size]
+            for name in (*FILES, DECISION)
+            if name in blobs
+        }
         metrics = ""
         if METRICS in commit.records:
             try:

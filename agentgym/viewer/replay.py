@@ -194,7 +194,7 @@ async def replay(episode: Trajectory, env: EnvConfig, endpoints: Sequence[str]) 
             differs = _difference(
                 ("first observation", session.observation, episode.first_observation)
             )
-            shots, ended = [await _shot(session, 0, differs)], None
+            shots, ended = [await shot_of(session, 0, differs)], None
             for number, turn in enumerate(episode.turns, 1):
                 if ended:
                     differs = f"the environment had ended the task at turn {number - 1}"
@@ -206,7 +206,7 @@ async def replay(episode: Trajectory, env: EnvConfig, endpoints: Sequence[str]) 
                     ("observation", reply.observation, turn.observation),
                     ("reward", reply.reward, turn.reward),
                 )
-                shots.append(await _shot(session, number, differs))
+                shots.append(await shot_of(session, number, differs))
     return Replay(*_verdict(episode, shots, ended), shots)
 
 
@@ -237,7 +237,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 160 else f"{text[:160]}..."
 
 
-async def _shot(session: object, turn: int, differs: str) -> Shot:
+async def shot_of(session: object, turn: int, differs: str) -> Shot:
     """Drawn where the environment draws."""
     draw = getattr(session, "render", None)
     if draw is None or turn > MAX_SHOTS:

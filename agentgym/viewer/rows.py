@@ -15,6 +15,7 @@ from envs.wire import FAMILY, INVALID
 # of a commit, in this order: what episodes lie in, and the letter that stands for it in an address
 FILES = ("trajectories.jsonl.gz", "attempts.jsonl.gz", "demos.jsonl.gz")
 LETTERS = "tad"
+DECISION = "decision.json"  # of a commit: who holds a model's alias from here on, and why
 MAX_TEXT = 20_000  # characters of one text that are searched
 MAX_TEXTS = 400_000  # of one episode
 MAX_ERROR = 300
@@ -63,7 +64,8 @@ class Row:
     family: str  # as the environment says; empty: it does not
     sample: int
     at: int  # optimizer step it was played for, or whose weights played it
-    version: int  # of the newest weights that sampled a turn
+    version: int  # of the newest weights that sampled a turn,
+    oldest: int  # and of the oldest
     status: str
     success: int
     reward: float | None
@@ -112,6 +114,7 @@ def row_of(record: Mapping[str, Any], place: Sequence[int], committed: float) ->
         sample=int(record["sample"]),
         at=step or max(versions, default=0),
         version=max(versions, default=0),
+        oldest=min(versions, default=0),
         status=str(record["status"]),
         success=int(bool(record["success"])),
         reward=None if reward is None else float(reward),

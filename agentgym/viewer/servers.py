@@ -17,6 +17,7 @@ from agentgym.store.manifest import canonical_json
 
 IDLE_S = 180.0
 MAX_SESSIONS = 16  # of a server of ours
+SESSION_TTL_S = 1_800.0  # a person may think for long
 
 
 class Missing(RuntimeError):
@@ -38,7 +39,8 @@ class Servers:
         """cfg: whose endpoints and kept servers are used where they are of the same options."""
         self._cfg, self._clock = cfg, clock
         self._open: dict[tuple[bytes, bool], _Open] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while one starts
+        self._counting = threading.Lock()  # held for moments
 
     @contextlib.contextmanager
     def use(self, env: EnvConfig, *, expert: bool = False) -> Iterator[Sequence[str]]:
@@ -48,11 +50,12 @@ class Servers:
             if key not in self._open:
                 self._open[key] = self._start(env, expert)
             found = self._open[key]
-            found.users += 1
+            with self._counting:
+                found.users += 1
         try:
             yield found.endpoints
         finally:
-            with self._lock:
+            with self._counting:
                 found.users -= 1
                 found.used = self._clock()
 
@@ -65,7 +68,7 @@ class Servers:
 
     def end_idle(self, than_s: float = IDLE_S) -> None:
         """End those that nobody has used for so long."""
-        with self._lock:
+        with self._lock, self._counting:
             now = self._clock()
             for key, each in list(self._open.items()):
                 if not each.users and now - each.used >= than_s:
@@ -88,7 +91,9 @@ class Servers:
         with contextlib.ExitStack() as stack:
             try:
                 check_local_env(env)
-                few = env.model_copy(update={"max_sessions": MAX_SESSIONS})
+                few = env.model_copy(
+                    update={"max_sessions": MAX_SESSIONS, "session_ttl_s": SESSION_TTL_S}
+                )
                 cfg = self._cfg.model_copy(update={"env": few, "mix": ()})
                 endpoints = stack.enter_context(environment_servers(cfg, expert))
             except (ConfigError, RuntimeError, OSError) as error:

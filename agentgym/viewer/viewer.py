@@ -100,6 +100,10 @@ class Viewer:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(60)
+        self.close()
+
+    def close(self) -> None:
+        """Of one that follows nothing."""
         self.replays.close()
         self.servers.close()
         self.index.close()

@@ -107,3 +107,13 @@ if (state && document.body.dataset.stamp) {
   };
   setInterval(check, 3000);
 }
+
+// a policy that is watched goes on by itself where that is asked for
+const watch = document.getElementById("watch");
+if (watch) {
+  const on = () => setTimeout(() => watch.checked && watch.form.requestSubmit(watch.form.querySelector("button")), 700);
+  watch.checked = new URLSearchParams(location.search).get("watch") === "yes";
+  watch.addEventListener("change", on);
+  on();
+}
+document.querySelector("[autofocus]")?.scrollIntoView({ block: "center" });

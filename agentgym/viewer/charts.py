@@ -1,0 +1,166 @@
+"""Charts as numbers for an SVG: scales and places, no markup."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+WIDTH, HEIGHT = 560, 220
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 26
+NUM_COLORS = 8
+CELL_WIDTH, CELL_HEIGHT, LABEL = 14, 16, 170  # of a heat map
+LEVELS = 5  # of a heat map's color
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a chart."""
+
+    name: str
+    points: str  # of an SVG polyline
+    dots: list[tuple[float, float, str]]  # x, y, what is told there
+    color: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart of lines over steps."""
+
+    title: str
+    lines: list[Line]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    table: list[tuple[str, list[tuple[str, str]]]]  # name, (step, value): the same as text
+
+
+def line_chart(
+    title: str, series: Mapping[str, Sequence[tuple[float, float]]], *, share: bool = False
+) -> Chart | None:
+    """series: name -> (x, y), x ascending. share: y from 0 to 1. None where there is nothing."""
+    points = [point for own in series.values() for point in own]
+    if not points:
+        return None
+    low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
+    low, high = (0.0, 1.0) if share else _bounds([y for _, y in points])
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - low_x) / (high_x - low_x) if high_x > low_x else 0.5
+        up = (y - low) / (high - low)
+        return (
+            round(LEFT + across * (WIDTH - LEFT - RIGHT), 1),
+            round(HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1),
+        )
+
+    def told(y: float) -> str:
+        return f"{100 * y:.3g} %" if share else f"{y:.4g}"
+
+    lines = [
+        Line(
+            name,
+            " ".join(f"{a},{b}" for a, b in (place(*each) for each in own)),
+            [(*place(x, y), f"{name}, step {x:g}: {told(y)}") for x, y in own],
+            number % NUM_COLORS,
+        )
+        for number, (name, own) in enumerate(series.items())
+    ]
+    x_ticks = [(place(x, low)[0], f"{x:g}") for x in _ticks(low_x, high_x, whole=True)]
+    y_ticks = [(place(low_x, y)[1], told(y)) for y in _ticks(low, high)]
+    table = [(name, [(f"{x:g}", told(y)) for x, y in own]) for name, own in series.items()]
+    return Chart(title, lines, x_ticks, y_ticks, table)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a heat map."""
+
+    column: int
+    level: int  # 0 to LEVELS - 1
+    told: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeatRow:
+    """A row of a heat map."""
+
+    name: str
+    link: str
+    cells: list[Cell]
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """Shares by row over steps, several steps to a column where there are many."""
+
+    title: str
+    rows: list[HeatRow]
+    columns: list[str]
+
+    @property
+    def width(self) -> int:
+        return LABEL + CELL_WIDTH * len(self.columns) + 8
+
+    @property
+    def height(self) -> int:
+        return CELL_HEIGHT * len(self.rows) + 24
+
+
+Share = tuple[int, int, int]  # step, successes, episodes
+
+
+def heat_map(
+    title: str,
+    rows: Mapping[str, Sequence[Share]],
+    links: Mapping[str, str],
+    *,
+    most_columns: int = 48,
+) -> HeatMap | None:
+    """rows: name -> shares. None where there is nothing."""
+    steps = [step for own in rows.values() for step, _, _ in own]
+    if not steps:
+        return None
+    low, high = min(steps), max(steps)
+    wide = math.ceil((high - low + 1) / most_columns)  # steps of a column
+    count = (high - low) // wide + 1
+    columns = [_span(low + place * wide, wide) for place in range(count)]
+    found = []
+    for name, own in rows.items():
+        sums = [[0, 0] for _ in columns]
+        for step, won, num in own:
+            at = sums[(step - low) // wide]
+            at[0], at[1] = at[0] + won, at[1] + num
+        cells = [
+            Cell(
+                place,
+                min(LEVELS - 1, int(won / num * LEVELS)),
+                f"{name}, step {columns[place]}: {won} of {num}",
+            )
+            for place, (won, num) in enumerate(sums)
+            if num
+        ]
+        found.append(HeatRow(name, links.get(name, ""), cells))
+    return HeatMap(title, found, columns)
+
+
+def _span(first: int, wide: int) -> str:
+    return str(first) if wide == 1 else f"{first}-{first + wide - 1}"
+
+
+def _bounds(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(0.0, *values), max(values)
+    return (low, high) if high > low else (low, low + 1.0)
+
+
+def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """About five round numbers from low to high."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / 5
+    power = 10 ** math.floor(math.log10(raw))
+    step = next(power * each for each in (1, 2, 5, 10) if power * each >= raw)
+    if whole:
+        step = max(1, round(step))
+    first = math.ceil(low / step - 1e-9)
+    return [
+        first * step + place * step for place in range(int((high - first * step) / step + 1e-9) + 1)
+    ]

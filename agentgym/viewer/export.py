@@ -1,0 +1,141 @@
+"""Taking episodes away: as JSON lines, and as pages that open from a file."""
+
+from __future__ import annotations
+
+import io
+import json
+import sqlite3
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+
+from agentgym.records import RecordError, to_json
+from agentgym.store.files import write_whole
+from agentgym.store.runstore import BlobMissing, DigestMismatch
+from agentgym.viewer.bodies import address_of
+from agentgym.viewer.episode_page import MAX_TURNS, episode_page
+from agentgym.viewer.links import Bundled
+from agentgym.viewer.lists_page import list_page
+from agentgym.viewer.pages import FOLDER, STATIC, Pages
+from agentgym.viewer.query import Lists, Page, Query
+from agentgym.viewer.viewer import Viewer
+
+MOST_LINES = 1_000_000  # episodes of an export
+MOST_PAGES = 500  # of a bundle
+CHUNK = 200  # episodes read at a time
+
+
+def add_export(app: FastAPI, viewer: Viewer) -> None:
+    """`/export.jsonl` and `/bundle.zip`, of the query that follows."""
+
+    @app.get("/export.jsonl")
+    def lines(request: Request) -> StreamingResponse:
+        query = Query.parse(request.query_params.multi_items())
+        rows = viewer.lists.all(query, MOST_LINES)
+        headers = {"Content-Disposition": 'attachment; filename="episodes.jsonl"'}
+        return StreamingResponse(
+            export(viewer, rows), media_type="application/x-ndjson", headers=headers
+        )
+
+    @app.get("/bundle.zip")
+    def bundled(request: Request) -> Response:
+        query = Query.parse(request.query_params.multi_items())
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as files:
+            for name, content in bundle(viewer, query):
+                files.writestr(f"episodes/{name}", content)
+        headers = {"Content-Disposition": 'attachment; filename="episodes.zip"'}
+        return Response(packed.getvalue(), media_type="application/zip", headers=headers)
+
+
+def export(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
+    """A line for each episode, as it is in the store, with where it lies; one that cannot be read
+    is a line that says why.
+    """
+    for first in range(0, len(rows), CHUNK):
+        # as they lie, so that a file is read once
+        part = sorted(rows[first : first + CHUNK], key=lambda row: tuple(row)[:6])
+        yield from _lines(viewer, part)
+
+
+def _lines(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
+    steps, place = viewer.bodies.steps(), 0
+    while place < len(rows):
+        try:
+            for found in viewer.bodies.read(rows[place:]):
+                told = {"address": found.address, "stage": found.step["name"]}
+                yield json.dumps({**told, **to_json(found.episode)}).encode() + b"\n"
+                place += 1
+        except (BlobMissing, DigestMismatch, RecordError) as error:
+            row = rows[place]
+            address = address_of(row, steps[row["step_id"]])
+            yield json.dumps({"address": address, "error": str(error)}).encode() + b"\n"
+            place += 1
+
+
+def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
+    """(name, content) of every file: a list and a page for each episode, up to MOST_PAGES, with
+    the drawings that are there.
+    """
+    steps = viewer.bodies.steps()
+    rows = viewer.lists.all(query, MOST_PAGES)
+    names = {address_of(row, steps[row["step_id"]]): place for place, row in enumerate(rows)}
+    files = {address: f"e/{place:04d}.html" for address, place in names.items()}
+    for name in STATIC:
+        yield name, (FOLDER / "static" / name).read_bytes()
+    told = {**list_page(viewer, query), "page": _whole(viewer.lists, query, rows)}
+    yield "index.html", Pages(Bundled(files, {}), is_live=False).render("episodes.html", **told)
+    for row in rows:
+        yield from _episode(viewer, row, files)
+
+
+def _episode(
+    viewer: Viewer, row: sqlite3.Row, files: dict[str, str]
+) -> Iterator[tuple[str, str | bytes]]:
+    """The page of an episode and its pictures; all turns are on it."""
+    step = viewer.bodies.steps()[row["step_id"]]
+    address = address_of(row, step)
+    file = files[address]
+    try:
+        (found,) = viewer.bodies.read([row])
+    except (BlobMissing, DigestMismatch, RecordError) as error:
+        pages = Pages(Bundled(files, {}, "../"), is_live=False)
+        title = "This episode cannot be read"
+        yield file, pages.render("message.html", title=title, said=str(error), hint="")
+        return
+    kept = viewer.replays.find(found)
+    shots = [shot for shot in (kept.shots if kept else ()) if shot.media_type == "image/png"]
+    pictures = {(address, s.turn): f"p/{file[2:6]}-{s.turn}.png" for s in shots}
+    pages = Pages(Bundled(files, pictures, "../"), is_live=False)
+    told = episode_page(viewer, found, overlay="engine", most=max(MAX_TURNS, row["turns"]))
+    alone = {"permalink": "", "preceding": "", "following": "", "overlays": []}
+    yield file, pages.render("episode.html", **{**told, **alone})
+    for shot in shots:
+        yield pictures[address, shot.turn], shot.data
+
+
+def _whole(lists: Lists, query: Query, rows: list[sqlite3.Row]) -> Page:
+    page = lists.page(query)
+    return Page(rows, {}, page.total, page.is_more)
+
+
+def write_bundle(viewer: Viewer, query: Query, folder: Path) -> int:
+    """The files of a bundle. Result: how many episodes."""
+    count = 0
+    for name, content in bundle(viewer, query):
+        count += name.startswith("e/")
+        write_whole(folder / name, content.encode() if isinstance(content, str) else content)
+    return count
+
+
+def write_lines(viewer: Viewer, query: Query, file: Path) -> int:
+    """JSON lines. Result: how many episodes."""
+    rows = viewer.lists.all(query, MOST_LINES)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as written:
+        for line in export(viewer, rows):
+            written.write(line)
+    return len(rows)

@@ -1,0 +1,124 @@
+"""Pages on which episodes are played."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qs
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from starlette.exceptions import HTTPException
+
+from agentgym.config import ConfigError, EnvConfig
+from agentgym.data.items import PUBLISHED_COUNTS
+from agentgym.viewer.bodies import Gone
+from agentgym.viewer.drawing import drawing_of
+from agentgym.viewer.pages import Pages
+from agentgym.viewer.play import YOU, Game, Room
+from agentgym.viewer.servers import config_of
+from agentgym.viewer.viewer import Viewer
+
+MAX_FORM = 64 * 1024  # bytes
+MAX_TASK = 2**53
+
+
+def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
+    """The pages below `/play`."""
+
+    @app.get("/play")
+    def choose() -> HTMLResponse:
+        page = pages.render(
+            "play.html", envs=list(environments(viewer)), game=None, you=YOU, section="play"
+        )
+        return HTMLResponse(page)
+
+    @app.post("/play")
+    async def begin(request: Request) -> RedirectResponse:
+        form = await form_of(request)
+        known = environments(viewer)
+        if form.get("env") not in known:
+            raise ConfigError(f"environment {form.get('env', '')[:60]!r} is none of those offered")
+        task = form.get("task", "0")
+        if not task.isdecimal() or len(task) > 16 or int(task) >= MAX_TASK:
+            raise ConfigError(f"task {task[:20]!r}: expected a number, such as 0 or 17")
+        who = form.get("policy", "").strip() if form.get("who") == "policy" else form.get("who")
+        game = await room.begin(known[form["env"]], int(task), who or YOU)
+        return RedirectResponse(f"/play/{game.id}", 303)
+
+    @app.get("/play/{game}")
+    def show(game: str) -> HTMLResponse:
+        found = _found(room, game)
+        drawings = [drawing_of(shot) for shot in found.shots]
+        page = pages.render(
+            "play.html",
+            game=found,
+            drawings=drawings,
+            address=f"play/{found.id}",
+            words="",
+            section="play",
+        )
+        return HTMLResponse(page)
+
+    @app.post("/play/{game}")
+    async def act(game: str, request: Request) -> RedirectResponse:
+        found, form = _found(room, game), await form_of(request)
+        if form.get("do") == "end":
+            await room.end(found)
+            return RedirectResponse("/play", 303)
+        await room.act(found, form.get("action", "").replace("\r\n", "\n"))
+        watch = "?watch=yes" if form.get("watch") else ""
+        return RedirectResponse(f"/play/{found.id}{watch}#turn-{len(found.episode.turns)}", 303)
+
+    @app.get("/play/{game}/picture/{turn}")
+    def picture(game: str, turn: int) -> Response:
+        found = _found(room, game)
+        shot = found.shots[turn] if 0 <= turn < len(found.shots) else None
+        if shot is None or shot.media_type != "image/png":
+            raise HTTPException(404)
+        headers = {"Content-Security-Policy": "sandbox"}
+        return Response(shot.data, media_type="image/png", headers=headers)
+
+
+def environments(viewer: Viewer) -> dict[str, EnvConfig]:
+    """What can be played, by what a person sees: the configured ones, those of runs, and this
+    project's own with their defaults.
+    """
+    found = {env.name: viewer.servers.known(env) for env in viewer.cfg.envs}
+    for step in viewer.bodies.steps().values():
+        config = config_of(step["config"])
+        for told in (config.get("env"), *(config.get("mix") or ())):
+            env = _env(told)
+            if env is not None and env not in found.values():
+                found.setdefault(f"{env.name} as in {step['name']} {(step['key'] or '')[:6]}", env)
+    for name in PUBLISHED_COUNTS:
+        found.setdefault(name, EnvConfig(name=name))
+    return found
+
+
+def _env(told: Any) -> EnvConfig | None:
+    """Native ones alone: others need servers that a configuration names."""
+    if not isinstance(told, Mapping) or told.get("dialect", "native") != "native":
+        return None
+    try:
+        return EnvConfig(name=told["name"], options=told.get("options") or {})
+    except (KeyError, ValueError):
+        return None
+
+
+async def form_of(request: Request) -> dict[str, str]:
+    """What a form sent. Errors: HTTPException where it is too long."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_FORM:
+            raise HTTPException(413, f"a form may have {MAX_FORM} bytes")
+    given = parse_qs(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=20)
+    return {name: values[-1] for name, values in given.items()}
+
+
+def _found(room: Room, game: str) -> Game:
+    found = room.find(game)
+    if found is None:
+        raise Gone("this game is over and put away; begin another at /play")
+    return found

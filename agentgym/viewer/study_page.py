@@ -1,0 +1,224 @@
+"""Pages that put episodes beside each other: groups, items, results, decisions, training."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, RedirectResponse
+
+from agentgym.evaluation.result import differences
+from agentgym.store.runstore import BlobMissing, DigestMismatch
+from agentgym.viewer.beside import MOST, attempts_of, beside, group_of, results, versus
+from agentgym.viewer.bodies import Found, Gone
+from agentgym.viewer.episode_page import address_in
+from agentgym.viewer.links import Served
+from agentgym.viewer.pages import Pages
+from agentgym.viewer.query import BadQuery
+from agentgym.viewer.rows import DECISION
+from agentgym.viewer.servers import config_of
+from agentgym.viewer.training import KINDS, training_of
+from agentgym.viewer.viewer import Viewer
+
+MOST_ATTEMPTS = 3_000  # episodes of an item on its page
+MOST_FLIPS = 200  # on a page, each way
+
+
+def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
+    """`/e/.../group`, `/beside`, `/item`, `/compare`, `/decisions`, `/training`."""
+
+    @app.get("/e/{address}/group")
+    def group(address: str) -> HTMLResponse:
+        found = viewer.bodies.find(address_in(address))
+        rows = group_of(viewer.index.reader, found.row)
+        shown = list(viewer.bodies.read(rows[:MOST]))
+        title = f"{found.row['item']}: the {len(rows)} samples of {found.step['name']}"
+        title += f", step {found.row['at']}" if found.row["at"] >= 0 else ""
+        return _beside(pages, title, shown, len(rows) - len(shown), is_group=True)
+
+    @app.get("/beside")
+    def side_by_side(request: Request) -> HTMLResponse:
+        chosen = request.query_params.getlist("e")
+        if not 1 < len(chosen) <= MOST:
+            raise BadQuery(f"choose 2 to {MOST} episodes to see beside each other")
+        found = [viewer.bodies.find(address_in(each)) for each in chosen]
+        items = sorted({each.row["item"] for each in found})
+        return _beside(pages, f"{', '.join(items)}: {len(found)} attempts", found, 0)
+
+    @app.get("/item/{item}")
+    def item(item: str) -> HTMLResponse:
+        attempts = attempts_of(viewer.index.reader, viewer.bodies.steps(), item, MOST_ATTEMPTS)
+        if not attempts:
+            raise Gone(f"no episode of {item[:80]} is on record")
+        total = sum(len(each.episodes) for each in attempts)
+        page = pages.render(
+            "item.html",
+            item=item,
+            attempts=attempts,
+            total=total,
+            cut=total >= MOST_ATTEMPTS,
+            most=MOST,
+            stamp=viewer.index.stamp,
+        )
+        return HTMLResponse(page)
+
+    @app.get("/compare")
+    def compare(a: str = "", b: str = "") -> HTMLResponse:
+        return HTMLResponse(pages.render("compare.html", **_compared(viewer, a, b)))
+
+    @app.get("/decisions")
+    def decisions() -> HTMLResponse:
+        told = decided(viewer)
+        page = pages.render(
+            "decisions.html", decisions=told, stamp=viewer.index.stamp, section="decisions"
+        )
+        return HTMLResponse(page)
+
+    @app.get("/training", response_model=None)
+    def training(run: str = "") -> HTMLResponse | RedirectResponse:
+        return HTMLResponse(pages.render("training.html", **_trained(viewer, run)))
+
+
+def _beside(
+    pages: Pages, title: str, found: list[Found], rest: int, *, is_group: bool = False
+) -> HTMLResponse:
+    told = beside(found, rest)
+    return HTMLResponse(pages.render("beside.html", title=title, told=told, is_group=is_group))
+
+
+def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
+    """What the page of two results shows. a, b: folders of steps. Errors: BadQuery."""
+    steps = viewer.bodies.steps()
+    known = results(steps)
+    by_folder = {step["folder"]: step for step in known}
+    missing = [each for each in (a, b) if each and each not in by_folder]
+    if missing:
+        raise BadQuery(f"{missing[0][:80]!r} is no result that is known here")
+    told: dict[str, Any] = {"versus": None, "questions": []}
+    if a and b:
+        before, after = by_folder[a], by_folder[b]
+        ours, theirs = config_of(before["config"]), config_of(after["config"])
+        told = {
+            "versus": versus(viewer.index.reader, before, after),
+            "questions": differences(ours, theirs)[:12],
+        }
+    return {
+        **told,
+        "results": [(step["folder"], result_name(step)) for step in known],
+        "a": a,
+        "b": b,
+        "most": MOST_FLIPS,
+        "stamp": viewer.index.stamp,
+        "section": "compare",
+    }
+
+
+def result_name(step: sqlite3.Row) -> str:
+    """For people."""
+    config = config_of(step["config"])
+    policy = config.get("policy")
+    who = str(policy.get("model") or policy.get("kind")) if isinstance(policy, dict) else ""
+    return " ".join(filter(None, (step["name"], who, step["key"][:12])))
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision on a model's alias, as the store has it."""
+
+    number: int
+    at: float
+    verdict: str
+    kind: str
+    why: str
+    who: str
+    candidate: str  # folder of its evaluation; empty: none is known
+    before: str
+    rulings: list[tuple[str, str, str]]  # rule, verdict, why
+
+
+def decided(viewer: Viewer) -> list[Decided]:
+    """Every decision in the store, the newest first; one that cannot be read says so."""
+    rows = viewer.index.reader.execute(
+        "SELECT steps.*, commits.seq AS seq FROM commits JOIN steps ON steps.id = step_id"
+        " WHERE instr(files, ?) ORDER BY commits.created DESC LIMIT 200",
+        (f'"{DECISION}"',),
+    ).fetchall()
+    found = []
+    for row in rows:
+        try:
+            tree = json.loads(viewer.bodies.file(row, row["seq"], DECISION))
+            found.append(_decision(tree))
+        except (ValueError, TypeError, KeyError, AttributeError, BlobMissing) as error:
+            what = "damaged" if isinstance(error, DigestMismatch) else "not readable here"
+            why = f"{row['folder']} commit {row['seq']}: {error}"
+            found.append(Decided(0, row["created"], what, "", why, "", "", "", []))
+    return found
+
+
+def _decision(tree: dict[str, Any]) -> Decided:
+    decision = tree.get("decision") or {}
+    rulings = decision.get("rulings") or decision.get("rules") or []
+    told = [
+        (str(each.get("rule", "")), str(each.get("verdict", "")), str(each.get("why", "")))
+        for each in rulings
+        if isinstance(each, dict)
+    ]
+    return Decided(
+        int(tree.get("number", 0)),
+        float(tree.get("at", 0.0)),
+        str(decision.get("verdict") or tree.get("kind", "")),
+        str(tree.get("kind", "")),
+        str(tree.get("why", "")),
+        str(tree.get("who", "")),
+        _evaluation(tree.get("candidate")),
+        _evaluation(tree.get("before")),
+        told,
+    )
+
+
+def _evaluation(version: Any) -> str:
+    """Folder of the evaluation that a version of a model was judged by."""
+    named = (version or {}).get("evaluation") or {}
+    return f"{named['step']}-{str(named['key'])[:16]}" if {"step", "key"} <= named.keys() else ""
+
+
+def _trained(viewer: Viewer, run: str) -> dict[str, Any]:
+    """What the page of a run's training shows. Errors: BadQuery."""
+    reader = viewer.index.reader
+    members: dict[str, list[int]] = {}
+    for row in reader.execute(
+        "SELECT run, step_id FROM run_steps JOIN runs ON runs.name = run WHERE step_id IN"
+        " (SELECT DISTINCT step_id FROM episodes WHERE at >= 1 AND split = 'train')"
+        " ORDER BY runs.created DESC"
+    ):
+        members.setdefault(row["run"], []).append(row["step_id"])
+    if run and run not in members:
+        raise BadQuery(f"{run[:80]!r} is no run that has trained here")
+    run = run or next(iter(members), "")
+    whole = [
+        row["step_id"]
+        for row in reader.execute("SELECT step_id FROM run_steps WHERE run = ?", (run,))
+    ]
+    under_way = reader.execute("SELECT done FROM runs WHERE name = ?", (run,)).fetchone()
+    links = Served()
+    items = [
+        row["item"]
+        for row in reader.execute(
+            f"SELECT DISTINCT item FROM episodes WHERE step_id IN ({', '.join('?' * len(whole))})",
+            whole,
+        )
+    ]
+    return {
+        "runs": list(members),
+        "run": run,
+        "told": training_of(reader, whole, {each: links.item(each) for each in items})
+        if run
+        else None,
+        "kinds": KINDS,
+        "under_way": under_way is not None and not under_way["done"],
+        "stamp": viewer.index.stamp,
+        "section": "training",
+    }

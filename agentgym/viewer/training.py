@@ -1,0 +1,137 @@
+"""A run's training as a whole: which items are learned, forgotten or never solved, and how its
+episodes changed.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agentgym.viewer.charts import Chart, HeatMap, Share, heat_map, line_chart
+
+MOST_ITEMS = 80  # rows of the map of items; those played most often
+MOST_FAMILIES = 60
+KINDS = {
+    "learned": "failed when first played, solved when last",
+    "forgotten": "solved before, not when last played",
+    "never solved": "played twice or more, never solved",
+    "always solved": "solved every time",
+    "changing": "sometimes solved, and as at first when last",
+    "played once": "so far",
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a page shows of a run."""
+
+    items: dict[str, list[str]]  # kind -> items
+    maps: list[HeatMap]
+    charts: list[Chart]
+    episodes: int
+
+
+def training_of(
+    reader: sqlite3.Connection, step_ids: Sequence[int], links: Mapping[str, str] | None = None
+) -> Training:
+    """Of the steps of a run. links: item -> its page."""
+    marks = ", ".join("?" * len(step_ids))
+    where = f"step_id IN ({marks}) AND file = 0 AND at >= 1"
+    train = f"{where} AND split = 'train' AND temperature > 0"
+    shares = reader.execute(
+        f"SELECT item, family, at, sum(success) AS won, count(*) AS n FROM episodes"
+        f" WHERE {train} AND reward IS NOT NULL GROUP BY item, family, at ORDER BY at",
+        list(step_ids),
+    ).fetchall()
+    by_item, by_family = _by("item", shares), _by("family", shares)
+    often = sorted(by_item, key=lambda item: (-len(by_item[item]), item))[:MOST_ITEMS]
+    kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for item, own in by_item.items():
+        kinds[kind_of(own)].append(item)
+    order = {item: place for place, own in enumerate(kinds.values()) for item in own}
+    families = dict(sorted(by_family.items())[:MOST_FAMILIES])
+    rows = {item: by_item[item] for item in sorted(often, key=lambda item: (order[item], item))}
+    maps = [
+        heat_map("success by family", families, {}) if set(by_family) - {""} else None,
+        heat_map("success by item", rows, links or {}),
+    ]
+    return Training(
+        kinds,
+        [each for each in maps if each is not None],
+        _charts(reader, train, where, list(step_ids)),
+        sum(row["n"] for row in shares),
+    )
+
+
+def kind_of(own: Sequence[Share]) -> str:
+    """Of an item, by its visits in order."""
+    solved = [won > 0 for _, won, _ in own]
+    if len(solved) == 1:
+        return "played once"
+    if not any(solved):
+        return "never solved"
+    if all(solved):
+        return "always solved"
+    if not solved[-1]:
+        return "forgotten"
+    return "learned" if not solved[0] else "changing"
+
+
+def _by(name: str, shares: Sequence[sqlite3.Row]) -> dict[str, list[Share]]:
+    found: dict[str, dict[int, list[int]]] = {}
+    for row in shares:
+        at = found.setdefault(row[name], {}).setdefault(row["at"], [0, 0])
+        at[0], at[1] = at[0] + row["won"], at[1] + row["n"]
+    return {key: [(at, won, n) for at, (won, n) in own.items()] for key, own in found.items()}
+
+
+def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int]) -> list[Chart]:
+    steps = reader.execute(
+        "SELECT at, avg(CASE WHEN reward IS NOT NULL THEN success END) AS success,"
+        " avg(turns) AS turns, avg(said) AS said, max(max_turns) AS horizon,"
+        " max(at - 1 - oldest) AS staleness, avg(1.0 * invalid / max(turns, 1)) AS invalid,"
+        f" avg(excluded != '') AS excluded FROM episodes WHERE {train} GROUP BY at ORDER BY at",
+        values,
+    ).fetchall()
+    evaluated = reader.execute(
+        "SELECT at, avg(success) AS success FROM episodes"
+        f" WHERE {where} AND split != 'train' AND reward IS NOT NULL GROUP BY at ORDER BY at",
+        values,
+    ).fetchall()
+    statuses = reader.execute(
+        f"SELECT at, status, count(*) AS n FROM episodes WHERE {train} GROUP BY at, status"
+        " ORDER BY at",
+        values,
+    ).fetchall()
+
+    def of(name: str) -> list[tuple[float, float]]:
+        return [(row["at"], row[name]) for row in steps if row[name] is not None]
+
+    totals: dict[int, int] = {}
+    for row in statuses:
+        totals[row["at"]] = totals.get(row["at"], 0) + row["n"]
+    shares: dict[str, dict[int, float]] = {row["status"]: {} for row in statuses}
+    for row in statuses:
+        shares[row["status"]][row["at"]] = row["n"] / totals[row["at"]]
+    success = {
+        "training": of("success"),
+        "other splits": [(row["at"], row["success"]) for row in evaluated],
+    }
+    found = [
+        line_chart("success", {n: own for n, own in success.items() if own}, share=True),
+        line_chart(
+            "how episodes end",
+            {name: [(at, own.get(at, 0.0)) for at in totals] for name, own in shares.items()},
+            share=True,
+        ),
+        line_chart("turns, and the horizon", {"turns": of("turns"), "horizon": of("horizon")}),
+        line_chart("tokens the policy sampled", {"tokens": of("said")}),
+        line_chart("staleness: updates behind", {"oldest weights": of("staleness")}),
+        line_chart(
+            "left out, and refused by the environment",
+            {"episodes not in the loss": of("excluded"), "actions not carried out": of("invalid")},
+            share=True,
+        ),
+    ]
+    return [chart for chart in found if chart is not None]
