@@ -184,13 +184,13 @@ class RunStore:
         return self._heads(step)
 
     def marks(self) -> dict[str, str]:
-        """Folder of each step -> another text once it has another commit; no manifest is read."""
+        """Folder of each step -> another text once its newest commit is another one."""
 
         def mark(name: str) -> str:
             folder = self._backend.folder(name)
             try:
                 files = list(folder.commits().values())
-                return f"{len(files)} {files[-1]} {folder.size(files[-1])}" if files else ""
+                return f"{len(files)} {folder.digest(files[-1])}" if files else ""
             except FileNotFoundError:  # it is being collected
                 return ""
 

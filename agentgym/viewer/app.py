@@ -47,6 +47,7 @@ def make_app(viewer: Viewer) -> FastAPI:
         title="agentgym view", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
     )
     pages = Pages(Served(), is_live=True)
+    pages.prepare()
     add_lists(app, viewer, pages)
     add_episode(app, viewer, pages)
     add_study(app, viewer, pages)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,18 +48,30 @@ class Pages:
 
     def __init__(self, links: Links, *, is_live: bool) -> None:
         """is_live: a server stands behind the pages, to be asked."""
-        self._environment = Environment(
-            loader=FileSystemLoader(FOLDER / "templates"),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        self._environment.globals |= {"link": links, "live": is_live}
-        self._environment.filters |= FILTERS
+        self._everywhere = {"link": links, "live": is_live}
 
     def render(self, template: str, **told: Any) -> str:
-        return self._environment.get_template(template).render(**told)
+        return _environment().get_template(template).render(**self._everywhere, **told)
+
+
+    @staticmethod
+    def prepare() -> None:
+        """Compile the templates now, so that no first page waits for it."""
+        for name in _environment().list_templates():
+            _environment().get_template(name)
+
+
+@cache
+def _environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(FOLDER / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= FILTERS
+    return made
 
 
 def shown(text: object, limit: int = MAX_SHOWN) -> Markup:

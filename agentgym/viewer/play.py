@@ -93,7 +93,8 @@ class Room:
         """Open a session for a player. Errors: ConfigError, Missing, EnvError, ValueError."""
         await self._make_room()
         cfg = self._cfg.model_copy(update={"env": env, "mix": ()})
-        request = EvaluationRequest(policy=who if who != YOU else "random", envs=(env.name,))
+        told_as = "random" if who == YOU else who
+        request = EvaluationRequest.model_validate({"policy": told_as, "envs": (env.name,)})
         protocol = protocol_for(cfg, request)
         contender, playing = None, cfg
         if who != YOU:

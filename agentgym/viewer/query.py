@@ -154,7 +154,8 @@ def match_of(words: str) -> str:
         phrase = found[1] if found[1] is not None else found[2]
         prefix = found[1] is None and phrase.endswith("*")
         if re.search(r"\w", phrase):
-            terms.append('"' + phrase.replace('"', '""') + '"' + ("*" if prefix else ""))
+            quoted = (phrase.rstrip("*") if prefix else phrase).replace('"', '""')
+            terms.append(f'"{quoted}"*' if prefix else f'"{quoted}"')
     return " ".join(terms)
 
 

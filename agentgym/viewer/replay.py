@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
 
 from agentgym.config import EnvConfig
@@ -175,15 +176,20 @@ def _key(found: Found) -> str:
     name = found.episode.item.env
     config = config_of(found.step["config"])
     options = [config.get("env"), config.get("mix"), config.get("protocol")]
-    try:
-        source = source_digest(("envs.server", f"envs.{name}"))
-    except (ImportError, ValueError, OSError):
-        source = ""
-    episode = found.episode
+    episode, source = found.episode, _source(name)
     turns = [(turn.action, turn.observation, turn.reward) for turn in episode.turns]
     record = [astuple(episode.item), episode.first_observation, turns, str(episode.status)]
     told = json.dumps([record, source]).encode()
     return sha256(told + canonical_json(options))[:32]
+
+
+@cache
+def _source(name: str) -> str:
+    """Digest of an environment's code; empty where it is not installed here."""
+    try:
+        return source_digest(("envs.server", f"envs.{name}"))
+    except (ImportError, ValueError, OSError):
+        return ""
 
 
 async def replay(episode: Trajectory, env: EnvConfig, endpoints: Sequence[str]) -> Replay:

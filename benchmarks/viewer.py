@@ -1,0 +1,326 @@
+"""What `agentgym view` takes with 100,000 episodes: `python benchmarks/viewer.py`.
+
+Episodes are those of experts and of chance on BabyAI, TextCraft and SearchQA, played once and
+repeated with other ids, outcomes and log-probabilities; they have a token for each four characters.
+They lie in a store as four runs would leave them. The server is the command itself, in a process of
+its own, asked over HTTP; a tenth of the episodes is committed while it runs.
+Writes docs/results/viewer.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline import ROOT, machine  # of this folder
+
+from agentgym.defaults import set_process_defaults
+
+set_process_defaults()
+
+from agentgym.records import TRAJECTORIES, encode_trajectories  # noqa: E402
+from agentgym.store.manifest import sha256  # noqa: E402
+from agentgym.store.posix import posix_store  # noqa: E402
+from agentgym.store.runstore import RunStore  # noqa: E402
+from agentgym.types import Item, Learned, Status, Trajectory, Turn  # noqa: E402
+from envs.registry import load_spec  # noqa: E402
+
+OUT = ROOT / "docs/results/viewer.json"
+RUNS, GROUP, PER_COMMIT = 4, 8, 256
+MAX_TURNS = 20
+INSTRUCTIONS = 100  # tokens before the first observation
+POOL = {"babyai": 300, "textcraft": 120, "searchqa": 80}  # episodes that are played
+SHARES = {"babyai": 0.6, "textcraft": 0.25, "searchqa": 0.15}
+ROUNDS = 25  # of each question
+START_LIMIT_S = 1_800.0
+CONFIG = {
+    "env": {"name": "babyai", "options": {}, "dialect": "native", "weight": 1.0},
+    "mix": [],
+    "algorithm": {"recipe": "grpo"},
+    "horizon": {"max_turns": [MAX_TURNS]},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--episodes", type=int, default=100_000)
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="agentgym-viewer-") as folder:
+        numbers = measure(arguments.episodes, Path(folder))
+    result = {
+        "machine": machine(),
+        "command": " ".join(["python", "benchmarks/viewer.py", *sys.argv[1:]]),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **numbers,
+    }
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return 0
+
+
+def measure(count: int, folder: Path) -> dict[str, Any]:
+    """Build a store, serve it, add to it, and ask."""
+    chance = random.Random(1)  # noqa: S311
+    pool = {env: [played(env, task) for task in range(num)] for env, num in POOL.items()}
+    store = posix_store(folder / "store", lease_ttl_s=30.0)
+    commits = list(commits_of(count, pool, chance))
+    late = max(1, len(commits) // 10)
+    for run, step, episodes in commits[:-late]:
+        commit(store, run, step, episodes)
+    size = sum(path.stat().st_size for path in (folder / "store").rglob("*") if path.is_file())
+    first = sum(len(episodes) for *_, episodes in commits[:-late])
+    with Server(folder) as server:
+        built_s, cpu_s = server.wait_for(first)
+        before = server.cpu_s()
+        began = time.perf_counter()
+        for run, step, episodes in commits[-late:]:
+            commit(store, run, step, episodes)
+        committed_s = time.perf_counter() - began
+        total = sum(len(episodes) for *_, episodes in commits)
+        server.wait_for(total)
+        added_cpu_s = server.cpu_s() - before
+        told = questions(server)
+        sampled = [episode for *_, episodes in commits[:20] for episode in episodes]
+        turns = [episode.turns for episode in sampled]
+        return {
+            "episodes": total,
+            "commits": len(commits),
+        "mean_turns": round(statistics.mean(map(len, turns)), 1),
+        "mean_tokens": round(statistics.mean(len(each.input_ids) for each in sampled)),
+            "store_mib": round(size / 2**20, 1),
+            "index_mib": round(server.index_bytes() / 2**20, 1),
+            "build": {
+                "episodes": first,
+                "seconds": round(built_s, 1),
+                "cpu_s": round(cpu_s, 1),
+                "episodes_per_cpu_s": round(first / cpu_s),
+            },
+            "extend": {
+                "episodes": total - first,
+                "cpu_s": round(added_cpu_s, 1),
+                "episodes_per_cpu_s": round((total - first) / added_cpu_s),
+                "committed_within_s": round(committed_s, 1),
+            },
+            "milliseconds": told,
+            "peak_mib": round(server.peak_mib(), 1),
+            "idle_cpu_share": round(server.idle_share(), 4),
+        }
+
+
+class Server:
+    """`agentgym view` in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._began = folder, time.perf_counter()
+
+    def __enter__(self) -> Server:
+        command = [sys.executable, "-m", "agentgym", "view", "--port", "0"]
+        command += ["--set", f"store.path={self._folder / 'store'}", "--params", "params.yaml"]
+        self._began = time.perf_counter()
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        found = re.search(r"(http://\S+?)/\?token=(\S+)", line)
+        assert found is not None, line
+        self._address, self._token = found[1], found[2]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+    def ask(self, path: str) -> str:
+        request = urllib.request.Request(  # noqa: S310 - our own server
+            f"{self._address}{path}", headers={"Authorization": f"Bearer {self._token}"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:  # noqa: S310
+            return str(reply.read().decode())
+
+    def wait_for(self, episodes: int) -> tuple[float, float]:
+        """Until so many are listed. Result: wall and CPU seconds since the start."""
+        deadline = time.perf_counter() + START_LIMIT_S
+        while time.perf_counter() < deadline:
+            found = re.search(r"<strong>([\d,]+)", self.ask("/episodes"))
+            if found and int(found[1].replace(",", "")) >= episodes:
+                return time.perf_counter() - self._began, self.cpu_s()
+            time.sleep(0.5)
+        raise TimeoutError(f"{episodes} episodes are not listed after {START_LIMIT_S:g} s")
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the process so far."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / 100
+
+    def peak_mib(self) -> float:
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        found = re.search(r"VmHWM:\s+(\d+) kB", status)
+        assert found is not None
+        return int(found[1]) / 1024
+
+    def index_bytes(self) -> int:
+        """Of the index's file and its log."""
+        return sum(path.stat().st_size for path in self._folder.glob("viewer/index-*.sqlite*"))
+
+    def idle_share(self, seconds: float = 20.0) -> float:
+        """Of a core, while nothing is asked and nothing changes."""
+        before, began = self.cpu_s(), time.perf_counter()
+        time.sleep(seconds)
+        return (self.cpu_s() - before) / (time.perf_counter() - began)
+
+
+def questions(server: Server) -> dict[str, dict[str, float]]:
+    """Milliseconds of each question over HTTP, connection and page included."""
+    addresses = re.findall(r'href="(/e/[^"?]+)', server.ask("/episodes?sort=tokens"))
+    second = re.search(r'href="([^"]+)" rel="next"', server.ask("/episodes"))
+    assert second is not None
+    assert addresses
+    following = second[1].replace("&amp;", "&")
+    item = re.search(r'class="open" href="[^"]+">([a-z]+_\d+)', server.ask("/episodes?env=babyai"))
+    assert item is not None
+    asked: dict[str, Callable[[int], str]] = {
+        "first page": lambda n: "/episodes",
+        "runs": lambda n: "/",
+        "next page": lambda n: following,
+        "filter": lambda n: f"/episodes?env=textcraft&success=no&sort=turns&turns={n % 9}..",
+        "facet": lambda n: f"/episodes?status=max_turns&stage=stage-{1 + n % 2}",
+        "sorted": lambda n: f"/episodes?sort={('reward', 'advantage', 'turns', 'tokens')[n % 4]}",
+        "search, many hits": lambda n: "/episodes?q=red+ball",
+        "search, few hits": lambda n: f"/episodes?q=%22birch+planks%22+{('log', 'chest')[n % 2]}",
+        "search in a run": lambda n: "/episodes?q=answer&env=searchqa&success=yes",
+        "item": lambda n: f"/item/{item[1]}",
+        "longest episodes": lambda n: addresses[n % len(addresses)],
+        "with tokens": lambda n: f"{addresses[n % len(addresses)]}?overlay=engine",
+        "group": lambda n: f"{addresses[n % len(addresses)]}/group",
+        "training": lambda n: "/training",
+    }
+    return {name: timed(server, path) for name, path in asked.items()}
+
+
+def timed(server: Server, path: Callable[[int], str]) -> dict[str, float]:
+    """The first time, and of those that follow the median and the worst but one in twenty."""
+    times = []
+    for number in range(ROUNDS):
+        began = time.perf_counter()
+        server.ask(path(number))
+        times.append(1000 * (time.perf_counter() - began))
+    later = sorted(times[1:])
+    return {
+        "first": round(times[0], 1),
+        "median": round(statistics.median(later), 1),
+        "p95": round(later[int(0.95 * (len(later) - 1))], 1),
+    }
+
+
+def commits_of(
+    count: int, pool: dict[str, list[Trajectory]], chance: random.Random
+) -> Iterator[tuple[int, int, list[Trajectory]]]:
+    """(run, optimizer step, episodes) of so many episodes."""
+    envs, weights = list(SHARES), list(SHARES.values())
+    for number in range(count // PER_COMMIT):
+        run, step = number % RUNS, 1 + number // RUNS
+        episodes: list[Trajectory] = []
+        while len(episodes) < PER_COMMIT:
+            own = chance.choice(pool[chance.choices(envs, weights)[0]])
+            task = chance.randrange(2_000)
+            episodes += [varied(own, task, sample, step, chance) for sample in range(GROUP)]
+        yield run, step, episodes[:PER_COMMIT]
+
+
+def commit(store: RunStore, run: int, step: int, episodes: Sequence[Trajectory]) -> None:
+    name = f"stage-{1 + run % 2}"
+    with store.open(name, sha256(f"{name} {run}".encode())) as writer:
+        writer.commit(
+            done=False,
+            state={"global_step": step, "max_turns": MAX_TURNS},
+            parents={},
+            config={**CONFIG, "seed": run},
+            blobs={},
+            records={TRAJECTORIES: encode_trajectories(episodes)},
+            results={},
+            timings={},
+        )
+
+
+def varied(own: Trajectory, task: int, sample: int, step: int, chance: random.Random) -> Trajectory:
+    """Another sample: other ids, outcome and numbers, and its last turns perhaps not played."""
+    success = chance.random() < 0.5
+    cut = len(own.turns) // 3
+    turns = own.turns if success else own.turns[: len(own.turns) - chance.randint(0, cut)]
+    length = turns[-1].end
+    ids = tuple(chance.choices(range(3, 30_000), k=length))
+    mask = own.action_mask[:length]
+    logprobs = tuple(round(-chance.expovariate(2.0), 5) if each else 0.0 for each in mask)
+    learned = None
+    if chance.random() < 0.1:
+        num = sum(mask)
+        learned = Learned(logprobs[:num], (0.5,) * num, (1.01,) * num)
+    return replace(
+        own,
+        item=Item(own.item.env, task, "train"),
+        sample=sample,
+        step=step,
+        status=Status.TERMINATED if success else Status.MAX_TURNS,
+        reward=float(success),
+        success=success,
+        turns=tuple(replace(turn, version=step - 1) for turn in turns),
+        input_ids=ids,
+        action_mask=mask,
+        logprobs=logprobs,
+        learned=learned,
+        id=f"{step:08x}{sample:08x}",
+        timing={"wall_s": 1.0, "began_s": 1.7e9 + step * 60 + sample},
+    )
+
+
+def played(env: str, task: int) -> Trajectory:
+    """An episode in which chance acts first, then the expert."""
+    world = load_spec(env, {}).make()
+    first = world.reset(task)
+    turns: list[Turn] = []
+    mask: list[bool] = [False] * (INSTRUCTIONS + len(first) // 4)
+    while len(turns) < MAX_TURNS:
+        hints = world.hints()
+        lost = len(turns) < task % 15  # turns before the expert takes over
+        action = hints[(task + len(turns)) % len(hints)] if lost else world.expert().next_action()
+        result = world.step(action)
+        start = len(mask)
+        mask += [True] * (1 + len(action) // 4)
+        end = len(mask)
+        mask += [False] * (1 + len(result.observation) // 4)
+        turns.append(Turn(action, result.observation, result.reward, start, end, info=result.info))
+        if result.terminated or result.truncated:
+            break
+    world.close()
+    num = len(mask)
+    return Trajectory(
+        Item(env, task),
+        0,
+        1,
+        MAX_TURNS,
+        Status.TERMINATED,
+        1.0,
+        True,
+        first,
+        tuple(turns),
+        (1,) * num,
+        tuple(mask),
+        (0.0,) * num,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

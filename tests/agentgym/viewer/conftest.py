@@ -1,0 +1,103 @@
+"""Stores with episodes written by hand, and viewers of them."""
+
+import pytest
+
+from agentgym.config import RunConfig, load_config
+from agentgym.records import TRAJECTORIES, encode_trajectories
+from agentgym.store.posix import posix_store
+from agentgym.types import Item, Learned, Status, Trajectory, Turn
+from agentgym.viewer.viewer import Viewer
+
+SCRIPT = "<script>alert(1)</script>"
+ESCAPE = "\x1b[31mred\x1b]0;title\x07"
+BIDI = "user\u202egnp.exe\u2066"
+HOSTILE = f"{SCRIPT}{ESCAPE}{BIDI}\u200bhidden\ud800 <img src=x onerror=alert(2)>"
+
+
+def episode(task=0, sample=0, *, actions=("turn left", "move forward"), **changes):
+    """Of two turns with two tokens each, after three that were read: 3 + 2 + 1 + 2."""
+    turns = tuple(
+        Turn(action, f"see: {action} done", 0.0, 3 * n + 3, 3 * n + 5, 4, info={"family": "go"})
+        for n, action in enumerate(actions)
+    )
+    mask = (False,) * 3 + ((True, True, False) * len(actions))[:-1]
+    fields = {
+        "item": Item("babyai", task),
+        "sample": sample,
+        "step": 5,
+        "max_turns": 4,
+        "status": Status.TERMINATED,
+        "reward": 1.0,
+        "success": True,
+        "first_observation": "goal: go to the red ball",
+        "turns": turns,
+        "input_ids": tuple(range(10, 10 + len(mask))),
+        "action_mask": mask,
+        "logprobs": tuple(-0.5 if own else 0.0 for own in mask),
+        "timing": {"began_s": 1000.0 + task, "wall_s": 2.0},
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+def failed(task=0, sample=0, **changes):
+    return episode(
+        task, sample, status=Status.MAX_TURNS, reward=0.0, success=False, **changes
+    )
+
+
+KEPT = Learned(logprobs=(-0.5, -1.0, -0.5, -0.5), advantages=(1.0,) * 4, ratios=(1.2, 1, 0.8, 1))
+TRAINING = {
+    "env": {"name": "babyai", "options": {}, "dialect": "native"},
+    "mix": [],
+    "algorithm": {"recipe": "grpo"},
+    "horizon": {"max_turns": [4]},
+    "seed": 7,
+}
+
+
+class Made:
+    """A store in a folder; `add` commits episodes to a step of it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.store = posix_store(folder / "store", lease_ttl_s=30.0)
+
+    def add(self, episodes, *, step="stage-1", key="a", config=TRAINING, records=None, **told):
+        """Result: the commit's manifest."""
+        data = {TRAJECTORIES: encode_trajectories(episodes)} if episodes else {}
+        with self.store.open(step, key * 64) as writer:
+            fields = {
+                "done": False,
+                "state": {"global_step": 5, "max_turns": 4},
+                "parents": {},
+                "config": config,
+                "blobs": {},
+                "results": {},
+                "timings": {},
+            }
+            return writer.commit(records={**data, **(records or {})}, **{**fields, **told})
+
+    def cfg(self, *overrides) -> RunConfig:
+        return load_config("params.yaml", [f"store.path={self.folder / 'store'}", *overrides])
+
+
+@pytest.fixture
+def made(tmp_path):
+    return Made(tmp_path)
+
+
+@pytest.fixture
+def view(made):
+    """view(*overrides) -> a Viewer that has looked at the store once; all are closed."""
+    opened = []
+
+    def open_viewer(*overrides):
+        viewer = Viewer.open(made.cfg(*overrides))
+        opened.append(viewer)
+        viewer.refresh()
+        viewer.indexing = None
+        return viewer
+
+    yield open_viewer
+    for viewer in opened:
+        viewer.close()
