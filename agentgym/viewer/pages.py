@@ -67,6 +67,7 @@ def _environment() -> Environment:
         loader=FileSystemLoader(FOLDER / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_visible,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -74,11 +75,21 @@ def _environment() -> Environment:
     return made
 
 
+def _visible(value: Any) -> Any:
+    """Whatever a template writes that is no markup of ours: nothing in it steers a reader."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return _spelled_out(value)
+    return value
+
+
+def _spelled_out(text: str) -> str:
+    seen = plain(text.encode("utf-8", "replace").decode())
+    return _INVISIBLE.sub(lambda found: f"\\u{ord(found.group()):04x}", seen)
+
+
 def shown(text: object, limit: int = MAX_SHOWN) -> Markup:
     """Text of somebody else: escaped, marks of direction and control characters spelled out."""
-    whole = str(text)
-    cut = plain(whole[:limit].encode("utf-8", "replace").decode())
-    return escape(_INVISIBLE.sub(lambda found: f"\\u{ord(found.group()):04x}", cut))
+    return escape(_spelled_out(str(text)[:limit]))
 
 
 def marked(text: object, words: str, limit: int = MAX_SHOWN) -> Markup:

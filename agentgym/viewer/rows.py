@@ -106,16 +106,16 @@ def row_of(record: Mapping[str, Any], place: Sequence[int], committed: float) ->
         line=line,
         start=start,
         size=size,
-        env=str(item["env"]),
+        env=_storable(item["env"]),
         task_id=int(item["task_id"]),
-        item=f"{item['env']}_{item['task_id']}",
-        split=str(item.get("split", "train")),
-        family=families[-1][:80] if families else "",
+        item=_storable(f"{item['env']}_{item['task_id']}"),
+        split=_storable(item.get("split", "train")),
+        family=_storable(families[-1])[:80] if families else "",
         sample=int(record["sample"]),
         at=step or max(versions, default=0),
         version=max(versions, default=0),
         oldest=min(versions, default=0),
-        status=str(record["status"]),
+        status=_storable(record["status"]),
         success=int(bool(record["success"])),
         reward=None if reward is None else float(reward),
         advantage=sum(advantages) / len(advantages) if advantages else None,
@@ -126,11 +126,11 @@ def row_of(record: Mapping[str, Any], place: Sequence[int], committed: float) ->
         max_turns=int(record["max_turns"]),
         temperature=float(record.get("temperature", 1.0)),
         attempts=int(record.get("num_attempts", 1)),
-        excluded=str(learned.get("excluded", "")),
+        excluded=_storable(learned.get("excluded", "")),
         kept=int(bool(learned.get("logprobs"))),
         began=float(timing.get("began_s") or committed),
         wall=float(timing.get("wall_s", 0.0)),
-        error=str(record.get("error") or "")[:MAX_ERROR],
+        error=_storable(record.get("error") or "")[:MAX_ERROR],
     )
 
 
@@ -143,8 +143,12 @@ def words_of(record: Mapping[str, Any]) -> str:
         room -= len(piece)
         if room <= 0:
             break
-    # a lone surrogate cannot be stored
-    return "\n".join(pieces).encode("utf-8", "replace").decode()
+    return _storable("\n".join(pieces))
+
+
+def _storable(text: object) -> str:
+    """A lone surrogate, which JSON can hold, cannot be stored."""
+    return str(text).encode("utf-8", "replace").decode()
 
 
 def _texts(record: Mapping[str, Any]) -> Iterator[str]:

@@ -40,9 +40,8 @@ def episode(task=0, sample=0, *, actions=("turn left", "move forward"), **change
 
 
 def failed(task=0, sample=0, **changes):
-    return episode(
-        task, sample, status=Status.MAX_TURNS, reward=0.0, success=False, **changes
-    )
+    fields = {"status": Status.MAX_TURNS, "reward": 0.0, "success": False}
+    return episode(task, sample, **{**fields, **changes})
 
 
 KEPT = Learned(logprobs=(-0.5, -1.0, -0.5, -0.5), advantages=(1.0,) * 4, ratios=(1.2, 1, 0.8, 1))

@@ -139,7 +139,7 @@ def test_an_index_that_cannot_be_trusted_is_built_anew(made, harm):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     elif harm == "noise":
         data = bytearray(path.read_bytes())
-        data[: 4096] = bytes(4096)
+        data[:4096] = bytes(4096)
         path.write_bytes(bytes(data))
     else:
         name, value = ("schema", SCHEMA - 1) if harm == "older" else ("root", "/elsewhere")

@@ -365,10 +365,10 @@ def test_a_picture_shows_the_state():
     assert data.startswith(b"\x89PNG")
     grid = json.loads(Image.open(io.BytesIO(data)).text["grid"])
     agent, things = grid["agent"], {(each["x"], each["y"]): each for each in grid["things"]}
-    assert grid["mission"] == "go to the red ball"
+    assert grid["mission"] == "go to the green key"
     assert (agent["x"], agent["y"]) not in things
     assert things[0, 0]["kind"] == "wall"
-    assert {"red ball"} <= {f"{each['color']} {each['kind']}" for each in things.values()}
+    assert {"green key"} <= {f"{each['color']} {each['kind']}" for each in things.values()}
     world.step("turn left")
     turned = json.loads(Image.open(io.BytesIO(world.render()[1])).text["grid"])
     assert turned == {**grid, "agent": {**agent, "direction": (agent["direction"] - 1) % 4}}

@@ -1,0 +1,256 @@
+"""Every page, over HTTP without a browser."""
+
+import html.parser
+import json
+import re
+
+import pytest
+from starlette.testclient import TestClient
+
+from agentgym.types import Learned, Status, Turn
+from agentgym.viewer.app import make_app
+from tests.agentgym.viewer.conftest import HOSTILE, KEPT, SCRIPT, episode, failed
+
+FOLDER = f"stage-1-{'a' * 16}"
+FIRST = f"/e/{FOLDER}.0.t0"
+RESULT = {
+    "policy": {"kind": "weights", "model": HOSTILE.encode("utf-8", "replace").decode()},
+    "protocol": {"name": "p", "envs": [{"env": {"name": "babyai", "options": {}}}]},
+}
+
+
+@pytest.fixture
+def client(view):
+    return TestClient(make_app(view()))
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags, and attributes that could act."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.acting, self.text = set(), [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        for name, value in attributes:
+            if name.startswith("on") or name == "style" or "javascript:" in (value or "").lower():
+                self.acting.append((tag, name, value))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def check(answer, status=200):
+    """The page of an answer, which holds nothing that acts."""
+    assert answer.status_code == status, answer.text[:500]
+    page = Reader(answer.text)
+    assert page.acting == []
+    assert not {"iframe", "object", "embed", "base"} & page.tags
+    assert answer.text.count("<script") == 1  # our own
+    assert not set("\x1b\x07\u202e\u2066\u200b") & set(answer.text)
+    return page
+
+
+@pytest.mark.parametrize("path", ["/", "/episodes", "/training", "/compare", "/decisions", "/play"])
+def test_an_empty_store_has_pages_that_say_what_to_do(client, path):
+    page = check(client.get(path))
+    if path == "/":
+        assert "make pipeline" in page.text
+        assert "agentgym evaluate expert" in page.text
+
+
+def test_hostile_text_is_text_on_every_page(made, view):
+    turn = Turn(HOSTILE, HOSTILE, 0.0, 3, 5, 4, reply=f"think {HOSTILE}", info={HOSTILE: HOSTILE})
+    told = {"family": HOSTILE[:60].encode("utf-8", "replace").decode()}
+    bad = episode(
+        0,
+        turns=(turn, Turn(HOSTILE, HOSTILE, 0.0, 6, 8, 4, info=told)),
+        first_observation=HOSTILE,
+        learned=Learned(excluded=f"why {SCRIPT}"),
+        error=f"{HOSTILE}\nmore",
+    )
+    other = failed(0, 1, first_observation=HOSTILE, error=HOSTILE, learned=KEPT)
+    made.add([bad, other])
+    decision = {"why": SCRIPT, "who": SCRIPT, "at": 1.0, "decision": {"verdict": SCRIPT}}
+    records = {"decision.json": json.dumps(decision).encode()}
+    made.add([], step="promotions", key="d", records=records)
+    for key in "bc":
+        made.add([failed(0, step=0)], step="evaluation", key=key, config=RESULT)
+    client = TestClient(make_app(view()))
+    results = [f"evaluation-{key * 16}" for key in "bc"]
+    for path in (
+        "/",
+        "/episodes",
+        f"/episodes?q={SCRIPT}",
+        "/episodes?item=<script>&family=<script>",
+        FIRST,
+        f"{FIRST}?q=<script>alert&overlay=engine",
+        f"/e/{FOLDER}.0.t1?overlay=ratio",
+        f"{FIRST}/group",
+        f"/beside?e={FIRST[3:]}&e={FOLDER}.0.t1",
+        "/item/babyai_0",
+        "/training",
+        f"/compare?a={results[0]}&b={results[1]}",
+        "/decisions",
+        "/play",
+    ):
+        check(client.get(path))
+    text = check(client.get(FIRST)).text
+    assert SCRIPT in text  # as text
+    assert "\\x1b[31mred" in text
+    assert "user\\u202egnp.exe\\u2066\\u200bhidden" in text
+    for path in (
+        "/e/<script>",
+        "/item/<script>",
+        f"/compare?a={SCRIPT}",
+        f"/training?run={SCRIPT}",
+    ):
+        assert client.get(path).status_code in (400, 404, 410)
+        check(client.get(path), client.get(path).status_code)
+
+
+def test_an_observation_of_5_mb_is_cut_and_whole_at_an_address_of_its_own(made, view):
+    huge = f"{SCRIPT}{'long ' * 1_000_000}end"
+    made.add([episode(0, turns=(Turn("go", huge, 0.0),), input_ids=(), action_mask=())])
+    client = TestClient(make_app(view()))
+    answer = client.get(FIRST)
+    page = check(answer)
+    assert len(answer.text) < 60_000
+    assert f"all {len(huge):,} characters" in page.text
+    whole = client.get(f"{FIRST}/text/1/observation")
+    assert whole.text == huge
+    assert whole.headers["content-type"] == "text/plain; charset=utf-8"
+    assert whole.headers["content-security-policy"] == "sandbox"
+    for path in ("2/observation", "1/error", "0/action", "-1/action"):
+        assert client.get(f"{FIRST}/text/{path}").status_code in (404, 422)
+
+
+def test_an_episode_shows_what_is_recorded_of_it(made, view):
+    made.add([episode(0, learned=KEPT), failed(0, 1, learned=Learned(excluded="cut short"))])
+    client = TestClient(make_app(view()))
+    text = " ".join(check(client.get(f"{FIRST}?overlay=learner")).text.split())
+    assert "optimizer step5" in text
+    assert "8, 4 sampled" in text
+    assert "The darker, the less likely the token was to the learner" in text
+    assert client.get(f"{FIRST}?overlay=learner").text.count('class="t own s1"') == 3
+    other = check(client.get(f"/e/{FOLDER}.0.t1?overlay=ratio")).text
+    assert "Not in the loss: cut short" in other
+    assert "ratio" not in other.split("tokens:")[1].split("draw")[0]  # it is not on record
+
+
+def test_a_list_leads_to_episodes_that_know_their_neighbours(made, view):
+    made.add([episode(0), episode(1), episode(2)])
+    client = TestClient(make_app(view()))
+    link = re.search(r'href="(/e/[^"]+t1\?list=[^"]+)"', client.get("/episodes?sort=item").text)[1]
+    page = client.get(link.replace("&amp;", "&")).text
+    assert re.search(r'href="/e/[^"]+t2[^"]*" rel="prev"', page)
+    assert re.search(r'href="/e/[^"]+t0[^"]*" rel="next"', page)
+
+
+def test_a_long_episode_is_shown_a_hundred_turns_at_a_time(made, view):
+    turns = tuple(Turn(f"act {n}", f"see {n}", 0.0) for n in range(1, 231))
+    made.add([episode(0, turns=turns, input_ids=(), action_mask=())])
+    client = TestClient(make_app(view()))
+    assert "130 more turns" in check(client.get(FIRST)).text
+    last = check(client.get(f"{FIRST}?from=201")).text
+    assert "act 201" in last
+    assert "act 230" in last
+    assert "more turns" not in last
+    assert client.get(f"{FIRST}?from=0").status_code == 400
+
+
+def test_addresses_lead_to_no_file(client):
+    for path in (
+        "/static/../pages.py",
+        "/static/%2e%2e%2fpages.py",
+        "/static/..%2f..%2f..%2fparams.yaml",
+        "/static//etc/passwd",
+        "/e/..%2f..%2fetc/text/0/observation",
+        f"/e/{FOLDER}%2f..%2f..0.t0",
+        "/params.yaml",
+    ):
+        assert client.get(path).status_code == 404
+    assert client.get("/static/view.css").headers["content-type"].startswith("text/css")
+
+
+def test_what_is_gone_damaged_or_unknown_has_a_page_and_a_status(made, view):
+    manifest = made.add([episode(0)])
+    viewer = view()
+    client = TestClient(make_app(viewer))
+    check(client.get(f"/e/{FOLDER}.7.t0"), 410)
+    check(client.get("/nowhere"), 404)
+    digest = manifest.records["trajectories.jsonl.gz"].digest
+    blob = made.folder / "store/steps" / FOLDER / "blobs" / digest
+    data = blob.read_bytes()
+    blob.write_bytes(data[:-1] + b"x")
+    assert "is damaged" in check(client.get(FIRST), 500).text
+    blob.unlink()
+    check(client.get(FIRST), 410)
+    blob.write_bytes(data)
+    check(client.get(FIRST))
+
+
+def test_an_index_that_breaks_under_a_page_is_built_anew(made, view):
+    made.add([episode(n) for n in range(300)])
+    viewer = view()
+    client = TestClient(make_app(viewer))
+    check(client.get("/episodes"))
+    viewer.index.reader.execute("PRAGMA query_only = 0")
+    viewer.index._connect("rw").execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with viewer.index.path.open("r+b") as file:
+        file.truncate(8192)
+    assert client.get("/episodes").status_code == 503
+    viewer.refresh()
+    assert "300" in check(client.get("/episodes")).text
+
+
+def test_decisions_lead_to_the_episodes_that_made_them(made, view):
+    def version(key):
+        return {"number": "1", "evaluation": {"step": "evaluation", "key": key * 64}}
+
+    decision = {
+        "kind": "judged",
+        "candidate": version("c"),
+        "before": version("b"),
+        "why": "better by 10 points",
+        "who": "somebody",
+        "at": 5.0,
+        "number": 3,
+        "decision": {"verdict": "PROMOTE", "rulings": [{"rule": "superior", "verdict": "pass"}]},
+    }
+    made.add(
+        [], step="promotions", key="d", records={"decision.json": json.dumps(decision).encode()}
+    )
+    made.add([], step="promotions", key="e", records={"decision.json": b"[]"})
+    client = TestClient(make_app(view()))
+    page = client.get("/decisions")
+    text = check(page).text
+    assert "PROMOTE" in text
+    assert "better by 10 points" in text
+    assert "superior" in text
+    assert "not readable here" in text
+    link = f"/compare?a=evaluation-{'b' * 16}&amp;b=evaluation-{'c' * 16}"
+    assert f'href="{link}"' in page.text
+
+
+def test_left_out_episodes_are_counted_and_never_a_failure(made, view):
+    made.add([episode(0), failed(1, status=Status.ENV_ERROR, reward=None, error="it broke")])
+    client = TestClient(make_app(view()))
+    page = client.get("/").text
+    assert "100.0 %" in page
+    found = check(client.get("/episodes?status=env_error"))
+    assert "no outcome" in found.text
+
+
+def test_state_tells_that_there_is_news(made, view):
+    made.add([episode(0)])
+    viewer = view()
+    client = TestClient(make_app(viewer))
+    before = client.get("/state").json()
+    assert client.get("/state").json() == before
+    made.add([episode(1)])
+    viewer.refresh()
+    assert client.get("/state").json()["stamp"] != before["stamp"]
+    assert client.get("/healthz").text == "ok"

@@ -1,0 +1,68 @@
+"""A run's training as a whole."""
+
+import pytest
+
+from agentgym.types import Status
+from agentgym.viewer.charts import heat_map, line_chart
+from agentgym.viewer.training import kind_of, training_of
+from tests.agentgym.viewer.conftest import episode, failed
+
+
+@pytest.mark.parametrize(
+    ("won", "kind"),
+    [
+        ((0, 0, 2), "learned"),
+        ((1, 0), "forgotten"),
+        ((0, 1, 0), "forgotten"),
+        ((0, 0), "never solved"),
+        ((1, 2), "always solved"),
+        ((1, 0, 1), "changing"),
+        ((1,), "played once"),
+    ],
+)
+def test_an_item_has_a_kind_by_its_visits(won, kind):
+    assert kind_of([(step, number, 2) for step, number in enumerate(won, 1)]) == kind
+
+
+def test_items_families_and_lengths_are_told_over_steps(made, view):
+    made.add([failed(0, step=1), failed(1, step=1), failed(2, 0, step=1)], key="a")
+    left_out = failed(2, 1, step=2, status=Status.TIMEOUT, reward=None)
+    made.add([episode(0, step=2), failed(1, step=2, actions=("wait",)), left_out], key="a")
+    viewer = view()
+    steps = list(viewer.bodies.steps())
+    told = training_of(viewer.index.reader, steps, {"babyai_0": "/item/babyai_0"})
+    assert told.items["learned"] == ["babyai_0"]
+    assert told.items["never solved"] == ["babyai_1"]
+    assert told.items["played once"] == ["babyai_2"]  # what failed for good does not count
+    assert told.episodes == 5
+    families, items = told.maps
+    assert [row.name for row in families.rows] == ["go"]
+    assert [row.name for row in items.rows] == ["babyai_0", "babyai_1", "babyai_2"]
+    assert items.rows[0].link == "/item/babyai_0"
+    assert [(cell.column, cell.level) for cell in items.rows[0].cells] == [(0, 0), (1, 4)]
+    tables = {chart.title: dict(chart.table) for chart in told.charts}
+    assert tables["success"]["training"] == [("1", "0 %"), ("2", "50 %")]
+    assert tables["how episodes end"]["timeout"] == [("1", "0 %"), ("2", "33.3 %")]
+    assert tables["turns, and the horizon"]["horizon"] == [("1", "4"), ("2", "4")]
+    assert tables["turns, and the horizon"]["turns"] == [("1", "2"), ("2", "1.667")]
+    # step 2 was played by weights 4 in these records: 2 - 1 - 4 updates behind
+    assert tables["staleness: updates behind"]["oldest weights"] == [("1", "-4"), ("2", "-3")]
+
+
+def test_a_chart_places_its_points_within_its_frame():
+    chart = line_chart("success", {"a": [(1, 0.0), (3, 1.0)]}, share=True)
+    assert chart.lines[0].points == "46.0,194.0 548.0,12.0"
+    assert [text for _, text in chart.x_ticks] == ["1", "2", "3"]
+    assert [text for _, text in chart.y_ticks] == ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
+    assert line_chart("nothing", {"a": []}) is None
+    assert line_chart("one", {"a": [(5, 2.0)]}).lines[0].dots[0][2] == "a, step 5: 2"
+
+
+def test_a_heat_map_joins_steps_where_there_are_many():
+    rows = {"a": [(step, step % 2, 1) for step in range(1, 101)]}
+    found = heat_map("success", rows, {}, most_columns=25)
+    assert found.columns[0] == "1-4"
+    assert len(found.columns) == 25
+    assert found.rows[0].cells[0].told == "a, step 1-4: 2 of 4"
+    assert found.rows[0].cells[0].level == 2
+    assert heat_map("nothing", {}, {}) is None
