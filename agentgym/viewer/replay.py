@@ -195,7 +195,7 @@ def _source(name: str) -> str:
 async def replay(episode: Trajectory, env: EnvConfig, endpoints: Sequence[str]) -> Replay:
     """Play an episode's actions on a server. Errors: EnvError, ValueError, TimeoutError."""
     async with asyncio.timeout(LIMIT_S), EnvPools.of([env], {env.name: endpoints}) as pools:
-        await pools.check([env], allow_expert=False)
+        await pools.check([env], allow_expert=True)  # nothing is learned here
         async with pools.session(episode.item, f"view-{uuid.uuid4().hex}") as session:
             differs = _difference(
                 ("first observation", session.observation, episode.first_observation)
