@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions versus columns engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions versus columns engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-pages
 
 install: $(INSTALLED)
 
@@ -151,8 +151,17 @@ site: install  ## the documents and the reference as pages, into .agentgym/site;
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "$(STATE)/site/index.html"
 
-up: install  ## Prefect server, worker and MLflow of this project; ports: make up PREFECT_PORT=4200 MLFLOW_PORT=5000
-	@$(BIN)/python -m services up $(if $(PREFECT_PORT),--prefect-port $(PREFECT_PORT)) $(if $(MLFLOW_PORT),--mlflow-port $(MLFLOW_PORT))
+up: install  ## Prefect server, worker, MLflow and the viewer of this project; ports: make up PREFECT_PORT=4200 MLFLOW_PORT=5000 VIEWER_PORT=7340
+	@$(BIN)/python -m services up $(if $(PREFECT_PORT),--prefect-port $(PREFECT_PORT)) $(if $(MLFLOW_PORT),--mlflow-port $(MLFLOW_PORT)) $(if $(VIEWER_PORT),--viewer-port $(VIEWER_PORT))
+
+view: install  ## what agents did, in a browser: make view ARGS="RUN"
+	@$(BIN)/agentgym view $(ARGS)
+
+viewer-bench: install  ## 100,000 episodes in agentgym view: build, lists, search, memory; a quarter of an hour, writes docs/results/viewer.json
+	@$(BIN)/python benchmarks/viewer.py $(ARGS)
+
+viewer-pages: install  ## every page of agentgym view in Chromium, of real episodes of all five environments; needs Java, writes docs/results/viewer_pages.json and docs/images
+	@$(BIN)/python benchmarks/viewer_pages.py $(ARGS)
 
 down: install  ## end them
 	@$(BIN)/python -m services down

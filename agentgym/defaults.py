@@ -12,6 +12,7 @@ from pathlib import Path
 # of container objects; imports make millions that stay, and by Python's own thresholds a third of
 # their time is spent looking for garbage among them
 COLLECT_AFTER = (100_000, 50, 100)
+VIEWER_PORT = 7340  # of `agentgym view`, where it is free; links that stay name it
 
 
 def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:

@@ -99,8 +99,8 @@ def measure(count: int, folder: Path) -> dict[str, Any]:
         return {
             "episodes": total,
             "commits": len(commits),
-        "mean_turns": round(statistics.mean(map(len, turns)), 1),
-        "mean_tokens": round(statistics.mean(len(each.input_ids) for each in sampled)),
+            "mean_turns": round(statistics.mean(map(len, turns)), 1),
+            "mean_tokens": round(statistics.mean(len(each.input_ids) for each in sampled)),
             "store_mib": round(size / 2**20, 1),
             "index_mib": round(server.index_bytes() / 2**20, 1),
             "build": {

@@ -226,6 +226,7 @@ def summarise(
         "alias": f"{registered['alias']} {sentence(registered)}",
         "report": str(_export_report(cfg, of_kind[Kind.REPORT])),
         "compare": f"{_mlflow():<26} MLflow, run {run}",
+        "see": f"agentgym view {run}",
         "check": f"agentgym audit {run}",
     }
     for title, text in rows.items():

@@ -1,5 +1,5 @@
-"""`make up` and `make down`: the Prefect server, a worker and MLflow of this project, under one
-supervisor (supervisor.py).
+"""`make up` and `make down`: the Prefect server, a worker, MLflow and the viewer of this project,
+under one supervisor (supervisor.py).
 
 All state lies in `.agentgym`; a `prefect.toml` in the project's root points every `prefect` command
 typed there at this server.
@@ -22,6 +22,7 @@ from typing import IO
 
 from agentgym.config import ConfigError
 from agentgym.console.guard import guarded
+from agentgym.defaults import VIEWER_PORT
 from agentgym.deploy.owned import tail
 from agentgym.private import STATE, new_login, private_folder, with_login
 from agentgym.store.lease import process_start
@@ -37,12 +38,17 @@ from services.state import (
     toml_is_ours,
 )
 
-PORTS = {"prefect": 4200, "mlflow": 5000}  # taken where free
+PORTS = {"prefect": 4200, "mlflow": 5000, "viewer": VIEWER_PORT}  # taken where free
 
 STOP_TIMEOUT_S = 60.0
 
 
-def up(state: Path, prefect_port: int | None, mlflow_port: int | None) -> int:
+def up(
+    state: Path,
+    prefect_port: int | None,
+    mlflow_port: int | None,
+    viewer_port: int | None = None,
+) -> int:
     """Start what is not running and say where it is. Result: an exit code."""
     with _alone(state):
         services = running(state)
@@ -55,6 +61,7 @@ def up(state: Path, prefect_port: int | None, mlflow_port: int | None) -> int:
                 wanted = {
                     "prefect": (prefect_port, "PREFECT_PORT"),
                     "mlflow": (mlflow_port, "MLFLOW_PORT"),
+                    "viewer": (viewer_port, "VIEWER_PORT"),
                 }
                 bound = [
                     stack.enter_context(_listener(port, PORTS[name], variable))
@@ -62,7 +69,8 @@ def up(state: Path, prefect_port: int | None, mlflow_port: int | None) -> int:
                 ]
                 process = _start_supervisor(state, [each.fileno() for each in bound])
             print(
-                "starting a Prefect server, a worker and MLflow; half a minute on a quiet machine",
+                "starting a Prefect server, a worker and MLflow, and the pages of what agents did;"
+                " half a minute on a quiet machine",
                 flush=True,
             )
         else:
@@ -113,6 +121,7 @@ def _describe(services: Services) -> int:
         ("prefect", services.prefect),
         ("worker", f"pool {POOL}"),
         ("mlflow", services.mlflow),
+        ("viewer", services.viewer),
     ):
         pid = services.pids.get(name)
         state = (
@@ -131,9 +140,9 @@ def _describe(services: Services) -> int:
     if not toml_is_ours():
         command = f"PREFECT_API_URL=$(python -m services.state api) {command}"
     print(f"{'start':<9}{command}")
-    for address in (services.prefect, services.mlflow):
+    for address in filter(None, (services.prefect, services.mlflow, services.viewer)):
         print(f"{'open':<9}{with_login(address + LOGIN, services.login)}")
-    return 0 if len(services.pids) == 3 else 1
+    return 0 if len(services.pids) == 4 else 1
 
 
 def print_api(state: Path) -> int:
@@ -224,11 +233,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="up | down | status | api | ui")
     start = commands.add_parser(
-        "up", help="start a Prefect server, a worker and MLflow; harmless where they run"
+        "up",
+        help="start a Prefect server, a worker, MLflow and the viewer; harmless where they run",
     )
     start.add_argument("--prefect-port", type=int)
     start.add_argument("--mlflow-port", type=int)
-    start.set_defaults(run=lambda chosen: up(STATE, chosen.prefect_port, chosen.mlflow_port))
+    start.add_argument("--viewer-port", type=int)
+    start.set_defaults(
+        run=lambda chosen: up(STATE, chosen.prefect_port, chosen.mlflow_port, chosen.viewer_port)
+    )
     commands.add_parser("down", help="end them").set_defaults(run=lambda _: down(STATE))
     commands.add_parser("status", help="say what runs").set_defaults(run=lambda _: status(STATE))
     commands.add_parser("api", help="the address of Prefect's API with its login").set_defaults(

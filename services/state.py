@@ -25,11 +25,12 @@ class Services:
     started: str  # tells it from a later process of that pid
     prefect: str  # address; the API is below /api
     mlflow: str
-    login: str = field(default="", repr=False)  # user:password of both, another one at every start
+    login: str = field(default="", repr=False)  # user:password of all, another one at every start
     ready: bool = False  # pools, deployments and automations are there
     # service -> its process; absent while it is down
     pids: dict[str, int] = field(default_factory=dict)
     given_up: tuple[str, ...] = ()  # services that died too often
+    viewer: str = ""  # address of the pages of `agentgym view`
 
     @property
     def api(self) -> str:

@@ -1,5 +1,5 @@
-"""What `make up` starts: one process that runs the Prefect server, a worker and MLflow, brings
-back what dies, and ends them.
+"""What `make up` starts: one process that runs the Prefect server, a worker, MLflow and the viewer,
+brings back what dies, and ends them.
 
 They watch a pipe that only this process holds, so none outlives it.
 """
@@ -26,7 +26,7 @@ from agentgym.console.guard import guarded
 from agentgym.deploy.owned import end_with_owner, owned_process, tail
 from agentgym.private import STATE, new_login, with_login, write_private
 from agentgym.store.lease import process_start
-from services import mlflow_server
+from services import mlflow_server, viewer_server
 from services.overdue import bring_back
 from services.state import (
     POLL_S,
@@ -119,7 +119,47 @@ def server_environment(address: str, login: str) -> dict[str, str]:
     }
 
 
-def supervise(state: Path, prefect_socket: socket.socket, mlflow_socket: socket.socket) -> int:
+def _parts(
+    state: Path,
+    me: Services,
+    env: dict[str, str],
+    sockets: tuple[socket.socket, socket.socket, socket.socket],
+) -> dict[str, Service]:
+    """What is run, none of it started. env: of the server and what speaks to it; sockets: as
+    `supervise` has them.
+    """
+    prefect, mlflow, viewer = sockets
+    prefect_env = {
+        **server_environment(me.prefect, me.login),
+        "PREFECT_UI_STATIC_DIRECTORY": str((state / "prefect/ui").resolve()),
+        "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_CANCELLING_TIMEOUT_SECONDS": "60",
+    }
+    mlflow_command = [sys.executable, "-m", "services.mlflow_server", str(mlflow.fileno())]
+    prefect_command = [
+        sys.executable,
+        "-m",
+        "services.prefect_server",
+        str(prefect.fileno()),
+    ]
+    viewer_command = [sys.executable, "-m", "services.viewer_server", str(viewer.fileno())]
+    parts = {
+        "prefect": (prefect_command, {**env, **prefect_env}, prefect),
+        "mlflow": (mlflow_command, {mlflow_server.LOGIN: me.login}, mlflow),
+        "viewer": (viewer_command, {viewer_server.LOGIN: me.login}, viewer),
+        "worker": ([sys.executable, "-m", "services.supervisor", "worker"], env, None),
+    }
+    return {
+        name: Service(name, command, log_file(state, name), own, bound)
+        for name, (command, own, bound) in parts.items()
+    }
+
+
+def supervise(
+    state: Path,
+    prefect_socket: socket.socket,
+    mlflow_socket: socket.socket,
+    viewer_socket: socket.socket,
+) -> int:
     """Run the services until SIGTERM; the sockets are bound. Result: an exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = process_start(os.getpid())
@@ -128,37 +168,19 @@ def supervise(state: Path, prefect_socket: socket.socket, mlflow_socket: socket.
             "`make up` needs /proc to tell its processes from others; use `prefect server start`"
             " here"
         )
-    prefect, mlflow = (
-        f"http://127.0.0.1:{bound.getsockname()[1]}" for bound in (prefect_socket, mlflow_socket)
+    prefect, mlflow, viewer = (
+        f"http://127.0.0.1:{bound.getsockname()[1]}"
+        for bound in (prefect_socket, mlflow_socket, viewer_socket)
     )
-    me = Services(os.getpid(), started, prefect, mlflow, new_login())
+    me = Services(os.getpid(), started, prefect, mlflow, new_login(), viewer=viewer)
     env = {
         "PWD": str(Path.cwd()),  # prefect.yaml's working directory
         "PREFECT_API_URL": me.api,
         "PREFECT_API_AUTH_STRING": me.login,
         "PREFECT_WORKER_QUERY_SECONDS": "2",  # what a submitted run waits at most
     }
-    prefect_env = {
-        **server_environment(prefect, me.login),
-        "PREFECT_UI_STATIC_DIRECTORY": str((state / "prefect/ui").resolve()),
-        "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_CANCELLING_TIMEOUT_SECONDS": "60",
-    }
-    mlflow_command = [sys.executable, "-m", "services.mlflow_server", str(mlflow_socket.fileno())]
-    prefect_command = [
-        sys.executable,
-        "-m",
-        "services.prefect_server",
-        str(prefect_socket.fileno()),
-    ]
-    parts = {
-        "prefect": (prefect_command, {**env, **prefect_env}, prefect_socket),
-        "mlflow": (mlflow_command, {mlflow_server.LOGIN: me.login}, mlflow_socket),
-        "worker": ([sys.executable, "-m", "services.supervisor", "worker"], env, None),
-    }
-    services = {
-        name: Service(name, command, log_file(state, name), own, bound)
-        for name, (command, own, bound) in parts.items()
-    }
+    bound = (prefect_socket, mlflow_socket, viewer_socket)
+    services = _parts(state, me, env, bound)
     ready = False
 
     def publish() -> None:
@@ -180,8 +202,13 @@ def supervise(state: Path, prefect_socket: socket.socket, mlflow_socket: socket.
         try:
             services["prefect"].keep()
             services["mlflow"].keep()
+            services["viewer"].keep()
             publish()
-            for name, address in (("prefect", f"{me.api}/health"), ("mlflow", f"{mlflow}/health")):
+            for name, address in (
+                ("prefect", f"{me.api}/health"),
+                ("mlflow", f"{mlflow}/health"),
+                ("viewer", f"{viewer}/healthz"),
+            ):
                 _wait_until_healthy(services[name], address, log_file(state, name))
             _set_up(env)
             if toml_is_ours():
@@ -315,9 +342,9 @@ def _worker() -> int:
     return 0
 
 
-def _sockets(descriptors: Sequence[str]) -> tuple[socket.socket, socket.socket]:
-    prefect, mlflow = (socket.socket(fileno=int(descriptor)) for descriptor in descriptors)
-    return prefect, mlflow
+def _sockets(descriptors: Sequence[str]) -> tuple[socket.socket, socket.socket, socket.socket]:
+    prefect, mlflow, viewer = (socket.socket(fileno=int(each)) for each in descriptors)
+    return prefect, mlflow, viewer
 
 
 def main(arguments: Sequence[str]) -> int:

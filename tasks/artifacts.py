@@ -19,18 +19,20 @@ from prefect.artifacts import (
 )
 
 from agentgym.config import RunConfig
+from agentgym.defaults import VIEWER_PORT
 from agentgym.evaluation.passk import FAILED
 from agentgym.pipeline.table import open_store, run_key
 from agentgym.private import STATE
 from agentgym.steps.context import Progress
 from agentgym.steps.step import Outcome
 from agentgym.store.manifest import Manifest
-from agentgym.tracking.deliver import committed_alarms, curve, step_run
+from agentgym.tracking.deliver import committed_alarms, curve, episodes_page, step_run
 from agentgym.tracking.mlflow import LedgerUnavailable
 from services.state import running
 
 logger = logging.getLogger(__name__)
 
+VIEWER = f"http://127.0.0.1:{VIEWER_PORT}"
 EVERY_S = 5.0  # between two updates: each is a request to the server
 LAST_UPDATE_S = 10.0
 
@@ -140,10 +142,20 @@ def _create_table(cfg: RunConfig, outcome: Outcome) -> None:
         key=f"step-{name}",
         description=(
             f"**{outcome.step.title}**: {outcome} · {where} · manifest `{manifest.digest[:12]}` · "
-            f"{manifest.timings.get('wall_s', 0.0):.1f} s"
+            f"{manifest.timings.get('wall_s', 0.0):.1f} s · {_episodes(cfg, name)}"
             + "".join(f"\n\n{alarm}" for alarm in committed_alarms(open_store(cfg), [manifest]))
         ),
     )
+
+
+def _episodes(cfg: RunConfig, step: str) -> str:
+    """Where its episodes are shown."""
+    key, services = run_key(cfg), running(STATE)
+    page = episodes_page(key, step)
+    if services is not None and services.viewer:
+        page = f"{services.viewer}{page.removeprefix(VIEWER)}"
+        return f"[episodes]({page})"
+    return f"[episodes]({page}) (`agentgym view`)"
 
 
 def mlflow_server(cfg: RunConfig) -> str | None:

@@ -12,8 +12,7 @@ from pathlib import Path
 from agentgym.commands.parser import Commands
 from agentgym.config import ConfigError, RunConfig
 from agentgym.console.guard import say
-
-PORT = 7340
+from agentgym.defaults import VIEWER_PORT as PORT
 
 
 def add(commands: Commands) -> None:

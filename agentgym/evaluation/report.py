@@ -364,7 +364,11 @@ def episodes_html(episodes: Sequence[EpisodeExample]) -> str:
     if not episodes:
         return ""
     shown = "".join(_episode(episode, number == 0) for number, episode in enumerate(episodes))
-    return f"<section><h2>Episodes</h2>{shown}</section>"
+    more = (
+        "<p class='meta'>All of them, turn by turn and token by token:"
+        " <code>agentgym view</code></p>"
+    )
+    return f"<section><h2>Episodes</h2>{shown}{more}</section>"
 
 
 def _episode(episode: EpisodeExample, is_open: bool) -> str:

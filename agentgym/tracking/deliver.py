@@ -13,6 +13,7 @@ from pathlib import Path
 
 from agentgym.config import RunConfig
 from agentgym.data.trajectories import input_digest
+from agentgym.defaults import VIEWER_PORT
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.alarms import Alarm, begun, raised
@@ -89,9 +90,16 @@ def parent_run(cfg: RunConfig, run_key: str) -> str:
         "horizon": ",".join(map(str, cfg.horizon.max_turns)),
         "seed": str(cfg.seed),
         "data.sha256": input_digest(cfg),
+        "episodes": episodes_page(run_key),
     }
     title = f"{cfg.algorithm.recipe} {'>'.join(map(str, cfg.horizon.max_turns))} seed {cfg.seed}"
     return tracker_of(cfg).parent_run(run_key, params=cfg.semantic(), tags=tags, title=title)
+
+
+def episodes_page(run_key: str, step: str = "") -> str:
+    """Where `agentgym view` and `make up` show what was played in a run, or in a step of it."""
+    stage = f"&stage={step}" if step else ""
+    return f"http://127.0.0.1:{VIEWER_PORT}/episodes?run=r{run_key[:12]}{stage}"
 
 
 def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) -> str:

@@ -53,7 +53,6 @@ class Pages:
     def render(self, template: str, **told: Any) -> str:
         return _environment().get_template(template).render(**self._everywhere, **told)
 
-
     @staticmethod
     def prepare() -> None:
         """Compile the templates now, so that no first page waits for it."""

@@ -1,0 +1,34 @@
+"""The pages of `agentgym view` behind our gate, as a process of `make up`: those of the runs that
+the project's own parameter file leads to.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from agentgym.config import RunConfig, load_config
+from services.gate import Gate, serve
+
+LOGIN = "AGENTGYM_VIEWER_LOGIN"  # environment variable: user:password
+PARAMS = Path("params.yaml")
+
+
+def main(descriptor: int) -> None:
+    """Until SIGTERM, or until the owner is gone."""
+    from agentgym.viewer.app import make_app
+    from agentgym.viewer.guard import LOOPBACK, Guard
+    from agentgym.viewer.viewer import Viewer
+
+    bound = socket.socket(fileno=descriptor)
+    cfg = load_config(PARAMS) if PARAMS.is_file() else RunConfig()
+    with Viewer.open(cfg) as viewer:
+        guarded = Guard(make_app(viewer), LOOPBACK, bound.getsockname()[1])
+        gate = Gate(guarded, os.environ.pop(LOGIN), open_paths=("/healthz",), sockets=False)
+        serve(gate, bound)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
