@@ -134,9 +134,9 @@ class Server:
         self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        found = re.search(r"(http://\S+?)/\?token=(\S+)", line)
+        found = re.search(r"http://agentgym:(\S+)@(\S+)/login", line)
         assert found is not None, line
-        self._address, self._token = found[1], found[2]
+        self._token, self._address = found[1], f"http://{found[2]}"
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -161,7 +161,6 @@ class Walk:
             "console",
             lambda said: self.errors.append(said.text) if said.type == "error" else None,
         )
-        self.page.goto(f"{self.base}/?token={TOKEN}")
 
     def go(self, path: str) -> None:
         """Errors: AssertionError where it is no page."""
@@ -194,7 +193,9 @@ def looked_at(viewer: Viewer, base: str, images: Path) -> dict[str, Any]:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
         for name, (width, height, scheme) in VARIANTS.items():
             context = browser.new_context(
-                viewport={"width": width, "height": height}, color_scheme=scheme
+                viewport={"width": width, "height": height},
+                color_scheme=scheme,
+                http_credentials={"username": "agentgym", "password": TOKEN},
             )
             walk = Walk(context.new_page(), base)
             for shown, path in addresses(viewer).items():

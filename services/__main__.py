@@ -26,7 +26,8 @@ from agentgym.defaults import VIEWER_PORT
 from agentgym.deploy.owned import tail
 from agentgym.private import STATE, new_login, private_folder, with_login
 from agentgym.store.lease import process_start
-from services.gate import LOGIN, listener, serve
+from agentgym.viewer.guard import LOGIN
+from services.gate import listener, serve
 from services.state import (
     POLL_S,
     POOL,

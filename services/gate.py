@@ -19,8 +19,8 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentgym.deploy.owned import end_with_owner
+from agentgym.viewer.guard import LOGIN, is_foreign
 
-LOGIN = "/login"  # where a link with the login in it leads: it goes on to / without it
 _LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
 _FRAMED = (b"x-frame-options", b"SAMEORIGIN")
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="agentgym", charset="UTF-8"'}
@@ -66,7 +66,7 @@ class Gate:
         if scope["type"] == "websocket":
             # no page of ours opens one, so whatever has an origin is somebody else's page
             return PlainTextResponse("", 403) if "origin" in headers or not self._sockets else None
-        if _is_foreign(scope["method"], headers, f"http://{host[0]}"):
+        if is_foreign(scope["method"], headers, f"http://{host[0]}"):
             return PlainTextResponse("a page of another origin has no business here\n", 403)
         if scope["method"] == "GET" and scope["path"] in self._open:
             return None
@@ -97,21 +97,6 @@ class Gate:
             return message
 
         return completed
-
-
-def _is_foreign(method: str, headers: Headers, own: str) -> bool:
-    """Did a browser send this for a page that is not ours; a link that a person follows is
-    theirs wherever it stood.
-    """
-    if any(origin != own for origin in headers.getlist("origin")):
-        return True
-    if headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
-        return False
-    return not (
-        method == "GET"
-        and headers.get("sec-fetch-mode") == "navigate"
-        and headers.get("sec-fetch-dest") == "document"
-    )
 
 
 def _unframed(send: Send) -> Send:

@@ -85,8 +85,9 @@ def _take_away(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _serve(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     import uvicorn
 
+    from agentgym.private import USER, with_login
     from agentgym.viewer.app import make_app
-    from agentgym.viewer.guard import LOOPBACK, Guard
+    from agentgym.viewer.guard import LOGIN, LOOPBACK, Guard
     from agentgym.viewer.viewer import FOLDER, Viewer
 
     token = own_token(cfg.state_dir / FOLDER)
@@ -95,7 +96,9 @@ def _serve(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         with Viewer.open(cfg, tuple(arguments.runs)) as viewer:
             app = Guard(make_app(viewer), {*LOOPBACK, host, *arguments.name}, port, token)
             shown = arguments.name[0] if arguments.name else host
-            say(f"agentgym view: http://{shown}:{port}/?token={token}  (Ctrl-C ends it)")
+            page = with_login(f"http://{shown}:{port}{LOGIN}", f"{USER}:{token}")
+            # straight away, for whoever reads it through a pipe
+            print(f"agentgym view: {page}  (Ctrl-C ends it)", flush=True)
             config = uvicorn.Config(
                 app, log_level="warning", proxy_headers=False, server_header=False, ws="none"
             )

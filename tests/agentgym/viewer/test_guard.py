@@ -69,17 +69,17 @@ def test_every_answer_says_what_a_browser_may_do():
         assert answer.headers["referrer-policy"] == "no-referrer"
 
 
-def test_a_token_is_asked_for_and_the_address_with_it_gives_a_cookie():
+def test_the_login_is_asked_for_and_no_cookie_is_set():
     asked = client(TOKEN)
-    assert asked.get("/").status_code == 401
-    assert asked.get("/?token=wrong").status_code == 401
+    answer = asked.get("/")
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"].startswith("Basic ")
+    assert asked.get("/", auth=("agentgym", "wrong")).status_code == 401
+    assert asked.get("/", auth=("somebody", TOKEN)).status_code == 401
     assert asked.get("/", headers={"Authorization": "Bearer wrong"}).status_code == 401
     assert asked.get("/", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
-    answer = asked.get(f"/?token={TOKEN}")
+    assert asked.get("/login").status_code == 401
+    answer = asked.get("/login", auth=("agentgym", TOKEN))
     assert answer.status_code == 303
     assert answer.headers["location"] == "http://127.0.0.1:7340/"
-    cookie = answer.headers["set-cookie"]
-    assert "HttpOnly" in cookie
-    assert "SameSite=lax" in cookie
-    assert asked.get("/").status_code == 200  # the client keeps cookies
-    assert client(TOKEN).get("/", headers={"Cookie": "agentgym_view_7340=x"}).status_code == 401
+    assert "set-cookie" not in answer.headers
