@@ -38,7 +38,7 @@ from agentgym.viewer.query import Query  # noqa: E402
 from agentgym.viewer.viewer import Viewer  # noqa: E402
 
 OUT, IMAGES = ROOT / "docs/results/viewer_pages.json", ROOT / "docs/images"
-ENVS = ("babyai", "textcraft", "sciworld", "searchqa", "webarena")
+ENVS = ("babyai", "textcraft", "searchqa", "webarena", "sciworld")
 TASKS = 3  # of each environment
 TURNS = 30
 TOKEN = "of-these-pages"  # noqa: S105
@@ -63,7 +63,8 @@ def main() -> int:
             ROOT / "params.yaml",
             [
                 f"store.path={folder.resolve() / 'store'}",
-                "evaluation.num_items=96",
+                "evaluation.num_items=32",
+                "horizon.stage_steps=[5,5,6]",
                 "evaluation.num_samples=2",
                 "evaluation.k=[1,2]",
             ],
@@ -83,11 +84,12 @@ def main() -> int:
 
 
 def make_runs(cfg: RunConfig) -> None:
-    """What is done already is not done again."""
+    """A training and ten evaluations; what is done already is not done again."""
     from agentgym.evaluation.request import EvaluationRequest
     from agentgym.pipeline.evaluation import evaluate_policy
     from agentgym.pipeline.run import run_with_parents
 
+    run_with_parents("report", cfg)
     for env in ENVS:
         ids = [f"{env}_{task}" for task in range(1, TASKS + 1)]
         changes = {
@@ -104,7 +106,6 @@ def make_runs(cfg: RunConfig) -> None:
                 {"policy": policy, "envs": (env,), "changes": changes}
             )
             evaluate_policy(own, request)
-    run_with_parents("report", cfg)
 
 
 @contextlib.contextmanager

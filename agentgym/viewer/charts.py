@@ -84,7 +84,6 @@ class HeatRow:
     """A row of a heat map."""
 
     name: str
-    link: str
     cells: list[Cell]
 
 
@@ -111,7 +110,6 @@ Share = tuple[int, int, int]  # step, successes, episodes
 def heat_map(
     title: str,
     rows: Mapping[str, Sequence[Share]],
-    links: Mapping[str, str],
     *,
     most_columns: int = 48,
 ) -> HeatMap | None:
@@ -138,7 +136,7 @@ def heat_map(
             for place, (won, num) in enumerate(sums)
             if num
         ]
-        found.append(HeatRow(name, links.get(name, ""), cells))
+        found.append(HeatRow(name, cells))
     return HeatMap(title, found, columns)
 
 

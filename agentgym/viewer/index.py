@@ -39,6 +39,8 @@ SORTS = {
     "version": "version",
 }
 FACET_COLUMNS = ("step_id", "env", "split", "family", "status", "success", "excluded", "kept")
+# what else lists choose by: with these, they are counted from one index alone
+RANGE_COLUMNS = ("reward", "advantage", "turns", "tokens", "at", "version", "seq", "sample")
 
 _TABLES = f"""
 CREATE TABLE meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -60,7 +62,7 @@ CREATE TABLE episodes(
 );
 CREATE UNIQUE INDEX by_place ON episodes(step_id, seq, file, line);
 CREATE INDEX by_item ON episodes(item, step_id, seq, sample);
-CREATE INDEX by_facet ON episodes({", ".join(FACET_COLUMNS)});
+CREATE INDEX by_facet ON episodes({", ".join([*FACET_COLUMNS, *RANGE_COLUMNS])});
 {"".join(f"CREATE INDEX sort_{name} ON episodes({key}, id);" for name, key in SORTS.items())}
 CREATE VIRTUAL TABLE words USING fts5(text, content='', columnsize=0);
 """

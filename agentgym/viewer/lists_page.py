@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +11,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
 
 from agentgym.viewer.bodies import address_of
+from agentgym.viewer.index import RANGE_COLUMNS
 from agentgym.viewer.pages import Pages
-from agentgym.viewer.query import RANGES, Query
+from agentgym.viewer.query import Query
 from agentgym.viewer.servers import config_of
 from agentgym.viewer.viewer import Viewer
 
@@ -75,13 +76,13 @@ def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         ]
         if viewer.failure:
             problems.insert(0, {"where": "the store", "said": viewer.failure})
-        (total,) = reader.execute("SELECT count(*) FROM episodes").fetchone()
+        counted = viewer.lists.counts()
         page = pages.render(
             "home.html",
-            runs=run_rows(reader, steps, viewer.runs),
+            runs=run_rows(reader, steps, counted, viewer.runs),
             problems=problems,
             gone=[row for row in steps.values() if row["gone"]],
-            total=f"{total:,}",
+            total=f"{sum(row[-1] for row in counted):,}",
             indexing=viewer.indexing is not None,
             root=viewer.root,
             stamp=viewer.index.stamp,
@@ -98,13 +99,13 @@ def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 def list_page(viewer: Viewer, query: Query) -> dict[str, Any]:
     """What a page of episodes shows."""
     page = viewer.lists.page(query)
-    own = ("q", "item", *RANGES, "after", "before")
+    own = ("q", "item", *RANGE_COLUMNS, "after", "before")
     return {
         "page": page,
         "query": query,
         "words": query.words,
         "columns": COLUMNS,
-        "ranges": list(RANGES),
+        "ranges": list(RANGE_COLUMNS),
         "kept": [pair for pair in query.pairs() if pair[0] not in own],
         "steps": viewer.bodies.steps(),
         "address_of": address_of,
@@ -118,18 +119,16 @@ def list_page(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 
 def run_rows(
-    reader: sqlite3.Connection, steps: Mapping[int, sqlite3.Row], only: tuple[str, ...]
+    reader: sqlite3.Connection,
+    steps: Mapping[int, sqlite3.Row],
+    counted: Sequence[tuple[Any, ...]],
+    only: tuple[str, ...],
 ) -> list[RunRow]:
-    """Runs, the newest first. only: beginnings of names; empty: all."""
+    """Runs, the newest first. counted: as `Lists.counts`; only: beginnings of names; empty: all."""
     counts: dict[int, list[tuple[str, int, int, int]]] = {}
-    for row in reader.execute(
-        "SELECT step_id, env, status, sum(success) AS won, count(*) AS n FROM episodes"
-        " GROUP BY step_id, env, status"
-    ):
-        left_out = row["n"] if row["status"] in LEFT_OUT else 0
-        counts.setdefault(row["step_id"], []).append(
-            (row["env"], row["n"], row["won"] or 0, left_out)
-        )
+    for step_id, env, _, _, status, success, _, _, n in counted:
+        left_out = n if status in LEFT_OUT else 0
+        counts.setdefault(step_id, []).append((env, n, n * success, left_out))
     members: dict[str, list[int]] = {}
     for row in reader.execute("SELECT run, step_id FROM run_steps"):
         members.setdefault(row["run"], []).append(row["step_id"])
@@ -142,7 +141,7 @@ def run_rows(
         if not told:  # nothing was played in it
             continue
         episodes, left_out = sum(each[1] for each in told), sum(each[3] for each in told)
-        counted = episodes - left_out
+        valid = episodes - left_out
         found.append(
             RunRow(
                 row["name"],
@@ -151,7 +150,7 @@ def run_rows(
                 bool(row["done"]),
                 sorted({each[0] for each in told}),
                 episodes,
-                sum(each[2] for each in told) / counted if counted else None,
+                sum(each[2] for each in told) / valid if valid else None,
                 left_out,
                 [
                     StepRow(

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from urllib.parse import urlencode
 
-from agentgym.viewer.index import FACET_COLUMNS, SORTS, Index
+from agentgym.viewer.index import FACET_COLUMNS, RANGE_COLUMNS, SORTS, Index
 
 PAGE = 50  # episodes
-MOST_MATCHES = 20_000  # of a search are counted by facet; more are said to be more
+MOST_MATCHES = 10_000  # of a search are counted by facet; more are said to be more
 MAX_WORDS, MAX_VALUE = 400, 200  # characters
 # facet -> its column; `run` and `stage` go through the step
 FACETS = {
@@ -28,16 +28,7 @@ FACETS = {
     "excluded": "excluded",
     "tokens_kept": "kept",
 }
-RANGES = {
-    "reward": "reward",
-    "advantage": "advantage",
-    "turns": "turns",
-    "tokens": "tokens",
-    "at": "at",
-    "version": "version",
-    "seq": "seq",
-    "sample": "sample",
-}
+FEW = 3_000  # episodes that are sorted; of more, the first in order are looked for
 _NUMBER = r"-?\d+(?:\.\d+)?"
 _RANGE = re.compile(rf"(?P<low>{_NUMBER})?(?P<to>\.\.)?(?P<high>{_NUMBER})?")
 _AFTER = re.compile(r"(?P<value>[^~]{0,300})~(?P<id>\d{1,15})", re.DOTALL)
@@ -72,7 +63,7 @@ class Query:
                 facets[name] = (*facets.get(name, ()), value[:MAX_VALUE])
             elif value:
                 single[name] = value
-        ranges = {name: single[name] for name in RANGES if name in single}
+        ranges = {name: single[name] for name in RANGE_COLUMNS if name in single}
         for name, value in ranges.items():
             _bounds(name, value)
         sort = single.get("sort", "began")
@@ -194,7 +185,8 @@ class Lists:
         steps = self._steps(reader)
         counted, is_more = self._counts(reader, query)
         facets, total = _facets(query, counted, steps)
-        rows = _rows(reader, query, steps, size + 1)
+        few = total < FEW and not is_more
+        rows = _rows(reader, query, steps, size + 1, few=few)
         more, back = len(rows) > size, bool(query.before)
         rows = rows[:size]
         if back:
@@ -210,6 +202,10 @@ class Lists:
             _key(query, rows[0]) if preceding else "",
         )
 
+    def counts(self) -> list[tuple[Any, ...]]:
+        """Values of FACET_COLUMNS, and how many episodes have them."""
+        return self._counts(self._index.reader, Query())[0]
+
     def all(self, query: Query, most: int) -> list[sqlite3.Row]:
         """Every episode of a query up to so many, in order. Errors: BadQuery."""
         reader = self._index.reader
@@ -219,9 +215,10 @@ class Lists:
         """(before, after) a row in the list of a query."""
         reader = self._index.reader
         steps, key = self._steps(reader), _key(query, row)
+        whole = replace(query, after="", before="")
         found = [
-            _rows(reader, replace(query, after="", before=""), steps, 1, **{end: key})
-            for end in ("before", "after")
+            _rows(reader, whole, steps, 1, before=key),
+            _rows(reader, whole, steps, 1, after=key),
         ]
         return tuple(rows[0] if rows else None for rows in found)
 
@@ -247,7 +244,7 @@ class Lists:
             where, values = _where(query, {}, facets=False)
             columns, source = ", ".join(FACET_COLUMNS), "episodes"
             if query.words:
-                source = f"(SELECT * FROM episodes{where} LIMIT {MOST_MATCHES})"
+                source = f"(SELECT {columns} FROM episodes{where} LIMIT {MOST_MATCHES})"
                 where = ""
             sql = f"SELECT {columns}, count(*) FROM {source}{where} GROUP BY {columns}"
             self._counted[asked] = [tuple(row) for row in reader.execute(sql, values)]
@@ -311,7 +308,7 @@ def _where(
     for name, text in query.ranges.items():
         for sign, bound in zip((">=", "<="), _bounds(name, text), strict=True):
             if bound is not None:
-                conditions.append(f"{RANGES[name]} {sign} ?")
+                conditions.append(f"{name} {sign} ?")
                 values.append(bound)
     if query.item:
         conditions.append("item = ?")
@@ -333,11 +330,17 @@ def _rows(
     *,
     after: str = "",
     before: str = "",
+    few: bool = False,
 ) -> list[sqlite3.Row]:
-    """From the given end; of `before`, the nearest first."""
+    """From the given end; of `before`, the nearest first. few: so few fit that all are sorted."""
     after, before = after or query.after, before or query.before
     key, up = SORTS[query.sort], query.up != bool(before)
     where, values = _where(query, steps)
+    source = f"episodes INDEXED BY sort_{query.sort}"
+    if few or query.item:  # a plus hides a column's index from the planner
+        index = "" if query.item or query.words else " INDEXED BY by_facet"
+        where = f" WHERE id IN (SELECT id FROM episodes{index}{where})"
+        source, key = "episodes", f"+{key}"
     if text := before or after:
         found = _AFTER.fullmatch(text)
         assert found is not None
@@ -346,7 +349,7 @@ def _rows(
         values += [_number(query.sort, found["value"]), int(found["id"])]
     way = "ASC" if up else "DESC"
     sql = (
-        f"SELECT episodes.*, {key} AS sorted_by FROM episodes{where}"
+        f"SELECT episodes.*, {key} AS sorted_by FROM {source}{where}"
         f" ORDER BY {key} {way}, id {way} LIMIT ?"
     )
     return reader.execute(sql, [*values, limit]).fetchall()

@@ -15,7 +15,6 @@ from agentgym.store.runstore import BlobMissing, DigestMismatch
 from agentgym.viewer.beside import MOST, attempts_of, beside, group_of, results, versus
 from agentgym.viewer.bodies import Found, Gone
 from agentgym.viewer.episode_page import address_in
-from agentgym.viewer.links import Served
 from agentgym.viewer.pages import Pages
 from agentgym.viewer.query import BadQuery
 from agentgym.viewer.rows import DECISION
@@ -203,20 +202,10 @@ def _trained(viewer: Viewer, run: str) -> dict[str, Any]:
         for row in reader.execute("SELECT step_id FROM run_steps WHERE run = ?", (run,))
     ]
     under_way = reader.execute("SELECT done FROM runs WHERE name = ?", (run,)).fetchone()
-    links = Served()
-    items = [
-        row["item"]
-        for row in reader.execute(
-            f"SELECT DISTINCT item FROM episodes WHERE step_id IN ({', '.join('?' * len(whole))})",
-            whole,
-        )
-    ]
     return {
         "runs": list(members),
         "run": run,
-        "told": training_of(reader, whole, {each: links.item(each) for each in items})
-        if run
-        else None,
+        "told": viewer.once(f"training {run}", lambda: training_of(reader, whole)) if run else None,
         "kinds": KINDS,
         "under_way": under_way is not None and not under_way["done"],
         "stamp": viewer.index.stamp,

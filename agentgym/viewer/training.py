@@ -5,7 +5,7 @@ episodes changed.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentgym.viewer.charts import Chart, HeatMap, Share, heat_map, line_chart
@@ -32,10 +32,8 @@ class Training:
     episodes: int
 
 
-def training_of(
-    reader: sqlite3.Connection, step_ids: Sequence[int], links: Mapping[str, str] | None = None
-) -> Training:
-    """Of the steps of a run. links: item -> its page."""
+def training_of(reader: sqlite3.Connection, step_ids: Sequence[int]) -> Training:
+    """Of the steps of a run."""
     marks = ", ".join("?" * len(step_ids))
     where = f"step_id IN ({marks}) AND file = 0 AND at >= 1"
     train = f"{where} AND split = 'train' AND temperature > 0"
@@ -53,8 +51,8 @@ def training_of(
     families = dict(sorted(by_family.items())[:MOST_FAMILIES])
     rows = {item: by_item[item] for item in sorted(often, key=lambda item: (order[item], item))}
     maps = [
-        heat_map("success by family", families, {}) if set(by_family) - {""} else None,
-        heat_map("success by item", rows, links or {}),
+        heat_map("success by family", families) if set(by_family) - {""} else None,
+        heat_map("success by item", rows),
     ]
     return Training(
         kinds,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from agentgym.config import RunConfig
 from agentgym.pipeline.table import open_store
@@ -22,6 +23,8 @@ from agentgym.viewer.servers import Servers
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+MOST_MADE = 16  # results that are kept
 FOLDER = "viewer"  # of the state folder
 POLL_S, POLL_S3_S = 2.0, 20.0  # between two looks at the store
 
@@ -40,6 +43,7 @@ class Viewer:
     runs: tuple[str, ...] = ()  # that alone are shown at first; empty: all
     indexing: int | None = 0  # episodes read so far in the first look; None: it is over
     failure: str = ""  # of the last look
+    _made: dict[str, tuple[str, Any]] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -80,6 +84,16 @@ class Viewer:
                 logger.warning("%s; it is built anew", error)
                 self.index.remake()
         raise AssertionError
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What was made under this name, as long as the index has not changed."""
+        stamp = self.index.stamp
+        kept = self._made.get(name)
+        if kept is None or kept[0] != stamp:
+            if len(self._made) >= MOST_MADE:
+                self._made.clear()
+            kept = self._made[name] = (stamp, make())
+        return kept[1]
 
     def _count(self, episodes: int) -> None:
         if self.indexing is not None:

@@ -30,7 +30,7 @@ def test_items_families_and_lengths_are_told_over_steps(made, view):
     made.add([episode(0, step=2), failed(1, step=2, actions=("wait",)), left_out], key="a")
     viewer = view()
     steps = list(viewer.bodies.steps())
-    told = training_of(viewer.index.reader, steps, {"babyai_0": "/item/babyai_0"})
+    told = training_of(viewer.index.reader, steps)
     assert told.items["learned"] == ["babyai_0"]
     assert told.items["never solved"] == ["babyai_1"]
     assert told.items["played once"] == ["babyai_2"]  # what failed for good does not count
@@ -38,7 +38,6 @@ def test_items_families_and_lengths_are_told_over_steps(made, view):
     families, items = told.maps
     assert [row.name for row in families.rows] == ["go"]
     assert [row.name for row in items.rows] == ["babyai_0", "babyai_1", "babyai_2"]
-    assert items.rows[0].link == "/item/babyai_0"
     assert [(cell.column, cell.level) for cell in items.rows[0].cells] == [(0, 0), (1, 4)]
     tables = {chart.title: dict(chart.table) for chart in told.charts}
     assert tables["success"]["training"] == [("1", "0 %"), ("2", "50 %")]
@@ -60,9 +59,9 @@ def test_a_chart_places_its_points_within_its_frame():
 
 def test_a_heat_map_joins_steps_where_there_are_many():
     rows = {"a": [(step, step % 2, 1) for step in range(1, 101)]}
-    found = heat_map("success", rows, {}, most_columns=25)
+    found = heat_map("success", rows, most_columns=25)
     assert found.columns[0] == "1-4"
     assert len(found.columns) == 25
     assert found.rows[0].cells[0].told == "a, step 1-4: 2 of 4"
     assert found.rows[0].cells[0].level == 2
-    assert heat_map("nothing", {}, {}) is None
+    assert heat_map("nothing", {}) is None
