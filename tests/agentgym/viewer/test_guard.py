@@ -66,7 +66,7 @@ def test_every_answer_says_what_a_browser_may_do():
         assert "frame-ancestors 'none'" in policy
         assert "unsafe" not in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["referrer-policy"] == "same-origin"
 
 
 def test_the_login_is_asked_for_and_no_cookie_is_set():
