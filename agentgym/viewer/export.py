@@ -18,9 +18,10 @@ from agentgym.store.runstore import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import address_of
 from agentgym.viewer.episode_page import MAX_TURNS, episode_page
 from agentgym.viewer.links import Bundled
+from agentgym.viewer.lists import Lists, Page
 from agentgym.viewer.lists_page import list_page
 from agentgym.viewer.pages import FOLDER, STATIC, Pages
-from agentgym.viewer.query import Lists, Page, Query
+from agentgym.viewer.query import Query
 from agentgym.viewer.viewer import Viewer
 
 MOST_LINES = 1_000_000  # episodes of an export

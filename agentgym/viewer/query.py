@@ -1,20 +1,15 @@
-"""What a list of episodes shows: everything that was chosen is in the address, as text, and goes
-into SQL as parameters alone.
-"""
+"""What a list of episodes shows: everything that was chosen is in the address, as text."""
 
 from __future__ import annotations
 
 import re
-import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from urllib.parse import urlencode
 
-from agentgym.viewer.index import FACET_COLUMNS, RANGE_COLUMNS, SORTS, Index
+from agentgym.viewer.index import RANGE_COLUMNS, SORTS
 
-PAGE = 50  # episodes
-MOST_MATCHES = 10_000  # of a search are counted by facet; more are said to be more
 MAX_WORDS, MAX_VALUE = 400, 200  # characters
 # facet -> its column; `run` and `stage` go through the step
 FACETS = {
@@ -28,10 +23,9 @@ FACETS = {
     "excluded": "excluded",
     "tokens_kept": "kept",
 }
-FEW = 3_000  # episodes that are sorted; of more, the first in order are looked for
 _NUMBER = r"-?\d+(?:\.\d+)?"
 _RANGE = re.compile(rf"(?P<low>{_NUMBER})?(?P<to>\.\.)?(?P<high>{_NUMBER})?")
-_AFTER = re.compile(r"(?P<value>[^~]{0,300})~(?P<id>\d{1,15})", re.DOTALL)
+AFTER = re.compile(r"(?P<value>[^~]{0,300})~(?P<id>\d{1,15})", re.DOTALL)
 
 
 class BadQuery(ValueError):
@@ -65,12 +59,12 @@ class Query:
                 single[name] = value
         ranges = {name: single[name] for name in RANGE_COLUMNS if name in single}
         for name, value in ranges.items():
-            _bounds(name, value)
+            bounds(name, value)
         sort = single.get("sort", "began")
         if sort not in SORTS:
             raise BadQuery(f"sort {sort[:40]!r} is none of {', '.join(SORTS)}")
         for name in ("after", "before"):
-            if name in single and not _AFTER.fullmatch(single[name]):
+            if name in single and not AFTER.fullmatch(single[name]):
                 raise BadQuery(
                     f"{name} {single[name][:40]!r} names no row; begin at the first page"
                 )
@@ -126,7 +120,7 @@ class Query:
         return not (self.ranges or self.item or self.words)
 
 
-def _bounds(name: str, text: str) -> tuple[float | None, float | None]:
+def bounds(name: str, text: str) -> tuple[float | None, float | None]:
     found = _RANGE.fullmatch(text)
     if not found or not (found["low"] or found["high"]) or (found["high"] and not found["to"]):
         raise BadQuery(
@@ -148,227 +142,3 @@ def match_of(words: str) -> str:
             quoted = (phrase.rstrip("*") if prefix else phrase).replace('"', '""')
             terms.append(f'"{quoted}"*' if prefix else f'"{quoted}"')
     return " ".join(terms)
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """One value of a facet."""
-
-    name: str
-    count: int
-    chosen: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A page of episodes."""
-
-    rows: list[sqlite3.Row]
-    facets: dict[str, list[Value]]
-    total: int
-    is_more: bool  # the total is at least that
-    following: str = ""  # Query.after of the next page; empty: there is none
-    preceding: str = ""  # Query.before of the previous one
-
-
-class Lists:
-    """Pages of an index."""
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._counted: dict[str, list[tuple[Any, ...]]] = {}
-        self._stamp = ""
-
-    def page(self, query: Query, size: int = PAGE) -> Page:
-        """Errors: BadQuery, IndexDamaged."""
-        reader = self._index.reader
-        steps = self._steps(reader)
-        counted, is_more = self._counts(reader, query)
-        facets, total = _facets(query, counted, steps)
-        few = total < FEW and not is_more
-        rows = _rows(reader, query, steps, size + 1, few=few)
-        more, back = len(rows) > size, bool(query.before)
-        rows = rows[:size]
-        if back:
-            rows.reverse()
-        following = rows and (back or more)
-        preceding = rows and (query.after or (back and more))
-        return Page(
-            rows,
-            facets,
-            total,
-            is_more,
-            _key(query, rows[-1]) if following else "",
-            _key(query, rows[0]) if preceding else "",
-        )
-
-    def counts(self) -> list[tuple[Any, ...]]:
-        """Values of FACET_COLUMNS, and how many episodes have them."""
-        return self._counts(self._index.reader, Query())[0]
-
-    def all(self, query: Query, most: int) -> list[sqlite3.Row]:
-        """Every episode of a query up to so many, in order. Errors: BadQuery."""
-        reader = self._index.reader
-        return _rows(reader, query.first(), self._steps(reader), most)
-
-    def neighbours(self, query: Query, row: sqlite3.Row) -> tuple[sqlite3.Row | None, ...]:
-        """(before, after) a row in the list of a query."""
-        reader = self._index.reader
-        steps, key = self._steps(reader), _key(query, row)
-        whole = replace(query, after="", before="")
-        found = [
-            _rows(reader, whole, steps, 1, before=key),
-            _rows(reader, whole, steps, 1, after=key),
-        ]
-        return tuple(rows[0] if rows else None for rows in found)
-
-    def _steps(self, reader: sqlite3.Connection) -> dict[int, tuple[str, tuple[str, ...]]]:
-        """Step -> (its name, its runs)."""
-        names = {row["id"]: row["name"] for row in reader.execute("SELECT id, name FROM steps")}
-        runs: dict[int, list[str]] = {}
-        for row in reader.execute("SELECT step_id, run FROM run_steps"):
-            runs.setdefault(row["step_id"], []).append(row["run"])
-        return {each: (name, tuple(runs.get(each, ()))) for each, name in names.items()}
-
-    def _counts(
-        self, reader: sqlite3.Connection, query: Query
-    ) -> tuple[list[tuple[Any, ...]], bool]:
-        """How many episodes there are of each combination of facets, whichever are chosen."""
-        stamp = self._index.stamp
-        if stamp != self._stamp:
-            self._counted, self._stamp = {}, stamp
-        asked = repr((query.ranges, query.item, query.words))
-        if asked not in self._counted:
-            if len(self._counted) > 32:
-                self._counted.clear()
-            where, values = _where(query, {}, facets=False)
-            columns, source = ", ".join(FACET_COLUMNS), "episodes"
-            if query.words:
-                source = f"(SELECT {columns} FROM episodes{where} LIMIT {MOST_MATCHES})"
-                where = ""
-            sql = f"SELECT {columns}, count(*) FROM {source}{where} GROUP BY {columns}"
-            self._counted[asked] = [tuple(row) for row in reader.execute(sql, values)]
-        counted = self._counted[asked]
-        return counted, bool(query.words) and sum(row[-1] for row in counted) >= MOST_MATCHES
-
-
-def _values(facet: str, row: tuple[Any, ...], steps: Mapping[int, Any]) -> tuple[str, ...]:
-    """A combination's values of a facet, as an address has them."""
-    if facet in ("run", "stage"):
-        name, runs = steps.get(row[0], ("", ()))
-        return runs if facet == "run" else (name,)
-    value = row[FACET_COLUMNS.index(FACETS[facet])]
-    if facet in ("success", "tokens_kept"):
-        return ("yes" if value else "no",)
-    return (str(value),)
-
-
-def _facets(
-    query: Query, counted: Sequence[tuple[Any, ...]], steps: Mapping[int, Any]
-) -> tuple[dict[str, list[Value]], int]:
-    """Each facet's values, counted among what the other facets leave; and how many are left."""
-    counts: dict[str, dict[str, int]] = {name: {} for name in FACETS}
-    total = 0
-    for row in counted:
-        own = {name: _values(name, row, steps) for name in FACETS}
-        failed = [
-            name for name, chosen in query.facets.items() if not set(chosen).intersection(own[name])
-        ]
-        total += 0 if failed else row[-1]
-        for name in FACETS if not failed else failed if len(failed) == 1 else ():
-            for value in own[name]:
-                counts[name][value] = counts[name].get(value, 0) + row[-1]
-    found = {}
-    for name, of_facet in counts.items():
-        chosen = query.facets.get(name, ())
-        values = [Value(value, count, value in chosen) for value, count in of_facet.items()]
-        values += [Value(value, 0, True) for value in chosen if value not in of_facet]
-        found[name] = sorted(values, key=lambda value: (-value.count, value.name))
-    return found, total
-
-
-def _where(
-    query: Query, steps: Mapping[int, tuple[str, tuple[str, ...]]], *, facets: bool = True
-) -> tuple[str, list[Any]]:
-    """The condition of a query and its values. Errors: BadQuery."""
-    conditions, values = [], []
-    for name, chosen in query.facets.items() if facets else ():
-        wanted: list[Any] = list(chosen)
-        if name in ("run", "stage"):
-            place = int(name == "run")
-            wanted = [
-                step
-                for step, own in steps.items()
-                if set(chosen).intersection(own[place] if place else (own[0],))
-            ]
-        elif name in ("success", "tokens_kept"):
-            wanted = [int(each == "yes") for each in chosen]
-        conditions.append(f"{FACETS[name]} IN ({', '.join('?' * len(wanted))})")
-        values += wanted
-    for name, text in query.ranges.items():
-        for sign, bound in zip((">=", "<="), _bounds(name, text), strict=True):
-            if bound is not None:
-                conditions.append(f"{name} {sign} ?")
-                values.append(bound)
-    if query.item:
-        conditions.append("item = ?")
-        values.append(query.item)
-    if query.words:
-        match = match_of(query.words)
-        if not match:
-            raise BadQuery(f"nothing to search for in {query.words[:40]!r}; give a word")
-        conditions.append("id IN (SELECT rowid FROM words WHERE words MATCH ?)")
-        values.append(match)
-    return f" WHERE {' AND '.join(conditions)}" if conditions else "", values
-
-
-def _rows(
-    reader: sqlite3.Connection,
-    query: Query,
-    steps: Mapping[int, tuple[str, tuple[str, ...]]],
-    limit: int,
-    *,
-    after: str = "",
-    before: str = "",
-    few: bool = False,
-) -> list[sqlite3.Row]:
-    """From the given end; of `before`, the nearest first. few: so few fit that all are sorted."""
-    after, before = after or query.after, before or query.before
-    key, up = SORTS[query.sort], query.up != bool(before)
-    where, values = _where(query, steps)
-    source = f"episodes INDEXED BY sort_{query.sort}"
-    if few or query.item:  # a plus hides a column's index from the planner
-        index = "" if query.item or query.words else " INDEXED BY by_facet"
-        where = f" WHERE id IN (SELECT id FROM episodes{index}{where})"
-        source, key = "episodes", f"+{key}"
-    if text := before or after:
-        found = _AFTER.fullmatch(text)
-        assert found is not None
-        sign = ">" if up else "<"
-        where += f"{' AND' if where else ' WHERE'} ({key}, id) {sign} (?, ?)"
-        values += [_number(query.sort, found["value"]), int(found["id"])]
-    way = "ASC" if up else "DESC"
-    sql = (
-        f"SELECT episodes.*, {key} AS sorted_by FROM {source}{where}"
-        f" ORDER BY {key} {way}, id {way} LIMIT ?"
-    )
-    return reader.execute(sql, [*values, limit]).fetchall()
-
-
-def _number(sort: str, text: str) -> float | str:
-    if sort == "item":
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        raise BadQuery(f"{text[:40]!r} is no number to go on from") from None
-
-
-def _key(query: Query, row: sqlite3.Row) -> str:
-    value = row["sorted_by"] if "sorted_by" in row.keys() else _sorted_by(query, row)  # noqa: SIM118
-    return f"{value}~{row['id']}" if isinstance(value, str) else f"{value!r}~{row['id']}"
-
-
-def _sorted_by(query: Query, row: sqlite3.Row) -> Any:
-    value = row[query.sort]
-    return -1e300 if value is None else value
