@@ -119,6 +119,44 @@ def measure(count: int, folder: Path) -> dict[str, Any]:
         }
 
 
+LIMITS = {  # milliseconds
+    "first page": 300,
+    "filter": 100,
+    "facet": 100,
+    "search, many hits": 200,
+    "search, few hits": 200,
+    "longest episodes": 200,
+}
+
+
+def table(result: dict[str, Any]) -> str:
+    """As docs/viewer.md has it."""
+    told = result["milliseconds"]
+    rows = [
+        f"| {name} | {LIMITS.get(name, '')} |"
+        f" {own['cpu']:g} | {own['median']:g} | {own['first']:g} |"
+        for name, own in told.items()
+    ]
+    build, extend = result["build"], result["extend"]
+    return "\n".join(
+        [
+            f"{result['episodes']:,} episodes of {result['mean_turns']:g} turns and"
+            f" {result['mean_tokens']} tokens, {result['store_mib']:g} MiB in the store,"
+            f" {result['index_mib']:g} MiB of index. Built at {build['episodes_per_cpu_s']:,}"
+            f" episodes a second of CPU, extended at {extend['episodes_per_cpu_s']:,}; at most"
+            f" {result['peak_mib']:g} MiB of memory; {100 * result['idle_cpu_share']:.2g} % of a core"
+            " while it follows a store in which nothing changes.",
+            "",
+            "| milliseconds of | limit | the server's CPU | median | first time |",
+            "|---|--:|--:|--:|--:|",
+            *rows,
+            "",
+            f"Times over HTTP, page included, on {result['machine']['cores']} cores with a load of"
+            f" {result['load_average']:g}.",
+        ]
+    )
+
+
 def fill(store: RunStore, count: int) -> None:
     """Commit so many episodes, as four runs would."""
     chance = random.Random(1)  # noqa: S311

@@ -35,6 +35,7 @@ from agentgym.config import RunConfig, load_config  # noqa: E402
 from agentgym.viewer.app import make_app  # noqa: E402
 from agentgym.viewer.guard import LOOPBACK, Guard  # noqa: E402
 from agentgym.viewer.query import Query  # noqa: E402
+from agentgym.viewer.rows import Address  # noqa: E402
 from agentgym.viewer.viewer import Viewer  # noqa: E402
 
 OUT, IMAGES = ROOT / "docs/results/viewer_pages.json", ROOT / "docs/images"
@@ -225,9 +226,7 @@ def addresses(viewer: Viewer) -> dict[str, str]:
         return f"/e/{address_of(row, steps[row['step_id']])}"
 
     trained = one(tokens_kept=("yes",), success=("yes",), stage=("stage-2",))
-    for found in viewer.bodies.read(viewer.lists.all(Query({"tokens_kept": ("yes",)}), 40)):
-        if f"/e/{found.address}" == trained:
-            viewer.replays.now(found)
+    viewer.replays.now(viewer.bodies.find(Address.parse(trained[3:])))
     (after, before) = [
         step["folder"]
         for step in sorted(steps.values(), key=lambda step: -(step["created"] or 0))

@@ -1,0 +1,47 @@
+"""What docs/viewer.md says was measured."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+DOCUMENT = (ROOT / "docs/viewer.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def result():
+    return json.loads((ROOT / "docs/results/viewer.json").read_text())
+
+
+def test_its_numbers_are_those_of_the_result(result):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        table = importlib.import_module("viewer").table(result)
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+        sys.modules.pop("viewer", None)
+    assert table in DOCUMENT
+
+
+def test_what_was_asked_for_holds_in_cpu_time(result):
+    told = result["milliseconds"]
+    assert result["episodes"] >= 100_000
+    assert result["peak_mib"] <= 500
+    assert told["first page"]["cpu"] <= 300
+    assert max(told["filter"]["cpu"], told["facet"]["cpu"]) <= 100
+    assert max(told["search, many hits"]["cpu"], told["search, few hits"]["cpu"]) <= 200
+    assert told["longest episodes"]["cpu"] <= 200
+    assert result["idle_cpu_share"] <= 0.02
+
+
+def test_every_page_was_seen_in_a_browser_and_every_replay_agreed():
+    seen = json.loads((ROOT / "docs/results/viewer_pages.json").read_text())
+    assert seen["violations"] == seen["errors"] == []
+    assert set(seen["pages"]) == {"desktop-light", "desktop-dark", "phone-light", "phone-dark"}
+    for env, told in seen["replays"].items():
+        assert told["agree"] == told["episodes"] > 0, env
+        assert told["drawn"] == told["episodes"], env
+    assert len(seen["replays"]) == 5
