@@ -137,14 +137,14 @@ def table(result: dict[str, Any]) -> str:
         f" {own['cpu']:g} | {own['median']:g} | {own['first']:g} |"
         for name, own in told.items()
     ]
-    build, extend = result["build"], result["extend"]
+    build, extend, idle = result["build"], result["extend"], 100 * result["idle_cpu_share"]
     return "\n".join(
         [
             f"{result['episodes']:,} episodes of {result['mean_turns']:g} turns and"
             f" {result['mean_tokens']} tokens, {result['store_mib']:g} MiB in the store,"
             f" {result['index_mib']:g} MiB of index. Built at {build['episodes_per_cpu_s']:,}"
             f" episodes a second of CPU, extended at {extend['episodes_per_cpu_s']:,}; at most"
-            f" {result['peak_mib']:g} MiB of memory; {100 * result['idle_cpu_share']:.2g} % of a core"
+            f" {result['peak_mib']:g} MiB of memory; {idle:.2g} % of a core"
             " while it follows a store in which nothing changes.",
             "",
             "| milliseconds of | limit | the server's CPU | median | first time |",

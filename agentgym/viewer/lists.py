@@ -232,7 +232,8 @@ def _number(sort: str, text: str) -> float | str:
 
 
 def _key(query: Query, row: sqlite3.Row) -> str:
-    value = row["sorted_by"] if "sorted_by" in row.keys() else _sorted_by(query, row)  # noqa: SIM118
+    is_listed = "sorted_by" in tuple(row.keys())  # else it was read by its address
+    value = row["sorted_by"] if is_listed else _sorted_by(query, row)
     return f"{value}~{row['id']}" if isinstance(value, str) else f"{value!r}~{row['id']}"
 
 
