@@ -264,7 +264,10 @@ def _cost(cost: Mapping[str, Sequence[float]]) -> str:
     for axis in AXES:
         values = cost.get(axis, ())
         if axis in units and values and any(values):
-            parts.append(f"{sum(values) / len(values):,.4g} {units[axis]}")
+            mean = sum(values) / len(values)
+            parts.append(
+                f"{mean:,.0f} {units[axis]}" if mean >= 100 else f"{mean:.3g} {units[axis]}"
+            )
     return ", ".join(parts)
 
 
