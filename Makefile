@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions versus columns engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-pages
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions gate pages versus columns engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-pages
 
 install: $(INSTALLED)
 
@@ -109,6 +109,12 @@ columns: install  ## three recipes in three environments from one file, killed i
 
 decisions: install  ## how often a comparison of two policies is wrong, and what it sees; minutes, writes docs/results/decisions.json
 	@$(BIN)/python benchmarks/decisions.py $(ARGS)
+
+pages: install  ## what MLflow's pages cost the run in .agentgym, and how fast two hundred runs open; minutes, after make pipeline, needs Chromium, writes docs/results/pages.json
+	@$(BIN)/python benchmarks/pages.py .agentgym $(ARGS)
+
+gate: install  ## how often the gate promotes a model that is no better; minutes, writes docs/results/gate.json
+	@$(BIN)/python benchmarks/gate.py $(ARGS)
 
 scale: install  ## what each of 1 to 64 ranks holds and waits for with models of 1.5, 7 and 32 billion parameters, on paper, and how near paper is to a real run of 0.5 billion; half an hour, 16 GB of memory, writes docs/results/scale.json
 	@$(BIN)/python benchmarks/scale.py $(ARGS)

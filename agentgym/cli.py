@@ -10,7 +10,18 @@ from agentgym.defaults import set_process_defaults
 
 set_process_defaults()
 
-from agentgym.commands import data, envs, evaluate, machine, runs, steps, stored, view  # noqa: E402
+from agentgym.commands import (  # noqa: E402
+    data,
+    envs,
+    evaluate,
+    machine,
+    play,
+    registry,
+    runs,
+    steps,
+    stored,
+    view,
+)
 from agentgym.commands.parser import Commands  # noqa: E402
 from agentgym.config import RunConfig, load_config  # noqa: E402
 from agentgym.console.guard import guarded  # noqa: E402
@@ -45,6 +56,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Multi-turn reinforcement learning as a pipeline you can trust.",
     )
     commands = Commands(parser)
-    for about in (steps, evaluate, runs, view, stored, machine, data, envs):
+    for about in (steps, evaluate, play, runs, view, registry, stored, machine, data, envs):
         about.add(commands)
     return parser

@@ -72,7 +72,7 @@ def simulate(case: Case, num: int, generator: np.random.Generator) -> dict[str, 
     names = tuple(map(str, range(case.items)))
     codes = family_codes(families)
     for _ in range(num):
-        before, after = _pair(case, codes, generator)
+        before, after = drawn_pair(case, codes, generator)
         found = decide(Pair(names, families, before, after), confidence=CONFIDENCE)
         gained = (after - before).mean(axis=1)
         said["ours"] += found.p_value < 1 - CONFIDENCE
@@ -86,7 +86,7 @@ def simulate(case: Case, num: int, generator: np.random.Generator) -> dict[str, 
     return {**asdict(case), "said": share, "ours_upper": round(upper, 4)}
 
 
-def _pair(
+def drawn_pair(
     case: Case, codes: NDArray[np.int_] | None, generator: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
     """[items, samples] success of both."""

@@ -21,8 +21,8 @@ from agentgym.console.terminal import PlainConsole
 from agentgym.data.check import load_data, load_recorded
 from agentgym.deploy.kubernetes import check_fleets
 from agentgym.deploy.local import check_local_env
-from agentgym.evaluation.champion import sentence
 from agentgym.evaluation.passk import FAILED, Interval
+from agentgym.evaluation.promotion import sentence
 from agentgym.evaluation.report import label
 from agentgym.models.check import check_model
 from agentgym.pipeline.run import confirm

@@ -11,10 +11,12 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from agentgym.audit.decisions import check_decisions
 from agentgym.audit.episodes import check_episodes, check_replay, check_tokens
 from agentgym.audit.excluded import check_excluded
 from agentgym.audit.ledger import check_ledger, check_registry
 from agentgym.audit.numbers import Tables, check_numbers, read_splits
+from agentgym.audit.pages import check_pages
 from agentgym.audit.records import check_records
 from agentgym.audit.report import AuditReport, Check, Checks
 from agentgym.audit.sampling import check_sampling
@@ -52,7 +54,16 @@ CHECKS = {
     ),
     "numbers": "reported numbers follow from the stored episodes",
     "ledger": "MLflow holds each committed point once and nothing else",
-    "registry": "the registered model is the checkpoint",
+    "pages": "data, checkpoints and traces in MLflow are those of the steps",
+    "registry": "the registered model is the checkpoint, file by file",
+    "decisions": "each decision follows from what it was made by, and the alias is where they say",
+}
+
+IN_MLFLOW = {
+    "ledger": check_ledger,
+    "pages": check_pages,
+    "registry": check_registry,
+    "decisions": check_decisions,
 }
 
 
@@ -92,7 +103,7 @@ def audit(
             f"nothing to audit: no step of run r{key[:12]} was committed in {store.root};"
             f" {_existing(cfg)}"
         )
-    show.start("audit", 2 * len(steps) + 4)
+    show.start("audit", 2 * len(steps) + 6)
     splits = read_splits(cfg, store, steps, checks_of["numbers"])
     with checks_of["records"].guard("records"):
         check_records(key, steps, pointers, checks_of["records"])
@@ -126,12 +137,10 @@ def audit(
             checks_of[name].notes.append(
                 f"{num_pruned} episodes of pruned weights are not (store.keep_checkpoints)"
             )
-    with checks_of["ledger"].guard("MLflow"):
-        check_ledger(cfg, store, key, steps, checks_of["ledger"])
-    show.advance(1, "ledger")
-    with checks_of["registry"].guard("MLflow"):
-        check_registry(cfg, store, key, steps, checks_of["registry"])
-    show.advance(1, "registry")
+    for name in ("ledger", "pages", "registry", "decisions"):
+        with checks_of[name].guard("MLflow"):
+            IN_MLFLOW[name](cfg, store, key, steps, checks_of[name])
+        show.advance(1, name)
     return AuditReport(
         key,
         tuple(record.name for record in steps),

@@ -4,8 +4,9 @@ its name.
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,16 @@ import torch
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
-from agentgym.evaluation.champion import decide
 from agentgym.evaluation.publish import headline_tags
 from agentgym.models.adapter import MergedTensors
 from agentgym.models.checkpoint import policy_digest, policy_of
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.deliver import delivered_seq, delivery_mark, tracker_of
+from agentgym.tracking.deliver import RECORDS, delivered_seq, delivery_mark, tracker_of
 from agentgym.tracking.mlflow import Tracker
-from agentgym.tracking.registry import version_tags
+from agentgym.tracking.pages import MANIFEST
+from agentgym.tracking.registry import FILES, ModelChanged, fetch_version, version_tags
 
 
 def check_ledger(
@@ -32,7 +33,7 @@ def check_ledger(
     """The parent run has the points of headline steps, each child those of its step; there are
     no other children.
     """
-    tracker = _existing_ledger(cfg)
+    tracker = existing_ledger(cfg)
     parent = (
         _one_run(tracker, {"run_key": key, "kind": "pipeline"}, f"the run's {key[:12]}", checks)
         if tracker
@@ -40,12 +41,10 @@ def check_ledger(
     )
     if tracker is None or parent is None:
         if tracker is None:
-            checks.fail(
-                f"no ledger with experiment {cfg.tracking.experiment!r} at {cfg.tracking_uri}"
-            )
+            checks.fail(f"no ledger with experiment {cfg.experiment!r} at {cfg.tracking_uri}")
         return
     tracked = [record for record in steps if record.points or record.final is not None]
-    children = list(_runs(tracker, {"mlflow.parentRunId": parent.info.run_id, "kind": "step"}))
+    children = list(runs_with(tracker, {"mlflow.parentRunId": parent.info.run_id, "kind": "step"}))
     if not any(record.step.kind is Kind.REPORT for record in tracked):
         own = [record for record in tracked if _has_come_to(cfg, key, record, children)]
         checks.skipped += len(tracked) - len(own)
@@ -66,14 +65,14 @@ def check_ledger(
                     f"run of {record.name}",
                     "tag manifest",
                     record.final.digest,
-                    run.data.tags.get("manifest"),
+                    run.data.tags.get(MANIFEST),
                 )
                 if record.final.follows is not None:  # else the records check says so
                     checks.expect(
                         f"run of {record.name}",
                         "tag records",
                         record.final.records_digest,
-                        run.data.tags.get("records"),
+                        run.data.tags.get(RECORDS),
                     )
     _check_artifacts(store, parent.info.artifact_uri, steps, checks)
     known = {record.key for record in steps}
@@ -153,7 +152,7 @@ def check_registry(
     record = next((each for each in steps if each.step.kind is Kind.REGISTER), None)
     if record is None or record.final is None or record.checkpoint is None:
         return
-    tracker = _existing_ledger(cfg)
+    tracker = existing_ledger(cfg)
     if tracker is None:
         checks.skipped += 1  # the ledger's check has said so
         return
@@ -177,47 +176,21 @@ def check_registry(
     for tag, value in wanted.items():
         checks.expect(where, f"tag {tag}", value, version.tags.get(tag))
     _check_registered_weights(tracker, store, version, checkpoint, where, checks)
-    try:
-        champion = tracker.client.get_model_version_by_alias(name, str(registered["alias"]))
-    except MlflowException as error:
-        checks.fail(f"{where}: alias {registered['alias']}: {error.message}")
+    _check_files(tracker, name, number, where, checks)
+
+
+def _check_files(tracker: Tracker, name: str, number: str, where: str, checks: Checks) -> None:
+    """What people load is what was registered, file by file."""
+    if FILES not in version_tags(tracker, name, number):
+        checks.skipped += 1  # it was registered before versions had digests
         return
-    decision = registered["champion"]
-    if not decision["moved"] and str(champion.version) != number:
-        _check_decision(cfg, tracker, name, version.tags, decision, where, checks)
-    elif champion.tags.get("run_key") in (key, None):
-        checks.expect(
-            where, f"version under alias {registered['alias']}", number, str(champion.version)
-        )
-    else:
-        checks.skipped += 1  # the alias has moved on to another run's model
-
-
-def _check_decision(
-    cfg: RunConfig,
-    tracker: Tracker,
-    name: str,
-    ours: Mapping[str, str],
-    decision: Mapping[str, Any],
-    where: str,
-    checks: Checks,
-) -> None:
-    """That the alias stayed: decided again, where both evaluations are still the ones it was
-    decided by.
-    """
-    from mlflow.exceptions import MlflowException
-
-    try:
-        theirs = version_tags(tracker, name, str(decision["over"]))
-    except MlflowException:
-        theirs = {}
-    if theirs.get("evaluation") != decision["over_evaluation"] or "evaluation" not in theirs:
-        checks.skipped += 1  # the model it was compared with is gone, or was evaluated anew
-        return
-    again = decide(ours, where, str(decision["over"]), theirs, cfg.evaluation)
-    checks.expect(
-        where, "decision on the alias", {key: again[key] for key in decision}, dict(decision)
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            fetch_version(tracker, name, number, Path(folder))
+        except (LookupError, ModelChanged) as error:
+            checks.fail(f"{where}: {error}")
+            return
+    checks.counted += 1
 
 
 def _check_registered_weights(
@@ -257,7 +230,7 @@ def _check_registered_weights(
         )
 
 
-def _existing_ledger(cfg: RunConfig) -> Tracker | None:
+def existing_ledger(cfg: RunConfig) -> Tracker | None:
     """Without creating one."""
     if (
         cfg.tracking_uri.startswith("sqlite:")
@@ -265,14 +238,10 @@ def _existing_ledger(cfg: RunConfig) -> Tracker | None:
     ):
         return None
     tracker = tracker_of(cfg)
-    return (
-        tracker
-        if tracker.client.get_experiment_by_name(cfg.tracking.experiment) is not None
-        else None
-    )
+    return tracker if tracker.client.get_experiment_by_name(cfg.experiment) is not None else None
 
 
-def _runs(tracker: Tracker, tags: dict[str, str]) -> Iterator[Any]:
+def runs_with(tracker: Tracker, tags: dict[str, str]) -> Iterator[Any]:
     query, page = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items()), None
     while True:
         found = tracker.client.search_runs(
@@ -285,6 +254,6 @@ def _runs(tracker: Tracker, tags: dict[str, str]) -> Iterator[Any]:
 
 
 def _one_run(tracker: Tracker, tags: dict[str, str], what: str, checks: Checks) -> Any:
-    runs = list(_runs(tracker, tags))
+    runs = list(runs_with(tracker, tags))
     checks.expect(f"MLflow run of {what}", "how many there are", 1, len(runs))
     return runs[0] if runs else None

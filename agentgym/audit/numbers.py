@@ -36,6 +36,8 @@ from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.alarms import LIMIT, PREFIX, RULES, measured
 from agentgym.tracking.points import Point
+from agentgym.tracking.progress import PREFIX as PROGRESS
+from agentgym.tracking.progress import progressed
 from agentgym.training.learned import update_metrics
 from agentgym.training.offline import (
     dataset_of,
@@ -140,7 +142,8 @@ def check_numbers(
 
 
 def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks) -> None:
-    """Alarms that its points bear, measured again on the points before them: each broke its limit.
+    """Alarms that its points bear, measured again on the points before them: each broke its limit;
+    and what training had cost.
     steps: of the run, in order.
     """
     history: list[Point] = []
@@ -162,6 +165,10 @@ def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks
             broken = alarm is not None and limit is not None and rule.is_broken(alarm, limit)
             checks.expect(where, f"{PREFIX}{name} breaks its limit {limit}", True, broken)
         checks.expect(where, "alarms that there are not", [], sorted(logged))
+        cost = {name: v for name, v in point.metrics.items() if name.startswith(PROGRESS)}
+        checks.expect(
+            where, "turns and tokens so far", progressed(history[: index - 1], point), cost
+        )
 
 
 def _check_report(

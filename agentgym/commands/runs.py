@@ -39,6 +39,9 @@ def add(commands: Commands) -> None:
         type=int,
         help="of the draws, to repeat an audit (default: a new one, which is printed)",
     )
+    audit.add_argument(
+        "--keep", action="store_true", help="leave the verdict in the store, for the gate"
+    )
     add_pointers(audit, "")
     audit.add_argument("--json", action="store_true")
 
@@ -65,6 +68,8 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.audit import audit
     from agentgym.console.progress import Bars
     from agentgym.console.terminal import PlainConsole
+    from agentgym.evaluation.audited import keep_audit
+    from agentgym.pipeline.table import open_store
 
     with Bars(PlainConsole(stderr=True)) as bars:
         report = audit(
@@ -76,6 +81,8 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             pointers=arguments.pointers,
             progress=bars,
         )
+    if arguments.keep:
+        keep_audit(open_store(cfg), report.to_json())
     if arguments.json:
         say(json.dumps(report.to_json(), indent=1))
     else:

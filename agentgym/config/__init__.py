@@ -16,6 +16,7 @@ from agentgym.config.algorithm import (
     max_refills,
 )
 from agentgym.config.elsewhere import is_elsewhere
+from agentgym.config.gate import GateConfig
 from agentgym.config.learner import LearnerConfig
 from agentgym.config.load import (
     RENAMED,
@@ -54,6 +55,7 @@ __all__ = [
     "EnvConfig",
     "EvaluationConfig",
     "ExplorationConfig",
+    "GateConfig",
     "HorizonConfig",
     "KubeRayConfig",
     "KubernetesConfig",

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, SerializeAs
 from agentgym.algorithms.recipe import recipe_of
 from agentgym.config.alarms import AlarmsConfig
 from agentgym.config.algorithm import AlgorithmConfig, algorithm_config
+from agentgym.config.gate import GateConfig
 from agentgym.config.learner import LearnerConfig
 from agentgym.config.lora import LoraConfig
 from agentgym.config.section import Section, operational, setting
@@ -75,6 +76,7 @@ class RunConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    gate: GateConfig = GateConfig()
     pipeline: PipelineConfig = PipelineConfig()
     registry: RegistryConfig = RegistryConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -280,6 +282,11 @@ class RunConfig(Section):
     def state_dir(self) -> Path:
         """The folder all state of this project lives under."""
         return self.store.path.parent
+
+    @property
+    def experiment(self) -> str:
+        """MLflow's: one for each mix of environments, unless it has a name."""
+        return self.tracking.experiment or "-".join(["agentgym", *(env.name for env in self.envs)])
 
     @property
     def tracking_uri(self) -> str:

@@ -357,12 +357,17 @@ class PipelineConfig(Section):
 
 class RegistryConfig(Section):
     model_name: str = setting("agentgym-babyai", "name in the registry", pattern=r"^[\w .-]+$")
-    alias: str = setting("champion", "alias that moves to a new version which is not worse")
+    alias: str = setting("champion", "alias that the gate moves")
 
 
 class TrackingConfig(Section):
     uri: str = operational("", "MLflow's; empty: SQLite beside the store")
-    experiment: str = operational("agentgym-babyai", "MLflow's experiment")
+    experiment: str = operational(
+        "", "MLflow's experiment; empty: agentgym- and the names of the environments"
+    )
+    traces: NonNegativeInt = operational(
+        4, "episodes of each finished step that become traces in MLflow; 0: none"
+    )
 
 
 class StoreConfig(Section):

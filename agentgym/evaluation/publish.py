@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from agentgym.config import RunConfig
-from agentgym.evaluation import champion
+from agentgym.config import ConfigError, RunConfig
+from agentgym.data.items import splits_from_json
+from agentgym.evaluation.audited import kept_audit
+from agentgym.evaluation.evidence import (
+    NumbersChanged,
+    PlayAnew,
+    first_evidence,
+    floor_evidence,
+    incomparable,
+    own_results,
+    paired_evidence,
+    reference_kl,
+)
+from agentgym.evaluation.gate import Evidence
+from agentgym.evaluation.history import Version, me
+from agentgym.evaluation.paired import Incomparable
 from agentgym.evaluation.passk import FAILED, Interval
+from agentgym.evaluation.promotion import Promotions, sentence, summary
 from agentgym.evaluation.report import (
     Curve,
     EpisodeExample,
@@ -37,31 +54,102 @@ from agentgym.tracking.points import LedgerError
 from agentgym.tracking.registry import find_version, register_model
 from agentgym.types import Trajectory
 
+logger = logging.getLogger(__name__)
+
 PAGE = "report.html"
 
 
-def register_policy(ctx: StepContext, run_key: str) -> Manifest:
-    """Put the checkpoint into the registry, and move the alias to it where it is not worse than
-    what holds it (see `champion`).
+def register_policy(
+    ctx: StepContext, run_key: str, modules: Sequence[str], play_anew: PlayAnew
+) -> Manifest:
+    """Put the checkpoint into the registry, and let the gate decide whether the alias moves to it.
 
     Once per checkpoint, whatever is killed in between.
+    modules: whose source plays the run's evaluations; play_anew: plays a registered version by the
+    gate's protocol.
     """
+    cfg, store = ctx.cfg, ctx.store
     ctx.progress.start("register the model", 1)
     evaluation = ctx.parents[ctx.step.evaluation]
-    version, decision = _register(ctx.cfg, ctx.store, ctx.checkpoint, evaluation, run_key)
+    version = _register(cfg, store, ctx.checkpoint, evaluation, run_key)
+    promotions = promotions_of(cfg, store)
+    candidate = promotions.version(version)
+
+    def evidence_for(champion: Version | None) -> Evidence:
+        found = _evidence(cfg, store, evaluation, candidate, champion, modules, play_anew)
+        seen = splits_from_json(ctx.read(ctx.data, "splits.json"))
+        chosen_on = {item.item_id for item in (*seen.train, *seen.validation)}
+        items = {item for pair in found.pairs.values() for item in pair.items}
+        return replace(
+            found,
+            num_seen=len(items & chosen_on),
+            reference_kl=reference_kl(store, ctx.checkpoint),
+            **kept_audit(store, run_key),
+        )
+
+    entry = promotions.consider(
+        candidate,
+        cfg.gate,
+        evidence_for,
+        ctx.writer.key,
+        who=f"run r{run_key[:12]}, {me()}",
+    )
     ctx.progress.advance()
     return ctx.commit(
         done=True,
         state={},
         blobs={},
         results={
-            "model": ctx.cfg.registry.model_name,
+            "model": cfg.registry.model_name,
             "version": version,
-            "alias": ctx.cfg.registry.alias,
+            "alias": cfg.registry.alias,
             "checkpoint": ctx.step.checkpoint,
-            "champion": decision,
+            "champion": summary(entry),
         },
     )
+
+
+def promotions_of(cfg: RunConfig, store: RunStore) -> Promotions:
+    """Of the configured alias."""
+    return Promotions(store, tracker_of(cfg), cfg.registry.model_name, cfg.registry.alias)
+
+
+def _evidence(
+    cfg: RunConfig,
+    store: RunStore,
+    evaluation: Manifest,
+    candidate: Version,
+    champion: Version | None,
+    modules: Sequence[str],
+    play_anew: PlayAnew,
+) -> Evidence:
+    """By the runs' own evaluations where they asked the same; else both models play anew."""
+    if not cfg.gate.protocol:
+        if champion is None:
+            found, told = (json.loads(store.read(evaluation, n)) for n in (OUTCOMES, FAMILIES))
+            return floor_evidence(found, told, evaluation.digest)
+        try:
+            return paired_evidence(*own_results(store, evaluation, champion, modules), ())
+        except NumbersChanged as error:
+            return replace(incomparable(str(error)), audit="failed", audit_note=str(error))
+        except Incomparable as reason:
+            logger.info("both models are evaluated by one protocol: %s", reason)
+    return evidence_anew(cfg, candidate, champion, play_anew)
+
+
+def evidence_anew(
+    cfg: RunConfig, candidate: Version, champion: Version | None, play_anew: PlayAnew
+) -> Evidence:
+    """What both models come to by one protocol."""
+    name = cfg.registry.model_name
+    ours = play_anew(f"models:/{name}/{candidate.number}")
+    if champion is None:
+        return first_evidence(ours)
+    try:
+        theirs = play_anew(f"models:/{name}/{champion.number}")
+        return paired_evidence(theirs, ours, ())
+    except (Incomparable, ConfigError) as error:  # its files are gone, for example
+        return incomparable(str(error))
 
 
 def confirm_registration(
@@ -72,52 +160,49 @@ def confirm_registration(
     evaluation: Manifest,
     run_key: str,
 ) -> None:
-    """Put the model back where the ledger was replaced since; the alias goes by the same rule,
-    against what is there now.
+    """Put the model back where the ledger was replaced since, and the alias to who holds it by the
+    history.
 
     Errors: LedgerError where it has another number there.
     """
     name = cfg.registry.model_name
     version = find_version(tracker_of(cfg), name, checkpoint.digest)
     if version is None:
-        version, _ = _register(cfg, store, checkpoint, evaluation, run_key)
+        version = _register(cfg, store, checkpoint, evaluation, run_key)
     if version != registered.results["version"]:
         raise LedgerError(
             f"{name}: MLflow has this checkpoint as version {version}, the store as version"
             f" {registered.results['version']}; delete"
             f" {store.root}/steps/register-{registered.key[:16]} to register it again"
         )
+    promotions_of(cfg, store).restore()
 
 
 def _register(
     cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str
-) -> tuple[str, champion.Decision]:
-    """The version, and whether it took the alias."""
-    name, tracker = cfg.registry.model_name, tracker_of(cfg)
-    found, families = (json.loads(store.read(evaluation, each)) for each in (OUTCOMES, FAMILIES))
-    tags = champion.evaluation_tags(cfg, evaluation.digest, {**found, "families": families})
+) -> str:
+    """The version."""
+    tags = {
+        "step_key": checkpoint.digest,
+        "run_key": run_key,
+        "weights.sha256": policy_digest(checkpoint),
+        "algorithm": cfg.algorithm.recipe,
+        "evaluation": evaluation.digest,
+        "evaluation.step": evaluation.step,
+        "evaluation.key": evaluation.key,
+        **headline_tags(evaluation),
+    }
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(Path(folder), store, checkpoint)
-        version = register_model(
-            tracker,
+        return register_model(
+            tracker_of(cfg),
             parent_run(cfg, run_key),
             Path(folder),
-            name=name,
+            name=cfg.registry.model_name,
             alias=None,
-            tags={
-                "step_key": checkpoint.digest,
-                "run_key": run_key,
-                "weights.sha256": policy_digest(checkpoint),
-                "algorithm": cfg.algorithm.recipe,
-                "evaluation": evaluation.digest,
-                **headline_tags(evaluation),
-            },
+            tags=tags,
             step=int(checkpoint.state["global_step"]),
         )
-    # of the version alone: MLflow takes shorter ones on the model it logs
-    for key, value in tags.items():
-        tracker.client.set_model_version_tag(name, version, key, value)
-    return version, champion.settle(tracker, name, cfg.registry.alias, version, cfg.evaluation)
 
 
 def headline_tags(evaluation: Manifest) -> dict[str, str]:
@@ -135,12 +220,17 @@ def write_report(ctx: StepContext, run_key: str, steps: Mapping[str, Step]) -> M
     ctx.progress.advance()
     evaluations = _compared(ctx.parents, steps)
     first, last = evaluations[0], evaluations[-1]
+    found = ctx.parents[ctx.step.registration].results
+    registered = {
+        **{name: found[name] for name in ("model", "version", "alias")},
+        "told": sentence(found),
+    }
     return ctx.commit(
         done=True,
         state={},
         blobs={name: data for name, data in files.items() if name != PAGE},
         records={PAGE: files[PAGE]},  # it names durations, so two equal runs have different ones
-        results={"before": first.results, "after": last.results},
+        results={"before": first.results, "after": last.results, "model": registered},
     )
 
 
@@ -184,7 +274,7 @@ def report_files(
         {
             "run": run_key[:12],
             "model": f"{registered['model']} version {registered['version']}",
-            registered["alias"]: champion.sentence(registered),
+            registered["alias"]: sentence(registered),
             "checkpoint": last.results["checkpoint"],
             "test items": str(last.results["num_items"]),
             "seed": str(cfg.seed),

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentgym.config import RunConfig
+from agentgym.evaluation.audited import STEP as AUDITS
+from agentgym.evaluation.history import STEP as PROMOTIONS
 from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.store.lease import LeaseHeld
@@ -23,6 +25,11 @@ from agentgym.tracking.mlflow import LedgerUnavailable, reaching
 
 logger = logging.getLogger(__name__)
 
+FOR_EVER = {
+    EVALUATION: "an evaluation",
+    PROMOTIONS: "the history of an alias",
+    AUDITS: "an audit that was kept",
+}
 COLLECTED = {"store": "collected"}  # tag of the MLflow runs of steps that are gone
 
 
@@ -50,7 +57,7 @@ def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
         pinned={
             **_registered(cfg, heads),
             **_pointed_at(pointers),
-            **{head.digest: "an evaluation" for head in heads if head.step == EVALUATION},
+            **{head.digest: FOR_EVER[head.step] for head in heads if head.step in FOR_EVER},
             **dict.fromkeys(_configured(cfg, store), "of the configured run"),
         },
         live=live,

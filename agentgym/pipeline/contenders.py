@@ -103,29 +103,24 @@ def _of_run(run: RunConfig, cfg: RunConfig, name: PolicyName) -> Contender:
 
 
 def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
-    """The registered version's files, copied there. Errors: ConfigError."""
-    from mlflow.artifacts import download_artifacts
-    from mlflow.exceptions import MlflowException
-
+    """The registered version's files, copied there, each as it was registered.
+    Errors: ConfigError.
+    """
     from agentgym.tracking.deliver import tracker_of
     from agentgym.tracking.mlflow import reaching
+    from agentgym.tracking.registry import ModelChanged, alias_version, fetch_version
 
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     with reaching(cfg.tracking_uri):
         tracker = tracker_of(cfg)
         try:
-            client = tracker.client
-            if name.of.startswith("@"):
-                found = client.get_model_version_by_alias(name.name, name.of[1:])
-            else:
-                found = client.get_model_version(name.name, name.of)
-            source = client.get_model_version_download_uri(name.name, str(found.version))
-        except MlflowException as error:
-            reason = str(error).splitlines()[0][:200]
-            raise ConfigError(f"policy {name.text}: {reason}") from None
-        return Path(
-            download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=tracker.uri)
-        )
+            by_alias = name.of.startswith("@")
+            number = alias_version(tracker, name.name, name.of[1:]) if by_alias else name.of
+            if number is None:
+                raise LookupError(f"no version of {name.name} has the alias {name.of[1:]}")
+            return fetch_version(tracker, name.name, number, folder)
+        except (LookupError, ModelChanged) as error:
+            raise ConfigError(f"policy {name.text}: {error}") from None
 
 
 def _model_folder(name: PolicyName) -> Path:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
 from agentgym.data.kept import keep_data
 from agentgym.deploy.environment import environment_servers
+from agentgym.pipeline.promotion import play_anew
 from agentgym.pipeline.table import (
     finished,
     key_of,
@@ -88,15 +89,12 @@ def run_step(
             parents=parents,
             environment=environment or _own_servers(cfg),
             progress=progress or NoProgress(),
+            play_anew=play_anew(cfg, progress),
             on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
             trained=[each for stage, each in done.items() if step.stage and table[stage].stage],
         )
-        logger.info(
-            "step %s (%s): %s",
-            name,
-            key[:12],
-            f"resumes after commit {head.seq}" if head else "starts",
-        )
+        begins = f"resumes after commit {head.seq}" if head else "starts"
+        logger.info("step %s (%s): %s", name, key[:12], begins)
         with reaching(cfg.tracking_uri), ctx:  # some steps speak to MLflow themselves
             manifest = _run_watched(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)

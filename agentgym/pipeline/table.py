@@ -119,7 +119,8 @@ def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
     def register(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import register_policy
 
-        return register_policy(ctx, run_key(cfg))
+        modules = next(s.modules for s in steps if s.name == ctx.step.evaluation)
+        return register_policy(ctx, run_key(cfg), modules, ctx.play_anew)
 
     def report(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import write_report
@@ -131,8 +132,9 @@ def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
         title="register the model",
         kind=Kind.REGISTER,
         run=register,
-        sections=("registry",),
+        sections=("registry", "gate"),
         modules=PUBLISH,
+        data="prepare",
         checkpoint=steps[-1].checkpoint,
         evaluation=steps[-1].name,
     )

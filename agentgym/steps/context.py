@@ -58,6 +58,11 @@ class NoProgress:
     def advance(self, count: int = 1, note: str = "") -> None: ...
 
 
+def not_here(policy: str) -> Any:
+    """Errors: RuntimeError: nothing is evaluated where this context was made."""
+    raise RuntimeError(f"{policy} cannot be evaluated here")
+
+
 @dataclass
 class StepContext:
     """One open step. It alone may commit, under the lease its writer holds."""
@@ -71,6 +76,8 @@ class StepContext:
     environment: Environment
     progress: Progress = field(default_factory=NoProgress)
     on_commit: Callable[[Manifest], None] = lambda _: None
+    # has a policy that `agentgym evaluate` takes play by the gate's protocol -> its Result
+    play_anew: Callable[[str], Any] = not_here
     trained: Sequence[Manifest] = ()  # the stages before this one, in order
     _opened_at: float = field(default_factory=time.perf_counter)
     _wall_s: float = field(init=False)  # of all attempts at this step

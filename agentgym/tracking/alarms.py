@@ -16,6 +16,7 @@ from statistics import fmean, median
 
 from agentgym.config import AlarmsConfig
 from agentgym.tracking.points import Point
+from agentgym.tracking.progress import progressed
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,10 @@ class Watch:
         self._alarms, self._points = alarms, list(history)
 
     def take(self, point: Point) -> Point:
-        """The point with its alarms among its metrics; where trouble begins, a warning says so."""
+        """The point with its alarms and what training has cost among its metrics; where trouble
+        begins, a warning says so.
+        """
+        point = replace(point, metrics={**point.metrics, **progressed(self._points, point)})
         found = tripped(self._alarms, [*self._points, point])
         marks = {
             name: value

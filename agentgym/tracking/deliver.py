@@ -23,10 +23,14 @@ from agentgym.tracking.mlflow import (
     Tracker,
     reaching,
 )
+from agentgym.tracking.pages import MANIFEST, describe, links_of_run, note_of_run, show_step
 from agentgym.tracking.points import SPOOL, LedgerError, Point, decode_points
+from agentgym.tracking.source import packages
 
 logger = logging.getLogger(__name__)
 
+DELIVERED = "mlflow.agentgym.delivered"  # tag, with a step's name: its last commit that MLflow has
+RECORDS = "mlflow.agentgym.records"  # tag of a step's run: the second digest of its last commit
 SHARE = 0.01  # of a run's time that deliveries may take
 MAX_WAIT_S = 60.0  # how old the newest points may be in MLflow
 CURVE = (  # what a person looks at first; everything else is in MLflow
@@ -55,7 +59,7 @@ def _tracker(uri: str, experiment: str, artifact_root: Path) -> Tracker:
 def tracker_of(cfg: RunConfig) -> Tracker:
     """The configured ledger; one client per process."""
     return _tracker(
-        cfg.tracking_uri, cfg.tracking.experiment, (cfg.state_dir / "mlflow-artifacts").resolve()
+        cfg.tracking_uri, cfg.experiment, (cfg.state_dir / "mlflow-artifacts").resolve()
     )
 
 
@@ -65,7 +69,7 @@ def ledger_identity(cfg: RunConfig) -> str:
 
     Empty where none can be seen. Spares MLflow's import.
     """
-    place = f"{cfg.tracking_uri} {cfg.tracking.experiment}"
+    place = f"{cfg.tracking_uri} {cfg.experiment}"
     if not cfg.tracking_uri.startswith("sqlite:"):
         return place
     path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
@@ -76,7 +80,7 @@ def ledger_identity(cfg: RunConfig) -> str:
         from experiments where name = ?"""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
-            row = database.execute(query, (SUPERSEDED, cfg.tracking.experiment)).fetchone()
+            row = database.execute(query, (SUPERSEDED, cfg.experiment)).fetchone()
     except sqlite3.Error:  # not there, or busy: the long way finds out
         return ""
     return f"{place} {row}" if row else ""
@@ -212,18 +216,40 @@ def deliver_step(
             return
         if manifest.done:
             tracker.set_tags(
-                child_id, {"manifest": manifest.digest, "records": manifest.records_digest}
+                child_id, {MANIFEST: manifest.digest, RECORDS: manifest.records_digest}
             )
+            points, runs = _points(store, manifest), (parent_id, child_id)
+            show_step(cfg, store, tracker, manifest, points, runs, title)
             tracker.end_run(child_id)
             if is_report:
-                tracker.log_artifacts(
-                    parent_id,
-                    {
-                        name: store.read(manifest, name)
-                        for name in (*manifest.blobs, *manifest.records)
-                    },
-                )
-                tracker.end_run(parent_id)
+                _conclude(cfg, store, manifest, run_key, parent_id)
+
+
+def _conclude(
+    cfg: RunConfig, store: RunStore, report: Manifest, run_key: str, parent_id: str
+) -> None:
+    """The pipeline's run gets its report, what is installed, and what it came to."""
+    tracker = tracker_of(cfg)
+    files = {name: store.read(report, name) for name in (*report.blobs, *report.records)}
+    tracker.log_artifacts(parent_id, {**files, "packages.txt": packages()})
+    facts = {
+        "recipe": cfg.algorithm.recipe,
+        "on": cfg.env_names,
+        "horizon": " > ".join(map(str, cfg.horizon.max_turns)),
+        "seed": str(cfg.seed),
+    }
+    ends = [(name, report.results[name]) for name in ("before", "after")]
+    registered = report.results["model"]
+    lines = [
+        note_of_run(run_key, facts, ends),
+        "",
+        f"**{registered['alias']}** {registered['told']}",
+        *links_of_run(
+            tracker, parent_id, run_key, str(registered["model"]), str(registered["version"])
+        ),
+    ]
+    describe(tracker, parent_id, "\n".join(lines))
+    tracker.end_run(parent_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +356,7 @@ def delivered_seq(tags: Mapping[str, str], step: str, key: str) -> int:
 
 
 def _tag(step: str, key: str) -> str:
-    return f"delivered.{step}-{key[:16]}"
+    return f"{DELIVERED}.{step}-{key[:16]}"
 
 
 def _points(store: RunStore, manifest: Manifest) -> list[Point]:

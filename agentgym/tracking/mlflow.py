@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import sqlite3
@@ -20,7 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.private import own_login, with_login, without_login
+from agentgym.tracking.inputs import DatasetInput
 from agentgym.tracking.points import LedgerError, Point
+from agentgym.tracking.source import source_tags
+from agentgym.tracking.traces import EpisodeTrace
+from agentgym.tracking.views import tags_of_experiment
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +85,8 @@ class Tracker:
             place = self.artifact_root.as_uri() if self.uri.startswith("sqlite:") else None
             try:
                 # the UI opens on training runs and their charts, not on traces and judges
-                tags = {"mlflow.experimentKind": "custom_model_development"}
+                kind = {"mlflow.experimentKind": "custom_model_development"}
+                tags = {**kind, **tags_of_experiment({}, self.experiment)}
                 return str(
                     self.client.create_experiment(
                         self.experiment, artifact_location=place, tags=tags
@@ -96,6 +102,8 @@ class Tracker:
                 f"MLflow experiment {self.experiment!r} ({found.experiment_id}) is deleted; `mlflow"
                 " experiments restore` it, or set tracking.experiment"
             )
+        for name, value in tags_of_experiment(found.tags, self.experiment).items():
+            self.client.set_experiment_tag(found.experiment_id, name, value)
         return str(found.experiment_id)
 
     def parent_run(
@@ -152,16 +160,30 @@ class Tracker:
         return self._find_or_create(title, identity, params, tags)
 
     def deliver(
-        self, run_id: str, points: Iterable[Point], tags: Mapping[str, str] | None = None
+        self,
+        run_id: str,
+        points: Iterable[Point],
+        tags: Mapping[str, str] | None = None,
+        *,
+        model_id: str | None = None,
+        dataset: tuple[str, str] = ("", ""),
     ) -> None:
-        """Write points with their own timestamps, then the tags.
+        """Write points with their own timestamps, then the tags. model_id: a logged model that they
+        are of, too, on the data of this name and digest.
         Delivering a point again changes nothing: MLflow's SQL store keeps one row for equal (run,
         name, timestamp, step, value).
         """
         from mlflow.entities import Metric, RunTag
 
         metrics = [
-            Metric(name, value, point.time_ms, point.step)
+            Metric(
+                name,
+                value,
+                point.time_ms,
+                point.step,
+                model_id,
+                *(each or None for each in dataset),
+            )
             for point in points
             for name, value in point.metrics.items()
         ]
@@ -208,6 +230,79 @@ class Tracker:
                 path.write_bytes(content)
             self.client.log_artifacts(run_id, folder)
 
+    def log_inputs(self, run_id: str, inputs: Iterable[DatasetInput]) -> None:
+        """The data a run read; the same data once."""
+        from mlflow.entities import Dataset, InputTag
+        from mlflow.entities import DatasetInput as Input
+
+        found = [
+            Input(
+                Dataset(
+                    name=each.name,
+                    digest=each.digest,
+                    source_type="local",
+                    source=each.source,
+                    profile=json.dumps({"num_items": each.num_items}),
+                ),
+                [InputTag("mlflow.data.context", each.split)],
+            )
+            for each in inputs
+        ]
+        if found:
+            self.client.log_inputs(run_id, found)
+
+    def log_trace(self, trace: EpisodeTrace, run_id: str) -> None:
+        """An episode, once however often it is delivered: its spans have names of their own."""
+        from mlflow.entities import Span, TraceInfo, TraceLocation, TraceState
+
+        client = self.client._tracing_client  # what MLflow's own exporter calls
+        client.start_trace(
+            TraceInfo(
+                trace.trace_id,
+                TraceLocation.from_experiment_id(self.experiment_id),
+                trace.began_ms,
+                TraceState.OK,
+                trace.request,
+                trace.response,
+                execution_duration=trace.took_ms,
+                trace_metadata={"mlflow.sourceRun": run_id},
+                tags={**trace.tags, "mlflow.traceName": trace.name},
+            )
+        )
+        client.log_spans(self.experiment_id, [Span.from_dict(span) for span in trace.spans])
+
+    def checkpoint_model(
+        self, name: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, str]
+    ) -> str:
+        """The logged model of a checkpoint, whose weights stay in the store; found by `step_key`,
+        else created. Result: its id.
+        """
+        query = f"name = '{name}' and tags.step_key = '{tags['step_key']}'"
+        found = self.client.search_logged_models([self.experiment_id], filter_string=query)
+        ready = [each for each in found if str(each.status) == "READY"]
+        if ready:
+            return str(min(ready, key=lambda model: model.creation_timestamp).model_id)
+        for half in found:  # of an attempt that was killed
+            self.client.delete_logged_model(half.model_id)
+        from mlflow.entities import LoggedModelOutput
+
+        made = self.client.create_logged_model(
+            self.experiment_id,
+            name=name,
+            source_run_id=run_id,
+            tags=dict(tags),
+            params=dict(params),
+            model_type="checkpoint",
+        )
+        self.client.log_outputs(run_id, models=[LoggedModelOutput(made.model_id, step=0)])
+        self.client.finalize_logged_model(made.model_id, "READY")
+        return str(made.model_id)
+
+    def find_run(self, tags: Mapping[str, str]) -> str | None:
+        """Of the oldest live run with these tags."""
+        run = self._find_run(dict(tags))
+        return None if run is None else str(run.info.run_id)
+
     def points(self, run_id: str) -> list[tuple[str, int, int, float]]:
         """Every point of a run as (name, step, timestamp in ms, value), sorted."""
         names = self.client.get_run(run_id).data.metrics
@@ -230,7 +325,7 @@ class Tracker:
             # tags and run appear together, so a kill in between leaves no run that nobody finds
             # again
             created = self.client.create_run(
-                self.experiment_id, run_name=name, tags={**wanted, **identity}
+                self.experiment_id, run_name=name, tags={**source_tags(), **wanted, **identity}
             )
             run = self._find_run(identity) or created
             if run.info.run_id != created.info.run_id:

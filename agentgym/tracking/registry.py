@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
 from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.views import NOTE_OURS
+
+FILES = "files.sha256"  # tag of a version: path -> sha256 of each of its files
+ABOUT = (
+    "Checkpoints of finished runs. The alias moves by a recorded decision: `agentgym history` tells"
+    " of all, `agentgym promote` and `agentgym rollback` make one, `agentgym lineage` says what a"
+    " version was made of."
+)
+_OF_MLFLOW = ("registered_model_meta",)  # what it adds to a copy
 
 
 def register_model(
@@ -44,9 +55,14 @@ def register_model(
             tracker, run_id, model_dir, name, plain, step, task
         )
         _create_registered(tracker, name)
-        source = tracker.client.get_logged_model(model_id).artifact_location
+        logged = tracker.client.get_logged_model(model_id)
+        held = {FILES: logged.tags[FILES]} if FILES in logged.tags else {}
         tracker.client.create_model_version(
-            name, source, run_id=run_id, tags=plain, model_id=model_id
+            name,
+            logged.artifact_location,
+            run_id=run_id,
+            tags={**plain, **held},
+            model_id=model_id,
         )
         version = _oldest_version(tracker, name, plain["step_key"])
     else:
@@ -63,14 +79,111 @@ def find_version(tracker: Tracker, name: str, step_key: str) -> str | None:
     return min(_versions(tracker, name, step_key), key=int, default=None)
 
 
+def all_versions(tracker: Tracker, name: str) -> list[str]:
+    """Numbers of a registered model's versions, in order."""
+    found = tracker.client.search_model_versions(f"name = '{name}'", max_results=1000)
+    return sorted((str(each.version) for each in found), key=int)
+
+
 def version_tags(tracker: Tracker, name: str, version: str) -> dict[str, str]:
-    return dict(tracker.client.get_model_version(name, version).tags)
+    """Errors: LookupError where there is none."""
+    return dict(_version(tracker, name, version).tags)
+
+
+def version_run(tracker: Tracker, name: str, version: str) -> str:
+    """The MLflow run that made it; empty: none did, or it is gone."""
+    return str(_version(tracker, name, version).run_id or "")
+
+
+def _version(tracker: Tracker, name: str, version: str) -> Any:
+    with _found(f"{name} has no version {version}"):
+        return tracker.client.get_model_version(name, version)
 
 
 def alias_version(tracker: Tracker, name: str, alias: str) -> str | None:
     """The version that holds the alias, if any."""
-    held = tracker.client.get_registered_model(name).aliases
+    try:
+        with _found(name):
+            held = tracker.client.get_registered_model(name).aliases
+    except LookupError:
+        return None
     return str(held[alias]) if alias in held else None
+
+
+def created_ms(tracker: Tracker, name: str) -> int:
+    """When the registered model was made. Errors: LookupError where there is none."""
+    with _found(name):
+        return int(tracker.client.get_registered_model(name).creation_timestamp)
+
+
+@contextlib.contextmanager
+def _found(what: str) -> Iterator[None]:
+    """MLflow's way of saying that something is not there becomes a LookupError."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise LookupError(what) from error
+        raise
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """Path below the folder -> sha256 of what lies there."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in _OF_MLFLOW:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.relative_to(folder).as_posix()] = digest
+    return found
+
+
+def fetch_version(tracker: Tracker, name: str, version: str, folder: Path) -> Path:
+    """A version's files, copied below `folder`, each with the digest that it was registered with.
+    Result: where. Errors: LookupError where there is none; ModelChanged.
+    """
+    from mlflow.artifacts import download_artifacts
+
+    tags = version_tags(tracker, name, version)
+    with _found(f"the files of {name} version {version}"):
+        source = tracker.client.get_model_version_download_uri(name, version)
+        there = Path(
+            download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=tracker.uri)
+        )
+    if FILES in tags:
+        check_files(there, json.loads(tags[FILES]), f"{name} version {version}")
+    return there
+
+
+class ModelChanged(ValueError):
+    """A registered model's files are not those that were registered."""
+
+
+def check_files(folder: Path, wanted: Mapping[str, str], what: str) -> None:
+    """Errors: ModelChanged naming the first file that differs, is missing or is too much."""
+    found = file_digests(folder)
+    for path in sorted({*wanted, *found}):
+        if wanted.get(path) == found.get(path):
+            continue
+        came = f"sha256 {found[path]}" if path in found else "nothing"
+        expected = f"sha256 {wanted[path]}" if path in wanted else "no such file"
+        raise ModelChanged(
+            f"{what}: {path} is not what was registered: expected {expected}, got {came}; do not"
+            " use it, register the checkpoint again"
+        )
+
+
+def describe_version(tracker: Tracker, name: str, version: str, note: str) -> None:
+    """Write a version's description, unless a person changed the one we wrote."""
+    held = _version(tracker, name, version)
+    present, ours = held.description or "", held.tags.get(NOTE_OURS, "")
+    if present == note or (present and hashlib.sha256(present.encode()).hexdigest() != ours):
+        return
+    tracker.client.update_model_version(name, version, description=note)
+    digest = hashlib.sha256(note.encode()).hexdigest()
+    tracker.client.set_model_version_tag(name, version, NOTE_OURS, digest)
 
 
 def _oldest_version(tracker: Tracker, name: str, step_key: str) -> str:
@@ -135,8 +248,11 @@ def _log_model(
             model_id=logged.model_id,
             artifact_path=logged.artifact_location,
         )
-        _save_flavor(model_dir, Path(folder, "model"), record, name=name, tags=tags, task=task)
-        tracker.client.log_model_artifacts(logged.model_id, str(Path(folder, "model")))
+        saved = Path(folder, "model")
+        _save_flavor(model_dir, saved, record, name=name, tags=tags, task=task)
+        held = json.dumps(file_digests(saved), separators=(",", ":"), sort_keys=True)
+        tracker.client.set_logged_model_tags(logged.model_id, {FILES: held})
+        tracker.client.log_model_artifacts(logged.model_id, str(saved))
     tracker.client.log_outputs(run_id, models=[LoggedModelOutput(logged.model_id, step=step)])
     tracker.client.finalize_logged_model(logged.model_id, "READY")
     return str(logged.model_id)
@@ -146,7 +262,7 @@ def _create_registered(tracker: Tracker, name: str) -> None:
     from mlflow.exceptions import MlflowException
 
     try:
-        tracker.client.create_registered_model(name)
+        tracker.client.create_registered_model(name, description=ABOUT)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise

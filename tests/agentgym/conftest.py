@@ -48,6 +48,7 @@ TINY = {
         "max_turns": 7,
         "chunk_items": 6,
     },
+    "gate": {"min_success": 0.0},
 }
 
 

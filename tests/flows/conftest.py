@@ -28,6 +28,7 @@ TINY = {
     "validation": {"every": 2, "num_items": 4},
     "alarms": {"min_entropy": 10.0},  # a limit that every step breaks
     "evaluation": {"num_items": 8, "num_samples": 2, "k": [1, 2]},
+    "gate": {"min_success": 0.0},
 }
 
 

@@ -66,7 +66,7 @@ def test_a_delivery_that_a_kill_cut_short_is_no_loss(unfinished, known):
     forger = unfinished
     forger.save(forger.commits("stage-1")[1].model_copy(update={"done": False}))
     mark = f"{known} {forger.commits('stage-1')[known].created_at!r}"
-    forger.sql("update tags set value = ? where key like 'delivered.stage-1%'", mark)
+    forger.sql("update tags set value = ? where key like '%.delivered.stage-1%'", mark)
     (point,) = decode_points(forger.blob("stage-1", 1, METRICS).read_bytes())
     name = "rollout/success"
     forger.sql("delete from metrics where timestamp = ? and key = ?", point.time_ms, name)

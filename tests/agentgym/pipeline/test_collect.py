@@ -38,7 +38,7 @@ def garbage(rows):
 def test_the_configured_run_is_kept_whatever_its_age(copied, tmp_path):
     rows = survey(load_config(copied, NOTHING_BY_AGE), tmp_path / NONE)
     assert garbage(rows) == []
-    assert {"of the configured run"} == {row.reason for row in rows}
+    assert {row.reason for row in rows} == {"of the configured run", "the history of an alias"}
 
 
 def test_a_registered_version_keeps_what_it_is_made_of(copied, tmp_path):
@@ -96,7 +96,7 @@ def test_what_was_collected_is_told_and_made_again_to_the_bit(copied, tmp_path, 
     }
     found = {step.name: step.why for step in plan(own)}
     assert found["stage-1"] == "collected by `agentgym gc`"
-    experiment = client.get_experiment_by_name(cfg.tracking.experiment).experiment_id
+    experiment = client.get_experiment_by_name(cfg.experiment).experiment_id
     tagged = client.search_runs([experiment], filter_string="tags.store = 'collected'")
     assert "stage-2" in {run.data.tags["step"] for run in tagged}
     assert str(run_step("stage-1", own)) == "ran"

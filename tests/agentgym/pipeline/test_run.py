@@ -3,7 +3,6 @@ filled again.
 """
 
 import json
-import re
 import shutil
 from contextlib import contextmanager
 
@@ -12,7 +11,7 @@ from mlflow import MlflowClient
 
 from agentgym.audit import audit
 from agentgym.config import load_config
-from agentgym.evaluation.champion import DECISION, OUTCOMES
+from agentgym.evaluation.history import History
 from agentgym.pipeline.dvc import pointer
 from agentgym.pipeline.run import _with_servers, run_step, run_with_parents
 from agentgym.pipeline.table import finished, open_store, semantic_of, steps_of
@@ -56,31 +55,33 @@ def test_a_ledger_that_was_deleted_gets_everything_again(run, opened_before):
     }
 
 
-def test_a_better_champion_stays_and_the_audit_agrees(run):
-    """Another run's model solves every item; ours is registered after it."""
+def test_a_champion_of_another_store_plays_again_and_the_audit_agrees(run, tmp_path):
+    """Another run's model holds the alias, and nobody here has its evaluation: both models are
+    played by one protocol, on too few items to tell.
+    """
     client, name = MlflowClient(run.tracking_uri), run.registry.model_name
     ours = client.get_model_version(name, "1")
-    best = str(
-        client.create_model_version(
-            name, ours.source, tags={**ours.tags, "run_key": "another", "step_key": "0" * 64}
-        ).version
-    )
-    client.set_model_version_tag(name, best, OUTCOMES, re.sub("[0-]", "1", ours.tags[OUTCOMES]))
+    tags = {**ours.tags, "run_key": "another", "step_key": "0" * 64, "evaluation": "0" * 64}
+    best = str(client.create_model_version(name, ours.source, tags=tags).version)
     client.set_registered_model_alias(name, run.registry.alias, best)
-    client.delete_model_version_tag(name, "1", DECISION)
-    for folder in (run.store.path / "steps").glob("register-*"):
-        shutil.rmtree(folder)
-    registered = run_step("register", run).manifest.results
-    assert "1" in ours.tags[OUTCOMES] or not registered["champion"]["moved"]
-    assert registered["champion"]["difference"]["mean"] < 0
+    for step in ("register", "promotions"):
+        for folder in (run.store.path / "steps").glob(f"{step}-*"):
+            shutil.rmtree(folder)
+    judged = load_config(tmp_path / "params.yaml", ["gate.min_items=10"])
+    found = run_step("register", judged).manifest.results["champion"]
+    assert (found["verdict"], found["moved"], found["over"]) == ("HOLD", False, best)
+    assert found["needed_items"] > 12
     assert str(client.get_model_version_by_alias(name, run.registry.alias).version) == best
-    run_step("report", run)
-    confirm_all(run)
-    report = audit(run, num_episodes=1)
+    run_step("report", judged)
+    confirm_all(judged)
+    report = audit(judged, num_episodes=1)
     assert report.ok, [check for check in report.checks if not check.ok]
-    client.set_model_version_tag(name, best, OUTCOMES, re.sub("[1-]", "0", ours.tags[OUTCOMES]))
-    # by what is on record now, the alias should have moved
-    assert not audit(run, num_episodes=1).ok
+    entries = History(open_store(run), name, run.registry.alias).entries()
+    assert [each.kind for each in entries] == ["found", "judged"]
+    client.set_registered_model_alias(name, run.registry.alias, "1")
+    (failed,) = (check for check in audit(judged, num_episodes=1).checks if not check.ok)
+    assert failed.name == "decisions"
+    assert "moved by hand" in failed.failures[0]
 
 
 def test_a_step_that_was_deleted_and_run_again_is_in_the_ledger_once(run):

@@ -1,13 +1,20 @@
 """A checkpoint is one version, which loads with its chat template."""
 
+import json
+import os
+import socket
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentgym.deploy.owned import owned_process, tail
 from agentgym.tracking.mlflow import Tracker
-from agentgym.tracking.registry import register_model
+from agentgym.tracking.registry import FILES, ModelChanged, fetch_version, register_model
 
 RUN_KEY, KEY = "12" * 32, "ab" * 32
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -83,6 +90,8 @@ def test_a_model_is_registered_once_and_answers_by_its_alias(
     assert other == "2"
     assert len(tracker.client.search_model_versions("name = 'tiny'")) == 2
     champion = tracker.client.get_model_version_by_alias("tiny", "champion")
+    held = set(json.loads(champion.tags.pop(FILES)))
+    assert {"MLmodel", "model/model.safetensors", "components/tokenizer/tokenizer.json"} <= held
     assert (str(champion.version), champion.run_id, champion.tags) == ("1", run, tags)
 
     parts = mlflow_at.transformers.load_model("models:/tiny@champion", return_type="components")
@@ -100,6 +109,30 @@ def test_a_model_is_registered_once_and_answers_by_its_alias(
     assert answer["choices"][0]["message"]["role"] == "assistant"
     # registering is not the end of a run
     assert tracker.client.get_run(run).info.status == "RUNNING"
+
+
+@pytest.mark.parametrize("change", ["weights", "more", "gone"])
+def test_a_version_whose_files_changed_is_not_loaded(
+    tracker: Tracker, model_dir: Path, tmp_path: Path, change: str
+) -> None:
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    made = register_model(
+        tracker, run, model_dir, name="tiny", alias=None, tags={"step_key": KEY}, step=1
+    )
+    assert (fetch_version(tracker, "tiny", made, tmp_path / "whole") / "MLmodel").is_file()
+    place = tracker.client.get_model_version("tiny", made).source.removeprefix("file://")
+    weights = Path(place) / "model" / "model.safetensors"
+    if change == "weights":
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+    elif change == "more":
+        (Path(place) / "sitecustomize.py").write_text("")
+    else:
+        weights.unlink()
+    named = "sitecustomize.py" if change == "more" else "model/model.safetensors"
+    with pytest.raises(ModelChanged, match=f"tiny version 1: {named} is not what was registered"):
+        fetch_version(tracker, "tiny", made, tmp_path / "changed")
 
 
 def test_a_kill_while_registering_leaves_one_model_and_one_version(
@@ -170,3 +203,43 @@ def test_a_model_without_its_key_or_its_files_is_refused(tracker: Tracker, tmp_p
         register_model(
             tracker, run, tmp_path, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
         )
+
+
+@pytest.mark.slow
+def test_a_version_is_served_as_the_manual_says(
+    tracker: Tracker, model_dir: Path, tmp_path: Path
+) -> None:
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    register_model(
+        tracker, run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "--env-manager", "local"]
+    command += ["--model-uri", "models:/tiny@champion", "--port", str(port)]
+    programs = (
+        f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it starts uvicorn by its name
+    )
+    environment = {"MLFLOW_TRACKING_URI": tracker.uri, "PATH": programs}
+    with owned_process(command, log_path=tmp_path / "log", env=environment) as process:
+        deadline = time.monotonic() + 240
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None, tail(tmp_path / "log")
+                assert time.monotonic() < deadline, tail(tmp_path / "log")
+                time.sleep(0.5)
+        body = {"messages": [{"role": "user", "content": "go left"}], "max_tokens": 4}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/invocations",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            answer = json.loads(reply.read())
+    (answer,) = answer if isinstance(answer, list) else (answer,)
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert answer["usage"]["prompt_tokens"] == 2

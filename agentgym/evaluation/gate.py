@@ -1,0 +1,393 @@
+"""Whether a candidate takes the champion's place: PROMOTE, HOLD or REJECT, a reason per rule.
+
+A pure function of what is on record: `judge`. Both models answered the same question item by item,
+so the gain is a paired difference, and its lower one-sided bound must exceed `gate.min_gain`.
+HOLD is for what cannot be told yet: a set too small to show a gain that would be worth it (the
+number of items that would do is said), failing environments, other questions, a set of items that
+was looked at too often. REJECT is for what was shown. A first champion needs its floor only.
+
+`benchmarks/gate.py` measures how often it promotes a model that is no better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+from scipy.stats import binomtest
+
+from agentgym.config import GateConfig
+from agentgym.evaluation.clustered import Moments, clustered_interval, family_codes, moments
+from agentgym.evaluation.estimates import item_means
+from agentgym.evaluation.paired import POWER, Pair
+from agentgym.store.manifest import canonical_json, sha256
+
+FloatArray = NDArray[np.float64]
+Verdict = Literal["PROMOTE", "HOLD", "REJECT"]
+AuditState = Literal["none", "passed", "failed"]
+SPEAK_FOR = ("first", "gain")  # rules; the others only forbid
+_LETTERS = {0.0: "0", 1.0: "1"}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a candidate and of the champion; JSON has all of it."""
+
+    pairs: Mapping[str, Pair]  # before: the champion, all NaN where there is none
+    has_champion: bool
+    # share of the episodes that count, of the candidate and of the champion
+    coverage: tuple[float, float] = (1.0, 1.0)
+    questions: tuple[str, str] = ("", "")  # digest of each one's evaluation
+    tokens: tuple[float | None, float | None] = (None, None)  # said in an episode, by each
+    reference_kl: float | None = None  # nats per action token, at the end of training
+    obstacle: str = ""  # why the two cannot be compared
+    drift: str = ""  # that the alias was moved by hand
+    num_seen: int = 0  # of the items, that the candidate was trained or chosen on
+    num_looks: int = 0  # candidates that these items have judged before
+    audit: AuditState = "none"
+    audit_note: str = ""
+
+    @property
+    def item_set(self) -> str:
+        """Digest of the items, by environment."""
+        return sha256(canonical_json({env: list(pair.items) for env, pair in self.pairs.items()}))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; `from_json` gives an equal object back."""
+        tree = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        tree["pairs"] = {env: _pair_json(pair) for env, pair in self.pairs.items()}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in tree.items()}
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Self:
+        """Errors: ValueError, KeyError or TypeError where it is none."""
+        pairs = {env: _pair_of(row) for env, row in tree["pairs"].items()}
+        rest: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in tree.items()
+            if name != "pairs"
+        }
+        return cls(pairs=pairs, **rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What one rule says. Its verdict is what would come of it alone."""
+
+    rule: str
+    verdict: Verdict
+    why: str
+    env: str = ""
+    numbers: Mapping[str, float | int | None] = field(default_factory=dict)
+    needed_items: int | None = None  # with which it could be told
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict and how it came about."""
+
+    verdict: Verdict
+    rulings: tuple[Ruling, ...]
+
+    @property
+    def why(self) -> str:
+        """The rulings that made the verdict, in one line; of a promotion what speaks for it."""
+        made = [each for each in self.rulings if each.verdict == self.verdict]
+        if self.verdict == "PROMOTE":
+            made = [each for each in made if each.rule in SPEAK_FOR]
+        return "; ".join(each.why for each in made)
+
+    @property
+    def needed_items(self) -> int | None:
+        """Of each environment, that would do where the set is too small."""
+        return max((each.needed_items for each in self.rulings if each.needed_items), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "why": self.why,
+            "needed_items": self.needed_items,
+            "rules": [asdict(each) for each in self.rulings],
+        }
+
+
+def judge(rules: GateConfig, evidence: Evidence) -> Judgement:
+    """Errors: none; what cannot be told is held."""
+    rulings = [*_of_the_candidate(rules, evidence)]
+    if evidence.has_champion:
+        rulings += _of_both(rules, evidence)
+    elif all(each.verdict == "PROMOTE" for each in rulings):
+        rulings.insert(0, Ruling("first", "PROMOTE", "the first model of this name"))
+    verdicts = [each.verdict for each in rulings]
+    verdict: Verdict = next((v for v in ("REJECT", "HOLD") if v in verdicts), "PROMOTE")
+    return Judgement(verdict, tuple(rulings))
+
+
+def _of_the_candidate(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
+    if evidence.audit == "failed":
+        yield Ruling("audit", "REJECT", f"its audit failed: {evidence.audit_note}")
+    elif evidence.audit == "none" and rules.require_audit:
+        yield Ruling("audit", "HOLD", "no audit of its run is kept; `agentgym audit --keep`")
+    else:
+        yield Ruling("audit", "PROMOTE", f"audit: {evidence.audit}")
+    told = zip(("candidate", "champion"), evidence.coverage, strict=True)
+    for whose, share in list(told)[: 1 + evidence.has_champion]:
+        low = share < rules.min_coverage - 1e-9
+        yield Ruling(
+            "coverage",
+            "HOLD" if low else "PROMOTE",
+            f"{share:.1%} of the {whose}'s episodes count"
+            + (f", below gate.min_coverage {rules.min_coverage:.1%}" if low else ""),
+            numbers={"coverage": share, "least": rules.min_coverage},
+        )
+    for env, pair in evidence.pairs.items():
+        if rules.min_success:
+            yield _floor(rules, env, pair)
+
+
+def _floor(rules: GateConfig, env: str, pair: Pair) -> Ruling:
+    """That the success is not below the floor."""
+    means = item_means(pair.after)
+    if np.isnan(means).all():
+        return Ruling("floor", "HOLD", f"{env}: no episode counts", env)
+    codes = family_codes(pair.families)
+    known = pair.families if codes is not None else None
+    found = clustered_interval(means, known, kind="share", confidence=2 * rules.confidence - 1)
+    numbers = {"success": found.mean, "low": found.low, "least": rules.min_success}
+    said = f"{env}: success {found.mean:.1%} (at least {found.low:.1%})"
+    floor = f"gate.min_success {rules.min_success:.1%}"
+    if found.low >= rules.min_success:
+        return Ruling("floor", "PROMOTE", f"{said}, above {floor}", env, numbers)
+    if found.mean < rules.min_success:
+        return Ruling("floor", "REJECT", f"{said}, below {floor}", env, numbers)
+    half, room = found.mean - found.low, found.mean - rules.min_success
+    needed = _needed(found.num_items, half, room) if room > 0 else None
+    return Ruling("floor", "HOLD", f"{said}, too few items for {floor}", env, numbers, needed)
+
+
+def _of_both(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
+    if evidence.drift:
+        yield Ruling("alias", "HOLD", evidence.drift)
+    if evidence.obstacle:
+        yield Ruling("same question", "HOLD", f"they cannot be compared: {evidence.obstacle}")
+        return
+    yield Ruling("same question", "PROMOTE", "both answered the same question")
+    if evidence.num_seen:
+        yield Ruling(
+            "unseen items",
+            "HOLD",
+            f"{evidence.num_seen} of the gate's items are among those it was trained or chosen on;"
+            " set gate.protocol or evaluation.split",
+            numbers={"seen": evidence.num_seen},
+        )
+    used_up = evidence.num_looks >= rules.max_looks
+    yield Ruling(
+        "looks",
+        "HOLD" if used_up else "PROMOTE",
+        f"these items have judged {evidence.num_looks} candidates before"
+        + (f", gate.max_looks is {rules.max_looks}: give the gate new ones" if used_up else ""),
+        numbers={"looks": evidence.num_looks, "most": rules.max_looks},
+    )
+    yield from _guard_rails(rules, evidence)
+    few = [ruling for env, pair in evidence.pairs.items() if (ruling := _few(rules, env, pair))]
+    if few:
+        yield from few
+        return
+    gains = {env: _gain(pair) for env, pair in evidence.pairs.items()}
+    yield _superior(rules, gains, evidence.pairs)
+    for env, own in gains.items():
+        if len(gains) > 1:
+            yield _not_inferior(rules, env, own)
+        yield from _families(rules, env, evidence.pairs[env])
+
+
+def _few(rules: GateConfig, env: str, pair: Pair) -> Ruling | None:
+    valid = int((~np.isnan(_gained(pair))).sum())
+    if valid >= rules.min_items:
+        return None
+    return Ruling(
+        "enough",
+        "HOLD",
+        f"{env}: {valid} items are too few, gate.min_items is {rules.min_items}",
+        env,
+        {"items": valid, "least": rules.min_items},
+        rules.min_items,
+    )
+
+
+def _gained(pair: Pair) -> FloatArray:
+    """[I] of each item, over the samples that count in both."""
+    valid = ~(np.isnan(pair.before) | np.isnan(pair.after))
+    before, after = (np.where(valid, each, np.nan) for each in (pair.before, pair.after))
+    return item_means(after) - item_means(before)
+
+
+def _gain(pair: Pair) -> Moments:
+    return moments(_gained(pair)[None], family_codes(pair.families), kind="difference")
+
+
+def _bounds(found: Moments, confidence: float) -> tuple[float, float, float, float]:
+    """(mean, lower one-sided bound, upper one, gain that would be shown with POWER)."""
+    error = float(np.sqrt(found.variance).item())
+    quantile, power = (float(stdtrit(found.freedom, p).item()) for p in (confidence, POWER))
+    mean = found.mean.item()
+    return mean, mean - quantile * error, mean + quantile * error, (quantile + power) * error
+
+
+def _together(gains: Mapping[str, Moments]) -> Moments:
+    """Of the mean over environments, which count alike. Freedom: Welch's and Satterthwaite's."""
+    several = list(gains.values())
+    parts = np.array([each.variance.item() for each in several]) / len(several) ** 2
+    freedom = np.array([each.freedom.item() for each in several])
+    spread = (parts**2 / freedom).sum()
+    return Moments(
+        np.array(np.mean([each.mean.item() for each in several])),
+        np.array(parts.sum()),
+        np.array(parts.sum() ** 2 / spread if spread else freedom.min()),
+        np.array(sum(int(each.num_items.item()) for each in several)),
+    )
+
+
+def _superior(rules: GateConfig, gains: Mapping[str, Moments], pairs: Mapping[str, Pair]) -> Ruling:
+    found = _together(gains)
+    mean, low, high, detectable = _bounds(found, rules.confidence)
+    p_exact = _exact_p(pairs)
+    items = max(int(each.num_items.item()) for each in gains.values())
+    numbers = {"gain": mean, "low": low, "high": high, "detectable": detectable, "p": p_exact}
+    said = f"{100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
+    shown = p_exact is None or p_exact <= 1 - rules.confidence
+    if low > rules.min_gain and shown:
+        return Ruling("gain", "PROMOTE", f"{said} over the champion", "", numbers)
+    if high < rules.min_gain and mean < 0:
+        return Ruling("gain", "REJECT", f"{said}: it is worse", "", numbers)
+    if detectable > rules.worth:
+        needed = _needed(items, detectable, rules.worth)
+        return Ruling(
+            "gain",
+            "HOLD",
+            f"{said}: too few items to tell; {needed} would show a gain of"
+            f" {100 * rules.worth:.1f} points",
+            "",
+            numbers,
+            needed,
+        )
+    return Ruling(
+        "gain",
+        "REJECT",
+        f"{said}: no gain, and one of {100 * rules.worth:.1f} points would have been shown",
+        "",
+        numbers,
+    )
+
+
+def _exact_p(pairs: Mapping[str, Pair]) -> float | None:
+    """One-sided, of as many wins among items that differ; None where an item is more than one
+    episode or belongs to a family that is a cluster.
+    Source: McNemar 1947, with the binomial distribution itself.
+    """
+    if any(p.after.shape[1] > 1 or family_codes(p.families) is not None for p in pairs.values()):
+        return None
+    gained = np.concatenate([_gained(pair) for pair in pairs.values()])
+    won, lost = int((gained > 0).sum()), int((gained < 0).sum())
+    return float(binomtest(won, won + lost, 0.5, "greater").pvalue) if won + lost else 1.0
+
+
+def _not_inferior(rules: GateConfig, env: str, found: Moments) -> Ruling:
+    margin = rules.margins.get(env, rules.margin)
+    mean, low, high, detectable = _bounds(found, rules.confidence)
+    numbers = {"gain": mean, "low": low, "high": high, "margin": margin}
+    said = f"{env}: {100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
+    allowed = f"it may lose {100 * margin:.1f}"
+    if low >= -margin:
+        return Ruling("not worse", "PROMOTE", f"{said}; {allowed}", env, numbers)
+    if high < -margin:
+        return Ruling("not worse", "REJECT", f"{said}; {allowed} at most", env, numbers)
+    items = int(found.num_items.item())
+    needed = _needed(items, detectable, margin) if margin else None
+    return Ruling("not worse", "HOLD", f"{said}: too few items; {allowed}", env, numbers, needed)
+
+
+def _families(rules: GateConfig, env: str, pair: Pair) -> Iterator[Ruling]:
+    """Each that is shown to lose more than it may, all of them being so many chances to be wrong
+    (Bonferroni). One that is merely small forbids nothing: no set would ever be large enough.
+    """
+    gained, told = _gained(pair), np.array(pair.families, dtype=object)
+    names = sorted({each for each in pair.families if each is not None})
+    for family in names:
+        own = gained[(told == family) & ~np.isnan(gained)]
+        if len(own) < 2:
+            continue
+        level = 1 - (1 - rules.confidence) / len(names)
+        mean, _, high, _ = _bounds(moments(own[None], kind="difference"), level)
+        if high < 0 and mean < -rules.family_margin:
+            yield Ruling(
+                "family",
+                "REJECT",
+                f"{env}, {family}: {100 * mean:+.1f} points, it may lose"
+                f" {100 * rules.family_margin:.1f}",
+                env,
+                {"gain": mean, "high": high, "margin": rules.family_margin},
+            )
+
+
+def _guard_rails(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
+    ours, theirs = evidence.tokens
+    if rules.max_length_ratio is not None and ours is not None and theirs:
+        ratio = ours / theirs
+        yield Ruling(
+            "length",
+            "REJECT" if ratio > rules.max_length_ratio else "PROMOTE",
+            f"it says {ratio:.2f} times the champion's tokens, {rules.max_length_ratio:g} at most",
+            numbers={"ratio": ratio, "most": rules.max_length_ratio},
+        )
+    if rules.max_reference_kl is not None:
+        kl = evidence.reference_kl
+        if kl is None:
+            why = "its distance from the reference was not measured (algorithm.kl_coef)"
+            yield Ruling("reference KL", "HOLD", why)
+            return
+        yield Ruling(
+            "reference KL",
+            "REJECT" if kl > rules.max_reference_kl else "PROMOTE",
+            f"{kl:.4f} nats from the reference, {rules.max_reference_kl:g} at most",
+            numbers={"kl": kl, "most": rules.max_reference_kl},
+        )
+
+
+def _needed(items: int, detectable: float, wanted: float) -> int:
+    """Errors shrink with the root of the items."""
+    return max(items + 1, math.ceil(items * (detectable / wanted) ** 2))
+
+
+def _pair_json(pair: Pair) -> dict[str, Any]:
+    """Outcomes are a letter each: 1, 0, or - where an episode does not count."""
+    return {
+        "items": list(pair.items),
+        "families": list(pair.families) if any(pair.families) else None,
+        "before": [_letters(row) for row in pair.before],
+        "after": [_letters(row) for row in pair.after],
+    }
+
+
+def _pair_of(row: Mapping[str, Any]) -> Pair:
+    items = tuple(row["items"])
+    families = tuple(row["families"]) if row["families"] else (None,) * len(items)
+    before, after = (np.array([_values(text) for text in row[n]]) for n in ("before", "after"))
+    if before.shape != after.shape or before.ndim != 2 or len(before) != len(items):
+        raise ValueError("outcomes and items are not of one shape")
+    return Pair(items, families, before, after, before.size)
+
+
+def _letters(row: FloatArray) -> str:
+    return "".join(_LETTERS.get(float(value), "-") for value in row)
+
+
+def _values(text: str) -> list[float]:
+    if not set(text) <= {"0", "1", "-"}:
+        raise ValueError("outcomes are written with 0, 1 and -")
+    return [math.nan if letter == "-" else float(letter) for letter in text]

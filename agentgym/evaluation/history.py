@@ -1,0 +1,181 @@
+"""Who held the alias of a registered model, and why: an append-only history in the store.
+
+It is a step of the store of its own, `promotions`, under a key of the model's and the alias's name.
+An entry is a commit, made under the step's lease, so entries are serial however many pipelines
+decide at once; its decision is a record, which names by digest the one before and never goes.
+An entry is *owed* until MLflow has its decision and its alias: then a commit without a decision
+says so. Whoever opens the history next brings what is owed to its end, so a kill between any two
+of them is mended by the same command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal, Self
+
+from agentgym.store.lease import LeaseHeld
+from agentgym.store.manifest import Manifest, canonical_json, sha256
+from agentgym.store.runstore import RunStore, StepWriter
+
+STEP, RECORD = "promotions", "decision.json"
+WAIT_S, POLL_S = 120.0, 0.1  # for another process that decides; it takes a second
+SCHEMA = 1
+Kind = Literal["judged", "forced", "rolled back", "found"]
+
+
+@dataclass(frozen=True)
+class Version:
+    """A registered model, by what it is and by its number in the registry."""
+
+    number: str
+    checkpoint: str  # digest of the manifest whose weights these are; empty: not one of ours
+    evaluation: Mapping[str, str] = field(default_factory=dict)  # step, key, digest in the store
+    files: str = ""  # digest of its files' digests
+    run_key: str = ""
+
+    def is_same(self, other: Version | None) -> bool:
+        """Numbers are given anew where the registry is replaced; what it is stays."""
+        if other is None:
+            return False
+        if self.checkpoint and other.checkpoint:
+            return self.checkpoint == other.checkpoint
+        return self.number == other.number
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the history."""
+
+    kind: Kind
+    asked: str  # what was to be decided: equal for a command and its repetition
+    candidate: Version
+    before: Version | None  # who held the alias
+    after: Version | None  # who holds it from here on
+    who: str
+    at: float  # seconds since 1970
+    why: str
+    # of a judged one: verdict, rules, evidence
+    decision: Mapping[str, Any] = field(default_factory=dict)
+    number: int = 0  # from 1, in order
+    schema_version: int = SCHEMA
+
+    @property
+    def verdict(self) -> str:
+        """PROMOTE, HOLD or REJECT; empty where nobody judged."""
+        return str(self.decision.get("verdict", ""))
+
+    @property
+    def moved(self) -> bool:
+        return self.after is not None and not self.after.is_same(self.before)
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Errors: ValueError, KeyError or TypeError where it is none."""
+        tree = json.loads(data)
+        if tree["schema_version"] != SCHEMA:
+            raise ValueError(
+                f"a decision of schema {tree['schema_version']!r}, this version reads {SCHEMA}"
+            )
+        for name in ("candidate", "before", "after"):
+            tree[name] = None if tree[name] is None else Version(**tree[name])
+        return cls(**tree)
+
+
+def me() -> str:
+    """Who decides, for people."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+class History:
+    """Of one alias of one registered model. Reading needs no lease."""
+
+    def __init__(self, store: RunStore, model: str, alias: str) -> None:
+        self.store, self.model, self.alias = store, model, alias
+        self.key = sha256(canonical_json({"model": model, "alias": alias}))
+
+    def entries(self) -> list[Entry]:
+        """In order. Errors: DigestMismatch, BlobMissing, ValueError for one that is none."""
+        return [self.entry(commit) for commit in self.commits() if RECORD in commit.records]
+
+    def commits(self) -> list[Manifest]:
+        return self.store.history(STEP, self.key)
+
+    def entry(self, commit: Manifest) -> Entry:
+        """Errors: as `entries`."""
+        return Entry.from_bytes(self.store.read(commit, RECORD))
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether MLflow lacks the last entry."""
+        head = self.store.head(STEP, self.key)
+        return head is not None and RECORD in head.records
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[OpenHistory]:
+        """The right to add to it; waited for. Errors: LeaseHeld."""
+        deadline = time.monotonic() + WAIT_S
+        with contextlib.ExitStack() as stack:
+            while True:
+                try:
+                    writer = stack.enter_context(self.store.open(STEP, self.key))
+                    break
+                except LeaseHeld:
+                    if time.monotonic() >= deadline:
+                        raise
+                    time.sleep(POLL_S)
+            yield OpenHistory(self, writer)
+
+
+@dataclass
+class OpenHistory:
+    """A history that nobody else adds to meanwhile."""
+
+    history: History
+    writer: StepWriter
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        return self.history.entries()
+
+    def add(self, entry: Entry) -> Entry:
+        """Durable from here on, and owed. Result: it with its number."""
+        numbered = Entry(**{**vars(entry), "number": len(self.entries) + 1})
+        state = {"entry": numbered.number, "owed": True}
+        self._commit(state, {RECORD: numbered.to_bytes()})
+        self.entries.append(numbered)
+        return numbered
+
+    def settle(self) -> None:
+        """MLflow has the last entry."""
+        self._commit({"entry": len(self.entries), "owed": False}, {})
+
+    def _commit(self, state: dict[str, Any], records: Mapping[str, bytes]) -> None:
+        self.writer.commit(
+            done=False,
+            state=state,
+            parents={},
+            config={"model": self.history.model, "alias": self.history.alias},
+            blobs={},
+            records=records,
+            results={},
+            timings={},
+        )
+
+
+def champion_of(entries: list[Entry]) -> Version | None:
+    """Who holds the alias by the last entry."""
+    return entries[-1].after if entries else None

@@ -1,0 +1,356 @@
+"""The alias moves by a decision: judged by the gate, recorded in the history, then told to MLflow.
+
+`agentgym.evaluation.history` is the truth; MLflow shows it. An alias that MLflow has elsewhere was
+moved by hand: it is found and named, and nothing moves until somebody says what is to count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentgym.config import ConfigError, GateConfig
+from agentgym.evaluation.gate import Evidence, Judgement, judge
+from agentgym.evaluation.history import (
+    Entry,
+    History,
+    Kind,
+    OpenHistory,
+    Version,
+    champion_of,
+    me,
+)
+from agentgym.store.manifest import canonical_json, sha256
+from agentgym.store.runstore import RunStore
+from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.registry import (
+    FILES,
+    alias_version,
+    created_ms,
+    describe_version,
+    find_version,
+    version_run,
+    version_tags,
+)
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "decisions"  # of a run's artifacts in MLflow
+ROUNDS = 5  # champions that may change while a candidate is judged
+VERDICT, WHY, DECISION = "gate.verdict", "gate.why", "gate.decision"  # tags of a version
+BY_HAND = ("forced", "rolled back")  # kinds of entries that set the alias whoever holds it
+EvidenceFor = Callable[[Version | None], Evidence]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Who holds the alias, by the history and by MLflow."""
+
+    champion: Version | None  # by the history
+    held: str | None  # number of the version that holds it in MLflow
+    drift: str = ""  # that somebody moved it by hand
+
+
+class Promotions:
+    """An alias of a registered model, its history and the registry it is shown in."""
+
+    def __init__(self, store: RunStore, tracker: Tracker, model: str, alias: str) -> None:
+        self.history = History(store, model, alias)
+        self.tracker, self.model, self.alias = tracker, model, alias
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[OpenHistory]:
+        """The right to add to the history, with what it owes MLflow brought there first."""
+        with self.history.open() as opened:
+            if self.history.is_owed:
+                self._tell(opened)
+            yield opened
+
+    def standing(self, entries: list[Entry]) -> Standing:
+        champion, held = champion_of(entries), alias_version(self.tracker, self.model, self.alias)
+        if champion is None:
+            return Standing(None, held)
+        number = self.number_of(champion)
+        if number is not None and held is None and self._is_newer(entries[-1]):
+            return Standing(champion, held)  # the registry was made anew
+        if number in (held, None) and (number or held is None):
+            return Standing(champion, held)
+        told = f"version {held}" if held else "no version"
+        return Standing(
+            champion,
+            held,
+            f"the alias {self.alias} was moved by hand: MLflow has it at {told}, the history at"
+            f" version {champion.number} since entry {entries[-1].number}; `agentgym rollback --to"
+            f" {champion.number}` puts it back, `agentgym promote VERSION --force --why ...` makes"
+            " another one count",
+        )
+
+    def number_of(self, version: Version) -> str | None:
+        """What the registry has it as; None where it is not there."""
+        if version.checkpoint:
+            return find_version(self.tracker, self.model, version.checkpoint)
+        with contextlib.suppress(LookupError):
+            version_tags(self.tracker, self.model, version.number)
+            return version.number
+        return None
+
+    def version(self, number: str) -> Version:
+        """Errors: ConfigError where there is none."""
+        try:
+            tags = version_tags(self.tracker, self.model, number)
+        except LookupError:
+            raise ConfigError(f"{self.model} has no version {number}") from None
+        return version_of(number, tags)
+
+    def _is_newer(self, entry: Entry) -> bool:
+        return created_ms(self.tracker, self.model) > entry.at * 1000
+
+    # --- what moves it ------------------------------------------------------------------------
+
+    def consider(
+        self,
+        candidate: Version,
+        rules: GateConfig,
+        evidence_for: EvidenceFor,
+        asked: str,
+        *,
+        who: str = "",
+    ) -> Entry:
+        """Judge the candidate against whoever holds the alias, and move it where that is the
+        verdict. Asked again, what was decided stands, whatever was killed in between.
+
+        evidence_for: may play for minutes, so nobody waits for it; where the champion changed
+        meanwhile, it is asked for the new one.
+        """
+        for _ in range(ROUNDS):
+            with self.open() as opened:
+                self._adopt(opened)
+                found = next((each for each in opened.entries if each.asked == asked), None)
+                standing = self.standing(opened.entries)
+                if found is not None:
+                    return found
+            if candidate.is_same(standing.champion):
+                return _same(candidate, standing)
+            evidence = evidence_for(standing.champion)
+            with self.open() as opened:
+                if champion_of(opened.entries) == standing.champion:
+                    return self._judged(opened, candidate, rules, evidence, asked, who or me())
+            logger.info("the champion of %s changed meanwhile; judged anew", self.model)
+        raise RuntimeError(
+            f"{self.model}: the champion changed {ROUNDS} times while a candidate was judged; the"
+            " same command tries again"
+        )
+
+    def _judged(
+        self,
+        opened: OpenHistory,
+        candidate: Version,
+        rules: GateConfig,
+        evidence: Evidence,
+        asked: str,
+        who: str,
+    ) -> Entry:
+        standing = self.standing(opened.entries)
+        looks = sum(
+            each.decision.get("item_set") == evidence.item_set
+            for each in opened.entries
+            if each.before is not None
+        )
+        known = replace(evidence, drift=standing.drift, num_looks=looks)
+        found = judge(rules, known)
+        champion = standing.champion
+        entry = Entry(
+            "judged",
+            asked,
+            candidate,
+            champion,
+            candidate if found.verdict == "PROMOTE" else champion,
+            who,
+            time.time(),
+            found.why,
+            decision_json(rules, known, found),
+        )
+        return self._add(opened, entry)
+
+    def force(self, version: Version, why: str, kind: Kind = "forced") -> Entry:
+        """Move it because a person says so."""
+        with self.open() as opened:
+            self._adopt(opened)
+            before = champion_of(opened.entries)
+            asked = sha256(canonical_json([kind, version.number, why, len(opened.entries)]))
+            entry = Entry(kind, asked, version, before, version, me(), time.time(), why)
+            return self._add(opened, entry)
+
+    def roll_back(self, to: str | None, why: str) -> Entry:
+        """Move it to who held it before, or to a version that once did.
+        Errors: ConfigError where there is none, or it is gone.
+        """
+        entries = self.history.entries()
+        holders = [each.after for each in entries if each.after is not None]
+        now = champion_of(entries)
+        if to is None:
+            earlier = [each for each in holders if not each.is_same(now)]
+            if not earlier:
+                raise ConfigError(f"{self.model}: nobody held {self.alias} before; nothing to do")
+            target = earlier[-1]
+        else:
+            held = [each for each in holders if each.number == to]
+            if not held:
+                numbers = ", ".join(dict.fromkeys(each.number for each in holders)) or "none"
+                raise ConfigError(
+                    f"{self.model} version {to} never held {self.alias}; those that did: {numbers}"
+                )
+            target = held[-1]
+        if self.number_of(target) is None:
+            raise ConfigError(f"{self.model} version {target.number} is gone from the registry")
+        return self.force(target, why, "rolled back")
+
+    def restore(self) -> None:
+        """Bring MLflow to what the history says, where the registry was made anew or the last
+        entry did not get there.
+        """
+        entries = self.history.entries()
+        standing = self.standing(entries)
+        lacks = standing.champion is not None and standing.held is None and not standing.drift
+        if not (self.history.is_owed or lacks):
+            return
+        with self.history.open() as opened:
+            self._tell(opened, restore=True)
+
+    def _adopt(self, opened: OpenHistory) -> None:
+        """A registry that is older than its history: who holds the alias is its first entry."""
+        held = None if opened.entries else alias_version(self.tracker, self.model, self.alias)
+        if held is None:
+            return
+        version = self.version(held)
+        why = "held the alias when the history began"
+        asked = sha256(canonical_json(["found", held]))
+        self._add(opened, Entry("found", asked, version, None, version, me(), time.time(), why))
+
+    def _add(self, opened: OpenHistory, entry: Entry) -> Entry:
+        added = opened.add(entry)
+        self._tell(opened)
+        return added
+
+    def _tell(self, opened: OpenHistory, *, restore: bool = False) -> None:
+        """MLflow gets the last entry: the decision first, the alias last. restore: the alias even
+        where the entry did not move it.
+        """
+        entry = opened.entries[-1]
+        number = self.number_of(entry.candidate)
+        if number is not None:
+            data = entry.to_bytes()
+            if run_id := version_run(self.tracker, self.model, number):
+                self.tracker.log_artifacts(run_id, {artifact(entry): data})
+            told = {VERDICT: entry.verdict or entry.kind.upper(), WHY: entry.why[:5000]}
+            for key, value in {**told, DECISION: sha256(data)}.items():
+                self.tracker.client.set_model_version_tag(self.model, number, key, value)
+            describe_version(self.tracker, self.model, number, note_of(entry))
+        holder = self.number_of(entry.after) if entry.after is not None else None
+        if holder is not None and (restore or entry.moved or entry.kind in BY_HAND):
+            self.tracker.client.set_registered_model_alias(self.model, self.alias, holder)
+        if self.history.is_owed:
+            opened.settle()
+
+
+def artifact(entry: Entry) -> str:
+    """Where a run of MLflow has a decision."""
+    return f"{FOLDER}/{entry.number:04d}.json"
+
+
+def note_of(entry: Entry) -> str:
+    """What a version's page says of the last decision on it."""
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.at))
+    over = f" over version {entry.before.number}" if entry.before else ""
+    lines = [
+        f"**{entry.verdict or entry.kind}**{over}: {entry.why}",
+        "",
+        f"Decision {entry.number}, {when}, by {entry.who}; `{artifact(entry)}` among its run's"
+        " artifacts has the numbers and the items.",
+    ]
+    rules = entry.decision.get("rules", [])
+    if rules:
+        lines += ["", "| rule | verdict | why |", "|---|---|---|"]
+        lines += [
+            f"| {' '.join((rule['rule'], rule['env'])).strip()} | {rule['verdict']} |"
+            f" {rule['why'].replace('|', ' ')} |"
+            for rule in rules
+        ]
+    made = entry.candidate
+    named = {
+        "checkpoint": made.checkpoint[:12],
+        "run": made.run_key and f"r{made.run_key[:12]}",
+        "evaluation": made.evaluation.get("digest", "")[:12],
+    }
+    told = ", ".join(f"{what} `{which}`" for what, which in named.items() if which)
+    lines += ["", f"Lineage: {told}; all it was made of: `agentgym lineage {made.number}`"]
+    return "\n".join(lines)
+
+
+def version_of(number: str, tags: Mapping[str, str]) -> Version:
+    """As its tags describe it."""
+    evaluation = {
+        "digest": tags.get("evaluation", ""),
+        "step": tags.get("evaluation.step", ""),
+        "key": tags.get("evaluation.key", ""),
+    }
+    return Version(
+        number,
+        tags.get("step_key", ""),
+        evaluation if all(evaluation.values()) else {},
+        sha256(tags[FILES].encode()) if FILES in tags else "",
+        tags.get("run_key", ""),
+    )
+
+
+def decision_json(rules: GateConfig, evidence: Evidence, found: Judgement) -> dict[str, Any]:
+    """All that the verdict follows from: `judge` of it comes to the same."""
+    return {
+        **found.to_json(),
+        "item_set": evidence.item_set,
+        "settings": json.loads(json.dumps(rules.model_dump(mode="json"))),
+        "evidence": evidence.to_json(),
+    }
+
+
+def judged_again(decision: Mapping[str, Any]) -> dict[str, Any]:
+    """What its evidence and its rules come to now. Errors: ValueError, KeyError, TypeError."""
+    rules = GateConfig.model_validate(decision["settings"])
+    evidence = Evidence.from_json(decision["evidence"])
+    return decision_json(rules, evidence, judge(rules, evidence))
+
+
+def _same(candidate: Version, standing: Standing) -> Entry:
+    why = "it is this model, evaluated anew"
+    champion = standing.champion
+    return Entry("found", "", candidate, champion, champion, me(), time.time(), why)
+
+
+def summary(entry: Entry) -> dict[str, Any]:
+    """What a step or a page tells of it; equal for a command and its repetition."""
+    return {
+        "verdict": entry.verdict,
+        "moved": entry.moved,
+        "why": entry.why,
+        "over": entry.before.number if entry.before else None,
+        "needed_items": entry.decision.get("needed_items"),
+        "rules": [
+            {name: rule[name] for name in ("rule", "env", "verdict", "why")}
+            for rule in entry.decision.get("rules", [])
+        ],
+    }
+
+
+def sentence(registered: Mapping[str, Any]) -> str:
+    """What became of the alias, from the results of `register`: one line without its name."""
+    found = registered["champion"]
+    verdict = f"{found['verdict']}: " if found.get("verdict") in ("HOLD", "REJECT") else ""
+    if found["moved"]:
+        return f"moves to version {registered['version']}: {found['why']}"
+    holder = f"stays with version {found['over']}" if found["over"] else "is given to nobody"
+    return f"{holder}: {verdict}{found['why']}"

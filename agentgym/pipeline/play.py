@@ -1,0 +1,145 @@
+"""A game in the terminal: a person, or any policy that `agentgym evaluate` takes, turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentgym.config import ConfigError, RunConfig
+from agentgym.data.items import parse_item_id
+from agentgym.deploy.environment import environment_servers
+from agentgym.deploy.local import check_local_env
+from agentgym.evaluation.play import Table
+from agentgym.evaluation.policies import Contender, Seat, seated
+from agentgym.evaluation.protocol import EvaluationProtocol, items_of, protocol_of_run
+from agentgym.evaluation.request import EvaluationRequest
+from agentgym.pipeline.contenders import contender_of, playing_config
+from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.episode import Episode, Player, Said
+from agentgym.rollouts.players import TextPlayer
+from agentgym.types import Item, Sampling, Trajectory, Usage
+
+Tell = Callable[[str], None]
+Ask = Callable[[str], str | None]  # a prompt -> a line; None: no more
+THINKING_S = 24 * 3600.0  # a person may take
+
+
+@dataclass(frozen=True)
+class Game:
+    """What is played."""
+
+    env: str
+    policy: str = ""  # as `agentgym evaluate` names them; empty: a person
+    item: str = ""  # empty: the first test items
+    num_games: int = 1
+    temperature: float = 0.0  # 0: greedy
+    engine: str = ""
+
+
+def play_games(cfg: RunConfig, game: Game, tell: Tell, ask: Ask) -> list[Trajectory]:
+    """Each episode as it went. Errors: ConfigError before anything starts."""
+    protocol = _protocol(cfg, game)
+    items = _items(cfg, protocol, game)
+    playing = playing_config(cfg, protocol, game.engine)
+    contender = _contender(cfg, playing, game, tell, ask)
+    check_local_env(playing.env)
+    from agentgym.rollouts.engine import open_pool
+
+    expert = contender.needs_expert
+    with (
+        environment_servers(playing, expert) as endpoints,
+        open_pool(playing, endpoints, allow_expert=expert) as (pool, loop, told),
+    ):
+        if not game.policy:
+            tell(told[game.env])
+
+        async def play() -> list[Trajectory]:
+            async with seated(contender, playing, Usage()) as seat:
+                shown = Seat(lambda item, sample: Shown(seat.player_of(item, sample), tell))
+                by_id = {item.item_id: item for item in items}
+                table = Table(protocol, pool, shown, told, by_id)
+                attempts = table.attempts(protocol.envs[0])[game.temperature == 0]
+                sample = 0 if game.temperature == 0 else 1
+                return [_ended(await attempts.play(item, sample), tell) for item in items]
+
+        return loop.run(play())
+
+
+def _protocol(cfg: RunConfig, game: Game) -> EvaluationProtocol:
+    changes: dict[str, Any] = {"num_samples": 1, "max_attempts": 1, "deterministic": False}
+    if game.temperature:
+        changes["temperature"] = game.temperature
+    if not game.policy:
+        changes |= {"episode_timeout_s": THINKING_S, "action_format": "plain"}
+    return protocol_of_run(cfg, (game.env,), changes)
+
+
+def _items(cfg: RunConfig, protocol: EvaluationProtocol, game: Game) -> Sequence[Item]:
+    if not game.item:
+        return items_of(protocol, cfg)[game.env][: game.num_games]
+    env, task_id = parse_item_id(game.item if "_" in game.item else f"{game.env}_{game.item}")
+    if env != game.env:
+        raise ConfigError(f"--item {game.item} is of {env}, and --env is {game.env}")
+    return [Item(env, task_id, "given")]
+
+
+def _contender(cfg: RunConfig, playing: RunConfig, game: Game, tell: Tell, ask: Ask) -> Contender:
+    if not game.policy:
+        return Contender(
+            {"kind": "person"}, "a person", player_of=lambda *_: PersonPlayer(tell, ask)
+        )
+    request = EvaluationRequest.model_validate({"policy": game.policy, "engine": game.engine})
+    return contender_of(cfg, playing, request)
+
+
+class PersonPlayer(TextPlayer):
+    """Types an action; `?` shows what is possible, an empty end of input gives up."""
+
+    def __init__(self, tell: Tell, ask: Ask) -> None:
+        self._tell, self._ask = tell, ask
+
+    async def act(self, session: Any, sampling: Sampling) -> Said | None:
+        while True:
+            line = await asyncio.to_thread(self._ask, "> ")
+            if line is None:
+                return None
+            if line.strip() != "?":
+                return Said(line.strip(), line.strip())
+            try:
+                self._tell(", ".join(sorted(await session.hints())) or "nothing is suggested")
+            except EnvError as error:
+                self._tell(f"this environment suggests nothing: {error}")
+
+
+class Shown:
+    """Somebody else's play, told turn by turn."""
+
+    def __init__(self, player: Player, tell: Tell) -> None:
+        self._player, self._tell = player, tell
+        self._types = isinstance(player, PersonPlayer)
+
+    def begin(self, episode: Episode) -> bool:
+        self._tell(f"--- {episode.item.item_id}, at most {episode.settings.max_turns} turns")
+        self._tell(episode.first_observation)
+        return self._player.begin(episode)
+
+    async def act(self, session: Any, sampling: Sampling) -> Said | None:
+        said = await self._player.act(session, sampling)
+        if said is not None and not self._types:
+            self._tell(f"> {said.text}")
+        return said
+
+    def hear(self, observation: str, *, last: bool) -> bool:
+        self._tell(observation)
+        return self._player.hear(observation, last=last)
+
+
+def _ended(trajectory: Trajectory, tell: Tell) -> Trajectory:
+    if trajectory.turns:
+        tell(trajectory.turns[-1].observation)
+    outcome = trajectory.error or ("solved" if trajectory.success else "not solved")
+    reward = "" if trajectory.reward is None else f", reward {trajectory.reward:g}"
+    tell(f"--- {outcome}: {trajectory.status}, {len(trajectory.turns)} turns{reward}")
+    return trajectory

@@ -1,0 +1,98 @@
+"""Promotion of versions that are registered already, and how models play for the gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agentgym.config import ConfigError, RunConfig
+from agentgym.data.check import load_data
+from agentgym.evaluation.audited import kept_audit
+from agentgym.evaluation.evidence import PlayAnew, own_results, paired_evidence
+from agentgym.evaluation.gate import Evidence
+from agentgym.evaluation.history import Entry, Version
+from agentgym.evaluation.paired import Incomparable
+from agentgym.evaluation.promotion import Standing
+from agentgym.evaluation.publish import evidence_anew, promotions_of
+from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.result import Result
+from agentgym.pipeline.table import open_store, steps_of
+from agentgym.steps.context import Progress
+from agentgym.steps.step import Kind
+from agentgym.store.manifest import canonical_json, sha256
+from agentgym.tracking.mlflow import reaching
+
+
+def play_anew(cfg: RunConfig, progress: Progress | None = None) -> PlayAnew:
+    """A registered version by the gate's protocol; what was played before is found."""
+
+    def play(policy: str) -> Result:
+        from agentgym.pipeline.evaluation import evaluate_policy
+
+        request = EvaluationRequest.model_validate(
+            {"policy": policy, "protocol": cfg.gate.protocol}
+        )
+        evaluated = evaluate_policy(cfg, request, progress)
+        if evaluated.stopped:
+            raise RuntimeError(f"the evaluation of {policy} stopped: {evaluated.stopped}")
+        return evaluated.result
+
+    return play
+
+
+def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> Entry:
+    """Let the gate judge a version that is there already. Asked again while nothing moved, the
+    answer is the one on record. Errors: ConfigError.
+    """
+    store, splits = open_store(cfg), load_data(cfg)
+    chosen_on = {item.item_id for item in (*splits.train, *splits.validation)}
+    with reaching(cfg.tracking_uri):
+        promotions = promotions_of(cfg, store)
+        candidate = promotions.version(number)
+        audit = kept_audit(store, candidate.run_key)
+
+        def evidence_for(champion: Version | None) -> Evidence:
+            found = _evidence(cfg, candidate, champion, progress)
+            items = {item for pair in found.pairs.values() for item in pair.items}
+            return replace(found, num_seen=len(items & chosen_on), **audit)
+
+        moves = sum(each.moved for each in promotions.history.entries())
+        what = ["promote", number, candidate.checkpoint, cfg.gate.semantic(), dict(audit), moves]
+        return promotions.consider(candidate, cfg.gate, evidence_for, sha256(canonical_json(what)))
+
+
+def _evidence(
+    cfg: RunConfig, candidate: Version, champion: Version | None, progress: Progress | None
+) -> Evidence:
+    """By the runs' own evaluations where the store has both and they asked the same."""
+    store, told = open_store(cfg), candidate.evaluation
+    final = store.final(told["step"], told["key"]) if told else None
+    if final is not None and champion is not None and not cfg.gate.protocol:
+        modules = next(s.modules for s in steps_of(cfg).values() if s.kind is Kind.EVALUATE)
+        try:
+            return paired_evidence(*own_results(store, final, champion, modules), ())
+        except (Incomparable, ValueError):
+            pass  # both play anew, which nothing on record can sway
+    return evidence_anew(cfg, candidate, champion, play_anew(cfg, progress))
+
+
+def force(cfg: RunConfig, number: str, why: str) -> Entry:
+    """Move the alias because a person says so. Errors: ConfigError."""
+    if not why.strip():
+        raise ConfigError("--force needs --why: the history says why the gate was passed over")
+    with reaching(cfg.tracking_uri):
+        promotions = promotions_of(cfg, open_store(cfg))
+        return promotions.force(promotions.version(number), why)
+
+
+def roll_back(cfg: RunConfig, to: str | None, why: str) -> Entry:
+    """Errors: ConfigError."""
+    with reaching(cfg.tracking_uri):
+        return promotions_of(cfg, open_store(cfg)).roll_back(to, why)
+
+
+def standing(cfg: RunConfig) -> tuple[list[Entry], Standing]:
+    """The history, and who holds the alias by it and by MLflow."""
+    with reaching(cfg.tracking_uri):
+        promotions = promotions_of(cfg, open_store(cfg))
+        entries = promotions.history.entries()
+        return entries, promotions.standing(entries)

@@ -1,0 +1,160 @@
+"""What a person finds of a finished step in MLflow, beside its points: data, checkpoint as a
+logged model, table of outcomes, episodes as traces, a description.
+
+All of it is made from what is committed and written once however often it is delivered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from agentgym.config import RunConfig
+from agentgym.records import TRAJECTORIES, decode_trajectories
+from agentgym.store.manifest import Manifest, sha256
+from agentgym.store.runstore import RunStore
+from agentgym.tracking.inputs import DatasetInput, inputs_of
+from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.points import Point
+from agentgym.tracking.traces import EpisodeTrace, drawn, trace_of
+from agentgym.tracking.views import NOTE, NOTE_OURS, VIEWS, link_to
+from agentgym.types import Trajectory
+
+OUTCOMES, TABLE = "outcomes.json", "outcomes_table.json"
+EVALUATED = "eval/"  # metrics that a logged model gets
+MANIFEST = "mlflow.agentgym.manifest"  # tag of a step's run: digest of its last commit
+STORE_KEY = "step_key"  # tag of a logged model: digest of the checkpoint
+
+
+def show_step(
+    cfg: RunConfig,
+    store: RunStore,
+    tracker: Tracker,
+    manifest: Manifest,
+    points: Sequence[Point],
+    runs: tuple[str, str],
+    title: str,
+) -> None:
+    """runs: of the pipeline and of the step in MLflow; points: the step's last ones."""
+    parent_id, child_id = runs
+    data = inputs_of(cfg, store, manifest)
+    tracker.log_inputs(child_id, data)
+    if "splits.json" in manifest.blobs:
+        tracker.log_inputs(parent_id, data)
+    if OUTCOMES in manifest.blobs and "summary" in manifest.results:
+        _show_evaluation(store, tracker, manifest, points, runs, data[0])
+    if cfg.tracking.traces:
+        for trace in traces_of(store, manifest, cfg.tracking.traces):
+            tracker.log_trace(trace, child_id)
+    describe(tracker, child_id, note_of_step(manifest, title))
+
+
+def traces_of(store: RunStore, manifest: Manifest, count: int) -> list[EpisodeTrace]:
+    """Those drawn of a finished step: of its last commit with episodes."""
+    last, episodes = episodes_of(store, manifest)
+    return [trace_of(last, each) for each in drawn(episodes, manifest.key, count)]
+
+
+def episodes_of(store: RunStore, manifest: Manifest) -> tuple[Manifest, list[Trajectory]]:
+    """A step's last commit with episodes, and these."""
+    for commit in reversed(store.history(manifest.step, manifest.key)):
+        if TRAJECTORIES in commit.records:
+            return commit, decode_trajectories(store.read(commit, TRAJECTORIES))
+    return manifest, []
+
+
+def _show_evaluation(
+    store: RunStore,
+    tracker: Tracker,
+    manifest: Manifest,
+    points: Sequence[Point],
+    runs: tuple[str, str],
+    data: DatasetInput,
+) -> None:
+    """A checkpoint with its numbers on this data, and what became of each item."""
+    parent_id, child_id = runs
+    step = str(manifest.results["checkpoint"])
+    digest = manifest.parents[step]
+    made_by = tracker.find_run({"mlflow.parentRunId": parent_id, MANIFEST: digest})
+    model_id = tracker.checkpoint_model(
+        step,
+        made_by or child_id,
+        {STORE_KEY: digest, "step": step, "store": store.root},
+        {"step": step, "global_step": str(manifest.results["global_step"])},
+    )
+    bound = [
+        Point(p.step, p.time_ms, {k: v for k, v in p.metrics.items() if k.startswith(EVALUATED)})
+        for p in points[-1:]
+    ]
+    tracker.deliver(child_id, bound, model_id=model_id, dataset=(data.name, data.digest))
+    table = outcomes_table(json.loads(store.read(manifest, OUTCOMES)))
+    tracker.log_artifacts(child_id, {TABLE: json.dumps(table, separators=(",", ":")).encode()})
+    shown = json.dumps([{"path": TABLE, "type": "table"}])
+    tracker.set_tags(child_id, {"mlflow.loggedArtifacts": shown})
+
+
+def outcomes_table(outcomes: Mapping[str, Any]) -> dict[str, Any]:
+    """A row for each item, as MLflow keeps tables."""
+    rows = zip(outcomes["items"], outcomes["greedy"], outcomes["samples"], strict=True)
+    return {
+        "columns": ["item", "greedy", "samples solved", "samples"],
+        "data": [
+            [item, greedy, sum(each or 0.0 for each in samples), len(samples)]
+            for item, greedy, samples in rows
+        ],
+    }
+
+
+def describe(tracker: Tracker, run_id: str, note: str) -> None:
+    """Write a run's description, unless a person changed the one we wrote."""
+    tags = tracker.client.get_run(run_id).data.tags
+    present, ours = tags.get(NOTE, ""), tags.get(NOTE_OURS, "")
+    if present != note and (not present or sha256(present.encode()) == ours):
+        tracker.set_tags(run_id, {NOTE: note, NOTE_OURS: sha256(note.encode())})
+
+
+def note_of_step(manifest: Manifest, title: str) -> str:
+    """What the step was and came to."""
+    lines = [f"**{title}** · commit {manifest.seq}, manifest `{manifest.digest[:12]}`"]
+    summary = manifest.results.get("summary")
+    if isinstance(summary, Mapping):
+        lines += ["", *_numbers(summary, int(manifest.results["num_items"]))]
+    return "\n".join(lines)
+
+
+def note_of_run(
+    run_key: str, facts: Mapping[str, str], ends: Iterable[tuple[str, Mapping[str, Any]]]
+) -> str:
+    """What a whole run was, what it came to, and where to look on. ends: (evaluation's title, its
+    results), in order.
+    """
+    lines = [f"Run `r{run_key[:12]}`: " + ", ".join(f"{k} {v}" for k, v in facts.items()), ""]
+    for title, results in ends:
+        lines += [f"**{title}**", "", *_numbers(results["summary"], results["num_items"]), ""]
+    return "\n".join(lines).rstrip()
+
+
+def links_of_run(
+    tracker: Tracker, parent_id: str, run_key: str, model: str, version: str
+) -> list[str]:
+    """Lines that lead on; the first three below the server's address."""
+    here = f"#/experiments/{tracker.experiment_id}"
+    return [
+        "",
+        f"- [report]({here}/runs/{parent_id}/artifacts/report.html)",
+        f"- [charts]({link_to(tracker.experiment_id, VIEWS[0])})",
+        f"- [{model} version {version}](#/models/{model.replace(' ', '%20')}/versions/{version})",
+        f"- every episode: `agentgym view r{run_key[:12]}`; is it true:"
+        f" `agentgym audit r{run_key[:12]}`",
+    ]
+
+
+def _numbers(summary: Mapping[str, Any], num_items: int) -> list[str]:
+    """A table of intervals."""
+    rows = [
+        f"| {name.replace('_', ' ')} | {100 * each['mean']:.1f} % |"
+        f" {100 * each['low']:.1f} to {100 * each['high']:.1f} |"
+        for name, each in summary.items()
+    ]
+    return [f"| success, {num_items} items | | interval |", "|---|---|---|", *rows]

@@ -1,0 +1,192 @@
+"""Committed episodes as traces of MLflow: a span of the episode, and one of each turn.
+
+Which episodes is drawn by the digest of the commit's key, so that the same ones are drawn again;
+a trace's id is made of what it is of, so that it is written once however often it is delivered.
+Texts are cut: a trace is for looking at, the record is in the store.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentgym.store.manifest import Manifest, sha256
+from agentgym.types import Trajectory
+
+MAX_CHARS = 1500  # of a text in a span
+MAX_TURNS = 40  # spans of one trace; the last turns of a longer episode
+DIGEST = "mlflow.agentgym.episode"  # tag: what was said and answered
+ATTRIBUTES = ("mlflow.traceRequestId", "mlflow.spanType", "mlflow.spanInputs", "mlflow.spanOutputs")
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTrace:
+    """A trace as it is sent, in plain JSON types."""
+
+    trace_id: str
+    spans: tuple[dict[str, Any], ...]
+    began_ms: int
+    took_ms: int
+    name: str
+    request: str
+    response: str
+    tags: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """Of what it shows."""
+        return digest_of_spans(self.spans)
+
+
+def drawn(episodes: Sequence[Trajectory], key: str, count: int) -> list[Trajectory]:
+    """`count` of the episodes, as many successes as failures where there are both.
+    The order and the draw depend on `key` and on which episodes there are, and nothing else.
+    """
+    valid = sorted(
+        (each for each in episodes if each.status.is_valid), key=lambda e: _order(e, key)
+    )
+    parts = [[each for each in valid if each.success is wanted] for wanted in (True, False)]
+    half = [parts[0][: (count + 1) // 2], parts[1][: count // 2]]
+    chosen = [*half[0], *half[1]]
+    taken = {id(each) for each in chosen}
+    rest = [each for each in valid if id(each) not in taken]
+    return sorted([*chosen, *rest[: count - len(chosen)]], key=lambda e: _order(e, key))[:count]
+
+
+def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
+    """manifest: the commit whose record the episode is in."""
+    trace_id = trace_id_of(manifest, episode).removeprefix("tr-")
+    began = _began(manifest, episode)
+    spans = list(_turns(episode, trace_id, began))
+    end = max([began, *(span["end_time_unix_nano"] for span in spans)])
+    request = _cut(episode.first_observation)
+    outcome = {
+        "success": episode.success,
+        "reward": episode.reward,
+        "status": str(episode.status),
+        "turns": len(episode.turns),
+    }
+    root = _span(
+        (trace_id, _span_id(trace_id, -1), None),
+        f"{episode.item.item_id} sample {episode.sample}",
+        "AGENT",
+        (began, end),
+        ({"observation": request}, outcome),
+        {"max_turns": episode.max_turns, "temperature": episode.temperature},
+    )
+    tags = {
+        "step": manifest.step,
+        "commit": str(manifest.seq),
+        "item": episode.item.item_id,
+        "sample": str(episode.sample),
+        "optimizer_step": str(episode.step),
+        "success": str(episode.success).lower(),
+        "turns": str(len(episode.turns)),
+        DIGEST: episode_digest(episode),
+    }
+    return EpisodeTrace(
+        f"tr-{trace_id}",
+        (root, *spans),
+        began // 1_000_000,
+        (end - began) // 1_000_000,
+        root["name"],
+        request,
+        json.dumps(outcome),
+        tags,
+    )
+
+
+def digest_of_spans(spans: Sequence[Mapping[str, Any]]) -> str:
+    """Of what spans show, wherever they come from: names and texts, in order of time."""
+    shown = [
+        [span["name"], *(json.loads(span["attributes"][name]) for name in ATTRIBUTES[2:])]
+        for span in sorted(spans, key=lambda s: (s["start_time_unix_nano"], s["name"]))
+    ]
+    return sha256(json.dumps(shown, sort_keys=True).encode())
+
+
+def trace_id_of(manifest: Manifest, episode: Trajectory) -> str:
+    """Of an episode in the record of this commit."""
+    return f"tr-{sha256(_name(episode, manifest.key).encode())[:32]}"
+
+
+def episode_digest(episode: Trajectory) -> str:
+    """Of what was said and answered."""
+    said = [[turn.action, turn.observation, turn.reward] for turn in episode.turns]
+    return sha256(json.dumps([episode.first_observation, said]).encode())
+
+
+def _turns(episode: Trajectory, trace_id: str, began: int) -> list[dict[str, Any]]:
+    now, seen, spans = began, episode.first_observation, []
+    for number, turn in enumerate(episode.turns):
+        end = now + int(1e9 * (turn.generate_s + turn.env_s))
+        if number >= len(episode.turns) - MAX_TURNS:
+            span = _span(
+                (trace_id, _span_id(trace_id, number), _span_id(trace_id, -1)),
+                f"turn {number + 1}: {_cut(turn.action, 60)}",
+                "TOOL",
+                (now, end),
+                (
+                    {"prompt_tail": _cut(seen)},
+                    {
+                        "reply": _cut(turn.reply or turn.action),
+                        "action": _cut(turn.action),
+                        "observation": _cut(turn.observation),
+                        "reward": turn.reward,
+                    },
+                ),
+                {"generate_s": turn.generate_s, "env_s": turn.env_s, "weights": turn.version},
+            )
+            spans.append(span)
+        now, seen = end, turn.observation
+    return spans
+
+
+def _span(
+    ids: tuple[str, str, str | None],
+    name: str,
+    kind: str,
+    times: tuple[int, int],
+    texts: tuple[Mapping[str, Any], Mapping[str, Any]],
+    more: Mapping[str, Any],
+) -> dict[str, Any]:
+    """As `mlflow.entities.Span.from_dict` reads it; attributes are JSON texts."""
+    trace_id, span_id, parent_id = ids
+    values = (f"tr-{trace_id}", kind, *texts)
+    attributes = dict(zip(ATTRIBUTES, values, strict=True)) | dict(more)
+    return {
+        "trace_id": f"tr-{trace_id}",
+        "span_id": span_id,
+        "parent_span_id": parent_id,
+        "name": name,
+        "start_time_unix_nano": times[0],
+        "end_time_unix_nano": times[1],
+        "events": [],
+        "status": {"code": "STATUS_CODE_OK", "message": ""},
+        "attributes": {key: json.dumps(value) for key, value in attributes.items()},
+    }
+
+
+def _span_id(trace_id: str, number: int) -> str:
+    return sha256(f"{trace_id} {number}".encode())[:16]
+
+
+def _began(manifest: Manifest, episode: Trajectory) -> int:
+    """Nanoseconds since 1970; of a record without times, from its commit."""
+    began = episode.timing.get("began_s", 0.0)
+    return int(1e9 * (began or manifest.created_at))
+
+
+def _name(episode: Trajectory, key: str) -> str:
+    return f"{key} {episode.step} {episode.item.item_id} {episode.sample} {episode.temperature:g}"
+
+
+def _order(episode: Trajectory, key: str) -> str:
+    return sha256(_name(episode, key).encode())
+
+
+def _cut(text: str, most: int = MAX_CHARS) -> str:
+    """Its end: what came last is what is acted on."""
+    return text if len(text) <= most else f"... {text[-most:]}"

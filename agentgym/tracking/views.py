@@ -1,0 +1,183 @@
+"""The view that an experiment of ours opens with in MLflow's UI: its charts, its columns.
+
+MLflow keeps a saved view as a tag of the experiment, `mlflow.sharedViewState.<id>`; a link opens
+it. Ours say what we wrote, so that a view somebody changed or deleted stays as they left it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentgym.store.manifest import sha256
+
+PREFIX = "mlflow.sharedViewState."
+OURS = "mlflow.agentgym.views"  # tag: id -> sha256 of the value that we wrote
+NOTE, NOTE_OURS = "mlflow.note.content", "mlflow.agentgym.note"
+TRAINING = "tags.kind = 'pipeline'"
+CREATED_MS = 1_790_000_000_000  # of the views' text, so that equal ones are equal
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A saved view: charts of the training runs over one axis."""
+
+    key: str
+    name: str
+    axis: str = ""  # a metric; empty: optimizer steps
+
+
+VIEWS = (
+    View("agentgym-steps", "Training over optimizer steps"),
+    View("agentgym-turns", "Training over turns played", "progress/turns"),
+    View("agentgym-tokens", "Training over tokens", "progress/tokens"),
+)
+SECTIONS = {
+    "Success": (
+        ("validation/success", "success, validation items"),
+        ("rollout/success", "success, training episodes"),
+        ("eval/greedy", "success, test items, greedy"),
+    ),
+    "Horizon and turns": (
+        ("rollout/max_turns", "horizon: turns an episode may have"),
+        ("rollout/turns_mean", "turns an episode takes"),
+        ("rollout/truncated_frac", "episodes that were cut"),
+    ),
+    "Is it learning": (
+        ("rollout/entropy", "entropy, nats per action token"),
+        ("actor/update_kl", "KL of an update, nats"),
+        ("mismatch/kl", "KL, engine against learner, nats"),
+        ("actor/grad_norm", "gradient norm"),
+    ),
+    "Throughput": (
+        ("perf/generated_tokens_per_s", "tokens sampled in a second"),
+        ("perf/trained_tokens_per_s", "tokens trained on in a second"),
+        ("time/step_s", "seconds of an optimizer step"),
+    ),
+}
+COLUMNS = (
+    "attributes.`Models`",
+    "attributes.`Dataset`",
+    "metrics.`eval/greedy`",
+    "metrics.`eval/pass_at_1`",
+    "metrics.`rollout/success`",
+    "tags.`algorithm`",
+    "tags.`horizon`",
+    "tags.`seed`",
+)
+
+
+def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
+    """The tags that an experiment lacks: its views and its description, but for what somebody
+    changed or deleted after us.
+    """
+    written: dict[str, str] = json.loads(present.get(OURS, "{}"))
+    wanted = {f"{PREFIX}{view.key}": value_of(view) for view in VIEWS}
+    wanted[NOTE] = note_of_experiment(name)
+    found, ours = {}, dict(written)
+    for tag, value in wanted.items():
+        untouched = sha256(present.get(tag, "").encode()) == written.get(tag)
+        if (tag not in written and tag not in present) or (untouched and present[tag] != value):
+            found[tag], ours[tag] = value, sha256(value.encode())
+    return {**found, OURS: json.dumps(ours, sort_keys=True)} if found else {}
+
+
+def value_of(view: View) -> str:
+    """What MLflow's own "Save view" writes."""
+    state = "deflate;" + base64.b64encode(zlib.compress(json.dumps(_state(view)).encode())).decode()
+    return json.dumps({"name": view.name, "createdAt": CREATED_MS, "state": state})
+
+
+def link_to(experiment_id: str, view: View) -> str:
+    """Below a server's address. The tab is not part of a view."""
+    where = f"#/experiments/{experiment_id}/runs"
+    return f"{where}?viewStateShareKey={view.key}&compareRunsMode=CHART"
+
+
+def note_of_experiment(name: str) -> str:
+    """How to read the page."""
+    lines = [
+        f"Training runs and evaluations of `{name}`.",
+        "",
+        "- A run of a pipeline has its steps below it; the views in the menu *Views* show pipelines"
+        " alone, over optimizer steps, turns or tokens.",
+        "- *Models* has every checkpoint with what its evaluation found; *Traces* has episodes that"
+        " were drawn from evaluations and training.",
+        "- What a run is and came to stands in its description, its report among its artifacts.",
+    ]
+    return "\n".join(lines)
+
+
+def _state(view: View) -> dict[str, Any]:
+    """Of the page of runs, field by field as the UI keeps it."""
+    sections = {title: f"agentgym-section-{i}" for i, title in enumerate(SECTIONS)}
+    axis = {"xAxisKey": "metric" if view.axis else "step", "selectedXAxisMetricKey": view.axis}
+    charts = [
+        _chart(f"{view.key}-{metric}", sections[title], metric, told, axis)
+        for title, metrics in SECTIONS.items()
+        for metric, told in metrics
+    ]
+    return {
+        "searchFilter": TRAINING,
+        "orderByKey": "attributes.start_time",
+        "orderByAsc": False,
+        "startTime": "ALL",
+        "lifecycleFilter": "Active",
+        "datasetsFilter": [],
+        "modelVersionFilter": "All Runs",
+        "selectedColumns": list(COLUMNS),
+        "columnOrder": list(COLUMNS),
+        "columnWidths": {},
+        "runsHiddenMode": "FIRST_20_RUNS",
+        "compareRunCharts": charts,
+        "compareRunSections": [
+            {
+                "uuid": key,
+                "name": title,
+                "display": True,
+                "isReordered": True,
+                "deleted": False,
+                "isGenerated": False,
+            }
+            for title, key in sections.items()
+        ],
+        "viewMaximized": False,
+        "runListHidden": False,
+        "isAccordionReordered": True,
+        "useGroupedValuesInCharts": True,
+        "hideEmptyCharts": True,
+        "groupBy": None,
+        "groupsExpanded": {},
+        "globalLineChartConfig": {"lineSmoothness": 0, **axis},
+    }
+
+
+def _chart(
+    key: str, section: str, metric: str, told: str, axis: Mapping[str, str]
+) -> dict[str, Any]:
+    return {
+        "uuid": key,
+        "type": "LINE",
+        "runsCountToCompare": 20,
+        "metricSectionId": section,
+        "deleted": False,
+        "isGenerated": False,
+        "displayName": told,
+        "metricKey": metric,
+        "selectedMetricKeys": [metric],
+        "lineSmoothness": 0,
+        "scaleType": "linear",
+        "xAxisScaleType": "linear",
+        "range": {},
+        "yAxisKey": "metric",
+        "yAxisExpressions": [],
+        "selectedYAxisMetricKey": "metric",
+        "ignoreOutliers": False,
+        "useGlobalXaxisKey": False,
+        "useGlobalLineSmoothing": True,
+        **axis,
+    }

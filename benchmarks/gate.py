@@ -1,0 +1,149 @@
+"""How often the gate promotes a model that is no better, and what it sees: `python
+benchmarks/gate.py` (`make gate`).
+
+Writes docs/results/gate.json. The gate is the product's own, `agentgym.evaluation.gate.judge` under
+the rules of params.yaml, on pairs made as `benchmarks/decisions.py` makes them: both of the same
+success, the candidate better by a few points, worse by as much. `looks`: twenty equal candidates,
+one after the other, against one champion's outcomes on one set of items.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from decisions import SUCCESS, Case, drawn_pair
+from pipeline import machine
+
+from agentgym.config import GateConfig, load_config
+from agentgym.evaluation.clustered import family_codes
+from agentgym.evaluation.gate import Evidence, judge
+from agentgym.evaluation.paired import Pair
+from agentgym.evaluation.passk import wilson_interval
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "docs/results/gate.json"
+CONFIDENCE, MOST_FALSE = 0.95, 0.06  # of promotions of equal models, upper bound, of each design
+GAINS = (-0.05, 0.0, 0.05, 0.1)
+LOOKS = 20
+DESIGNS = ((200, 1, 0), (200, 4, 0), (512, 1, 0), (512, 4, 0), (512, 4, 10))  # items, samples,
+# families; the fourth is the default run's
+
+
+def simulate(
+    case: Case, num: int, rules: GateConfig, generator: np.random.Generator
+) -> dict[str, Any]:
+    """Share of each verdict over `num` pairs."""
+    families = tuple(f"f{i % case.families}" if case.families else None for i in range(case.items))
+    codes = family_codes(families) if case.families else None
+    names = tuple(map(str, range(case.items)))
+    said: Counter[str] = Counter()
+    for _ in range(num):
+        before, after = drawn_pair(case, codes, generator)
+        pair = Pair(names, families, before, after, before.size)
+        said[judge(rules, Evidence({"babyai": pair}, True)).verdict] += 1
+    shares = {verdict: round(said[verdict] / num, 4) for verdict in ("PROMOTE", "HOLD", "REJECT")}
+    upper = wilson_interval(said["PROMOTE"], num, CONFIDENCE).high
+    return {**asdict(case), **shares, "promote_upper": round(upper, 4)}
+
+
+def looked_at_often(num: int, rules: GateConfig, generator: np.random.Generator) -> float:
+    """Share of sets on which one at least of LOOKS equal candidates is promoted."""
+    case, names, found = Case(512, 4, 0, 0.0), tuple(map(str, range(512))), 0
+    for _ in range(num):
+        chance = drawn_chances(case, generator)[:, None]
+        champion, *others = (
+            (generator.random((case.items, case.samples)) < chance).astype(float)
+            for _ in range(LOOKS + 1)
+        )
+        pairs = (Pair(names, (None,) * case.items, champion, each) for each in others)
+        found += any(
+            judge(rules, Evidence({"babyai": pair}, True)).verdict == "PROMOTE" for pair in pairs
+        )
+    return round(found / num, 4)
+
+
+def drawn_chances(case: Case, generator: np.random.Generator) -> np.ndarray[Any, Any]:
+    """[items] of both models' success."""
+    from clusters import middle
+    from decisions import ITEMS_SD
+
+    ease = ITEMS_SD * generator.standard_normal(case.items)
+    return np.asarray(1 / (1 + np.exp(-(middle(SUCCESS, ITEMS_SD) + ease))))
+
+
+def text(result: dict[str, Any]) -> str:
+    lines = [
+        f"equal models promoted: {result['false_promotions']:.1%} of the default design (upper"
+        f" bound {result['false_promotions_upper']:.1%}); of any design"
+        f" {result['highest']:.1%} at most (upper bound {result['highest_upper']:.1%})",
+        f"one of {LOOKS} equal candidates on one set of items: {result['looks']:.1%}",
+    ]
+    for each in result["cases"]:
+        told = f"{each['families']} families" if each["families"] else "no families"
+        verdicts = ", ".join(f"{name} {each[name]:.3f}" for name in ("PROMOTE", "HOLD", "REJECT"))
+        lines.append(
+            f"{each['items']} x {each['samples']}, {told}, {100 * each['gain']:+.0f}: {verdicts}"
+        )
+    return "\n".join(lines)
+
+
+def _run(job: tuple[Case, int, GateConfig, np.random.SeedSequence]) -> dict[str, Any]:
+    """A stream per case: how many processes there are changes nothing."""
+    case, num, rules, stream = job
+    return simulate(case, num, rules, np.random.Generator(np.random.Philox(stream)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--simulations", type=int, default=5000, help="of equal models, per design")
+    parser.add_argument("--unequal", type=int, default=1000, help="of unequal ones")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--parallel", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, default=OUT)
+    chosen = parser.parse_args()
+    rules = load_config(ROOT / "params.yaml").gate
+    asked = [Case(*design, gain) for design in DESIGNS for gain in GAINS]
+    *streams, last = np.random.SeedSequence(chosen.seed).spawn(len(asked) + 1)
+    jobs = [
+        (case, chosen.unequal if case.gain else chosen.simulations, rules, stream)
+        for case, stream in zip(asked, streams, strict=True)
+    ]
+    with ProcessPoolExecutor(chosen.parallel) as pool:
+        cases = list(pool.map(_run, jobs))
+    equal = [each for each in cases if not each["gain"]]
+    default = next(e for e in equal if (e["items"], e["samples"], e["families"]) == (512, 4, 0))
+    looks = looked_at_often(
+        max(1, chosen.unequal // 5), rules, np.random.Generator(np.random.Philox(last))
+    )
+    command = "python benchmarks/gate.py"
+    if chosen.simulations != parser.get_default("simulations"):
+        command += f" --simulations {chosen.simulations}"
+    result = {
+        "rules": rules.semantic(),
+        "simulations": chosen.simulations,
+        "simulations_unequal": chosen.unequal,
+        "false_promotions": default["PROMOTE"],
+        "false_promotions_upper": default["promote_upper"],
+        "highest": max(each["PROMOTE"] for each in equal),
+        "highest_upper": max(each["promote_upper"] for each in equal),
+        "looks": looks,
+        "machine": machine(),
+        "command": command,
+    }
+    rows = ",\n  ".join(map(json.dumps, cases))
+    chosen.out.write_text(json.dumps(result, indent=1)[:-2] + f',\n "cases": [\n  {rows}\n ]\n}}\n')
+    print(text({**result, "cases": cases}))
+    return 0 if result["highest_upper"] <= MOST_FALSE else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""`agentgym promote | rollback | history | lineage` on a finished run."""
+
+import json
+
+import pytest
+from mlflow import MlflowClient
+
+from agentgym.cli import main
+from agentgym.config import load_config
+from agentgym.evaluation.audited import keep_audit
+from agentgym.pipeline.table import finished, open_store, run_key
+
+
+@pytest.fixture
+def params(copy_run, tmp_path, tiny_params, tiny_endpoint):
+    return tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True)
+
+
+def test_history_lineage_promotion_and_rollback_of_one_run(params, capsys):
+    """One copy of the run for all of it: a model that an audit failed, forced and rolled back."""
+
+    def call(*words):
+        code = main([*words[:1], "--params", str(params), *words[1:]])
+        return code, capsys.readouterr()
+
+    cfg = load_config(params)
+    store, name = open_store(cfg), cfg.registry.model_name
+    code, said = call("history")
+    assert code == 0
+    assert "PROMOTE     version 1    - -> 1" in said.out
+    assert said.out.endswith(f"{name}: champion is version 1\n")
+
+    code, said = call("lineage", "--json")
+    found = json.loads(said.out)
+    done = finished(cfg, store)
+    assert found["steps"][0]["step"] == "stage-2"
+    assert {each["step"] for each in found["steps"]} == {
+        *("stage-2", "stage-1", "warm-start", "initialize", "prepare")
+    }
+    assert [each["step"] for each in found["evaluations"]] == ["evaluate-stage-2"]
+    assert found["data"] == done["prepare"].results["digest"]
+    assert found["source"]["mlflow.source.name"] == "agentgym-flow"
+    assert found["decisions"][0]["verdict"] == "PROMOTE"
+    code, said = call("lineage", done["warm-start"].digest[:10])
+    assert code == 0
+    assert f"{name} version 1" in said.out
+    assert call("lineage", "abcdef0123")[0] == 2
+
+    client = MlflowClient(cfg.tracking_uri)
+    ours = client.get_model_version(name, "1")
+    tags = {**ours.tags, "step_key": "0" * 64}
+    client.create_model_version(name, ours.source, run_id=ours.run_id, tags=tags)
+    report = {"run_key": run_key(cfg), "ok": False, "seed": 1}
+    keep_audit(store, {**report, "checks": [{"name": "numbers", "ok": False, "failures": ["x"]}]})
+    code, said = call("promote", "2", "--json")
+    assert code == 3
+    entry = json.loads(said.out)
+    assert (entry["verdict"], entry["moved"]) == ("REJECT", False)
+    assert "its audit failed: numbers: x" in entry["why"]
+    assert call("promote", "2")[0] == 3  # asked again: on record
+    assert call("promote", "9")[0] == 2
+    assert call("promote", "2", "--force")[0] == 2  # without a reason
+    assert call("promote", "2", "--force", "--why", "a test")[0] == 0
+    assert client.get_model_version_by_alias(name, "champion").version == 2
+    code, said = call("rollback", "--why", "it was one")
+    assert code == 0
+    assert client.get_model_version_by_alias(name, "champion").version == 1
+    client.set_registered_model_alias(name, "champion", "2")
+    code, said = call("history", "--json")
+    assert code == 1
+    tree = json.loads(said.out)
+    assert [each["kind"] for each in tree["entries"]] == [
+        *("judged", "judged", "forced", "rolled back")
+    ]
+    assert "moved by hand" in tree["standing"]["drift"]

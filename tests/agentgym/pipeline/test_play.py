@@ -1,0 +1,35 @@
+"""A person and a model play in the terminal, through the same conversation as everybody else."""
+
+import pytest
+
+from agentgym.config import ConfigError, load_config
+from agentgym.pipeline.play import Game, play_games
+from agentgym.types import Status
+
+
+@pytest.fixture
+def cfg(copy_run, tmp_path, tiny_params, tiny_endpoint):
+    return load_config(tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True))
+
+
+def test_a_person_plays_and_a_registered_model_after_them(cfg):
+    told, lines = [], iter(["turn left", "?", "move forward", None])
+    (played,) = play_games(cfg, Game("babyai"), told.append, lambda _: next(lines))
+    assert [turn.action for turn in played.turns] == ["turn left", "move forward"]
+    assert played.status is Status.MAX_TURNS  # they gave up
+    assert "drop, move forward, pickup, toggle, turn left, turn right" in told
+    assert told[-1].startswith("--- not solved: max_turns, 2 turns")
+
+    told.clear()
+    game = Game("babyai", "models:/agentgym-babyai@champion", num_games=2)
+    first, second = play_games(cfg, game, told.append, lambda _: pytest.fail("nobody is asked"))
+    assert [first.item.item_id, second.item.item_id] == ["babyai_1000", "babyai_1001"]
+    assert [line for line in told if line.startswith("> ")] == [
+        f"> {turn.reply or turn.action}" for each in (first, second) for turn in each.turns
+    ]
+    assert first.input_ids
+
+
+def test_an_item_of_another_environment_is_refused_before_anything_starts(cfg):
+    with pytest.raises(ConfigError, match="--item textcraft_3 is of textcraft, and --env is baby"):
+        play_games(cfg, Game("babyai", item="textcraft_3"), print, input)

@@ -1,0 +1,169 @@
+"""What a person finds in MLflow's own UI of a real run, in a browser; and what a forger of these
+pages cannot do.
+"""
+
+import os
+import signal
+import socket
+import sqlite3
+import sys
+import time
+import urllib.request
+
+import pytest
+from mlflow import MlflowClient
+
+from agentgym.audit import audit
+from agentgym.config import load_config
+from agentgym.deploy.owned import owned_process, tail
+from agentgym.tracking.views import SECTIONS, VIEWS, link_to
+
+EXPERIMENT = "agentgym-babyai"
+SEEN_S = 60.0  # for a page to show what it has
+
+
+@pytest.fixture(scope="module")
+def folder(copy_run, tmp_path_factory):
+    """A finished run of this file's own."""
+    return copy_run(tmp_path_factory.mktemp("pages"))
+
+
+@pytest.fixture(scope="module")
+def client(folder):
+    return MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+
+
+@pytest.fixture(scope="module")
+def experiment(client):
+    return client.get_experiment_by_name(EXPERIMENT)
+
+
+@pytest.fixture(scope="module")
+def parent(client, experiment):
+    (run,) = client.search_runs([experiment.experiment_id], "tags.kind = 'pipeline'")
+    return run
+
+
+@pytest.fixture(scope="module")
+def page(folder, chromium):
+    """page(path, *texts) -> the page of MLflow's UI, once it shows these texts."""
+    from playwright.sync_api import sync_playwright
+
+    from envs.webarena.chromium import find_browser
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}"]
+    command += [f"--backend-store-uri=sqlite:///{folder / 'mlflow.db'}", "--workers=1"]
+    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PATH": os.environ["PATH"]}
+    with (
+        owned_process(command, log_path=folder / "server.log", env=environment) as process,
+        sync_playwright() as driver,
+    ):
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None, tail(folder / "server.log")
+                assert time.monotonic() < deadline, tail(folder / "server.log")
+                time.sleep(0.2)
+        browser = driver.chromium.launch(
+            executable_path=find_browser(), args=["--no-sandbox"], timeout=60_000
+        )
+        opened = browser.new_page(viewport={"width": 1500, "height": 1000})
+
+        def show(path, *texts):
+            opened.goto("about:blank")
+            opened.goto(f"http://127.0.0.1:{port}/{path}", timeout=60_000)
+            for text in texts:
+                opened.get_by_text(text).first.wait_for(timeout=SEEN_S * 1000)
+            return opened
+
+        yield show
+        browser.close()
+        os.killpg(process.pid, signal.SIGKILL)  # it would wait for the browser's connections
+
+
+def test_the_saved_view_opens_as_charts_of_the_named_metrics(page, experiment):
+    metrics = [metric for title in list(SECTIONS)[:2] for metric, _ in SECTIONS[title]]
+    opened = page(link_to(experiment.experiment_id, VIEWS[0]), *SECTIONS, *metrics)
+    assert opened.locator(".js-plotly-plot").count() >= 3
+
+
+def test_a_runs_page_shows_data_source_and_description(page, experiment, parent):
+    where = f"#/experiments/{experiment.experiment_id}/runs/{parent.info.run_id}"
+    opened = page(where, "babyai train", "agentgym-flow", "Run r")
+    text = opened.inner_text("body")
+    assert "delivered" not in text
+    assert "agentgym audit" in text
+
+
+def test_a_models_page_shows_the_decision_and_what_it_was_made_of(page):
+    opened = page("#/models/agentgym-babyai/versions/1", "PROMOTE", "Lineage:")
+    text = opened.inner_text("body")
+    assert "the first model of this name" in text
+    assert "gate.decision" in text
+
+
+def test_a_trace_opens_turn_by_turn(page, client, experiment):
+    found = client.search_traces(locations=[experiment.experiment_id], max_results=1)[0]
+    where = f"#/experiments/{experiment.experiment_id}/traces?traceId={found.info.trace_id}"
+    page(where, found.data.spans[0].name, found.data.spans[1].name[:20])
+
+
+def test_checkpoints_are_ranked_by_what_their_evaluations_found(client, experiment, folder):
+    some = client.search_logged_models(
+        [experiment.experiment_id], filter_string="name = 'stage-2'"
+    )[0]
+    metric = next(each for each in some.metrics if each.key == "eval/avg_at_2")
+    ranked = client.search_logged_models(
+        [experiment.experiment_id],
+        filter_string="metrics.`eval/avg_at_2` >= 0",
+        datasets=[{"dataset_name": metric.dataset_name, "dataset_digest": metric.dataset_digest}],
+        order_by=[{"field_name": "metrics.eval/avg_at_2", "ascending": False}],
+    )
+    assert {each.name for each in ranked} == {"initialize", "warm-start", "stage-1", "stage-2"}
+    values = [next(m.value for m in each.metrics if m.key == "eval/avg_at_2") for each in ranked]
+    assert values == sorted(values, reverse=True)
+
+
+def test_every_step_has_its_data_and_a_description(client, experiment, parent):
+    children = client.search_runs(
+        [experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    )
+    told = {
+        run.data.tags["step"]: sorted(each.tags[0].value for each in run.inputs.dataset_inputs)
+        for run in children
+    }
+    assert told["prepare"] == ["test", "train", "validation"]
+    assert told["stage-1"] == ["train", "validation"]
+    assert told["evaluate-stage-2"] == ["test"]
+    assert all(run.data.tags["mlflow.note.content"] for run in children)
+    visible = {
+        tag for run in [parent, *children] for tag in run.data.tags if not tag.startswith("mlflow.")
+    }
+    assert not {tag for tag in visible if "delivered" in tag or tag in ("manifest", "records")}
+    files = {each.path for each in client.list_artifacts(parent.info.run_id)}
+    assert {"packages.txt", "report.html", "decisions"} <= files
+
+
+FORGERIES = {
+    "inputs": "update datasets set digest = 'another' where name = 'babyai test'",
+    "models": "update logged_model_metrics set metric_value = 1.0"
+    " where metric_name = 'eval/avg_at_2'",
+    "traces": r"update spans set content = replace(content, 'reward\": 0.0', 'reward\": 1.0')",
+    "fewer": "delete from trace_info where request_id ="
+    " (select request_id from trace_tags where key = 'success' limit 1)",
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_page_is_found(copy_run, tmp_path, tiny_params, tiny_endpoint, forgery):
+    params = tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True)
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        assert database.execute(FORGERIES[forgery]).rowcount > 0
+    checks = audit(load_config(params), num_episodes=1, num_rescored=1).checks
+    assert [check.name for check in checks if not check.ok] == ["pages"], checks
