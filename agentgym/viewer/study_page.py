@@ -159,10 +159,9 @@ def decided(viewer: Viewer) -> list[Decided]:
 
 def _decision(tree: dict[str, Any]) -> Decided:
     decision = tree.get("decision") or {}
-    rulings = decision.get("rulings") or decision.get("rules") or []
     told = [
         (str(each.get("rule", "")), str(each.get("verdict", "")), str(each.get("why", "")))
-        for each in rulings
+        for each in decision.get("rules", ())
         if isinstance(each, dict)
     ]
     return Decided(

@@ -7,6 +7,8 @@ import re
 import pytest
 from starlette.testclient import TestClient
 
+from agentgym.evaluation.gate import Judgement, Ruling
+from agentgym.evaluation.history import RECORD, STEP, Entry, Version
 from agentgym.types import Learned, Status, Turn
 from agentgym.viewer.app import make_app
 from tests.agentgym.viewer.conftest import HOSTILE, KEPT, SCRIPT, episode, failed
@@ -208,28 +210,23 @@ def test_an_index_that_breaks_under_a_page_is_built_anew(made, view):
 
 def test_decisions_lead_to_the_episodes_that_made_them(made, view):
     def version(key):
-        return {"number": "1", "evaluation": {"step": "evaluation", "key": key * 64}}
+        return Version("1", key, {"step": "evaluation", "key": key * 64, "digest": "0" * 64})
 
-    decision = {
-        "kind": "judged",
-        "candidate": version("c"),
-        "before": version("b"),
-        "why": "better by 10 points",
-        "who": "somebody",
-        "at": 5.0,
-        "number": 3,
-        "decision": {"verdict": "PROMOTE", "rulings": [{"rule": "superior", "verdict": "pass"}]},
-    }
-    made.add(
-        [], step="promotions", key="d", records={"decision.json": json.dumps(decision).encode()}
+    candidate, before = version("c"), version("b")
+    judged = Judgement("PROMOTE", (Ruling("gain", "PROMOTE", "better by 10 points"),))
+    entry = Entry(
+        *("judged", "asked", candidate, before, candidate, "somebody", 5.0, judged.why),
+        decision=judged.to_json(),
+        number=3,
     )
+    made.add([], step=STEP, key="d", records={RECORD: entry.to_bytes()})
     made.add([], step="promotions", key="e", records={"decision.json": b"[]"})
     client = TestClient(make_app(view()))
     page = client.get("/decisions")
     text = check(page).text
     assert "PROMOTE" in text
     assert "better by 10 points" in text
-    assert "superior" in text
+    assert "gain: PROMOTE" in " ".join(text.split())
     assert "not readable here" in text
     link = f"/compare?a=evaluation-{'b' * 16}&amp;b=evaluation-{'c' * 16}"
     assert f'href="{link}"' in page.text
