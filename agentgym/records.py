@@ -87,7 +87,9 @@ def from_json(row: dict[str, Any]) -> Trajectory:
 
 
 def checked_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, which this version can read. Errors: RecordError."""
+    """The row, which this version can read. Errors: RecordError; TypeError where it is no row."""
+    if not isinstance(row, dict):
+        raise TypeError(f"an object was expected, not {row!r:.40}")
     schema = row.get("schema", 1)
     if schema not in (1, SCHEMA):
         raise RecordError(

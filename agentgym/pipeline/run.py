@@ -10,11 +10,12 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
 from agentgym.data.kept import keep_data
 from agentgym.deploy.environment import environment_servers
-from agentgym.pipeline.promotion import play_anew
 from agentgym.pipeline.table import (
     finished,
     key_of,
@@ -89,7 +90,7 @@ def run_step(
             parents=parents,
             environment=environment or _own_servers(cfg),
             progress=progress or NoProgress(),
-            play_anew=play_anew(cfg, progress),
+            play_anew=partial(_play_anew, cfg, progress),
             on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
             trained=[each for stage, each in done.items() if step.stage and table[stage].stage],
         )
@@ -159,6 +160,13 @@ def require_key(name: str, cfg: RunConfig, expected: str) -> None:
             f"step {name} was asked for with key {expected[:12]} and {came} here: the source, the"
             " data or the store of this machine is another one; use one image for flow and jobs"
         )
+
+
+def _play_anew(cfg: RunConfig, progress: Progress | None, policy: str) -> Any:
+    """As `agentgym.pipeline.promotion.play_anew`, which takes seconds to import."""
+    from agentgym.pipeline.promotion import play_anew
+
+    return play_anew(cfg, progress)(policy)
 
 
 def _run_watched(ctx: StepContext) -> Manifest:

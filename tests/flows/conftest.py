@@ -116,13 +116,16 @@ class Project:
             return [text for (text,) in connection.execute(f"select {column} from {table}")]
 
     def exported_model(self):
-        """The registered model as an ordinary folder, as a user would have one."""
+        """The registered model as an ordinary folder, as a user would have one: a copy, for of a
+        version every file has a digest.
+        """
         found = sorted((self.folder / ".agentgym/mlflow-artifacts").rglob("config.json"))
-        tokenizer = next(path.parent for path in found[0].parents[1].rglob("tokenizer.json"))
-        for path in tokenizer.iterdir():
-            if path.parent != found[0].parent:
-                (found[0].parent / path.name).write_bytes(path.read_bytes())
-        return found[0].parent
+        model = found[0].parent
+        tokenizer = next(path.parent for path in model.parent.rglob("tokenizer.json"))
+        place = self.folder / ".agentgym/exported-model"
+        for each in (model, tokenizer):
+            shutil.copytree(each, place, dirs_exist_ok=True)
+        return place
 
     def processes(self):
         """Command lines of everything that runs in this project."""

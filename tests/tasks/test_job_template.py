@@ -67,7 +67,10 @@ def test_the_job_is_admitted_where_pods_are_restricted_and_is_not_retried_by_kub
 
 def test_attempts_of_one_run_share_their_store():
     pod = job()["spec"]["template"]["spec"]
-    (mount,) = pod["containers"][0]["volumeMounts"]
-    (volume,) = pod["volumes"]
-    assert mount == {"name": volume["name"], "mountPath": "/app/.agentgym"}
+    (mount,) = [
+        each
+        for each in pod["containers"][0]["volumeMounts"]
+        if each["mountPath"] == "/app/.agentgym"
+    ]
+    (volume,) = [each for each in pod["volumes"] if each["name"] == mount["name"]]
     assert volume["persistentVolumeClaim"] == {"claimName": "agentgym-state"}

@@ -3,6 +3,7 @@
 import json
 
 from agentgym.audit import audit
+from agentgym.evaluation.history import STEP as HISTORY
 from agentgym.pipeline.dvc import pointer
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.steps.context import METRICS
@@ -57,6 +58,8 @@ def test_a_commit_that_was_exchanged_breaks_the_chain(forger):
 def test_a_store_from_before_the_second_digest_is_told_from_one_that_has_it(forger):
     for path in forger.steps.glob("*/manifests/*.json"):
         tree = json.loads(path.read_bytes())
+        if tree["step"] == HISTORY:  # there was none
+            continue
         del tree["follows"], tree["records_digest"]
         path.write_text(json.dumps(tree))
         assert decode_commit(path.read_bytes())[-1].digest == tree["digest"]
