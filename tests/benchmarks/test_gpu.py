@@ -55,7 +55,12 @@ def test_an_unknown_case_is_named(arguments, message):
 
 
 WITHOUT_VLLM = ("ceilings", "head", "varlen")
-LONG = ("rollouts", "publish", "staged")  # starts of vLLM and more: make vllm-test SLOW=1
+LONG = (
+    "mismatch",
+    "rollouts",
+    "publish",
+    "staged",
+)  # starts of vLLM and more: make vllm-test SLOW=1
 
 
 def test_every_case_is_run_dry_by_some_test(gpu):
@@ -68,7 +73,6 @@ def test_every_case_is_run_dry_by_some_test(gpu):
     [
         *WITHOUT_VLLM,
         pytest.param("training", marks=pytest.mark.slow),  # it compiles
-        pytest.param("mismatch", marks=pytest.mark.vllm),
         *(pytest.param(case, marks=[pytest.mark.vllm, pytest.mark.slow]) for case in LONG),
     ],
 )
