@@ -15,15 +15,14 @@ import socket
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentgym.deploy.owned import end_with_owner
-from agentgym.viewer.guard import LOGIN, is_foreign
+from agentgym.viewer.guard import CHALLENGE, LOGIN, after_login, is_foreign
 
 _LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
 _FRAMED = (b"x-frame-options", b"SAMEORIGIN")
-_CHALLENGE = {"WWW-Authenticate": 'Basic realm="agentgym", charset="UTF-8"'}
 _HOW = (
     "this server belongs to one user of this machine; the link that `make up` or `make ui` prints"
     " logs in\n"
@@ -71,11 +70,9 @@ class Gate:
         if scope["method"] == "GET" and scope["path"] in self._open:
             return None
         if not self._is_known(headers):
-            return PlainTextResponse(_HOW, 401, _CHALLENGE)
+            return PlainTextResponse(_HOW, 401, CHALLENGE)
         if scope["path"] == LOGIN:
-            # with the host spelled out: after a relative address the page's own would hold the
-            # login, and no fetch works there
-            return RedirectResponse(f"http://{host[0]}/", 303)
+            return after_login(host[0])
         return None
 
     def _is_known(self, headers: Headers) -> bool:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -366,6 +367,50 @@ def move_artifacts():
             mlflow._artifact_repos_cache.clear()  # by a run's id, which both folders have
 
     return move
+
+
+@pytest.fixture(scope="session")
+def mlflow_process():
+    """mlflow_process(folder, *words) -> the address of `mlflow WORDS`, once it answers at `health`;
+    `PORT` in a word is its port. host: the name in that address; more: of its environment.
+    """
+    from agentgym.deploy.owned import owned_process, tail
+
+    @contextmanager
+    def started(folder, *words, host="127.0.0.1", health="/health", timeout_s=180, **more):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [sys.executable, "-m", "mlflow", *(word.replace("PORT", port) for word in words)]
+        programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # uvicorn, by its name
+        env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PATH": programs, **more}
+        with owned_process(command, log_path=folder / "mlflow.log", env=env) as process:
+            address, deadline = f"http://{host}:{port}", time.monotonic() + timeout_s
+            while True:
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(address + health, timeout=5).close()
+                    break
+                assert process.poll() is None, tail(folder / "mlflow.log")
+                assert time.monotonic() < deadline, tail(folder / "mlflow.log")
+                time.sleep(0.2)
+            yield address
+            os.killpg(process.pid, signal.SIGKILL)  # it would wait for connections of ours
+
+    return started
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(mlflow_process):
+    """mlflow_server(folder, *words) -> the address of a server of the folder's database."""
+
+    @contextmanager
+    def started(folder, *words, **more):
+        database = f"--backend-store-uri=sqlite:///{folder / 'mlflow.db'}"
+        server = ("server", "--host=127.0.0.1", "--port=PORT", "--workers=1", database)
+        with mlflow_process(folder, *server, *words, **more) as address:
+            yield address
+
+    return started
 
 
 @pytest.fixture(scope="session")

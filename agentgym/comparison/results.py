@@ -32,12 +32,12 @@ from agentgym.evaluation.passk import FloatArray, Interval
 from agentgym.evaluation.score import keys
 from agentgym.evaluation.seeds import Kind, crossed_interval
 from agentgym.pipeline.table import finished, open_store, steps_of
-from agentgym.steps.context import METRICS, OUTCOMES
+from agentgym.steps.context import OUTCOMES
 from agentgym.store.files import write_whole
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.deliver import CellPoints, deliver_comparison
-from agentgym.tracking.points import Point, decode_points
+from agentgym.tracking.deliver import CellPoints, committed_points, deliver_comparison
+from agentgym.tracking.points import Point
 
 VALIDATION = "validation/success"
 
@@ -345,7 +345,7 @@ def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
     trained = [
         name for name, step in steps_of(cell.cfg).items() if step.stage and name in cell.steps
     ]
-    points = [point for name in trained for point in _points(store, done[name])]
+    points = [point for name in trained for point in committed_points(store, name, done[name].key)]
     curve, cost = training_curve(points)
     if cell.protocol is not None:
         judged = read_judged(cell, answers)
@@ -358,7 +358,7 @@ def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
         point
         for name in (baseline, cell.evaluation)
         if name
-        for point in _points(store, done[name])
+        for point in committed_points(store, name, done[name].key)
     ]
     return CellResult(
         cell,
@@ -376,15 +376,6 @@ def _outcomes(cell: Cell, store: RunStore, evaluation: Manifest) -> dict[str, Fl
     greedy, samples = (np.array(stored[name], dtype=np.float64) for name in ("greedy", "samples"))
     every = per_item(greedy, samples)
     return {key: every[key] for key in keys(samples, cell.cfg.evaluation.k)}
-
-
-def _points(store: RunStore, final: Manifest) -> list[Point]:
-    return [
-        point
-        for commit in store.history(final.step, final.key)
-        if METRICS in commit.records
-        for point in decode_points(store.read(commit, METRICS))
-    ]
 
 
 def _round(value: float | None, digits: int = 4) -> float | None:

@@ -33,7 +33,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _HOW = "this server belongs to one user; the link that `agentgym view` printed logs in\n"
-_CHALLENGE = {"WWW-Authenticate": 'Basic realm="agentgym", charset="UTF-8"'}
+CHALLENGE = {"WWW-Authenticate": 'Basic realm="agentgym", charset="UTF-8"'}
 
 
 class Guard:
@@ -74,11 +74,9 @@ class Guard:
         if is_foreign(scope["method"], headers, f"http://{hosts[0]}"):
             return PlainTextResponse("a page of another origin has no business here\n", 403)
         if self._token and not self._is_known(headers):
-            return PlainTextResponse(_HOW, 401, _CHALLENGE)
+            return PlainTextResponse(_HOW, 401, CHALLENGE)
         if scope["path"] == LOGIN:
-            # with the host spelled out: after a relative address the page's own would hold the
-            # login, and no fetch works there
-            return RedirectResponse(f"http://{hosts[0]}/", 303)
+            return after_login(hosts[0])
         return None
 
     def _is_known(self, headers: Headers) -> bool:
@@ -86,6 +84,13 @@ class Guard:
         return len(given) == 1 and any(
             hmac.compare_digest(given[0].encode(), each.encode()) for each in self._known
         )
+
+
+def after_login(host: str) -> Response:
+    """With the host spelled out: after a relative address the page's own would hold the login, and
+    no fetch works there.
+    """
+    return RedirectResponse(f"http://{host}/", 303)
 
 
 def is_foreign(method: str, headers: Headers, own: str) -> bool:

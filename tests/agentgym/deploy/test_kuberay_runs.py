@@ -8,11 +8,9 @@ import base64
 import importlib.util
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ from agentgym.config import load_config
 from agentgym.deploy import rayjobs
 from agentgym.deploy.kube import Kind, connect
 from agentgym.deploy.kuberay import RAY_CLUSTER, RAY_JOB
-from agentgym.deploy.owned import owned_process, tail
 from agentgym.pipeline.run import STAYS_HERE, run_step
 from agentgym.pipeline.table import finished, open_store, run_label, steps_of
 
@@ -50,29 +47,14 @@ def kube(kubeconfig):
 
 
 @pytest.fixture(scope="module")
-def mlflow(tmp_path_factory):
+def mlflow(tmp_path_factory, mlflow_server):
     """A server's address, by a name that only the resolver knows for loopback: to the rules it is
     another machine.
     """
     folder = tmp_path_factory.mktemp("mlflow")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}"]
-    command += [f"--backend-store-uri=sqlite:///{folder}/mlflow.db", "--workers=1"]
-    command += [f"--artifacts-destination={folder}/artifacts", f"--allowed-hosts=127.1:{port}"]
-    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with owned_process(command, log_path=folder / "log", env=environment) as server:
-        deadline = time.monotonic() + 180
-        while True:
-            assert server.poll() is None, tail(folder / "log")
-            assert time.monotonic() < deadline, tail(folder / "log")
-            try:
-                urllib.request.urlopen(f"http://127.1:{port}/health", timeout=2).close()
-                break
-            except OSError:
-                time.sleep(0.3)
-        yield f"http://127.1:{port}"
+    words = (f"--artifacts-destination={folder}/artifacts", "--allowed-hosts=127.1:PORT")
+    with mlflow_server(folder, *words, host="127.1") as address:
+        yield address
 
 
 def variables(s3_endpoint, folder):

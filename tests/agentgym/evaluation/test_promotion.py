@@ -3,13 +3,7 @@ the same, and never unnoticed.
 """
 
 import json
-import os
-import signal
-import socket
-import sys
 import threading
-import time
-import urllib.request
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +11,6 @@ import numpy as np
 import pytest
 
 from agentgym.config import ConfigError, GateConfig
-from agentgym.deploy.owned import owned_process, tail
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import RECORD, History
 from agentgym.evaluation.paired import Pair
@@ -31,29 +24,13 @@ RULES = GateConfig()
 
 
 @pytest.fixture(scope="module")
-def tracker(tmp_path_factory, empty_ledger):
+def tracker(tmp_path_factory, empty_ledger, mlflow_server):
     """A server with its own artifacts, as several people would share it."""
     folder = tmp_path_factory.mktemp("server")
     (folder / "mlflow.db").write_bytes(empty_ledger.read_bytes())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}"]
-    command += [f"--backend-store-uri=sqlite:///{folder / 'mlflow.db'}", "--workers=1"]
-    command += [f"--artifacts-destination={folder / 'artifacts'}"]
-    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PATH": os.environ["PATH"]}
-    with owned_process(command, log_path=folder / "log", env=environment) as process:
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except OSError:
-                assert process.poll() is None, tail(folder / "log")
-                assert time.monotonic() < deadline, tail(folder / "log")
-                time.sleep(0.2)
-        yield Tracker(f"http://127.0.0.1:{port}", "tests", folder / "unused")
-        os.killpg(process.pid, signal.SIGKILL)  # it would wait for connections of ours
+    artifacts = f"--artifacts-destination={folder / 'artifacts'}"
+    with mlflow_server(folder, artifacts) as address:
+        yield Tracker(address, "tests", folder / "unused")
 
 
 class Registry:

@@ -2,20 +2,13 @@
 pages cannot do.
 """
 
-import os
-import signal
-import socket
 import sqlite3
-import sys
-import time
-import urllib.request
 
 import pytest
 from mlflow import MlflowClient
 
 from agentgym.audit import audit
 from agentgym.config import load_config
-from agentgym.deploy.owned import owned_process, tail
 from agentgym.tracking.views import SECTIONS, VIEWS, link_to
 
 EXPERIMENT = "agentgym-babyai"
@@ -45,31 +38,13 @@ def parent(client, experiment):
 
 
 @pytest.fixture(scope="module")
-def page(folder, chromium):
+def page(folder, chromium, mlflow_server):
     """page(path, *texts) -> the page of MLflow's UI, once it shows these texts."""
     from playwright.sync_api import sync_playwright
 
     from envs.webarena.chromium import find_browser
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}"]
-    command += [f"--backend-store-uri=sqlite:///{folder / 'mlflow.db'}", "--workers=1"]
-    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PATH": os.environ["PATH"]}
-    with (
-        owned_process(command, log_path=folder / "server.log", env=environment) as process,
-        sync_playwright() as driver,
-    ):
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except OSError:
-                assert process.poll() is None, tail(folder / "server.log")
-                assert time.monotonic() < deadline, tail(folder / "server.log")
-                time.sleep(0.2)
+    with mlflow_server(folder) as address, sync_playwright() as driver:
         browser = driver.chromium.launch(
             executable_path=find_browser(), args=["--no-sandbox"], timeout=60_000
         )
@@ -77,14 +52,13 @@ def page(folder, chromium):
 
         def show(path, *texts):
             opened.goto("about:blank")
-            opened.goto(f"http://127.0.0.1:{port}/{path}", timeout=60_000)
+            opened.goto(f"{address}/{path}", timeout=60_000)
             for text in texts:
                 opened.get_by_text(text).first.wait_for(timeout=SEEN_S * 1000)
             return opened
 
         yield show
         browser.close()
-        os.killpg(process.pid, signal.SIGKILL)  # it would wait for the browser's connections
 
 
 def test_the_saved_view_opens_as_charts_of_the_named_metrics(page, experiment):

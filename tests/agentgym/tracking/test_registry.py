@@ -1,10 +1,6 @@
 """A checkpoint is one version, which loads with its chat template."""
 
 import json
-import os
-import socket
-import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from agentgym.deploy.owned import owned_process, tail
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import FILES, ModelChanged, fetch_version, register_model
 
@@ -207,34 +202,18 @@ def test_a_model_without_its_key_or_its_files_is_refused(tracker: Tracker, tmp_p
 
 @pytest.mark.slow
 def test_a_version_is_served_as_the_manual_says(
-    tracker: Tracker, model_dir: Path, tmp_path: Path
+    tracker: Tracker, model_dir: Path, tmp_path: Path, mlflow_process: Any
 ) -> None:
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
     register_model(
         tracker, run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "models", "serve", "--env-manager", "local"]
-    command += ["--model-uri", "models:/tiny@champion", "--port", str(port)]
-    programs = (
-        f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it starts uvicorn by its name
-    )
-    environment = {"MLFLOW_TRACKING_URI": tracker.uri, "PATH": programs}
-    with owned_process(command, log_path=tmp_path / "log", env=environment) as process:
-        deadline = time.monotonic() + 240
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5).close()
-                break
-            except OSError:
-                assert process.poll() is None, tail(tmp_path / "log")
-                assert time.monotonic() < deadline, tail(tmp_path / "log")
-                time.sleep(0.5)
+    words = ("models", "serve", "--env-manager", "local", "--model-uri", "models:/tiny@champion")
+    more = {"health": "/ping", "timeout_s": 240, "MLFLOW_TRACKING_URI": tracker.uri}
+    with mlflow_process(tmp_path, *words, "--port", "PORT", **more) as address:
         body = {"messages": [{"role": "user", "content": "go left"}], "max_tokens": 4}
         request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/invocations",
+            f"{address}/invocations",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
