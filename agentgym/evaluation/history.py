@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from agentgym.store.lease import LeaseHeld
+from agentgym.store.lease import when_free
 from agentgym.store.manifest import Manifest, canonical_json, sha256
 from agentgym.store.runstore import RunStore, StepWriter
 
 STEP, RECORD = "promotions", "decision.json"
-WAIT_S, POLL_S = 120.0, 0.1  # for another process that decides; it takes a second
+WAIT_S = 120.0  # for another process that decides; it takes a second
 SCHEMA = 1
 Kind = Literal["judged", "forced", "rolled back", "found"]
 
@@ -127,16 +127,10 @@ class History:
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenHistory]:
         """The right to add to it; waited for. Errors: LeaseHeld."""
-        deadline = time.monotonic() + WAIT_S
         with contextlib.ExitStack() as stack:
-            while True:
-                try:
-                    writer = stack.enter_context(self.store.open(STEP, self.key))
-                    break
-                except LeaseHeld:
-                    if time.monotonic() >= deadline:
-                        raise
-                    time.sleep(POLL_S)
+            writer = when_free(
+                lambda: stack.enter_context(self.store.open(STEP, self.key)), WAIT_S
+            )
             yield OpenHistory(self, writer)
 
 
@@ -154,19 +148,18 @@ class OpenHistory:
     def add(self, entry: Entry) -> Entry:
         """Durable from here on, and owed. Result: it with its number."""
         numbered = Entry(**{**vars(entry), "number": len(self.entries) + 1})
-        state = {"entry": numbered.number, "owed": True}
-        self._commit(state, {RECORD: numbered.to_bytes()})
+        self._commit({RECORD: numbered.to_bytes()})
         self.entries.append(numbered)
         return numbered
 
     def settle(self) -> None:
         """MLflow has the last entry."""
-        self._commit({"entry": len(self.entries), "owed": False}, {})
+        self._commit({})
 
-    def _commit(self, state: dict[str, Any], records: Mapping[str, bytes]) -> None:
+    def _commit(self, records: Mapping[str, bytes]) -> None:
         self.writer.commit(
             done=False,
-            state=state,
+            state={},
             parents={},
             config={"model": self.history.model, "alias": self.history.alias},
             blobs={},
