@@ -14,7 +14,6 @@ import contextlib
 import getpass
 import json
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
