@@ -127,9 +127,7 @@ class History:
     def open(self) -> Iterator[OpenHistory]:
         """The right to add to it; waited for. Errors: LeaseHeld."""
         with contextlib.ExitStack() as stack:
-            writer = when_free(
-                lambda: stack.enter_context(self.store.open(STEP, self.key)), WAIT_S
-            )
+            writer = when_free(lambda: stack.enter_context(self.store.open(STEP, self.key)), WAIT_S)
             yield OpenHistory(self, writer)
 
 
