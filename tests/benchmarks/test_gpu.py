@@ -64,7 +64,7 @@ LONG = (
 
 
 def test_every_case_is_run_dry_by_some_test(gpu):
-    assert sorted([*WITHOUT_VLLM, "training", "mismatch", *LONG]) == sorted(gpu.CASES)
+    assert sorted([*WITHOUT_VLLM, "training", *LONG]) == sorted(gpu.CASES)
 
 
 @pytest.mark.integration
