@@ -106,7 +106,8 @@ def file_of(item):
 @pytest.hookimpl(tryfirst=True)  # before marks select
 def pytest_collection_modifyitems(config, items):
     """Marks what starts processes or trains, and has the longest file begin first where several
-    processes share the work: none is left to one of them at the end.
+    processes share the work: none is left to one of them at the end. Of those that wait for one
+    finished run, a single one is among the first: the others would wait beside it.
     """
     config.stash[COLLECTED] = list(items)
     for item in items:
@@ -114,7 +115,15 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("integration")
     if hasattr(config, "workerinput") and SUITE.exists():
         seconds = json.loads(SUITE.read_text())["test"]["files"]
-        items.sort(key=lambda item: -seconds.get(file_of(item), {"seconds": 1.0})["seconds"])
+        waiting = {file_of(item) for item in items if "finished" in item.fixturenames}
+        files = sorted(
+            dict.fromkeys(map(file_of, items)),
+            key=lambda file: -seconds.get(file, {"seconds": 1.0})["seconds"],
+        )
+        late = [file for file in files if file in waiting][1:]
+        first = [file for file in files if file not in late][: config.workerinput["workercount"]]
+        place = {file: at for at, file in enumerate(dict.fromkeys([*first, *files]))}
+        items.sort(key=lambda item: place[file_of(item)])
 
 
 @pytest.fixture(scope="session")

@@ -655,6 +655,7 @@ def test_people_are_told_of_a_failed_run_once_that_is_switched_on(deployed, swit
     assert f"prefect flow-run retry {run}" in text
 
 
+@pytest.mark.slow
 def test_environments_that_are_up_serve_the_next_run_and_go_down_on_request(deployed):
     up = deployed.request("envs-up/local")
     seen = deployed.wait(up, "Completed", "Failed")
@@ -679,6 +680,7 @@ def test_environments_that_are_up_serve_the_next_run_and_go_down_on_request(depl
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_flow_typed_in_a_terminal_uses_the_running_server(deployed):
     refused = deployed.project.run("python", "-m", "flows.train", "seed=7")
     assert refused.returncode == 2

@@ -29,6 +29,10 @@ SERVERS = ("make ui", "python -m envs serve")
 # test_deployments.py, test_dvc_commands.py
 DEPLOYED = ("make up", "make down", "prefect ", "dvc exp ", "dvc plots ", "dvc params ")
 
+# what these do other tests do too, and they take a minute each: make slow
+LONG = ("agentgym data validate", "dvc repro", "python -m flows.pipeline model.source=hub ")
+SHOWN = [c for c in COMMANDS if not c.startswith((*BY_CI, *SERVERS, *DEPLOYED, "git clone"))]
+
 
 def test_ci_runs_the_two_commands():
     script = (ROOT / ".ci/run").read_text()
@@ -36,7 +40,8 @@ def test_ci_runs_the_two_commands():
 
 
 @pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if not c.startswith((*BY_CI, *SERVERS, *DEPLOYED, "git clone"))]
+    "command",
+    [pytest.param(c, marks=pytest.mark.slow) if c.startswith(LONG) else c for c in SHOWN],
 )
 def test_commands_of_the_readme_work(finished, command):
     if "path/to/model" in command:

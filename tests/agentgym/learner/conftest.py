@@ -1,8 +1,7 @@
 """What several files of tests learn from, and the processes that learn together."""
 
-import multiprocessing
+import contextlib
 import pickle
-import sys
 
 import pytest
 import torch
@@ -12,37 +11,22 @@ from agentgym.algorithms.batch import Batch
 LIMIT_S = 240.0
 
 
-def run(program, *arguments):
-    sys.argv = ["-c", *arguments]
-    exec(program, {"__name__": "__main__"})
-
-
 @pytest.fixture(scope="session")
-def together():
+def together(forks):
     """together(program, folder, size) -> what rank 0 of so many processes wrote to folder/told;
     each runs the program's text with the folder, its rank and the size.
-
-    They begin with what takes seconds to import.
     """
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(
-        ["agentgym.learner.learner", "agentgym.learner.sharded", "transformers.models.qwen2"]
-    )
 
     def start(program, folder, size):
-        ranks = [
-            processes.Process(target=run, args=(program, str(folder), str(rank), str(size)))
-            for rank in range(size)
-        ]
-        try:
+        with contextlib.ExitStack() as stack, (folder / "log").open("w") as log:
+            ranks = [
+                forks.start(["python", "-c", program, folder, rank, size], stdout=log)
+                for rank in range(size)
+            ]
             for rank in ranks:
-                rank.start()
-            for rank in ranks:
-                rank.join(LIMIT_S)
-            assert [rank.exitcode for rank in ranks] == [0] * size
-        finally:
-            for rank in ranks:
-                rank.kill()
+                stack.callback(rank.kill)
+            codes = [rank.wait(LIMIT_S) for rank in ranks]
+            assert codes == [0] * size, (folder / "log").read_text()
         return pickle.loads((folder / "told").read_bytes())
 
     return start

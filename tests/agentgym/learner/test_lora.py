@@ -255,7 +255,11 @@ def test_a_commit_goes_on_to_the_bit(plan, batch, make_model, stored, content, d
 
 @pytest.mark.parametrize(
     "settings",
-    [{"activation_checkpointing": True}, {"compile": "aot_eager"}, {"offload_optimizer": True}],
+    [
+        {"activation_checkpointing": True},
+        pytest.param({"compile": "aot_eager"}, marks=pytest.mark.slow),
+        {"offload_optimizer": True},
+    ],
     ids=lambda each: next(iter(each)),
 )
 def test_what_saves_memory_changes_no_adapter(plan, batch, settings):
@@ -273,7 +277,7 @@ def test_what_saves_memory_changes_no_adapter(plan, batch, settings):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_ranks_learn_what_one_learns(plan, alone, batch, further, together, tmp_path, size):
     plans, expected = further
     (tmp_path / "asked").write_bytes(pickle.dumps((plan, batch, CONFIG, [1, 2, 3, 4, 5], plans)))

@@ -87,7 +87,7 @@ def two(told, make_model, stored, batch_of, tmp_path_factory):
     return plan, batch, told(folder / "2", 2, plan, batch, [1, 2, 3, 4, 5]), folder
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_commit_of_two_ranks_goes_on_at_another_number_of_them(two, told, size):
     plan, batch, before, folder = two
     manifest = plan.weights.manifest.model_copy(update={"blobs": before["kept"]})

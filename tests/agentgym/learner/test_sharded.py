@@ -217,7 +217,11 @@ def alone(make_model, stored, batch_of):
     return asked, alone
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+@pytest.fixture(
+    scope="module",
+    params=[2, pytest.param(4, marks=pytest.mark.slow)],
+    ids="{} ranks".format,
+)
 def alone_and_together(request, alone, together, tmp_path_factory):
     """What one process and what several say about the same plans and batches."""
     (plans, batches, *_), told = alone
