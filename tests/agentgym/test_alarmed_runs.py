@@ -92,6 +92,7 @@ def test_an_update_that_ruins_the_policy_raises_alarms_that_the_audit_measures_a
         assert checked(replace(record, points={**record.points, 20: [forged]})).num_failures
 
 
+@pytest.mark.slow
 def test_rollouts_that_fall_behind_an_update_raise_the_mismatch_alarm(begin):
     _, cfg = begin(
         "horizon.stage_steps=[5]",

@@ -520,6 +520,7 @@ def test_cancel_ends_everything_the_run_owns(deployed):
     assert not {state for _, state, _ in seen["tasks"]} & {"Running", "Pending"}
 
 
+@pytest.mark.slow
 def test_a_wrong_parameter_fails_at_once_with_one_line_and_is_not_tried_again(deployed):
     refused = deployed.project.run(
         "prefect",
@@ -617,6 +618,7 @@ Webhook(name="failures", url=sys.argv[1], json_data={"subject": "{{subject}}", "
 """
 
 
+@pytest.mark.slow
 def test_people_are_told_of_a_failed_run_once_that_is_switched_on(deployed, switched_on, inbox):
     (rule,) = (
         each

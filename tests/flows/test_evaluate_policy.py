@@ -9,6 +9,7 @@ pytestmark = pytest.mark.timeout(900)
 ASKED = ("--env", "babyai", "--num-items", "3", "--num-samples", "1", "--no-greedy")
 
 
+@pytest.mark.slow
 def test_the_flow_and_a_stage_of_dvc_take_what_the_command_takes(
     tmp_path, make_clone, made_databases
 ):

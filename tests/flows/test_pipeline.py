@@ -55,6 +55,7 @@ def test_prefect_shows_each_step_after_the_steps_it_builds_on(finished):
     assert ends == sorted(ends)  # one after the other
 
 
+@pytest.mark.slow
 def test_a_second_run_finds_everything_done_and_starts_nothing(finished):
     before = finished.manifests()
     again = finished.pipeline()
@@ -132,6 +133,7 @@ def test_dvc_repro_after_it_trains_nothing_and_a_second_one_runs_no_stage(finish
     assert "up to date" in second.stdout
 
 
+@pytest.mark.slow
 def test_another_evaluation_parameter_runs_evaluations_alone(finished, typed):
     plan = json.loads(
         typed(finished, agentgym, "plan", "--json", "--set", "evaluation.num_items=4").stdout
@@ -183,9 +185,8 @@ def test_the_run_passes_its_audit_from_the_command_line(finished, typed):
     assert name in other.stderr
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.slow
 def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(
     fresh, made_databases, number, typed
 ):

@@ -111,6 +111,7 @@ def test_an_audit_of_no_episode_is_refused(fresh, typed):
     assert "0 is not positive" in ended.stderr
 
 
+@pytest.mark.slow
 def test_two_pipelines_may_start_at_once(fresh):
     start = (
         "from pathlib import Path; from services.prefect_server import prefect_api;"

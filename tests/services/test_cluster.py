@@ -148,6 +148,7 @@ def set_up(prefect):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_prefect_answers_nobody_without_its_login_and_has_what_set_up_brought(set_up):
     api, _ = set_up()
     assert asked(f"{api}/deployments/name/pipeline/kubernetes")[0] == 401

@@ -24,6 +24,7 @@ def servers():
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_killed_server_is_brought_back_at_its_address_with_what_it_knew(
     tmp_path, monkeypatch, caplog
 ):

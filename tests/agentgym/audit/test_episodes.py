@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from agentgym.rollouts.metrics import rollout_metrics
 from agentgym.types import Status
 
@@ -24,6 +26,7 @@ def test_a_forged_reward_contradicts_the_metrics_and_the_environment(forger):
     assert "stage-1 commit 0: rollout/reward_mean" in said["numbers"]
 
 
+@pytest.mark.slow
 def test_a_forged_reward_with_forged_metrics_everywhere_contradicts_the_environment(forger):
     index, episode = played(forger)
     turns = (*episode.turns[:-1], replace(episode.turns[-1], reward=1.0))
@@ -44,6 +47,7 @@ def test_a_forged_token_alone_is_not_its_action(forger):
     assert f"{where} turn 1: action" in forger.caught("tokens", "rescore", "sampling")["tokens"]
 
 
+@pytest.mark.slow
 def test_a_forged_observation_is_neither_what_was_read_nor_what_was_answered(forger):
     index, episode = played(forger)
     turns = (replace(episode.turns[0], observation="you win"), *episode.turns[1:])
@@ -53,6 +57,7 @@ def test_a_forged_observation_is_neither_what_was_read_nor_what_was_answered(for
     assert f"{where}: token ids as rendered" in said["tokens"]
 
 
+@pytest.mark.slow
 def test_a_forged_last_observation_that_nobody_read_contradicts_the_environment(forger):
     index, episode = played(forger, "evaluate-stage-2", 0)
     turns = (*episode.turns[:-1], replace(episode.turns[-1], observation="you win"))

@@ -48,6 +48,7 @@ def test_failures_relabelled_as_crashes_are_found(forger):
     assert LAST in forger.caught("excluded", seed=1)["excluded"]
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_held_to_the_limit_and_played_to_its_real_end(forger):
     failures_relabelled_as_crashes(forger)
     report = audit(forger.cfg, num_episodes=1)
@@ -68,6 +69,7 @@ def test_what_was_left_out_is_held_to_the_limit_and_played_to_its_real_end(forge
     )
 
 
+@pytest.mark.slow
 def test_a_crash_after_the_environment_had_ended_the_task_is_none(forger):
     """A failure under another name, in an episode that had come to its end."""
     seq, index, episode = next(

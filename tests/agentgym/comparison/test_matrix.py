@@ -277,6 +277,7 @@ def test_steps_of_a_run_are_those_asked_for_and_what_they_need(tmp_path, tiny_pa
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_a_cell_that_fails_is_named_with_its_last_words_and_its_log(described):
     cell = cells_of(described(overrides={"rollout": {"episode_timeout_s": 1e-6}}))[0]
     with pytest.raises(

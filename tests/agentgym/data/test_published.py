@@ -172,6 +172,7 @@ def test_wrong_revisions_places_and_folders_are_one_line_and_leave_nothing(
     assert "is not inside a DVC project; run this in a clone" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_annotated_tag_means_its_commit(hub, dvc_project):
     sha = hub.commit(LISTS)
     hub.git("tag", "-a", "v1", "-m", "first")
@@ -183,6 +184,7 @@ def test_an_annotated_tag_means_its_commit(hub, dvc_project):
     assert "meta" not in yaml.safe_load(Path("data/other.dvc").read_text())
 
 
+@pytest.mark.slow
 def test_large_files_that_cannot_be_fetched_are_not_pinned_as_their_pointers(hub, dvc_project):
     sha = hub.commit(LISTS, large=("train/searchqa_train.json",))
     with pytest.raises(
@@ -265,6 +267,7 @@ def test_a_dvc_that_hangs_is_ended_in_time(dvc_project):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_changed_is_told_from_the_pinned_one(dvc_project, capsys):
     folder = Path("data/own")
     for name, data in (

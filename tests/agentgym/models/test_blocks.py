@@ -60,7 +60,7 @@ def test_checkpointed_blocks_have_the_same_gradients_to_the_bit_and_keep_less(ma
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_blocks_have_the_same_gradients(make_model, checkpointed):
     plain, compiled = make_model(), make_model()
     seen = []

@@ -38,7 +38,7 @@ def test_demonstrations_in_another_action_format_are_another_step(tmp_path, tiny
     assert semantic_of(step, plain) != semantic_of(step, react)
 
 
-@pytest.mark.parametrize("opened_before", [False, True])
+@pytest.mark.parametrize("opened_before", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_ledger_that_was_deleted_gets_everything_again(run, opened_before):
     (run.state_dir / "mlflow.db").unlink()
     if opened_before:  # by `make ui`
@@ -55,6 +55,7 @@ def test_a_ledger_that_was_deleted_gets_everything_again(run, opened_before):
     }
 
 
+@pytest.mark.slow
 def test_a_champion_of_another_store_plays_again_and_the_audit_agrees(run, tmp_path):
     """Another run's model holds the alias, and nobody here has its evaluation: both models are
     played by one protocol, on too few items to tell.
@@ -93,6 +94,7 @@ def test_a_step_that_was_deleted_and_run_again_is_in_the_ledger_once(run):
     assert report.ok, [check for check in report.checks if not check.ok]
 
 
+@pytest.mark.slow
 def test_a_run_deleted_in_the_ledger_is_written_again(run):
     client = MlflowClient(run.tracking_uri)
     for each in client.search_runs(["1"]):
@@ -137,6 +139,7 @@ def test_every_training_step_says_what_it_cost(run):
     assert all(cost > 0 for cost in costs)
 
 
+@pytest.mark.slow
 def test_a_model_evaluated_anew_is_no_new_version_but_has_the_new_numbers(run, tmp_path):
     again = load_config(tmp_path / "params.yaml", ["evaluation.num_items=6"])
     for name in steps_of(again):
@@ -150,6 +153,7 @@ def test_a_model_evaluated_anew_is_no_new_version_but_has_the_new_numbers(run, t
         assert report.ok, [check for check in report.checks if not check.ok]
 
 
+@pytest.mark.slow
 def test_another_ledger_gets_everything_too(run, tmp_path):
     other = run.model_copy(
         update={

@@ -20,6 +20,7 @@ RUN_KEY, KEY = "12" * 32, "ab" * 32
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_a_database_is_there_whole_or_not_at_all_when_its_maker_is_killed(tmp_path: Path) -> None:
     database = tmp_path / "mlflow.db"
     code = (

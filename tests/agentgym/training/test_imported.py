@@ -209,7 +209,9 @@ def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_compa
     assert [demo.success for demo in demonstrations(Context)] == [True] * results["num_demos"]
 
 
-@pytest.mark.parametrize("recipe", ["sft", "dpo", "agent_evol"])
+@pytest.mark.parametrize(
+    "recipe", ["sft", "dpo", pytest.param("agent_evol", marks=pytest.mark.slow)]
+)
 def test_a_run_trains_from_them_and_passes_its_audit(begun, recipe, tmp_path):
     cfg = of_recipe(begun, recipe, tmp_path)
     assert "initialize" in steps_of(cfg)["stage-1"].parents

@@ -55,7 +55,17 @@ def points(cfg, name):
     return [point for commit in logged for point in decode_points(store.read(commit, METRICS))]
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+# by loop and audit like grpo: make slow
+ALIKE = ("dr_grpo", "rloo", "reinforce++-baseline")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(each, marks=pytest.mark.slow) if each in ALIKE else each
+        for each in sorted(RECIPES)
+    ],
+)
 def test_each_recipe_trains_two_stages_and_passes_the_audit(begin, recipe):
     cfg = begin(algorithm={"recipe": recipe, **(ALGORITHM if "ppo" in recipe else {})})
     assert [str(run_step(name, cfg)) for name in (*BEFORE, "stage-1", "stage-2")] == [
@@ -77,8 +87,11 @@ def test_each_recipe_trains_two_stages_and_passes_the_audit(begin, recipe):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"algorithm": {"recipe": "ppo", "truncated": "bootstrap", **ALGORITHM}},
-        {"algorithm": {"recipe": "grpo", "kl_coef": 0.01}},
+        pytest.param(
+            {"algorithm": {"recipe": "ppo", "truncated": "bootstrap", **ALGORITHM}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"algorithm": {"recipe": "grpo", "kl_coef": 0.01}}, marks=pytest.mark.slow),
         {"algorithm": {"recipe": "rloo", "kl_coef": 0.01, "entropy_coef": 0.01}},
         {
             "algorithm": {

@@ -112,7 +112,7 @@ def test_rollouts_are_as_fast_as_their_tokens_and_the_engines_counters_say():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_every_step_of_a_run_says_where_its_time_went(
     tiny_params, tiny_endpoint, tmp_path, max_staleness
 ):

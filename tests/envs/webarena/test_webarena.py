@@ -37,7 +37,7 @@ ALL = pytest.param(tuple(GOLD), id="all", marks=[pytest.mark.slow, pytest.mark.t
 
 @pytest.fixture(scope="module")
 def spec():
-    served = load_spec("webarena", {})
+    served = load_spec("webarena", {"settle_s": 10.0})  # sixteen browsers share two cores
     yield served
     served.close()
 

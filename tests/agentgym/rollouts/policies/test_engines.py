@@ -87,6 +87,7 @@ def slow(install):
     return install("slow_engine", SLOW, "agentgym.engines", "slow", "slow_engine:Slow")
 
 
+@pytest.mark.slow
 def test_an_installed_engine_trains_and_is_audited_by_its_own_tolerance(
     slow, tiny_params, tmp_path
 ):
