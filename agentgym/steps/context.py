@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -23,6 +23,7 @@ from agentgym.store.runstore import Passed, RunStore, StepWriter
 from agentgym.tracking.alarms import Watch
 from agentgym.tracking.deliver import committed_points
 from agentgym.tracking.points import Point, decode_points, encode_points
+from agentgym.tracking.system import SystemMetrics
 from agentgym.types import Endpoints, Trajectory
 
 if TYPE_CHECKING:
@@ -88,11 +89,13 @@ class StepContext:
     _swept: bool = False
     _writing: Future[Manifest] | None = None
     _thread: ThreadPoolExecutor = field(init=False)
+    _system: SystemMetrics = field(init=False)
 
     def __post_init__(self) -> None:
         head = self.writer.head
         self._wall_s = head.timings.get("wall_s", 0.0) if head else 0.0
         self._thread = ThreadPoolExecutor(1, "commit")
+        self._system = SystemMetrics(self.cfg.state_dir)
 
     @property
     def data(self) -> Manifest:
@@ -230,6 +233,10 @@ class StepContext:
         return Watch(self.cfg.alarms, points)
 
     def _watched(self, points: Sequence[Point]) -> list[Point]:
+        if points:  # what is read now is of now
+            last = points[-1]
+            last = replace(last, metrics={**last.metrics, **self._system.read()})
+            points = [*points[:-1], last]
         return [self.watch.take(point) for point in points]
 
     def __enter__(self) -> Self:

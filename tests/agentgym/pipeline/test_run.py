@@ -17,6 +17,7 @@ from agentgym.pipeline.run import _with_servers, run_step, run_with_parents
 from agentgym.pipeline.table import finished, open_store, semantic_of, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.steps.context import METRICS
+from agentgym.tracking.deliver import committed_points, tracker_of
 from agentgym.tracking.points import decode_points
 from agentgym.types import Endpoint
 
@@ -137,6 +138,23 @@ def test_every_training_step_says_what_it_cost(run):
     ]
     assert len(costs) == 4
     assert all(cost > 0 for cost in costs)
+
+
+def test_every_step_that_measures_has_system_metrics_in_mlflow(run):
+    """From its records, so delivered as all points are."""
+    store, tracker = open_store(run), tracker_of(run)
+    for name, manifest in finished(run, store).items():
+        points = committed_points(store, name, manifest.key)
+        wanted = [
+            (metric, point.step, point.time_ms, value)
+            for point in points
+            for metric, value in point.metrics.items()
+            if metric.startswith("system/")
+        ]
+        assert bool(points) == bool(wanted)
+        if wanted:
+            told = tracker.points(tracker.find_run({"step_key": manifest.key}))
+            assert [each for each in told if each[0].startswith("system/")] == sorted(wanted)
 
 
 @pytest.mark.slow
