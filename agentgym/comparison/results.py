@@ -25,8 +25,8 @@ import numpy as np
 from agentgym.comparison.described import Comparison
 from agentgym.comparison.judged import Judged, curves_json, interval_of, read_judged
 from agentgym.comparison.matrix import Cell, comparison_key, contrast_rows
-from agentgym.comparison.report import AXES, CEILING
-from agentgym.comparison.shown import result_files
+from agentgym.comparison.report import AXES, CEILING, Table
+from agentgym.comparison.shown import logged_tables, result_files
 from agentgym.evaluation.estimates import per_item
 from agentgym.evaluation.passk import FloatArray, Interval
 from agentgym.evaluation.score import keys
@@ -398,34 +398,32 @@ def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -
     for name, content in files.items():
         write_whole(out / name, content)
     if rows:
-        publish(comparison, result["key"], rows, files)
+        publish(result, rows, files)
     return result
 
 
-def publish(
-    comparison: Comparison, key: str, rows: Sequence[Row], files: Mapping[str, bytes]
-) -> None:
-    """Table and figures to MLflow, with a run per finished cell below them. key: the
-    comparison's.
+def publish(result: Table, rows: Sequence[Row], files: Mapping[str, bytes]) -> None:
+    """Tables and figures to MLflow, with a run per finished cell below them.
     Doing it again changes nothing.
     """
     shown = [
         CellPoints(
-            result.cell.title,
-            result.cell.cfg,
-            result.cell.run_key,
+            done.cell.title,
+            done.cell.cfg,
+            done.cell.run_key,
             {
                 "row": row.name,
                 "recipe": row.first.recipe,
                 "horizon": row.first.horizon,
-                "seed": str(result.cell.seed),
+                "seed": str(done.cell.seed),
             },
-            [*map(_charted, _costs(result.training)), *result.evaluated],
+            [*map(_charted, _costs(done.training)), *done.evaluated],
         )
         for row in rows
-        for result in row.cells
+        for done in row.cells
     ]
-    deliver_comparison(comparison.name, key, shown, files)
+    text = files[f"{result['name']}.md"].decode()
+    deliver_comparison(result["name"], result["key"], shown, files, logged_tables(result), text)
 
 
 def _charted(step: tuple[Point, dict[str, float]]) -> Point:

@@ -4,6 +4,10 @@ columns, as a grid.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from agentgym.comparison import grid, report
 from agentgym.comparison.report import Table
 
@@ -18,3 +22,42 @@ def result_files(table: Table) -> dict[str, bytes]:
 def table_markdown(table: Table) -> str:
     """The tables and how to read them."""
     return (grid.grid_markdown if table.get("environments") else report.table_markdown)(table)
+
+
+def logged_tables(table: Table) -> dict[str, bytes]:
+    """The same numbers as MLflow shows tables, by file name: a line per row, and per contrast."""
+    rows = [
+        {
+            "row": row["name"],
+            "environment": row.get("environment", ""),
+            "seeds": len(row["seeds"]),
+            **_numbers("", row["success"]),
+            **_numbers("gain ", row.get("gain", {})),
+        }
+        for row in table["rows"]
+    ]
+    contrasts = [
+        {
+            "contrast": f"{each['a']} - {each['b']}",
+            "environment": each.get("environment", ""),
+            **_numbers("", each["difference"]),
+        }
+        for each in table["contrasts"]
+    ]
+    found = {"rows_table.json": rows, "contrasts_table.json": contrasts}
+    return {name: _split(lines) for name, lines in found.items() if lines}
+
+
+def _numbers(what: str, estimates: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    return {
+        f"{what}{key}{end}": round(estimate[part], 4)
+        for key, estimate in estimates.items()
+        for part, end in (("mean", ""), ("low", " low"), ("high", " high"))
+    }
+
+
+def _split(lines: Sequence[Mapping[str, Any]]) -> bytes:
+    """Columns in the order in which they first appear; rows need not have all."""
+    columns = list(dict.fromkeys(name for line in lines for name in line))
+    data = [[line.get(name) for name in columns] for line in lines]
+    return json.dumps({"columns": columns, "data": data}, separators=(",", ":")).encode()

@@ -23,7 +23,15 @@ from agentgym.tracking.mlflow import (
     Tracker,
     reaching,
 )
-from agentgym.tracking.pages import MANIFEST, describe, links_of_run, note_of_run, show_step
+from agentgym.tracking.pages import (
+    MANIFEST,
+    describe,
+    links_of_run,
+    note_of_comparison,
+    note_of_run,
+    show_step,
+    show_tables,
+)
 from agentgym.tracking.points import SPOOL, LedgerError, Point, decode_points
 from agentgym.tracking.source import packages
 
@@ -264,14 +272,22 @@ class CellPoints:
 
 
 def deliver_comparison(
-    name: str, key: str, cells: Sequence[CellPoints], files: Mapping[str, bytes]
+    name: str,
+    key: str,
+    cells: Sequence[CellPoints],
+    files: Mapping[str, bytes],
+    tables: Mapping[str, bytes],
+    text: str,
 ) -> None:
-    """One run with the table and figures, a run per cell below it, and a tag on the run each cell
+    """One run with the tables and figures, a run per cell below it, and a tag on the run each cell
     stands for.
+
+    tables: files that MLflow's UI shows as tables; text: Markdown of what was found, for the run's
+    description.
 
     Skipped where this ledger has these files already. Doing it again changes nothing.
     """
-    cfg = cells[0].cfg
+    cfg, files = cells[0].cfg, {**files, **tables}
     content = sha256(
         b"".join(
             sha256(f"{path} ".encode() + data).encode() for path, data in sorted(files.items())
@@ -295,6 +311,8 @@ def deliver_comparison(
         for finished_id in (cell_id, run_id):
             tracker.end_run(finished_id)
     tracker.log_artifacts(comparison_id, files)
+    show_tables(tracker, comparison_id, tables)
+    describe(tracker, comparison_id, note_of_comparison(comparison_id, text, files))
     tracker.end_run(comparison_id)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(f"{content} {ledger_identity(cfg)}")

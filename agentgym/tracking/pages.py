@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from agentgym.config import RunConfig
 from agentgym.records import TRAJECTORIES, decode_trajectories
@@ -23,6 +24,7 @@ from agentgym.types import Trajectory
 
 OUTCOMES, TABLE = "outcomes.json", "outcomes_table.json"
 EVALUATED = "eval/"  # metrics that a logged model gets
+MAX_NOTE = 7000  # characters; MLflow takes 8000
 MANIFEST = "mlflow.agentgym.manifest"  # tag of a step's run: digest of its last commit
 STORE_KEY = "step_key"  # tag of a logged model: digest of the checkpoint
 
@@ -90,8 +92,13 @@ def _show_evaluation(
     tracker.deliver(child_id, bound, model_id=model_id, dataset=(data.name, data.digest))
     table = outcomes_table(json.loads(store.read(manifest, OUTCOMES)))
     tracker.log_artifacts(child_id, {TABLE: json.dumps(table, separators=(",", ":")).encode()})
-    shown = json.dumps([{"path": TABLE, "type": "table"}])
-    tracker.set_tags(child_id, {"mlflow.loggedArtifacts": shown})
+    show_tables(tracker, child_id, [TABLE])
+
+
+def show_tables(tracker: Tracker, run_id: str, paths: Iterable[str]) -> None:
+    """Artifacts that MLflow's UI opens as tables."""
+    shown = json.dumps([{"path": path, "type": "table"} for path in paths])
+    tracker.set_tags(run_id, {"mlflow.loggedArtifacts": shown})
 
 
 def outcomes_table(outcomes: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,6 +140,25 @@ def note_of_run(
     for title, results in ends:
         lines += [f"**{title}**", "", *_numbers(results["summary"], results["num_items"]), ""]
     return "\n".join(lines).rstrip()
+
+
+def note_of_comparison(run_id: str, text: str, files: Iterable[str]) -> str:
+    """What a comparison found, as far as a description has room, with its figures among the run's
+    artifacts.
+    """
+    pictures = [
+        f"![{path}](get-artifact?path={quote(path)}&run_uuid={run_id})"
+        for path in sorted(files)
+        if path.endswith(".png")
+    ]
+    lines, room = [], MAX_NOTE - sum(map(len, pictures))
+    for line in text.splitlines():
+        room -= len(line) + 1
+        if room < 0:
+            lines += ["", "The rest is among the artifacts."]
+            break
+        lines.append(line)
+    return "\n\n".join(["\n".join(lines), *pictures])
 
 
 def links_of_run(

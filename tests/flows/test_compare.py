@@ -154,7 +154,10 @@ def test_mlflow_holds_the_comparison_with_its_cells_below_and_each_run_once(comp
         "small.json",
         "small.md",
         "small.png",
+        "rows_table.json",
+        "contrasts_table.json",
     }
+    assert "Two recipes, two horizons" in comparison.data.tags["mlflow.note.content"]
     cells = [
         run
         for run in kinds["cell"]

@@ -4,6 +4,7 @@ import json
 import re
 
 from agentgym.comparison.report import curves_png, result_files, results_png, table_markdown
+from agentgym.comparison.shown import logged_tables
 
 
 def estimate(mean, spread=0.02, sd=0.01):
@@ -169,3 +170,16 @@ def test_names_from_a_file_are_no_markup_of_the_table():
         }
 
     assert cells_in(text) == cells_in(table_markdown(table([row("grpo", "long", 0.9)])))
+
+
+def test_mlflow_gets_a_line_per_row_and_per_contrast():
+    found = logged_tables(table(ROWS))
+    rows, contrasts = (json.loads(found[f"{what}_table.json"]) for what in ("rows", "contrasts"))
+    long, *_, start = (dict(zip(rows["columns"], line, strict=True)) for line in rows["data"])
+    assert (long["row"], long["seeds"]) == ("grpo long", 2)
+    assert [long[f"greedy{end}"] for end in ("", " low", " high")] == [0.9, 0.88, 0.92]
+    assert (long["gain greedy"], start["gain greedy"]) == (0.4, None)  # it trained nothing
+    (line,) = contrasts["data"]
+    assert dict(zip(contrasts["columns"], line, strict=True))["greedy high"] == -0.01
+    assert line[0] == "grpo growing - grpo long"
+    assert logged_tables(table([])) == {}

@@ -2,13 +2,19 @@
 pages cannot do.
 """
 
+import json
 import sqlite3
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 from agentgym.audit import audit
+from agentgym.comparison.shown import logged_tables, result_files
 from agentgym.config import load_config
+from agentgym.pipeline.table import run_key
+from agentgym.tracking.deliver import CellPoints, deliver_comparison
+from agentgym.tracking.pages import note_of_comparison
 from agentgym.tracking.views import SECTIONS, VIEWS, link_to
 
 EXPERIMENT = "agentgym-babyai"
@@ -75,6 +81,11 @@ def test_a_runs_page_shows_data_source_and_description(page, experiment, parent)
     assert "agentgym audit" in text
 
 
+def test_a_runs_tab_of_system_metrics_has_charts_of_them(page, experiment, parent):
+    where = f"#/experiments/{experiment.experiment_id}/runs/{parent.info.run_id}/system-metrics"
+    page(where, "process_cpu_percentage", "disk_available_megabytes")
+
+
 def test_a_models_page_shows_the_decision_and_what_it_was_made_of(page):
     opened = page("#/models/agentgym-babyai/versions/1", "PROMOTE", "Lineage:")
     text = opened.inner_text("body")
@@ -86,6 +97,53 @@ def test_a_trace_opens_turn_by_turn(page, client, experiment):
     found = client.search_traces(locations=[experiment.experiment_id], max_results=1)[0]
     where = f"#/experiments/{experiment.experiment_id}/traces?traceId={found.info.trace_id}"
     page(where, found.data.spans[0].name, found.data.spans[1].name[:20])
+
+
+@pytest.fixture(scope="module")
+def comparison(folder, tiny_params, client, experiment):
+    """A comparison of the repository's, as one that the run is a cell of; its run in MLflow."""
+    result = json.loads((Path(__file__).parents[3] / "docs/results/unlock.json").read_text())
+    cfg, files = load_config(tiny_params(folder, deterministic=True)), result_files(result)
+    cell = CellPoints("a seed 0", cfg, run_key(cfg), {"row": "a"}, [])
+    text = files["unlock.md"].decode()
+    deliver_comparison("unlock", result["key"], [cell], files, logged_tables(result), text)
+    (run,) = client.search_runs([experiment.experiment_id], "tags.kind = 'comparison'")
+    return run
+
+
+def test_a_comparisons_page_shows_its_table_and_its_figures(page, experiment, comparison):
+    where = f"#/experiments/{experiment.experiment_id}/runs/{comparison.info.run_id}"
+    opened = page(where, "A locked door in BabyAI, 150 demonstrations", "gain avg@4")
+    figures = opened.locator("img[src^='get-artifact?path=unlock']")
+    figures.last.wait_for(timeout=SEEN_S * 1000)
+    opened.wait_for_function(
+        "[...document.querySelectorAll(\"img[src^='get-artifact']\")].every(i => i.naturalWidth)",
+        timeout=SEEN_S * 1000,
+    )
+    assert figures.count() == 2
+    rows = table_of(comparison, "rows_table.json")
+    assert rows[0]["row"] == "grpo ScalingInter, locked door"
+    shown = json.loads(comparison.data.tags["mlflow.loggedArtifacts"])
+    assert [each["path"] for each in shown] == ["rows_table.json", "contrasts_table.json"]
+
+
+def table_of(run, name):
+    """A row of a table as a dict."""
+    path = Path(run.info.artifact_uri.removeprefix("file://"), name)
+    table = json.loads(path.read_text())
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+
+
+def test_a_description_has_whole_lines_and_room_for_the_figures():
+    text = "".join(f"| row {number:04d} | {'x' * 90} |\n" for number in range(200))
+    note = note_of_comparison("run", text, ["a.png", "b c.png", "a.json"])
+    assert len(note) <= 7100
+    table, _, end = note.partition("\n\nThe rest is among the artifacts.\n\n")
+    assert set(table.splitlines()) <= set(text.splitlines())
+    assert len(table) > 6500
+    assert "](get-artifact?path=b%20c.png&run_uuid=run)" in end
+    assert "a.json" not in end
+    assert note_of_comparison("run", "short\n", []) == "short"
 
 
 def test_checkpoints_are_ranked_by_what_their_evaluations_found(client, experiment, folder):
