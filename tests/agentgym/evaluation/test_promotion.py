@@ -3,6 +3,8 @@ the same, and never unnoticed.
 """
 
 import json
+import signal
+import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -139,45 +141,65 @@ def test_asked_again_what_was_decided_stands(registry):
     assert len(registry.entries) == 2
 
 
-class Killed(BaseException):
-    """What no handler catches."""
+PROMOTE = """
+import json, os, signal, sys
+from pathlib import Path
 
+from agentgym.config import GateConfig
+from agentgym.evaluation.gate import Evidence
+from agentgym.evaluation.history import OpenHistory
+from agentgym.evaluation.promotion import Promotions
+from agentgym.store.posix import posix_store
+from agentgym.tracking.mlflow import Tracker
 
-def kill(patch, place, name):
-    def stop(*_, **__):
-        raise Killed
-
-    patch.setattr(place, name, stop)
+address, folder, name, number, where = sys.argv[1:]
+tracker = Tracker(address, "tests", Path(folder, "unused"))
+store = posix_store(Path(folder, "store"), lease_ttl_s=30.0)
+promotions = Promotions(store, tracker, name, "champion")
+places = {
+    "history": (OpenHistory, "add"),
+    "decision": (tracker, "log_artifacts"),
+    "tags": (tracker.client, "set_model_version_tag"),
+    "alias": (tracker.client, "set_registered_model_alias"),
+    "settled": (OpenHistory, "settle"),
+}
+if where in places:
+    setattr(*places[where], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+evidence = Evidence.from_json(json.loads(Path(folder, "evidence.json").read_text()))
+candidate = promotions.version(number)
+entry = promotions.consider(candidate, GateConfig(), lambda _: evidence, candidate.checkpoint)
+print(entry.verdict, entry.moved)
+"""
 
 
 @pytest.mark.parametrize(
     ("where", "moved_before"),
-    [("history", False), ("tags", False), ("alias", False), ("settled", True)],
+    [
+        ("history", False),
+        ("decision", False),
+        ("tags", False),
+        ("alias", False),
+        ("settled", True),
+    ],
 )
 def test_a_kill_anywhere_ends_in_what_the_same_command_ends_in(
-    registry, monkeypatch, where, moved_before
+    registry, tmp_path, forks, where, moved_before
 ):
-    """Between version and history, history and decision, decision and alias, alias and history."""
+    """Between version and history, history and decision, decision and alias, alias and history:
+    the process is gone, with its lease.
+    """
     registry.consider(registry.version(100))
-    candidate, client = registry.version(140), registry.tracker.client
-    places = {
-        "history": ("agentgym.evaluation.history.OpenHistory", "add"),
-        "tags": (client, "set_model_version_tag"),
-        "alias": (client, "set_registered_model_alias"),
-        "settled": ("agentgym.evaluation.history.OpenHistory", "settle"),
-    }
-    with monkeypatch.context() as patch:
-        place, name = places[where]
-        if isinstance(place, str):
-            kill_path = f"{place}.{name}"
-            patch.setattr(kill_path, lambda *_, **__: (_ for _ in ()).throw(Killed()))
-        else:
-            kill(patch, place, name)
-        with pytest.raises(Killed):
-            registry.consider(candidate)
+    candidate = registry.version(140)
+    evidence = registry.evidence(candidate, registry.promotions().version("1"))
+    (tmp_path / "evidence.json").write_text(json.dumps(evidence.to_json()))
+    command = [sys.executable, "-c", PROMOTE, registry.tracker.uri, tmp_path, registry.name, "2"]
+    killed = forks.run([*command, where])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (registry.holder == "2") is moved_before
-    found = registry.consider(candidate)
-    assert (found.verdict, found.moved, registry.holder) == ("PROMOTE", True, "2")
+    assert registry.promotions().history.is_owed is (where != "history")
+    again = forks.run([*command, "nowhere"])
+    assert (again.returncode, again.stdout) == (0, "PROMOTE True\n"), again.stderr
+    assert registry.holder == "2"
     assert [each.number for each in registry.entries] == [1, 2]
     assert not registry.promotions().history.is_owed
     assert DECISION in version_tags(registry.tracker, registry.name, "2")
