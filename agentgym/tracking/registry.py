@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version as installed_version
@@ -155,6 +156,29 @@ def fetch_version(tracker: Tracker, name: str, version: str, folder: Path) -> Pa
     if FILES in tags:
         check_files(there, json.loads(tags[FILES]), f"{name} version {version}")
     return there
+
+
+def verified_model(model_uri: str, folder: str | None = None) -> str:
+    """A version's files, each as it was registered, for MLflow's loaders, which do not look:
+    `mlflow.transformers.load_model(verified_model("models:/NAME@champion"))`.
+
+    model_uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION` of the registry that MLflow is set to;
+    folder: where to, a temporary one by default.
+    Errors: ValueError; LookupError where there is none; ModelChanged.
+    """
+    import mlflow
+
+    asked = re.fullmatch(r"models:/([^/@]+)(?:@([^/@]+)|/([0-9]+))", model_uri)
+    if asked is None:
+        raise ValueError(f"{model_uri!r}: expected models:/NAME@ALIAS or models:/NAME/VERSION")
+    name, alias, number = asked.groups()
+    tracker = Tracker(mlflow.get_tracking_uri(), "", Path())
+    version = alias_version(tracker, name, alias) if alias else number
+    if version is None:
+        raise LookupError(f"no version of {name} has the alias {alias}")
+    if FILES not in version_tags(tracker, name, version):
+        raise ModelChanged(f"{name} version {version} lacks the digests of its files (tag {FILES})")
+    return str(fetch_version(tracker, name, version, Path(folder or tempfile.mkdtemp())))
 
 
 class ModelChanged(ValueError):

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from agentgym.tracking.mlflow import Tracker
-from agentgym.tracking.registry import FILES, ModelChanged, fetch_version, register_model
+from agentgym.tracking.registry import (
+    FILES,
+    ModelChanged,
+    fetch_version,
+    register_model,
+    verified_model,
+)
 
 RUN_KEY, KEY = "12" * 32, "ab" * 32
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -128,6 +134,29 @@ def test_a_version_whose_files_changed_is_not_loaded(
     named = "sitecustomize.py" if change == "more" else "model/model.safetensors"
     with pytest.raises(ModelChanged, match=f"tiny version 1: {named} is not what was registered"):
         fetch_version(tracker, "tiny", made, tmp_path / "changed")
+
+
+def test_mlflows_own_loader_gets_a_version_as_it_was_registered_or_none(
+    tracker: Tracker, model_dir: Path, tmp_path: Path, mlflow_at: Any
+) -> None:
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    register_model(
+        tracker, run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
+    )
+    files = verified_model("models:/tiny@champion", str(tmp_path / "by alias"))
+    parts = mlflow_at.transformers.load_model(files, return_type="components")
+    assert parts["tokenizer"].chat_template == CHAT_TEMPLATE
+    place = tracker.client.get_model_version("tiny", "1").source.removeprefix("file://")
+    (Path(place) / "model" / "generation_config.json").write_text("{}")
+    with pytest.raises(ModelChanged, match=r"model/generation_config\.json is not what was"):
+        verified_model("models:/tiny/1", str(tmp_path / "changed"))
+    tracker.client.delete_model_version_tag("tiny", "1", FILES)
+    with pytest.raises(ModelChanged, match="tiny version 1 lacks the digests of its files"):
+        verified_model("models:/tiny/1", str(tmp_path / "without"))
+    with pytest.raises(LookupError, match="no version of tiny has the alias best"):
+        verified_model("models:/tiny@best")
+    with pytest.raises(ValueError, match="expected models:/NAME@ALIAS"):
+        verified_model("models:/tiny")
 
 
 def test_a_kill_while_registering_leaves_one_model_and_one_version(
