@@ -423,6 +423,63 @@ def mlflow_server(mlflow_process):
 
 
 @pytest.fixture(scope="session")
+def postgres(tmp_path_factory):
+    """A Postgres on loopback, for databases of one's own."""
+    import psycopg2
+
+    from agentgym.deploy.owned import owned_process, tail
+
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+    if not programs:
+        pytest.skip("no Postgres is installed: apt-get install postgresql")
+    if os.geteuid():
+        pytest.skip("a Postgres of the tests is started by root, under its own account")
+    folder = tmp_path_factory.mktemp("postgres")
+    for each in (folder, *folder.parents):  # its account has to get there
+        if each.is_relative_to("/tmp") and each != Path("/tmp"):
+            each.chmod(each.stat().st_mode | 0o011)
+    shutil.chown(folder, "postgres")
+    as_postgres = ("runuser", "-u", "postgres", "--")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found = Postgres(free.getsockname()[1])
+    data = ("-D", str(folder / "data"))
+    made = [*as_postgres, str(programs[-1].with_name("initdb")), "--no-sync", *data]
+    subprocess.run(made, check=True, capture_output=True, timeout=120)
+    serve = [*as_postgres, str(programs[-1]), *data, "-h", "127.0.0.1", "-p", str(found.port)]
+    with owned_process([*serve, "-k", str(folder)], log_path=folder / "log", env={}) as server:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                found.query("postgres", "select 1")
+                break
+            except psycopg2.OperationalError:
+                assert server.poll() is None, tail(folder / "log")
+                assert time.monotonic() < deadline, tail(folder / "log")
+                time.sleep(0.1)
+        yield found
+
+
+class Postgres:
+    def __init__(self, port):
+        self.port = port
+
+    def made(self, database, driver=""):
+        """The URL of a new database."""
+        self.query("postgres", f"create database {database}")
+        return f"postgresql{driver}://postgres@127.0.0.1:{self.port}/{database}"
+
+    def query(self, database, text):
+        import psycopg2
+
+        connection = psycopg2.connect(f"postgresql://postgres@127.0.0.1:{self.port}/{database}")
+        connection.autocommit = True
+        with contextlib.closing(connection), connection.cursor() as cursor:
+            cursor.execute(text)
+            return cursor.fetchall() if cursor.description else []
+
+
+@pytest.fixture(scope="session")
 def java():
     from envs.sciworld.jvm import find_java
 

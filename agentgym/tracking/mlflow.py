@@ -269,7 +269,12 @@ class Tracker:
                 tags={**trace.tags, "mlflow.traceName": trace.name},
             )
         )
-        client.log_spans(self.experiment_id, [Span.from_dict(span) for span in trace.spans])
+        try:
+            client.log_spans(self.experiment_id, [Span.from_dict(span) for span in trace.spans])
+        except NotImplementedError:
+            # MLflow's client would keep for good that the server did not say its version
+            client.store._get_server_version.cache_clear()
+            raise
 
     def checkpoint_model(
         self, name: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, str]
@@ -390,6 +395,7 @@ def reaching(uri: str) -> Iterator[None]:
         if (
             cut_off
             or kind == "OperationalError"
+            or "could not identify MLflow server version" in str(error)
             or code in ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
         ):
             raise LedgerUnavailable(_unavailable(uri, error)) from error

@@ -169,7 +169,7 @@ def test_an_environment_server_that_dies_in_a_stage_costs_the_unfinished_step_al
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a dozen processes, most of which import torch
-def test_an_mlflow_server_that_dies_in_a_stage_gets_every_point_once_when_it_is_back(fresh, start):
+def test_an_mlflow_server_that_dies_in_a_stage_gets_everything_once_when_it_is_back(fresh, start):
     port = closed_port()
     uri, database = f"http://127.0.0.1:{port}", f"sqlite:///{fresh.folder}/ledger.db"
     overrides = ("--set", f"tracking.uri={uri}", "--set", "horizon.stage_steps=[8,1,2]", *FEW_DEMOS)
@@ -221,3 +221,10 @@ def test_an_mlflow_server_that_dies_in_a_stage_gets_every_point_once_when_it_is_
     for each in told:
         history = client.get_metric_history(each.info.run_id, "rollout/success")
         assert sorted(point.step for point in history) == list(range(1, 9))
+    (stage,) = (run for run in told if run.data.tags["kind"] == "step")
+    data = sorted(each.tags[0].value for each in stage.inputs.dataset_inputs)
+    assert data == ["train", "validation"]
+    traces = client.search_traces(
+        locations=[stage.info.experiment_id], run_id=stage.info.run_id, include_spans=False
+    )
+    assert len({each.info.trace_id for each in traces}) == len(traces) == 4

@@ -2,11 +2,9 @@
 brings.
 """
 
-import contextlib
 import json
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +14,6 @@ import urllib.request
 from base64 import b64encode
 from pathlib import Path
 
-import psycopg2
 import pytest
 
 from agentgym.config import ConfigError
@@ -257,46 +254,6 @@ def test_mlflow_asks_for_its_login_and_passes_artifacts_on(s3_uri, tmp_path, mon
         assert not list(tmp_path.rglob("artifacts/**/a.txt"))
 
 
-@pytest.fixture(scope="module")
-def postgres(tmp_path_factory):
-    """URL of a Postgres on loopback without its scheme; it has the databases prefect and mlflow."""
-    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
-    if not programs:
-        pytest.skip("no Postgres is installed: apt-get install postgresql")
-    if os.geteuid():
-        pytest.skip("a Postgres of the tests is started by root, under its own account")
-    folder = tmp_path_factory.mktemp("postgres")
-    for each in (folder, *folder.parents):  # its account has to get there
-        if each.is_relative_to("/tmp") and each != Path("/tmp"):
-            each.chmod(each.stat().st_mode | 0o011)
-    shutil.chown(folder, "postgres")
-    as_postgres = ("runuser", "-u", "postgres", "--")
-    port, data = free_port(), folder / "data"
-    made = [*as_postgres, str(programs[-1].with_name("initdb")), "--no-sync", "-D", str(data)]
-    subprocess.run(made, check=True, capture_output=True, timeout=120)
-    serve = [*as_postgres, str(programs[-1]), "-D", str(data), "-h", "127.0.0.1", "-p", str(port)]
-    with owned_process([*serve, "-k", str(folder)], log_path=folder / "log", env={}) as server:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                for name in ("prefect", "mlflow"):
-                    query(f"postgres@127.0.0.1:{port}/postgres", f"create database {name}")
-                break
-            except psycopg2.OperationalError:
-                assert server.poll() is None, tail(folder / "log")
-                assert time.monotonic() < deadline, tail(folder / "log")
-                time.sleep(0.1)
-        yield f"postgres@127.0.0.1:{port}"
-
-
-def query(place, text):
-    connection = psycopg2.connect(f"postgresql://{place}")
-    connection.autocommit = True
-    with contextlib.closing(connection), connection.cursor() as cursor:
-        cursor.execute(text)
-        return cursor.fetchall() if cursor.description else []
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_prefect_keeps_its_runs_in_postgres(postgres, tmp_path):
@@ -304,14 +261,14 @@ def test_prefect_keeps_its_runs_in_postgres(postgres, tmp_path):
     own = {
         "PREFECT_SERVER_API_AUTH_STRING": LOGIN,
         "PREFECT_HOME": str(tmp_path / "state"),
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{postgres}/prefect",
+        "PREFECT_API_DATABASE_CONNECTION_URL": postgres.made("prefect", "+asyncpg"),
     }
     command = [sys.executable, "-m", "services.cluster", "prefect", "--port", str(port)]
     with owned_process(command, log_path=tmp_path / "log", env=own) as server:
         api = f"http://127.0.0.1:{port}/api"
         wait_for(f"{api}/health", server, tmp_path / "log")
         assert asked(f"{api}/work_pools/", LOGIN, {"name": "kept", "type": "kubernetes"})[0] == 201
-    assert query(f"{postgres}/prefect", "select name from work_pool") == [("kept",)]
+    assert postgres.query("prefect", "select name from work_pool") == [("kept",)]
     assert not list(tmp_path.rglob("*.db"))
 
 
@@ -322,7 +279,7 @@ def test_mlflow_keeps_its_runs_and_logins_in_postgres(postgres, tmp_path, monkey
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "flow")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
     own = {
-        "MLFLOW_BACKEND_STORE_URI": f"postgresql://{postgres}/mlflow",
+        "MLFLOW_BACKEND_STORE_URI": postgres.made("mlflow"),
         "MLFLOW_ARTIFACTS_DESTINATION": str(tmp_path / "artifacts"),
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
@@ -333,7 +290,7 @@ def test_mlflow_keeps_its_runs_and_logins_in_postgres(postgres, tmp_path, monkey
 
         client = MlflowClient(tracking_uri=f"http://127.0.0.1:{port}")
         client.create_run(client.create_experiment("tried"))
-    found = query(f"{postgres}/mlflow", "select name from experiments order by name")
+    found = postgres.query("mlflow", "select name from experiments order by name")
     assert found == [("Default",), ("tried",)]
-    assert query(f"{postgres}/mlflow", "select username from users") == [("flow",)]
+    assert postgres.query("mlflow", "select username from users") == [("flow",)]
     assert not list(tmp_path.rglob("*.db"))
