@@ -85,7 +85,8 @@ def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         def answer(_: Request, error: Exception) -> HTMLResponse:
             if isinstance(error, sqlite3.DatabaseError | IndexDamaged):
                 viewer.damaged()
-            said = error.args[0] if error.args else kind.__name__
+            # of an OSError that is a number, the text of a LookupError has quotes
+            said = str(error) if isinstance(error, OSError) else (*error.args, kind.__name__)[0]
             page = pages.render("message.html", title=title, said=said, hint=hint)
             return HTMLResponse(page, status)
 
@@ -102,6 +103,7 @@ def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         (ConfigError, 400, "That cannot be done", ""),
         (Missing, 503, "This environment is not here", ""),
         (EnvError, 503, "The environment failed", ""),
+        (OSError, 503, "The store cannot be read now", "Load this page again in a moment."),
         (IndexDamaged, 503, "The index is damaged", rebuilt),
         (sqlite3.DatabaseError, 503, "The index is damaged", rebuilt),
     ):

@@ -10,6 +10,7 @@ import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 from tokenizers import Tokenizer
@@ -19,10 +20,10 @@ from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import FOLDER, RunStore
 from agentgym.types import Trajectory
 from agentgym.viewer.index import Index
-from agentgym.viewer.rows import FILES, Address
+from agentgym.viewer.rows import FILES, TOKENIZER, Address
 
-TOKENIZER = "tokenizer.json"  # of a commit with weights, and the file in it
-_HELD = 4  # tokenizers in memory
+_HELD = 4  # tokenizers in memory, and as many files of episodes
+_MAX_HELD = 16 * 2**20  # bytes of such a file; a larger one is read anew
 
 
 class Gone(LookupError):
@@ -52,6 +53,8 @@ class Bodies:
     def __init__(self, store: RunStore, index: Index) -> None:
         self._store, self._index = store, index
         self._tokenizers: dict[str, Tokenizer] = {}
+        # an episode and each of its pictures are a request: a store far away is asked once
+        self._held = lru_cache(_HELD)(self._content)
 
     def steps(self) -> dict[int, sqlite3.Row]:
         """Every step that is known, by its number in the index."""
@@ -104,13 +107,13 @@ class Bodies:
         steps = list(self.steps().values())
         wanted = (json.loads(step["config"] or "{}").get("policy") or {}).get("tokenizer")
         if wanted:
-            named = (self._tokenizer_in(each, wanted) for each in steps if each["key"])
+            named = (self._tokenizer_in(each, wanted) for each in steps)
             return next(filter(None, named), None)
         by_digest = {row["digest"]: row for row in steps}
         waiting, seen = [step], set()
         while waiting:
             each = waiting.pop(0)
-            if each["id"] in seen or each["key"] is None:
+            if each["id"] in seen:
                 continue
             seen.add(each["id"])
             if (found := self._tokenizer_in(each)) is not None:
@@ -120,15 +123,16 @@ class Bodies:
         return None
 
     def _tokenizer_in(self, step: sqlite3.Row, wanted: str = "") -> Tokenizer | None:
-        """wanted: digest of the only one that is meant."""
-        head = self._store.head(step["name"], step["key"])
-        if head is None or TOKENIZER not in head.blobs:
-            return None
-        digest = head.blobs[TOKENIZER].digest
-        if wanted and digest != wanted:
+        """Of the step's newest commit. wanted: digest of the only one that is meant."""
+        commit = self._index.reader.execute(
+            "SELECT seq, files FROM commits WHERE (step_id, seq) = (?, ?)",
+            (step["id"], step["head"]),
+        ).fetchone()
+        digest, _ = json.loads(commit["files"]).get(TOKENIZER, ("", 0)) if commit else ("", 0)
+        if not digest or (wanted and digest != wanted):
             return None
         if digest not in self._tokenizers:
-            files = json.loads(self._store.read(head, TOKENIZER))  # name -> its text
+            files = json.loads(self.file(step, commit["seq"], TOKENIZER))  # name -> its text
             made = Tokenizer.from_str(files[TOKENIZER])
             while len(self._tokenizers) >= _HELD:
                 self._tokenizers.pop(next(iter(self._tokenizers)))
@@ -144,9 +148,13 @@ class Bodies:
         ).fetchone()
         digest, size = json.loads(commit["files"])[name]
         assert FOLDER.fullmatch(step["folder"])
+        read = self._held if size <= _MAX_HELD else self._content
+        return read(step["name"], step["key"], seq, name, digest, size)
+
+    def _content(self, step: str, key: str, seq: int, name: str, digest: str, size: int) -> bytes:
         manifest = Manifest(
-            step=step["name"],
-            key=step["key"],
+            step=step,
+            key=key,
             seq=seq,
             done=False,
             parents={},

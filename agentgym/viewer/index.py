@@ -21,7 +21,7 @@ from agentgym.viewer.rows import COLUMNS
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1  # another number for other tables: an older file is built anew
+SCHEMA = 2  # another number for other tables: an older file is built anew
 CACHE_KIB = 4_096  # of each connection
 _TYPES = {
     **dict.fromkeys(("reward", "advantage", "temperature", "began", "wall"), "REAL"),

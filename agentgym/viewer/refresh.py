@@ -17,7 +17,7 @@ from agentgym.steps.context import METRICS
 from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.store.runstore import FOLDER, BlobMissing, DigestMismatch, RunStore
 from agentgym.viewer.index import Index
-from agentgym.viewer.rows import COLUMNS, DECISION, FILES, Row, row_of, words_of
+from agentgym.viewer.rows import COLUMNS, DECISION, FILES, TOKENIZER, Row, row_of, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Refresher:
         blobs = {**commit.blobs, **commit.records}
         files = {
             name: [blobs[name].digest, blobs[name].size]
-            for name in (*FILES, DECISION)
+            for name in (*FILES, TOKENIZER, DECISION)
             if name in blobs
         }
         metrics = ""

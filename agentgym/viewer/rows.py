@@ -15,6 +15,7 @@ from envs.wire import FAMILY, INVALID
 # of a commit, in this order: what episodes lie in, and the letter that stands for it in an address
 FILES = ("trajectories.jsonl.gz", "attempts.jsonl.gz", "demos.jsonl.gz")
 LETTERS = "tad"
+TOKENIZER = "tokenizer.json"  # of a commit with weights: its files, by name
 DECISION = "decision.json"  # of a commit: who holds a model's alias from here on, and why
 MAX_TEXT = 20_000  # characters of one text that are searched
 MAX_TEXTS = 400_000  # of one episode

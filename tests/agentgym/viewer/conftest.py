@@ -4,7 +4,7 @@ import pytest
 
 from agentgym.config import RunConfig, load_config
 from agentgym.records import TRAJECTORIES, encode_trajectories
-from agentgym.store.posix import posix_store
+from agentgym.store.place import StorePlace
 from agentgym.types import Item, Learned, Status, Trajectory, Turn
 from agentgym.viewer.viewer import Viewer
 
@@ -55,11 +55,11 @@ TRAINING = {
 
 
 class Made:
-    """A store in a folder; `add` commits episodes to a step of it."""
+    """A store in a folder, or on S3; `add` commits episodes to a step of it."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.store = posix_store(folder / "store", lease_ttl_s=30.0)
+    def __init__(self, folder, uri=""):
+        self.folder, self.uri = folder, uri
+        self.store = StorePlace(uri or str(folder / "store"), lease_ttl_s=30.0).open()
 
     def add(self, episodes, *, step="stage-1", key="a", config=TRAINING, records=None, **told):
         """Result: the commit's manifest."""
@@ -77,7 +77,8 @@ class Made:
             return writer.commit(records={**data, **(records or {})}, **{**fields, **told})
 
     def cfg(self, *overrides) -> RunConfig:
-        return load_config("params.yaml", [f"store.path={self.folder / 'store'}", *overrides])
+        own = [f"store.path={self.folder / 'store'}", f'store.uri="{self.uri}"']
+        return load_config("params.yaml", [*own, *overrides])
 
 
 @pytest.fixture
