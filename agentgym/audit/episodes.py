@@ -19,6 +19,7 @@ from agentgym.rollouts.engine import open_pool
 from agentgym.rollouts.episode import ending, extract_action
 from agentgym.rollouts.pools import EnvPools
 from agentgym.steps.step import Kind
+from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.training.rl import reads_last
 from agentgym.types import Item, Status, Trajectory
@@ -206,26 +207,34 @@ def check_tokens(
             )
 
 
-def check_replay(
-    cfg: RunConfig, steps: Sequence[StepRecord], num_episodes: int | None, seed: int, checks: Checks
-) -> dict[str, str]:
-    """A draw of what counts, and all that was left out.
-    Result: the instructions episodes begin with, by environment.
-    """
-    chosen: list[tuple[str, Trajectory]] = []
-    num_logged = 0
+def replay_sample(
+    steps: Sequence[StepRecord], num_episodes: int | None, seed: int
+) -> list[tuple[StepRecord, Manifest, Trajectory]]:
+    """A draw of what counts, and all that was left out."""
+    chosen: list[tuple[StepRecord, Manifest, Trajectory]] = []
     for record in steps:
         logged = [commit for commit in record.commits if record.episodes.get(commit.seq)]
         for commit in logged:
             episodes = record.episodes[commit.seq]
-            num_logged += len(episodes)
             counted = [episode for episode in episodes if episode.status.is_valid]
             share = None if num_episodes is None else max(1, num_episodes // len(logged))
             drawn = draw(counted, share, seed, record.name, commit.seq)
             begun = [
                 e for e in episodes if not e.status.is_valid and (e.first_observation or e.turns)
             ]
-            chosen += [(place(record.at(commit), episode), episode) for episode in [*drawn, *begun]]
+            chosen += [(record, commit, episode) for episode in [*drawn, *begun]]
+    return chosen
+
+
+def check_replay(
+    cfg: RunConfig, steps: Sequence[StepRecord], num_episodes: int | None, seed: int, checks: Checks
+) -> dict[str, str]:
+    """Result: the instructions episodes begin with, by environment."""
+    chosen = [
+        (place(record.at(commit), episode), episode)
+        for record, commit, episode in replay_sample(steps, num_episodes, seed)
+    ]
+    num_logged = sum(len(each) for record in steps for each in record.episodes.values())
     left_out = Counter(str(episode.status) for _, episode in chosen if not episode.status.is_valid)
     said = "".join(
         f", {left_out[status]} {status} replayed to their end"
