@@ -251,6 +251,8 @@ class Learned:
     advantages: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()  # new to old probability, after the update
     excluded: str = ""  # why it did not enter the loss; empty: it did
+    # of the learner's distributions before the update, nats; older records have none
+    entropies: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,7 +332,7 @@ def varied(own: Trajectory, task: int, sample: int, step: int, chance: random.Ra
     learned = None
     if chance.random() < 0.1:
         num = sum(mask)
-        learned = Learned(logprobs[:num], (0.5,) * num, (1.01,) * num)
+        learned = Learned(logprobs[:num], (0.5,) * num, (1.01,) * num, "", (0.4,) * num)
     return replace(
         own,
         item=Item(own.item.env, task, "train"),

@@ -22,6 +22,7 @@ class Experience:
     # [n] float32: the batch's rewards, plus what is paid per token
     rewards: Tensor
     corrections: Tensor  # [n] what each token's loss is multiplied by: learner against engine
+    entropies: Tensor  # [n] of the learner's distributions before the update, nats
     # [n] log-probabilities of the model training began with, where the loss holds the policy to it
     reference: Tensor | None = None
     values: Tensor | None = None  # [n] of the state each token is chosen in

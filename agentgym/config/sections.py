@@ -220,8 +220,8 @@ class RolloutConfig(Section):
     )
     token_numbers_frac: float = setting(
         0.05,
-        "share of the episodes learned from whose log-probabilities, advantages and ratios are"
-        " recorded token by token",
+        "share of the episodes learned from whose log-probabilities, entropies, advantages and"
+        " ratios are recorded token by token",
         ge=0,
         le=1,
     )

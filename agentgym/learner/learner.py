@@ -159,7 +159,7 @@ class LocalLearner:
         """[N] log-probabilities under the present weights, on the CPU; 0 where action_mask is
         false.
         """
-        return self._scores(self._net, batch.to(self.ranks.device)).cpu()
+        return self._scores(self._net, batch.to(self.ranks.device))[0].cpu()
 
     def score_reference(self, batch: Batch) -> Tensor:
         """[N] log-probabilities under the reference, as `score`.
@@ -186,7 +186,7 @@ class LocalLearner:
             raise ValueError(
                 "a batch without a single action token; there is nothing to learn from"
             )
-        old = self._scores(self._net, batch)[acted]
+        old, entropies = self._scores(self._net, batch)[:, acted]
         metrics = _agreement(old, batch.logprobs[acted], config, step)
         weights = corrections(
             old,
@@ -225,6 +225,7 @@ class LocalLearner:
             logprobs=old,
             rewards=rewards,
             corrections=weights,
+            entropies=entropies,
             reference=reference,
             values=values,
             end_values=ends,
@@ -440,22 +441,22 @@ class LocalLearner:
 
     @torch.no_grad()
     def _scores(self, network: PolicyNet, batch: Batch) -> Tensor:
-        """[N] log-probabilities, nats; 0 where no action token stands."""
-        result = batch.rewards.new_zeros(len(batch.input_ids))
+        """[2, N] log-probabilities and entropies, nats; 0 where no action token stands."""
+        result = batch.rewards.new_zeros(2, len(batch.input_ids))
         for own, counts in self._shares(batch, _all(batch)):
-            scores = network(batch.select(own))[0]
+            scores = torch.stack(network(batch.select(own)))
             if counts:
-                result[torch.isin(batch.sequence, own) & batch.action_mask] = scores
+                result[:, torch.isin(batch.sequence, own) & batch.action_mask] = scores
         return self.ranks.all_sum(result)
 
     def _reference_scores(self, batch: Batch) -> Tensor:
-        """[N], as `_scores`. Errors: ValueError."""
+        """[N] log-probabilities, as `_scores`. Errors: ValueError."""
         if self._reference is None:
             raise ValueError("a reference model is needed; none was given to the learner")
         if self._reference is not self._net:
-            return self._scores(self._reference, batch)
+            return self._scores(self._reference, batch)[0]
         with without_adapter(self.model):
-            return self._scores(self._net, batch)
+            return self._scores(self._net, batch)[0]
 
     @torch.no_grad()
     def _estimate(self, batch: Batch) -> tuple[Tensor, Tensor]:

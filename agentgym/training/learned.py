@@ -17,7 +17,7 @@ from agentgym.compute.placement import Learner
 from agentgym.config import RunConfig
 from agentgym.types import Learned, Trajectory
 
-BYTES_PER_TOKEN = 24  # of three numbers as text, before compression
+BYTES_PER_TOKEN = 32  # of four numbers as text, before compression
 LEAST_RATIO = 5e-5  # what is recorded as 0 is below this
 
 
@@ -85,9 +85,17 @@ def learned_of(experience: Experience, learner: Learner, sequences: Sequence[int
     result = []
     for index, sequence in enumerate(sequences):
         own = of_token == sequence
-        before, gain = (each.cpu()[own] for each in (experience.logprobs, experience.advantages))
+        kept = (experience.logprobs, experience.entropies, experience.advantages)
+        before, entropy, gain = (each.cpu()[own] for each in kept)
         ratio = (now[of_part == index] - before).exp()
-        result.append(Learned(_rounded(before), _rounded(gain), _rounded(ratio)))
+        result.append(
+            Learned(
+                logprobs=_rounded(before),
+                advantages=_rounded(gain),
+                ratios=_rounded(ratio),
+                entropies=_rounded(entropy),
+            )
+        )
     return result
 
 

@@ -30,6 +30,7 @@ LEGENDS = {
     "mask": "Colored: sampled by the policy, and in the loss where the episode is.",
     "engine": "The darker, the less likely the token was to the engine that sampled it.",
     "learner": "The darker, the less likely the token was to the learner before the update.",
+    "entropy": "The darker, the less sure the learner was before the update.",
     "ratio": "Blue: more likely after the update; orange: less likely.",
     "advantage": "Blue: above the baseline; orange: below it; the strongest is the episode's own.",
     "version": "One color for each version of the weights.",

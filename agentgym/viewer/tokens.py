@@ -15,12 +15,14 @@ OVERLAYS = {
     "mask": "which tokens the policy sampled",
     "engine": "log-probability, of the engine that sampled it",
     "learner": "log-probability, of the learner before the update",
+    "entropy": "entropy, of the learner before the update",
     "ratio": "new to old probability, after the update",
     "advantage": "advantage",
     "version": "version of the weights that sampled it",
 }
 LEVELS = 8  # of a color, beside none
 NATS_PER_LEVEL = 0.5  # of log-probabilities
+ENTROPY_PER_LEVEL = 0.25  # nats
 RATIO_PER_LEVEL = 0.05  # of the logarithm of a ratio; beyond four of them it is clipped as a rule
 
 Decode = Callable[[int], str]  # a token's text
@@ -43,6 +45,7 @@ class Numbers:
 
     engine: float
     learner: float | None
+    entropy: float | None
     advantage: float | None
     ratio: float | None
     version: int
@@ -63,6 +66,7 @@ def numbers_of(episode: Trajectory) -> dict[int, Numbers]:
         place: Numbers(
             episode.logprobs[place],
             kept(learned.logprobs, number) if learned else None,
+            kept(learned.entropies, number) if learned else None,
             kept(learned.advantages, number) if learned else None,
             kept(learned.ratios, number) if learned else None,
             versions.get(place, newest),
@@ -80,6 +84,7 @@ def available(episode: Trajectory) -> list[str]:
     if learned is not None:
         kept = {
             "learner": learned.logprobs,
+            "entropy": learned.entropies,
             "ratio": learned.ratios,
             "advantage": learned.advantages,
         }
@@ -143,6 +148,8 @@ def told(place: int, token: int, numbers: Numbers | None) -> str:
     if numbers.learner is not None:
         gap = numbers.learner - numbers.engine
         pieces.append(f"learner {numbers.learner:.4f}, {gap:+.4f} of it")
+    if numbers.entropy is not None:
+        pieces.append(f"entropy {numbers.entropy:.4f}")
     if numbers.ratio is not None:
         pieces.append(f"ratio {numbers.ratio:.4f}")
     if numbers.advantage is not None:
@@ -160,6 +167,8 @@ def shade_of(overlay: str, numbers: Numbers | None, largest: float, oldest: int)
     if overlay in ("engine", "learner"):
         value = numbers.engine if overlay == "engine" else numbers.learner
         return "" if value is None else _level("s", -value / NATS_PER_LEVEL)
+    if overlay == "entropy" and numbers.entropy is not None:
+        return _level("s", numbers.entropy / ENTROPY_PER_LEVEL)
     if overlay == "ratio" and numbers.ratio is not None:
         return _signed(math.log(max(numbers.ratio, 1e-9)) / RATIO_PER_LEVEL * 2)
     if overlay == "advantage" and numbers.advantage is not None and largest:

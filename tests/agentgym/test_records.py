@@ -60,7 +60,9 @@ def episode(number, turns=12, *, info=True, times=True):
         tuple(-0.1234567 * (number % 5 + 1) if acted else 0.0 for acted in mask),
         error=None if status.is_valid else "server lost",
         id=f"{number:016x}",
-        learned=Learned((-0.5,) * 3, (1.0,) * 3, (1.01,) * 3, "") if number % 50 == 0 else None,
+        learned=Learned((-0.5,) * 3, (1.0,) * 3, (1.01,) * 3, "", (0.3,) * 3)
+        if number % 50 == 0
+        else None,
         timing={"generate_s": 0.2, "env_s": 0.013, "wall_s": 0.3} if times else {},
     )
 

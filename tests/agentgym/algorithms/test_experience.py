@@ -24,8 +24,9 @@ def batch():
 
 def experience(**changes):
     nothing = torch.zeros(4)
-    given = {"logprobs": nothing, "rewards": torch.tensor([0.5, 0.0, 1.0, 2.0])}
-    return Experience(batch(), **{**given, "corrections": torch.ones(4), **changes})
+    given = {"logprobs": nothing, "entropies": nothing, "corrections": torch.ones(4)}
+    given["rewards"] = torch.tensor([0.5, 0.0, 1.0, 2.0])
+    return Experience(batch(), **{**given, **changes})
 
 
 def test_action_tokens_know_their_sequence_and_their_turn():

@@ -181,6 +181,17 @@ def test_corrections_depend_neither_on_micro_batches_nor_on_packing(make_whole, 
         assert_same(gradients(whole), gradients(learner), atol=1e-4, rtol=1e-3)
 
 
+def test_the_entropy_behind_each_action_token_is_known_before_the_update(make_whole):
+    whole, split = make_whole(), make_whole(**SPLIT)
+    batch = on_policy(whole, batch_of())
+    with torch.no_grad():
+        expected = networks.PolicyNet(whole.model)(batch)[1]
+    assert expected.std() > 1e-2
+    for learner in (whole, split):
+        known = learner.prepare(batch, everything("grpo"), step=1)
+        torch.testing.assert_close(known.entropies, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("recipe", SAMPLING)
 def test_minibatches_share_out_the_loss_of_the_whole_batch(make_model, recipe):
     """While the weights stand still, their mean is the loss of one: nothing counts twice or

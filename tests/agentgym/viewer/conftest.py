@@ -44,7 +44,12 @@ def failed(task=0, sample=0, **changes):
     return episode(task, sample, **{**fields, **changes})
 
 
-KEPT = Learned(logprobs=(-0.5, -1.0, -0.5, -0.5), advantages=(1.0,) * 4, ratios=(1.2, 1, 0.8, 1))
+KEPT = Learned(
+    logprobs=(-0.5, -1.0, -0.5, -0.5),
+    advantages=(1.0,) * 4,
+    ratios=(1.2, 1, 0.8, 1),
+    entropies=(0.6, 0.0, 0.7, 0.25),
+)
 TRAINING = {
     "env": {"name": "babyai", "options": {}, "dialect": "native"},
     "mix": [],

@@ -38,7 +38,7 @@ def served(walks, serving, gold, tmp_path_factory):
         "input_ids": tuple(range(3, 83)),
         "action_mask": (False, True) * 40,
         "logprobs": (0.0, -0.7) * 40,
-        "learned": Learned((-0.8,) * 40, (0.5,) * 40, (1.1,) * 40),
+        "learned": Learned((-0.8,) * 40, (0.5,) * 40, (1.1,) * 40, "", (0.4,) * 40),
     }
     own = [played(gold, "babyai", task, sample=sample) for task in (3, 5) for sample in (0, 1)]
     marked = episode(7, first_observation=HOSTILE, error=HOSTILE, **tokens)

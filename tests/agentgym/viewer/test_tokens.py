@@ -15,7 +15,7 @@ def test_numbers_of_the_update_are_those_of_sampled_tokens_in_order():
 
 def test_overlays_are_offered_where_their_numbers_are_on_record():
     assert available(episode(learned=KEPT)) == [
-        "mask", "engine", "learner", "ratio", "advantage", "version"
+        "mask", "engine", "learner", "entropy", "ratio", "advantage", "version"
     ]  # fmt: skip
     assert available(episode()) == ["mask", "engine", "version"]
     assert available(episode(input_ids=(), action_mask=(), logprobs=())) == []
@@ -43,7 +43,7 @@ def test_ids_are_shown_as_recorded_with_all_that_is_known():
     assert [token.shade for token in shown] == ["", "p8", "", "", "n8"]
     assert shown[1].told == (
         "token 3, id 13, engine -0.5000 nats (p 0.607), learner -0.5000, +0.0000 of it,"
-        " ratio 1.2000, advantage +1.0000, weights 4"
+        " entropy 0.6000, ratio 1.2000, advantage +1.0000, weights 4"
     )
     assert shown[0].told.endswith("read and not sampled: not in the loss")
 
@@ -58,5 +58,7 @@ def test_shades_grow_with_surprise_and_fit_the_episode():
     half = Learned(logprobs=(-1.0,) * 4, advantages=(0.5, -0.25, 0.0, 0.5), ratios=(1.0,) * 4)
     assert shades("advantage", learned=half) == ["p8", "n4", "", "p8"]
     assert shades("learner", learned=half) == ["s2"] * 4
+    assert shades("entropy", learned=KEPT) == ["s3", "", "s3", "s1"]
+    assert shades("entropy", learned=half) == [""] * 4  # an older record has none
     assert shades("version") == ["v0"] * 4
     assert shades("mask") == ["m"] * 4
