@@ -62,16 +62,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="agentgym-viewer-") as folder:
-        numbers = measure(arguments.episodes, arguments.folder or Path(folder))
-    result = {
-        "machine": machine(),
-        "command": "python benchmarks/viewer.py",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        **numbers,
-    }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+        told = measure(arguments.episodes, arguments.folder or Path(folder))
+    write(arguments.out, "python benchmarks/viewer.py", told)
     return 0
+
+
+def write(file: Path, command: str, told: dict[str, Any]) -> None:
+    """What was measured, with where and when."""
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    text = json.dumps({"machine": machine(), "command": command, "at": at, **told}, indent=1)
+    file.write_text(f"{text}\n")
+    print(text)
 
 
 def measure(count: int, folder: Path) -> dict[str, Any]:

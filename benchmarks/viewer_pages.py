@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import socket
 import sys
 import tempfile
@@ -19,24 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine  # of this folder
+import uvicorn
+from viewer import ROOT, write  # of this folder; it sets what a process needs to begin with
 
-from agentgym.defaults import set_process_defaults
-
-set_process_defaults()
-
-import uvicorn  # noqa: E402
-
-from agentgym.config import RunConfig, load_config  # noqa: E402
-from agentgym.viewer.app import make_app  # noqa: E402
-from agentgym.viewer.guard import LOOPBACK, Guard  # noqa: E402
-from agentgym.viewer.query import Query  # noqa: E402
-from agentgym.viewer.rows import Address  # noqa: E402
-from agentgym.viewer.viewer import Viewer  # noqa: E402
+from agentgym.config import RunConfig, load_config
+from agentgym.viewer.app import make_app
+from agentgym.viewer.guard import LOOPBACK, Guard
+from agentgym.viewer.query import Query
+from agentgym.viewer.rows import Address
+from agentgym.viewer.viewer import Viewer
 
 OUT, IMAGES = ROOT / "docs/results/viewer_pages.json", ROOT / "docs/images"
 ENVS = ("babyai", "textcraft", "searchqa", "webarena", "sciworld")
@@ -73,14 +66,7 @@ def main() -> int:
         make_runs(cfg)
         with served(cfg) as (viewer, base):
             told = {"replays": replays(viewer), **looked_at(viewer, base, arguments.images)}
-    result = {
-        "machine": machine(),
-        "command": "python benchmarks/viewer_pages.py",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        **told,
-    }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    write(arguments.out, "python benchmarks/viewer_pages.py", told)
     return 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.responses import HTMLResponse
 
 from agentgym.evaluation.result import differences
 from agentgym.store.runstore import BlobMissing, DigestMismatch
@@ -76,8 +76,8 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         )
         return HTMLResponse(page)
 
-    @app.get("/training", response_model=None)
-    def training(run: str = "") -> HTMLResponse | RedirectResponse:
+    @app.get("/training")
+    def training(run: str = "") -> HTMLResponse:
         return HTMLResponse(pages.render("training.html", **_trained(viewer, run)))
 
 
