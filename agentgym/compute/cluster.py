@@ -130,6 +130,7 @@ class Cluster:
             endpoints,
             self._num_slots,
             node_id(),
+            checkpoint.adapter,
         )
         loop = LoopThread()
         engine = RayEngine(plan, checkpoint, self._spawn, self._num_workers, loop)

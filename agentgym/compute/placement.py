@@ -4,8 +4,10 @@ Who uses them cannot tell.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,8 +19,11 @@ from agentgym.config import ConfigError, PolicyGradientConfig, RunConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.learner.process_group import SingleProcess
 from agentgym.models.checkpoint import Checkpoint
+from agentgym.rollouts.policies.engines import why_merged
 from agentgym.store.place import Writable
 from agentgym.types import Endpoints, EngineUsage, Item, Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 class Learner(Protocol):
@@ -105,6 +110,12 @@ def open_compute(
             f"lora.rank {cfg.lora.rank} with recipe {cfg.algorithm.recipe}, whose training loop"
             " trains no adapter; use lora.rank 0, or give its LearnerPlan ctx.adapter(start)"
         )
+    if plan.adapter is not None:
+        reason = why_merged(cfg, plan.adapter, checkpoint.architecture)
+        logger.info("publishes %s", f"merged weights: {reason}" if reason else "the adapter alone")
+        adapter = replace(plan.adapter, alone=not reason)
+        plan = replace(plan, adapter=adapter)
+        checkpoint = replace(checkpoint, adapter=adapter if adapter.alone else None)
     if cfg.compute == "ray":
         from agentgym.compute.cluster import open_cluster
 

@@ -28,6 +28,7 @@ from agentgym.compute.actors import (
 from agentgym.compute.learner_ranks import RankLost, RayLearner
 from agentgym.compute.sending import Sender
 from agentgym.config import RunConfig
+from agentgym.models.adapter import Adapter
 from agentgym.models.checkpoint import (
     ARCHITECTURE,
     TOKENIZER,
@@ -68,6 +69,7 @@ class WorkerPlan:
     endpoints: Endpoints
     num_slots: int  # episodes at a time
     drivers_node: str  # Ray's id of the node the step runs on
+    adapter: Adapter | None = None  # as in `Checkpoint`
 
 
 class RolloutWorker:
@@ -91,7 +93,7 @@ class RolloutWorker:
                         " servers that every node can reach and name them in env.endpoints"
                     )
         checkpoint = stored_checkpoint(
-            plan.files[ARCHITECTURE].decode(), plan.files[TOKENIZER], plan.weights
+            plan.files[ARCHITECTURE].decode(), plan.files[TOKENIZER], plan.weights, plan.adapter
         )
         self._renderer = checkpoint.renderer
         self._policy = open_policy(cfg, checkpoint, num_slots=plan.num_slots, version=plan.version)

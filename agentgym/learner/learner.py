@@ -39,7 +39,7 @@ from agentgym.learner.flops import TrainingFlops, device_peak_tflops
 from agentgym.learner.micro_batches import deal, micro_batches
 from agentgym.learner.optimizer import OptimizedNetwork
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
-from agentgym.models.adapter import Adapter, merged_weights, without_adapter
+from agentgym.models.adapter import Adapter, is_matrix, merged_weights, without_adapter
 from agentgym.models.blocks import checkpoint_blocks, compile_blocks
 from agentgym.models.checkpoint import ADAPTER, CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.networks import PolicyNet, ValueNet
@@ -112,7 +112,9 @@ class LocalLearner:
         self.ranks.shard(network)
 
     def weights(self) -> dict[str, Tensor]:
-        """The policy's parameters by name, whole, detached and with the adapter merged."""
+        """What is published, by name, whole and detached: the policy's parameters with an adapter
+        merged, or the adapter alone.
+        """
         return dict(self._published())
 
     def weights_on_host(self) -> dict[str, Tensor]:
@@ -127,9 +129,12 @@ class LocalLearner:
 
     def _published(self) -> Iterator[tuple[str, Tensor]]:
         own, whole = self._policy.weights(), self.ranks.whole
-        if self._adapter is not None:
-            return merged_weights(own, self._adapter.scale, whole)
-        return ((name, whole(each)) for name, each in own.items())
+        adapter = self._adapter
+        if adapter is not None and not adapter.alone:
+            return merged_weights(own, adapter.scale, whole)
+        return (
+            (name, whole(each)) for name, each in own.items() if adapter is None or is_matrix(name)
+        )
 
     def snapshot(self) -> Snapshot:
         """A copy of all that a commit must hold for another learner to go on from here, or of

@@ -1,7 +1,7 @@
 """LoRA adapters: low-rank matrices trained beside the frozen weights of another commit.
 
 The layers, and the format in which an adapter leaves the store, are peft's.
-Whoever samples gets merged weights, each computed anew from the frozen one.
+Whoever samples gets merged weights, each computed anew from the frozen one, or the matrices alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from agentgym.config import ConfigError, LoraConfig
 from agentgym.models.blocks import blocks
+from agentgym.models.empty import empty_model
 from agentgym.models.tensorfiles import PIECE_BYTES, StoredTensor, StoredTensors
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Adapter:
     target_modules: tuple[str, ...]  # names of linear layers, or their ends
     seed: int = 0  # new matrices are drawn from
     stored: StoredTensors | None = None  # the matrices; None: new ones
+    alone: bool = False  # as it is published to engines; else merged
 
     @property
     def scale(self) -> float:
@@ -63,6 +65,12 @@ class Adapter:
         for layer in _layers(model):
             for matrices in (layer.lora_A, layer.lora_B):
                 matrices.float().requires_grad_(True)
+
+    def shapes(self, architecture: str) -> dict[str, Tensor]:
+        """The matrices beside a model of that config.json, by name and without values."""
+        model = empty_model(architecture)
+        self.inject(model)
+        return {name: each.detach() for name, each in model.named_parameters() if is_matrix(name)}
 
     def peft_config(self) -> Any:
         from peft import LoraConfig as PeftConfig

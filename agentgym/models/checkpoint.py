@@ -61,6 +61,8 @@ class Checkpoint:
     architecture: str  # config.json
     tokenizer_json: bytes
     weights: PreTrainedModel | StoredTensors
+    # what makes these of its base, and is published alone from here on; None: whole weights are
+    adapter: Adapter | None = None
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -129,13 +131,16 @@ def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
 
 
 def stored_checkpoint(
-    architecture: str, tokenizer_json: bytes, weights: StoredTensors
+    architecture: str,
+    tokenizer_json: bytes,
+    weights: StoredTensors,
+    adapter: Adapter | None = None,
 ) -> Checkpoint:
     """Errors: ValueError where the tokenizer is not supported here."""
     files: TokenizerFiles = json.loads(tokenizer_json)
     tokenizer = tokenizer_from_files(files)
     renderer = _renderer(tokenizer, files, architecture)
-    return Checkpoint(tokenizer, renderer, architecture, tokenizer_json, weights)
+    return Checkpoint(tokenizer, renderer, architecture, tokenizer_json, weights, adapter)
 
 
 def has_weights(manifest: Manifest) -> bool:

@@ -121,7 +121,7 @@ def shares_device(cfg: RunConfig) -> bool:
 def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:
     tolerance = tolerance_of(cfg, checkpoint.dtype)
     limit = tolerance.canary
-    if cfg.lora.rank:  # the engine's weights are merged: another order of summation
+    if cfg.lora.rank:  # merged or not, the engine sums in another order
         limit = max(limit, tolerance.forward)
     return Canary(checkpoint.tokenizer, limit)
 

@@ -5,6 +5,7 @@ group `agentgym.engines`. Nothing else names one.
 from __future__ import annotations
 
 import difflib
+import json
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self, cast
@@ -15,6 +16,7 @@ from agentgym.types import Policy
 if TYPE_CHECKING:  # the table of steps asks for names alone
     import torch
 
+    from agentgym.models.adapter import Adapter
     from agentgym.models.checkpoint import Checkpoint
     from agentgym.models.tolerance import Tolerance, Tolerances
 
@@ -28,6 +30,13 @@ INSTALL_VLLM = (
     "`make vllm` makes an environment with its CPU build, `pip install 'agentgym-flow[vllm]'` adds"
     " the CUDA build to this one"
 )
+# what vLLM 0.32 was seen to adapt: models by the model_type of their config.json, and their layers;
+# and the ranks that it may make room for
+VLLM_MODELS = frozenset({"qwen2"})
+VLLM_LAYERS = frozenset(
+    {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+)
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class EngineClass(Policy, Protocol):
@@ -42,7 +51,8 @@ class EngineClass(Policy, Protocol):
     @classmethod
     def open(cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Self:
         """It samples with the checkpoint's model, its own from here on, on
-        `cfg.compute_device`; num_slots: episodes at a time.
+        `cfg.compute_device`; num_slots: episodes at a time. The checkpoint has an adapter where
+        `why_merged` allows it: this alone is then published.
         """
         ...
 
@@ -84,6 +94,22 @@ def start_timeout_s(cfg: RunConfig) -> float:
 def num_processes(cfg: RunConfig) -> int:
     """Of one engine: so many take weights of a broadcast."""
     return cfg.vllm.tensor_parallel_size if cfg.rollout.engine == "vllm" else 1
+
+
+def why_merged(cfg: RunConfig, adapter: Adapter, architecture: str) -> str:
+    """Why the engine is published merged weights; empty: it takes the adapter alone.
+    architecture: config.json of the model.
+    """
+    engine, model = cfg.rollout.engine, json.loads(architecture)["model_type"]
+    if engine != "vllm":
+        return f"engine {engine} takes no adapter"
+    if model not in VLLM_MODELS:
+        return f"vLLM is not known to adapt a model of type {model}"
+    if odd := {name.rpartition(".")[2] for name in adapter.target_modules} - VLLM_LAYERS:
+        return f"vLLM is not known to adapt {', '.join(sorted(odd))}"
+    if adapter.rank > VLLM_RANKS[-1]:
+        return f"rank {adapter.rank} is above {VLLM_RANKS[-1]}, vLLM's largest"
+    return ""
 
 
 def engine_module(name: str) -> str:

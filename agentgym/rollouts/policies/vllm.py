@@ -1,4 +1,5 @@
-"""vLLM as an engine: continuous batching in a process of its own, weights by file.
+"""vLLM as an engine: continuous batching in a process of its own, weights by file, an adapter alone
+where `why_merged` allows it.
 
 Of what it draws no run repeats a token: its kernels' sums depend on what else is in the batch.
 """
@@ -21,7 +22,14 @@ import torch
 from torch import Tensor
 
 from agentgym.config import RunConfig, VllmConfig
-from agentgym.models.checkpoint import ARCHITECTURE, SHARD_BYTES, WEIGHTS, Checkpoint
+from agentgym.models.adapter import Adapter
+from agentgym.models.checkpoint import (
+    ARCHITECTURE,
+    SHARD_BYTES,
+    WEIGHTS,
+    Checkpoint,
+    save_adapter,
+)
 from agentgym.models.model import weights_of
 from agentgym.models.tensorfiles import (
     Shaped,
@@ -38,13 +46,14 @@ from agentgym.models.transport import (
     write_weights,
 )
 from agentgym.rollouts.policies.draw import seed_of
-from agentgym.rollouts.policies.engines import engine_dtype
+from agentgym.rollouts.policies.engines import VLLM_RANKS, engine_dtype
 from agentgym.rollouts.policies.meter import Meter
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 from agentgym.types import Completion, Delivery, EngineUsage, Sampling
 
 T = TypeVar("T")
 LOWEST = 0.01  # temperature but 0
+FIRST_ADAPTER = "adapter"  # folder of the one that it begins with
 MOST_BATCHED = 8192  # tokens of one forward, where a context is shorter
 # what vLLM's processes are told; whoever sets one means it
 ENVIRONMENT = {
@@ -73,12 +82,15 @@ class VllmPolicy:
         stop_ids: Collection[int],
         context_tokens: int,
         publish_timeout_s: float,
+        adapter: Adapter | None = None,
     ) -> None:
         """engine: an AsyncLLM. folder: this policy's own, for weights on their way; removed by
-        `close`. like: the weights it holds.
+        `close`. like: what is published to it. adapter: the kind of this, where it is one.
         """
         self._engine, self._folder, self._like = engine, folder, like
         self._stop_ids, self._context = stop_ids, context_tokens
+        self._adapter = adapter
+        self._lora: Any = None  # what each request names; None: the weights alone
         self._publish_timeout_s = publish_timeout_s
         self._names = itertools.count()
         self._num_running = self._num_waiting = self._num_publishing = 0
@@ -95,17 +107,19 @@ class VllmPolicy:
         cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
     ) -> VllmPolicy:
         """On `cfg.compute_device`. Errors: what vLLM raises where it cannot serve the model."""
-        folder = Path(tempfile.mkdtemp(prefix="agentgym-vllm-"))
+        folder, adapter = Path(tempfile.mkdtemp(prefix="agentgym-vllm-")), checkpoint.adapter
         try:
             like = _write_model(folder, checkpoint)
             with _environment(cfg.vllm):
                 from vllm.v1.engine.async_llm import AsyncLLM
 
                 dtype = engine_dtype(cfg, checkpoint.dtype)
-                arguments = _arguments(cfg, dtype, folder, num_slots)
+                rank = 0 if adapter is None else adapter.rank
+                arguments = _arguments(cfg, dtype, folder, num_slots, rank)
                 engine = AsyncLLM.from_engine_args(arguments)
             for each in folder.iterdir():  # read by now, and large
-                each.unlink()
+                if each.is_file():
+                    each.unlink()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -116,8 +130,11 @@ class VllmPolicy:
             stop_ids=checkpoint.renderer.stop_ids,
             context_tokens=cfg.model.context_tokens,
             publish_timeout_s=cfg.rollout.publish_timeout_s,
+            adapter=adapter,
         )
         policy.version = version
+        if adapter is not None and adapter.stored is not None:
+            policy._lora = policy._request(version)  # the first of these reads the files
         return policy
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
@@ -215,9 +232,12 @@ class VllmPolicy:
 
     async def _switch(self, digest: str, version: int) -> None:
         try:
-            missing = sorted(set().union(*await self._rpc("switch_weights", digest)))
-            if missing:
-                raise RuntimeError(f"{', '.join(missing[:3])} are not among the weights")
+            if self._adapter is None:
+                missing = sorted(set().union(*await self._rpc("switch_weights", digest)))
+                if missing:
+                    raise RuntimeError(f"{', '.join(missing[:3])} are not among the weights")
+            else:
+                await self._switch_adapter(self._adapter, digest, version)
             if not await self._within("reset_prefix_cache", self._engine.reset_prefix_cache()):
                 raise RuntimeError("its prefix cache could not be emptied")
         except BaseException as error:  # cancelled, too: the old version has new weights
@@ -229,6 +249,25 @@ class VllmPolicy:
                 raise
             raise self._failure from error
         self.version = version
+
+    async def _switch_adapter(self, adapter: Adapter, digest: str, version: int) -> None:
+        config = {
+            "r": adapter.rank,
+            "lora_alpha": adapter.alpha,
+            "target_modules": list(adapter.target_modules),
+        }
+        self._lora = self._request(version)
+        number = self._lora.lora_int_id
+        await self._rpc("switch_adapter", digest, number, config, str(self._folder))
+        shutil.rmtree(self._folder / FIRST_ADAPTER, ignore_errors=True)
+
+    def _request(self, version: int) -> Any:
+        """For that version's adapter. A process without it looks into a folder that the first
+        alone is in, and the engine ends.
+        """
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(f"version {version}", version + 1, str(self._folder / FIRST_ADAPTER))
 
     async def usage(self) -> EngineUsage:
         return self._meter.usage()
@@ -269,7 +308,10 @@ class VllmPolicy:
 
         prompt, name = TokensPrompt(prompt_token_ids=ids), str(next(self._names))
         try:
-            async for output in self._engine.generate(prompt, parameters, request_id=name):
+            outputs = self._engine.generate(
+                prompt, parameters, request_id=name, lora_request=self._lora
+            )
+            async for output in outputs:
                 last = output
         except (EngineDeadError, EngineGenerateError) as error:
             raise RuntimeError(f"engine failed: {type(error).__name__}: {error}") from error
@@ -365,8 +407,10 @@ def _environment(settings: VllmConfig) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _arguments(cfg: RunConfig, dtype: torch.dtype, folder: Path, num_slots: int) -> Any:
-    """What vLLM is started with."""
+def _arguments(
+    cfg: RunConfig, dtype: torch.dtype, folder: Path, num_slots: int, rank: int = 0
+) -> Any:
+    """What vLLM is started with. rank: of the adapter that it gets; 0: none."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     settings, context, on_gpu = cfg.vllm, cfg.model.context_tokens, cfg.compute_device != "cpu"
@@ -392,14 +436,27 @@ def _arguments(cfg: RunConfig, dtype: torch.dtype, folder: Path, num_slots: int)
         disable_log_stats=True,
         use_tqdm_on_load=False,
         trust_remote_code=False,
+        **(
+            {"enable_lora": True, "max_lora_rank": min(each for each in VLLM_RANKS if each >= rank)}
+            if rank
+            else {}
+        ),
         **({"gpu_memory_utilization": settings.memory_frac} if on_gpu else {}),
     )
 
 
 def _write_model(folder: Path, checkpoint: Checkpoint) -> Mapping[str, Shaped]:
-    """What vLLM reads of a model: architecture and weights. Result: what is known of these."""
+    """What vLLM reads of a model: architecture, weights and an adapter of them. Result: what is
+    known of the last of these.
+    """
     (folder / ARCHITECTURE).write_text(checkpoint.architecture)
-    weights = checkpoint.weights
+    weights, adapter = checkpoint.weights, checkpoint.adapter
+    if adapter is not None:
+        adapter.base.verify()
+        export_tensors(adapter.base, folder, SHARD_BYTES)
+        if adapter.stored is not None:
+            save_adapter(folder / FIRST_ADAPTER, adapter, None)
+        return adapter.shapes(checkpoint.architecture)
     if isinstance(weights, StoredTensors):
         weights.verify()
         export_tensors(weights, folder, SHARD_BYTES)

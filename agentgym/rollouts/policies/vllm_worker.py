@@ -6,9 +6,11 @@ the model; OWNER tells it from every other process.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from agentgym.models.transport import Broadcast, TransportBroken, weights_digest
+from agentgym.models.adapter import peft_name
+from agentgym.models.transport import Broadcast, TransportBroken, weights_digest, write_weights
 
 HOST = torch.device("cpu")
 OWNER = "AGENTGYM_VLLM_OWNER"  # variable with the id of the process that samples with this engine
@@ -55,13 +58,37 @@ class WeightReceiver:
 
         Result: parameters that were not in them. Errors: RuntimeError where others were staged.
         """
+        model, weights = self.model_runner.model, self._taken(digest)
+        loaded = model.load_weights(weights.items())
+        return sorted({name for name, _ in model.named_parameters()} - set(loaded))
+
+    def switch_adapter(self, digest: str, number: int, config: dict[str, Any], room: str) -> None:
+        """From here on the one adapter is that which was staged, under this number: whoever asks
+        for another finds none. Nothing may be generated meanwhile.
+
+        config: peft's. room: a folder to write in, for vLLM reads it from files.
+        Errors: RuntimeError where another was staged; what vLLM raises where it cannot take it.
+        """
+        from vllm.lora.request import LoRARequest
+
+        matrices, runner = self._taken(digest), self.model_runner
+        with tempfile.TemporaryDirectory(dir=room) as folder:
+            Path(folder, "adapter_config.json").write_text(json.dumps(config))
+            named = {peft_name(name): matrix for name, matrix in matrices.items()}
+            write_weights(Path(folder, "adapter_model.safetensors"), named)
+            for old in runner.list_loras():
+                runner.remove_lora(old)
+            runner.add_lora(LoRARequest(str(number), number, folder))
+        if (held := set(runner.list_loras())) != {number}:
+            raise RuntimeError(f"it holds adapters {sorted(held)} instead of {number}")
+
+    def _taken(self, digest: str) -> dict[str, torch.Tensor]:
+        """What was staged, once."""
         if self.staged is None or self.staged[0] != digest:
             held = self.staged and self.staged[0][:12]
             raise RuntimeError(f"weights {digest[:12]} were not staged, but {held}")
         weights, self.staged = self.staged[1], None
-        model = self.model_runner.model
-        loaded = model.load_weights(weights.items())
-        return sorted({name for name, _ in model.named_parameters()} - set(loaded))
+        return weights
 
 
 def keep_weights_as_they_are() -> None:

@@ -204,6 +204,16 @@ def test_the_weights_that_are_published_compute_what_the_learner_computes(plan, 
     assert all(torch.equal(each, published[name]) for name, each in learner.weights().items())
 
 
+def test_an_adapter_that_is_published_alone_is_its_matrices(plan, batch):
+    adapter = replace(plan.adapter, alone=True)
+    learner = replace(plan, has_critic=False, adapter=adapter).build()
+    learner.sft_step(batch, step=1)
+    published = learner.weights()
+    matrices = {name: each for name, each in learner.model.named_parameters() if is_matrix(name)}
+    assert published.keys() == matrices.keys() == adapter.shapes(plan.architecture).keys()
+    assert all(torch.equal(each, matrices[name]) for name, each in published.items())
+
+
 def test_the_reference_is_the_frozen_weights_without_a_second_copy(plan, alone, make_model, batch):
     learner = plan.build()
     learner.sft_step(batch, step=1)

@@ -8,6 +8,7 @@ import torch
 from agentgym.audit import audit
 from agentgym.cli import main
 from agentgym.config import ConfigError, RunConfig, load_config
+from agentgym.models.adapter import Adapter
 from agentgym.models.tolerance import TORCH
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, steps_of
@@ -17,6 +18,7 @@ from agentgym.rollouts.policies.engines import (
     engine_module,
     open_policy,
     tolerance_of,
+    why_merged,
 )
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.steps.context import METRICS
@@ -125,6 +127,25 @@ def test_an_engine_that_does_not_tell_its_usage_is_refused_when_it_is_opened(slo
     slow.write_text(SLOW.replace("async def usage", "async def used"))
     with pytest.raises(ConfigError, match=r"engine slow: slow_engine:Slow has no method `usage`"):
         open_policy(RunConfig(rollout={"engine": "slow"}), None, num_slots=1, version=0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "rank", "module", "model", "reason"),
+    [
+        ("vllm", 4, "q_proj", "qwen2", ""),
+        ("vllm", 512, "1.self_attn.q_proj", "qwen2", ""),
+        ("vllm", 513, "q_proj", "qwen2", "rank 513 is above 512, vLLM's largest"),
+        ("vllm", 4, "gate", "qwen2", "vLLM is not known to adapt gate"),
+        ("vllm", 4, "q_proj", "other", "vLLM is not known to adapt a model of type other"),
+        ("torch", 4, "q_proj", "qwen2", "engine torch takes no adapter"),
+    ],
+)
+def test_an_adapter_is_published_alone_where_the_engine_can_take_it(
+    engine, rank, module, model, reason
+):
+    cfg = RunConfig(rollout={"engine": engine})
+    adapter = Adapter(None, rank, 8, (module,))
+    assert why_merged(cfg, adapter, f'{{"model_type": "{model}"}}') == reason
 
 
 def test_an_engine_and_its_source_are_in_the_keys_of_what_it_samples(slow, tiny_params, tmp_path):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 from agentgym.audit import audit
-from agentgym.config import RunConfig, VllmConfig, load_config
-from agentgym.models.checkpoint import new_checkpoint
+from agentgym.config import LoraConfig, OptimizerConfig, RunConfig, VllmConfig, load_config
+from agentgym.learner.plan import LearnerPlan
+from agentgym.models.adapter import Adapter, chosen_modules, is_matrix
+from agentgym.models.checkpoint import ADAPTER, new_checkpoint
 from agentgym.models.model import weights_of
+from agentgym.models.tensorfiles import Snapshot, TensorFile
 from agentgym.models.tolerance import VLLM
 from agentgym.models.transport import InProcess
 from agentgym.pipeline.run import run_step
@@ -45,9 +49,10 @@ def of_run(**rollout):
 class Running:
     """A policy in a loop of its own, as `open_engine` has it."""
 
-    def __init__(self, model, tokenizer, cfg):
+    def __init__(self, model, tokenizer, cfg, **more):
+        """more: of the checkpoint."""
         self.loop, self.tokenizer = LoopThread(), tokenizer
-        checkpoint = new_checkpoint(model, tokenizer)
+        checkpoint = replace(new_checkpoint(model, tokenizer), **more)
         self.policy = open_policy(cfg, checkpoint, num_slots=16, version=0)
 
     def run(self, coroutine):
@@ -70,6 +75,27 @@ class Running:
 def running(make_model, tokenizer):
     opened = Running(make_model(0), tokenizer, of_run())
     yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def adapted(make_model, tokenizer, stored):
+    """(an engine of a trained adapter that lies in a store, its processes, a learner that goes on
+    with it)
+    """
+    model, others = make_model(0), of_vllm(psutil.Process())
+    modules = chosen_modules(model, LoraConfig(rank=4))
+    adapter = Adapter(stored(model), 4, 8, modules, alone=True)
+    architecture, draw = model.config.to_json_string(), torch.Generator().manual_seed(1)
+    matrices = {
+        name: 0.1 * torch.randn(each.shape, generator=draw)
+        for name, each in adapter.shapes(architecture).items()
+    }
+    own = stored(Snapshot({ADAPTER: TensorFile.of(matrices)}))[ADAPTER]
+    adapter = replace(adapter, stored=own)
+    plan = LearnerPlan(architecture, adapter.policy, OptimizerConfig(), 10, adapter=adapter)
+    opened = Running(model, tokenizer, of_run(), weights=adapter.policy, adapter=adapter)
+    yield opened, [each for each in of_vllm(psutil.Process()) if each not in others], plan.build()
     opened.close()
 
 
@@ -319,20 +345,59 @@ def test_bfloat16_noise_passes_the_canary_and_one_missed_update_does_not(make_mo
         opened.close()
 
 
-def test_a_worker_that_dies_is_heard_of_and_nothing_is_left(make_model, tokenizer):
-    others = of_vllm(psutil.Process())
-    opened = Running(make_model(0), tokenizer, of_run())
-    processes = [each for each in of_vllm(psutil.Process()) if each not in others]
+def move(learner):
+    """As a step of Adam at a learning rate of 1e-2 would."""
+    with torch.no_grad():
+        for name, each in learner.model.named_parameters():
+            if is_matrix(name):
+                each += 1e-2 * torch.randn_like(each).sign()
+
+
+def test_an_adapter_is_published_alone_and_takes_the_place_of_the_one_before(
+    adapted, make_model, tokenizer
+):
+    opened, _, learner = adapted
+    policy, canary, seen = opened.policy, Canary(tokenizer, VLLM[torch.float32].canary), None
+    base = scores(make_model(0), canary.sequences, tokenizer)
+    for version in (0, 1, 2):
+        if version:
+            move(learner)
+            with pytest.raises(EngineMismatch, match="version 9 did not reach"):  # nor is sent
+                canary.compare(canary.score(learner), list(seen.theirs.split(1)), 9)
+            opened.run(policy.publish(InProcess(learner.weights(), version)))
+        told = opened.run(policy.score(canary.sequences))
+        seen = canary.compare(canary.score(learner), told, version, before=seen)
+        assert seen.gap < NATS
+        assert float((base - seen.theirs).abs().max()) > 0.1
+        (said,) = opened.generate((PROMPT, sampling(1)))
+        again = opened.run(policy.score([[*PROMPT, *said.ids]]))[0][len(PROMPT) - 1 :]
+        assert torch.tensor(said.logprobs) == pytest.approx(again, abs=NATS)
+        assert said.version == version
+        assert list(opened.run(policy._engine.list_loras())) == [version + 1]
+    assert not any(policy._folder.iterdir())  # a process that lost the last finds no other
+    matrices = learner.weights()
+    sizes = [
+        sum(each.nbytes for each in held.values()) for held in (matrices, weights_of(make_model(0)))
+    ]
+    assert sizes[0] < 0.4 * sizes[1]
+    for odd in (weights_of(make_model(0)), {**matrices, "more": torch.ones(1)}):
+        with pytest.raises(ValueError, match=r"version 3 do not fit: .* on one side only"):
+            opened.run(policy.publish(InProcess(odd, 3)))
+    with pytest.raises(ValueError, match="versions must grow"):
+        opened.run(policy.publish(InProcess(matrices, 2)))
+    assert torch.equal(torch.cat(opened.run(policy.score(canary.sequences))), seen.theirs)
+
+
+def test_a_worker_that_dies_is_heard_of_and_nothing_is_left(adapted):
+    opened, processes, _ = adapted
     folder = opened.policy._folder
-    try:
-        engine, worker = sorted(processes, key=lambda each: len(each.parents()))
-        assert worker.ppid() == engine.pid
-        asked = [([*PROMPT, each], sampling(each, tokens=200)) for each in range(16)]
-        threading.Timer(0.2, worker.kill).start()
-        with pytest.raises(RuntimeError, match="engine failed"):
-            opened.generate(*asked * 20)
-    finally:
-        opened.close()
+    engine, worker = sorted(processes, key=lambda each: len(each.parents()))
+    assert worker.ppid() == engine.pid
+    asked = [([*PROMPT, each], sampling(each, tokens=200)) for each in range(16)]
+    threading.Timer(0.2, worker.kill).start()
+    with pytest.raises(RuntimeError, match="engine failed"):
+        opened.generate(*asked * 20)
+    opened.run(opened.policy.close())
     assert not folder.exists()
     assert not psutil.wait_procs(processes, 30)[1]
 
