@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 560, 220
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 26
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 26
 NUM_COLORS = 8
 CELL_WIDTH, CELL_HEIGHT, LABEL = 14, 16, 170  # of a heat map
 LEVELS = 5  # of a heat map's color

@@ -28,11 +28,11 @@ MAX_GIVEN = 4_000  # tokens between two actions that are shown
 PARTS = ("observation", "action", "reply")
 LEGENDS = {
     "mask": "Colored: sampled by the policy, and in the loss where the episode is.",
-    "engine": "The darker, the less likely the token was to the engine that sampled it.",
-    "learner": "The darker, the less likely the token was to the learner before the update.",
-    "entropy": "The darker, the less sure the learner was before the update.",
+    "engine": "The stronger, the less likely the token was to the engine that sampled it.",
+    "learner": "The stronger, the less likely the token was to the learner before the update.",
+    "entropy": "The stronger, the less sure the learner was before the update.",
     "ratio": "Blue: more likely after the update; orange: less likely.",
-    "advantage": "Blue: above the baseline; orange: below it; the strongest is the episode's own.",
+    "advantage": "Blue: above the baseline; orange: below it; strongest at the largest here.",
     "version": "One color for each version of the weights.",
 }
 
@@ -218,7 +218,7 @@ def facts_of(found: Found) -> list[tuple[str, str]]:
         "weights": ", ".join(str(each) for each in episode.versions if each >= 0),
         "temperature": f"{row['temperature']:g}",
         "attempts": str(row["attempts"]) if row["attempts"] > 1 else "",
-        "not carried out": str(row["invalid"]) if row["invalid"] else "",
+        "actions not carried out": str(row["invalid"]) if row["invalid"] else "",
         "time": " · ".join(f"{name} {timing[key]:.2f} s" for name, key in _TIMES if key in timing),
         "calls": f"{usage.num_calls}, {usage.output_tokens:,} tokens out" if usage else "",
         "id": episode.id,

@@ -135,7 +135,7 @@ def test_an_episode_shows_what_is_recorded_of_it(made, view):
     text = " ".join(check(client.get(f"{FIRST}?overlay=learner")).text.split())
     assert "optimizer step5" in text
     assert "8, 4 sampled" in text
-    assert "The darker, the less likely the token was to the learner" in text
+    assert "The stronger, the less likely the token was to the learner" in text
     assert client.get(f"{FIRST}?overlay=learner").text.count('class="t own s1"') == 3
     other = check(client.get(f"/e/{FOLDER}.0.t1?overlay=ratio")).text
     assert "Not in the loss: cut short" in other

@@ -50,7 +50,7 @@ def test_items_families_and_lengths_are_told_over_steps(made, view):
 
 def test_a_chart_places_its_points_within_its_frame():
     chart = line_chart("success", {"a": [(1, 0.0), (3, 1.0)]}, share=True)
-    assert chart.lines[0].points == "46.0,194.0 548.0,12.0"
+    assert chart.lines[0].points == "56.0,194.0 548.0,12.0"
     assert [text for _, text in chart.x_ticks] == ["1", "2", "3"]
     assert [text for _, text in chart.y_ticks] == ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
     assert line_chart("nothing", {"a": []}) is None
