@@ -22,7 +22,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions gate pages versus columns engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-pages
+.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions gate pages versus columns engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-beside viewer-pages
 
 install: $(INSTALLED)
 
@@ -165,6 +165,9 @@ view: install  ## what agents did, in a browser: make view ARGS="RUN"
 
 viewer-bench: install  ## 100,000 episodes in agentgym view: build, lists, search, memory; a quarter of an hour, writes docs/results/viewer.json
 	@$(BIN)/python benchmarks/viewer.py $(ARGS)
+
+viewer-beside: install  ## what a training loses to agentgym view beside it: pairs of short trainings, some twenty minutes, writes docs/results/viewer_beside.json
+	@$(BIN)/python benchmarks/viewer_beside.py $(ARGS)
 
 viewer-pages: install  ## every page of agentgym view in Chromium, of real episodes of all five environments; needs Java, writes docs/results/viewer_pages.json and docs/images
 	@$(BIN)/python benchmarks/viewer_pages.py $(ARGS)

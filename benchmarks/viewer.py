@@ -214,11 +214,15 @@ class Server:
         """Until so many are listed. Result: wall and CPU seconds since the start."""
         deadline = time.perf_counter() + START_LIMIT_S
         while time.perf_counter() < deadline:
-            found = re.search(r"<strong>([\d,]+)", self.ask("/episodes"))
-            if found and int(found[1].replace(",", "")) >= episodes:
+            if self.listed() >= episodes:
                 return time.perf_counter() - self._began, self.cpu_s()
             time.sleep(0.5)
         raise TimeoutError(f"{episodes} episodes are not listed after {START_LIMIT_S:g} s")
+
+    def listed(self) -> int:
+        """Episodes that are known so far."""
+        found = re.search(r"<strong>([\d,]+)", self.ask("/episodes"))
+        return int(found[1].replace(",", "")) if found else 0
 
     def cpu_s(self) -> float:
         """CPU seconds of the process so far."""

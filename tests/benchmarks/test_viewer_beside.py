@@ -1,0 +1,39 @@
+"""What was measured of a training beside the viewer, and that the page tells it."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "docs/results/viewer_beside.json"
+
+
+@pytest.fixture(scope="module")
+def benchmark_of():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield importlib.import_module("viewer_beside")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+        for name in ("viewer", "viewer_beside"):
+            sys.modules.pop(name, None)
+
+
+def test_a_fall_is_the_mean_of_the_pairs_with_students_interval(benchmark_of):
+    # logarithms -0.01005 and -0.02020: mean -0.01513, standard error 0.00508, t of one 12.706
+    told = benchmark_of.fall([(2.0, 1.98), (4.0, 3.92)])
+    assert told == {"percent": 1.5, "low": -5.06, "high": 7.65}
+
+
+def test_the_page_tells_what_was_measured(benchmark_of):
+    if not RESULT.exists():
+        pytest.skip("not measured yet: make viewer-beside")
+    result = json.loads(RESULT.read_text())
+    pairs = [(pair["alone"], pair["beside"]) for pair in result["steps_per_s"]]
+    assert len(pairs) >= 4
+    assert result["fall"] == benchmark_of.fall(pairs)
+    assert result["fall"]["percent"] <= 2
+    assert benchmark_of.sentence(result) in (ROOT / "docs/viewer.md").read_text()
