@@ -38,7 +38,6 @@ from agentgym.tracking.alarms import LIMIT, PREFIX, RULES, measured
 from agentgym.tracking.points import Point
 from agentgym.tracking.progress import PREFIX as PROGRESS
 from agentgym.tracking.progress import progressed
-from agentgym.tracking.system import without_system
 from agentgym.training.learned import update_metrics
 from agentgym.training.offline import (
     dataset_of,
@@ -380,7 +379,7 @@ def _check_evaluation(
         told = np.array((stored[OUTCOMES] or {}).get(name), dtype=float)
         same = np.array_equal(table, told, equal_nan=True)
         checks.expect(where, f"{OUTCOMES} {name} as the episodes'", True, same)
-    metrics = [without_system(point.metrics) for point in record.points.get(final.seq, ())]
+    metrics = [point.metrics for point in record.points.get(final.seq, ())]
     checks.expect(where, "metrics", [evaluation_metrics(expected, episodes)], metrics)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from agentgym.config import RunConfig
 from agentgym.records import TRAJECTORIES, encode_trajectories
-from agentgym.steps.step import Step
+from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.place import StorePlace, Writable
 from agentgym.store.runstore import Passed, RunStore, StepWriter
@@ -233,7 +233,8 @@ class StepContext:
         return Watch(self.cfg.alarms, points)
 
     def _watched(self, points: Sequence[Point]) -> list[Point]:
-        if points:  # what is read now is of now
+        # what is read now is of now; an evaluation's points share the run's axis with training's
+        if points and self.step.kind is Kind.TRAIN:
             last = points[-1]
             last = replace(last, metrics={**last.metrics, **self._system.read()})
             points = [*points[:-1], last]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -43,11 +43,6 @@ class SystemMetrics:
             found["disk_available_megabytes"] = psutil.disk_usage(str(self._folder)).free / 1e6
         self._read_at, self._cpu_s, self._due = now, cpu_s, now + EVERY_S
         return {f"{PREFIX}{name}": round(value, 1) for name, value in found.items()}
-
-
-def without_system(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Those that are of the step and not of its machine."""
-    return {name: value for name, value in metrics.items() if not name.startswith(PREFIX)}
 
 
 def _cpu_s() -> dict[psutil.Process, float]:

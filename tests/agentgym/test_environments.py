@@ -337,6 +337,7 @@ def plugged_in(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_an_installed_environment_is_served_solved_and_trained(plugged_in, params, tmp_path):
     assert len((ROOT / "examples/higher_lower/higher_lower.py").read_text().splitlines()) <= 60
 

@@ -30,7 +30,12 @@ SERVERS = ("make ui", "python -m envs serve")
 DEPLOYED = ("make up", "make down", "prefect ", "dvc exp ", "dvc plots ", "dvc params ")
 
 # what these do other tests do too, and they take a minute each: make slow
-LONG = ("agentgym data validate", "dvc repro", "python -m flows.pipeline model.source=hub ")
+LONG = (
+    "agentgym data validate",
+    "dvc repro",
+    "python -m flows.pipeline model.source=hub ",
+    "agentgym evaluate random ",
+)
 SHOWN = [c for c in COMMANDS if not c.startswith((*BY_CI, *SERVERS, *DEPLOYED, "git clone"))]
 
 

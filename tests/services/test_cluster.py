@@ -223,6 +223,7 @@ def until(what, worker, log):
     return found
 
 
+@pytest.mark.slow
 def test_mlflow_asks_for_its_login_and_passes_artifacts_on(s3_uri, tmp_path, monkeypatch):
     port = free_port()
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "flow")

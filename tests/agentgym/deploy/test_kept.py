@@ -59,6 +59,7 @@ def test_a_kept_server_is_started_once_used_by_runs_and_ended_on_request(cfg, ca
     assert end_all(cfg.state_dir) == []
 
 
+@pytest.mark.slow
 def test_a_server_dies_with_its_keeper_and_the_next_one_is_new(cfg):
     (env,) = cfg.envs
     server = keep(cfg, env)

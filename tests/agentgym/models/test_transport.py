@@ -147,7 +147,7 @@ def broadcast(path="", port=0, digest=None, timeout_s=60.0):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("how", ["file", "port"])
+@pytest.mark.parametrize("how", [pytest.param("file", marks=pytest.mark.slow), "port"])
 def test_a_broadcast_brings_all_receivers_the_same_bytes(how, receivers, tmp_path):
     meeting, port = None, 0
     if how == "port":

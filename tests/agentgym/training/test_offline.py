@@ -301,6 +301,7 @@ def history(cfg, name="stage-1"):
     return store.history(name, finished(cfg, store)[name].key)
 
 
+@pytest.mark.slow
 def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin, forks):
     untouched, params = load_config(begin("untouched")), begin("killed")
     assert str(run_step("stage-1", untouched)) == "ran"

@@ -181,6 +181,7 @@ def test_bootstrapped_episodes_cut_by_the_context_pass_the_audit(
     assert report.ok, [check.failures for check in report.checks if not check.ok]
 
 
+@pytest.mark.slow
 def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
     started, tmp_path, tiny_params, tiny_endpoint, monkeypatch
 ):

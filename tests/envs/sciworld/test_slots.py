@@ -112,6 +112,7 @@ def check_isolation(step, limit):
     assert json.loads(done.stdout) == [[list(texts) for texts in told] for told in expected]
 
 
+@pytest.mark.slow
 def test_games_interleaved_over_slots_are_the_games_alone_also_in_another_process():
     check_isolation(step=8, limit=10)
 

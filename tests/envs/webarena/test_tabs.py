@@ -186,6 +186,7 @@ async def workers(episode):
     return len(episode.simulator._tabs._context.service_workers)
 
 
+@pytest.mark.slow
 def test_tabs_that_a_page_opens_have_a_cap(episode, site):
     site.pages["/trap"] = body(
         "<button onclick=\"for (let i = 0; i < 40; i++) window.open('/second?' + i)\">go</button>"

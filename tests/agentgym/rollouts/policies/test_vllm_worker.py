@@ -85,7 +85,12 @@ time.sleep(600)
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("is_gone", "above"), [(False, "VLLM::EngineCore"), (True, "VLLM::EngineCore"), (False, "init")]
+    ("is_gone", "above"),
+    [
+        pytest.param(False, "VLLM::EngineCore", marks=pytest.mark.slow),
+        (True, "VLLM::EngineCore"),
+        pytest.param(False, "init", marks=pytest.mark.slow),
+    ],
 )
 def test_it_and_the_engine_above_it_end_with_their_owner(is_gone, above, monkeypatch):
     monkeypatch.delenv(OWNER, raising=False)
