@@ -14,6 +14,8 @@ SBOM   := --output-reproducible --short-PURLs --output-format JSON
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
+# installed packages are compiled as they are imported: without that each process does it anew, seconds of it
+unexport PYTHONDONTWRITEBYTECODE
 # nothing is sent anywhere, nothing is written to the home directory
 export DO_NOT_TRACK = 1
 export DVC_NO_ANALYTICS = 1

@@ -5,6 +5,8 @@ bounds, and what was measured then is still there.
 import importlib
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,6 +34,21 @@ def test_check_runs_what_is_quick():
     made = (ROOT / "Makefile").read_text()
     check = made[made.index("\ncheck:") :].partition("\n\n")[0]
     assert check.rstrip().endswith("$(MAKE) --no-print-directory quick")
+
+
+def test_what_is_imported_is_compiled_once_whatever_the_shell_says():
+    """pip leaves that to Python; where it may not write, each process would do it anew."""
+    told = subprocess.run(
+        ["make", "--silent", "--eval=shown: ; @env", "shown"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "PATH=" in told.stdout
+    assert "PYTHONDONTWRITEBYTECODE" not in told.stdout
 
 
 @pytest.fixture(scope="module")
