@@ -25,7 +25,7 @@ def is_ready(url):
     try:
         with urllib.request.urlopen(f"{url}/readyz", timeout=5):
             return True
-    except urllib.error.URLError:
+    except OSError:
         return False
 
 
