@@ -27,10 +27,9 @@ RUNS = ["warm_start.steps=20", "horizon.stage_steps=[1,1,1]", "evaluation.num_it
 
 @pytest.mark.parametrize(
     ("budget", "steps", "gain"),
-    [(RUNS, 3, None), (LEARNS, 12, 0.1)],
+    [(RUNS, 3, None), pytest.param(LEARNS, 12, 0.1, marks=pytest.mark.slow)],
     ids=["runs", "learns"],
 )
-@pytest.mark.slow
 def test_the_loop_in_one_file_learns_the_default_task_without_prefect_store_or_mlflow(
     tmp_path, budget, steps, gain
 ):

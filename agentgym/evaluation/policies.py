@@ -35,6 +35,7 @@ from agentgym.rollouts.policies.engines import engine_module, open_policy
 from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
 from agentgym.store.keys import source_digest
 from agentgym.store.manifest import canonical_json, sha256
+from agentgym.tracking.registry import parse_model_uri
 from agentgym.types import Sampling, Usage
 
 if TYPE_CHECKING:  # experts and endpoints are evaluated without torch
@@ -74,12 +75,10 @@ class PolicyName:
         if kind == "echo" and separator:
             return cls(Who.ECHO, rest, text=text)
         if kind == "models":
-            found = re.fullmatch(r"models:/(?P<name>[\w .-]+?)(?P<of>@[\w.-]+|/[0-9]+)", text)
-            if not found:
-                raise ConfigError(
-                    f"policy {text!r}: expected models:/NAME@ALIAS or models:/NAME/VERSION"
-                )
-            return cls(Who.REGISTRY, found["name"], found["of"].removeprefix("/"), text)
+            try:
+                return cls(Who.REGISTRY, *parse_model_uri(text), text)
+            except ValueError as error:
+                raise ConfigError(f"policy {error}") from None
         if kind in ("http", "https"):
             return cls(Who.ENDPOINT, text, text=text)
         if found := re.fullmatch(r"(?P<of>r?[0-9a-f]{4,64})?:(?P<name>[a-z0-9-]+)", text):

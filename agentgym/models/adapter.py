@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from agentgym.config import ConfigError, LoraConfig
 from agentgym.models.blocks import blocks
 from agentgym.models.empty import empty_model
 from agentgym.models.tensorfiles import PIECE_BYTES, StoredTensor, StoredTensors
+from agentgym.models.transport import write_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,14 +77,19 @@ class Adapter:
     def peft_config(self) -> Any:
         from peft import LoraConfig as PeftConfig
 
-        return PeftConfig(
-            r=self.rank,
-            lora_alpha=self.alpha,
-            target_modules=sorted(self.target_modules),
-            lora_dropout=0.0,
-            bias="none",
-            task_type="CAUSAL_LM",
-        )
+        return PeftConfig(**self.settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of peft's LoraConfig."""
+        return {
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": sorted(self.target_modules),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "task_type": "CAUSAL_LM",
+        }
 
     def new_matrices(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(name, values) of each, drawn from the seed as peft draws: the second of each pair is
@@ -142,6 +149,23 @@ def plain_name(name: str) -> str:
 def peft_name(name: str) -> str:
     """Of a matrix in the file that peft writes."""
     return f"base_model.model.{name.removesuffix(f'.{NAME}.weight')}.weight"
+
+
+def write_adapter(
+    folder: Path,
+    settings: Mapping[str, Any],
+    matrices: Mapping[str, Tensor],
+    base_name: str | None = None,
+) -> None:
+    """As peft does: `PeftModel.from_pretrained` and vLLM read it.
+    settings: an adapter's. base_name: of the model it belongs to, where people can load that.
+    """
+    from peft import LoraConfig as PeftConfig
+
+    config = PeftConfig(**settings, base_model_name_or_path=base_name, inference_mode=True)
+    config.save_pretrained(str(folder))
+    named = {peft_name(name): matrix for name, matrix in matrices.items()}
+    write_weights(folder / "adapter_model.safetensors", named)
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from agentgym.config import ChatConfig, LoraConfig
-from agentgym.models.adapter import Adapter, chosen_modules, peft_name
+from agentgym.models.adapter import Adapter, chosen_modules, write_adapter
 from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
 from agentgym.models.empty import empty_model, materialize
 from agentgym.models.fidelity import require_faithful
@@ -33,7 +33,6 @@ from agentgym.models.tensorfiles import (
     export_tensors,
     files_of,
 )
-from agentgym.models.transport import write_weights
 from agentgym.store.manifest import Digest, Manifest, sha256
 from agentgym.store.runstore import BlobMissing, RunStore
 
@@ -247,9 +246,4 @@ def save_adapter(folder: Path, adapter: Adapter, base_name: str | None) -> None:
     Errors: BlobMissing, DigestMismatch.
     """
     assert adapter.stored is not None
-    matrices = adapter.stored.load()
-    config = adapter.peft_config()
-    config.base_model_name_or_path, config.inference_mode = base_name, True
-    config.save_pretrained(str(folder))
-    named = {peft_name(name): matrix for name, matrix in matrices.items()}
-    write_weights(folder / "adapter_model.safetensors", named)
+    write_adapter(folder, adapter.settings, adapter.stored.load(), base_name)

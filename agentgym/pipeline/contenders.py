@@ -108,16 +108,13 @@ def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
     """
     from agentgym.tracking.deliver import tracker_of
     from agentgym.tracking.mlflow import reaching
-    from agentgym.tracking.registry import ModelChanged, alias_version, fetch_version
+    from agentgym.tracking.registry import ModelChanged, fetch_version, version_meant
 
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     with reaching(cfg.tracking_uri):
         tracker = tracker_of(cfg)
         try:
-            by_alias = name.of.startswith("@")
-            number = alias_version(tracker, name.name, name.of[1:]) if by_alias else name.of
-            if number is None:
-                raise LookupError(f"no version of {name.name} has the alias {name.of[1:]}")
+            number = version_meant(tracker, name.name, name.of)
             return fetch_version(tracker, name.name, number, folder)
         except (LookupError, ModelChanged) as error:
             raise ConfigError(f"policy {name.text}: {error}") from None

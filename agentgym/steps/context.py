@@ -89,13 +89,14 @@ class StepContext:
     _swept: bool = False
     _writing: Future[Manifest] | None = None
     _thread: ThreadPoolExecutor = field(init=False)
-    _system: SystemMetrics = field(init=False)
+    _system: SystemMetrics | None = None
 
     def __post_init__(self) -> None:
         head = self.writer.head
         self._wall_s = head.timings.get("wall_s", 0.0) if head else 0.0
         self._thread = ThreadPoolExecutor(1, "commit")
-        self._system = SystemMetrics(self.cfg.state_dir)
+        if self.step.kind is Kind.TRAIN:  # with whose points an evaluation's share the run's axis
+            self._system = SystemMetrics(self.cfg.state_dir)
 
     @property
     def data(self) -> Manifest:
@@ -233,9 +234,8 @@ class StepContext:
         return Watch(self.cfg.alarms, points)
 
     def _watched(self, points: Sequence[Point]) -> list[Point]:
-        # what is read now is of now; an evaluation's points share the run's axis with training's
-        if points and self.step.kind is Kind.TRAIN:
-            last = points[-1]
+        if points and self._system:
+            last = points[-1]  # what is read now is of now
             last = replace(last, metrics={**last.metrics, **self._system.read()})
             points = [*points[:-1], last]
         return [self.watch.take(point) for point in points]

@@ -269,12 +269,7 @@ class Tracker:
                 tags={**trace.tags, "mlflow.traceName": trace.name},
             )
         )
-        try:
-            client.log_spans(self.experiment_id, [Span.from_dict(span) for span in trace.spans])
-        except NotImplementedError:
-            # MLflow's client would keep for good that the server did not say its version
-            client.store._get_server_version.cache_clear()
-            raise
+        client.log_spans(self.experiment_id, [Span.from_dict(span) for span in trace.spans])
 
     def checkpoint_model(
         self, name: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, str]
@@ -392,10 +387,14 @@ def reaching(uri: str) -> Iterator[None]:
         cut_off = kind.endswith("Exception") and str(error).startswith("API request to ")
         # from the transfer of artifacts
         cut_off = cut_off or type(error).__module__.startswith("requests.")
+        if nameless := "could not identify MLflow server version" in str(error):
+            from mlflow.store.tracking.rest_store import RestStore
+
+            RestStore._get_server_version.cache_clear()  # it would never be asked again
         if (
             cut_off
+            or nameless
             or kind == "OperationalError"
-            or "could not identify MLflow server version" in str(error)
             or code in ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
         ):
             raise LedgerUnavailable(_unavailable(uri, error)) from error

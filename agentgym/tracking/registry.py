@@ -141,13 +141,18 @@ def file_digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def fetch_version(tracker: Tracker, name: str, version: str, folder: Path) -> Path:
+def fetch_version(
+    tracker: Tracker, name: str, version: str, folder: Path, *, has_digests: bool = False
+) -> Path:
     """A version's files, copied below `folder`, each with the digest that it was registered with.
+    has_digests: one that was registered without is refused.
     Result: where. Errors: LookupError where there is none; ModelChanged.
     """
     from mlflow.artifacts import download_artifacts
 
     tags = version_tags(tracker, name, version)
+    if has_digests and FILES not in tags:
+        raise ModelChanged(f"{name} version {version} lacks the digests of its files (tag {FILES})")
     with _found(f"the files of {name} version {version}"):
         source = tracker.client.get_model_version_download_uri(name, version)
         there = Path(
@@ -156,6 +161,24 @@ def fetch_version(tracker: Tracker, name: str, version: str, folder: Path) -> Pa
     if FILES in tags:
         check_files(there, json.loads(tags[FILES]), f"{name} version {version}")
     return there
+
+
+def parse_model_uri(text: str) -> tuple[str, str]:
+    """The name, and `@ALIAS` or the version. Errors: ValueError."""
+    found = re.fullmatch(r"models:/([\w .-]+?)(?:(@[\w.-]+)|/([0-9]+))", text)
+    if not found:
+        raise ValueError(f"{text!r}: expected models:/NAME@ALIAS or models:/NAME/VERSION")
+    return found[1], found[2] or found[3]
+
+
+def version_meant(tracker: Tracker, name: str, of: str) -> str:
+    """of: `@ALIAS` or a version. Errors: LookupError where nobody has the alias."""
+    if not of.startswith("@"):
+        return of
+    version = alias_version(tracker, name, of[1:])
+    if version is None:
+        raise LookupError(f"no version of {name} has the alias {of[1:]}")
+    return version
 
 
 def verified_model(model_uri: str, folder: str | None = None) -> str:
@@ -168,17 +191,10 @@ def verified_model(model_uri: str, folder: str | None = None) -> str:
     """
     import mlflow
 
-    asked = re.fullmatch(r"models:/([^/@]+)(?:@([^/@]+)|/([0-9]+))", model_uri)
-    if asked is None:
-        raise ValueError(f"{model_uri!r}: expected models:/NAME@ALIAS or models:/NAME/VERSION")
-    name, alias, number = asked.groups()
+    name, of = parse_model_uri(model_uri)
     tracker = Tracker(mlflow.get_tracking_uri(), "", Path())
-    version = alias_version(tracker, name, alias) if alias else number
-    if version is None:
-        raise LookupError(f"no version of {name} has the alias {alias}")
-    if FILES not in version_tags(tracker, name, version):
-        raise ModelChanged(f"{name} version {version} lacks the digests of its files (tag {FILES})")
-    return str(fetch_version(tracker, name, version, Path(folder or tempfile.mkdtemp())))
+    version, place = version_meant(tracker, name, of), Path(folder or tempfile.mkdtemp())
+    return str(fetch_version(tracker, name, version, place, has_digests=True))
 
 
 class ModelChanged(ValueError):

@@ -17,7 +17,7 @@ def checkpoints(monkeypatch):
     return importlib.import_module("checkpoints")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_each_of_two_ranks_holds_half_of_a_smaller_model(checkpoints, tmp_path):
     smaller = {
         "hidden_size": 512,

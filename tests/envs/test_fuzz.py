@@ -73,7 +73,7 @@ def num_refused(endpoint):
 @pytest.mark.parametrize(
     ("env", "examples", "least"),  # of each operation, and requests that are refused in all
     [
-        pytest.param("textcraft", 20, 130, marks=pytest.mark.slow),
+        ("textcraft", 20, 130),
         *(
             pytest.param(env, 150, 1000, marks=pytest.mark.slow)
             for env in ("textcraft", "babyai", "sciworld", "searchqa")

@@ -251,14 +251,9 @@ class VllmPolicy:
         self.version = version
 
     async def _switch_adapter(self, adapter: Adapter, digest: str, version: int) -> None:
-        config = {
-            "r": adapter.rank,
-            "lora_alpha": adapter.alpha,
-            "target_modules": list(adapter.target_modules),
-        }
         self._lora = self._request(version)
-        number = self._lora.lora_int_id
-        await self._rpc("switch_adapter", digest, number, config, str(self._folder))
+        asked = (digest, self._lora.lora_int_id, adapter.settings, str(self._folder))
+        await self._rpc("switch_adapter", *asked)
         shutil.rmtree(self._folder / FIRST_ADAPTER, ignore_errors=True)
 
     def _request(self, version: int) -> Any:

@@ -6,7 +6,6 @@ the model; OWNER tells it from every other process.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from agentgym.models.adapter import peft_name
-from agentgym.models.transport import Broadcast, TransportBroken, weights_digest, write_weights
+from agentgym.models.adapter import write_adapter
+from agentgym.models.transport import Broadcast, TransportBroken, weights_digest
 
 HOST = torch.device("cpu")
 OWNER = "AGENTGYM_VLLM_OWNER"  # variable with the id of the process that samples with this engine
@@ -62,20 +61,18 @@ class WeightReceiver:
         loaded = model.load_weights(weights.items())
         return sorted({name for name, _ in model.named_parameters()} - set(loaded))
 
-    def switch_adapter(self, digest: str, number: int, config: dict[str, Any], room: str) -> None:
+    def switch_adapter(self, digest: str, number: int, settings: dict[str, Any], room: str) -> None:
         """From here on the one adapter is that which was staged, under this number: whoever asks
         for another finds none. Nothing may be generated meanwhile.
 
-        config: peft's. room: a folder to write in, for vLLM reads it from files.
+        settings: an adapter's. room: a folder to write in, for vLLM reads it from files.
         Errors: RuntimeError where another was staged; what vLLM raises where it cannot take it.
         """
         from vllm.lora.request import LoRARequest
 
         matrices, runner = self._taken(digest), self.model_runner
         with tempfile.TemporaryDirectory(dir=room) as folder:
-            Path(folder, "adapter_config.json").write_text(json.dumps(config))
-            named = {peft_name(name): matrix for name, matrix in matrices.items()}
-            write_weights(Path(folder, "adapter_model.safetensors"), named)
+            write_adapter(Path(folder), settings, matrices)
             for old in runner.list_loras():
                 runner.remove_lora(old)
             runner.add_lora(LoRARequest(str(number), number, folder))

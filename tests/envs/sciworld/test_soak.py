@@ -96,10 +96,7 @@ async def soak(endpoints, num_sessions, num_abandoned, num_kills):
 
 @pytest.mark.parametrize(
     ("num_sessions", "num_abandoned", "num_kills"),
-    [
-        pytest.param(36, 4, 1, marks=pytest.mark.slow),
-        pytest.param(1000, 50, 5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
-    ],
+    [(36, 4, 1), pytest.param(1000, 50, 5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
 )
 def test_memory_threads_descriptors_and_processes_come_back(
     num_sessions, num_abandoned, num_kills, tmp_path
