@@ -63,6 +63,14 @@ def mlflow_at(tracker: Tracker) -> Iterator[Any]:
     mlflow.set_tracking_uri(None)
 
 
+@pytest.fixture
+def champion(tracker: Tracker, model_dir: Path) -> None:
+    """The first version of `tiny` holds the alias."""
+    run = tracker.parent_run(RUN_KEY, params={}, tags={})
+    tags = {"step_key": KEY}
+    register_model(tracker, run, model_dir, name="tiny", alias="champion", tags=tags, step=1)
+
+
 def test_a_model_is_registered_once_and_answers_by_its_alias(
     tracker: Tracker, model_dir: Path, mlflow_at: Any
 ) -> None:
@@ -136,13 +144,10 @@ def test_a_version_whose_files_changed_is_not_loaded(
         fetch_version(tracker, "tiny", made, tmp_path / "changed")
 
 
+@pytest.mark.usefixtures("champion")
 def test_mlflows_own_loader_gets_a_version_as_it_was_registered_or_none(
-    tracker: Tracker, model_dir: Path, tmp_path: Path, mlflow_at: Any
+    tracker: Tracker, tmp_path: Path, mlflow_at: Any
 ) -> None:
-    run = tracker.parent_run(RUN_KEY, params={}, tags={})
-    register_model(
-        tracker, run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
-    )
     files = verified_model("models:/tiny@champion", str(tmp_path / "by alias"))
     parts = mlflow_at.transformers.load_model(files, return_type="components")
     assert parts["tokenizer"].chat_template == CHAT_TEMPLATE
@@ -230,13 +235,10 @@ def test_a_model_without_its_key_or_its_files_is_refused(tracker: Tracker, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("champion")
 def test_a_version_is_served_as_the_manual_says(
-    tracker: Tracker, model_dir: Path, tmp_path: Path, mlflow_process: Any
+    tracker: Tracker, tmp_path: Path, mlflow_process: Any
 ) -> None:
-    run = tracker.parent_run(RUN_KEY, params={}, tags={})
-    register_model(
-        tracker, run, model_dir, name="tiny", alias="champion", tags={"step_key": KEY}, step=1
-    )
     words = ("models", "serve", "--env-manager", "local", "--model-uri", "models:/tiny@champion")
     more = {"health": "/ping", "timeout_s": 240, "MLFLOW_TRACKING_URI": tracker.uri}
     with mlflow_process(tmp_path, *words, "--port", "PORT", **more) as address:
