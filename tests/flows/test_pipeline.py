@@ -185,8 +185,9 @@ def test_the_run_passes_its_audit_from_the_command_line(finished, typed):
     assert name in other.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(
     fresh, made_databases, number, typed
 ):

@@ -30,7 +30,7 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(params=["llama3.1", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.fixture(params=FAMILIES)
 def run(request, family_of, tmp_path, tiny_params, tiny_endpoint):
     """(configuration of a run of such a model, ids of its stop tokens); its folder is as a
     repository on the Hub: generation_config.json names stop tokens that config.json does not.
