@@ -20,14 +20,20 @@ def of_vllm():
 
 
 @pytest.mark.timeout(600)
-def test_a_stage_goes_on_when_a_worker_with_vllm_dies(warm, kill_worker_at, assert_whole, caplog):
-    cfg = load_config(warm, ["compute=ray", "ray.transport=broadcast", "rollout.engine=vllm"])
-    local = load_config(warm, ["rollout.engine=vllm"])
+@pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_stage_goes_on_when_a_worker_with_vllm_dies(
+    warm, kill_worker_at, assert_whole, caplog, rank
+):
+    caplog.set_level("INFO", "agentgym.compute.placement")
+    ours = ["rollout.engine=vllm", f"lora.rank={rank}"]
+    local = load_config(warm, ours)
+    cfg = load_config(warm, [*ours, "compute=ray", "ray.transport=broadcast"])
     for name in ("prepare", "initialize", "warm-start"):  # another engine makes it another run
         run_step(name, local)
     others = of_vllm()
     killed = kill_worker_at(step=2, count=3)
     assert str(run_step("stage-1", cfg)) == "ran"
+    assert ("publishes the adapter alone" in caplog.text) == bool(rank)
     lost = rf"rollout worker [01] \({killed[0]}\) is lost: .*; its unfinished episodes are played"
     assert re.search(lost, caplog.text)
     assert not psutil.wait_procs(of_vllm() - others, 30)[1]
