@@ -179,8 +179,7 @@ def test_an_episode_the_simulator_cuts_is_learned_from_as_cut_and_audited_as_suc
     assert report.ok, [check.failures for check in report.checks if not check.ok]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("chromium")
 def test_three_updates_in_a_browser_pass_the_audit(params, tmp_path):
     """A few lines of each page, tasks of at most five actions, few episodes: each step is a
