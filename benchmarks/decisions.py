@@ -40,7 +40,7 @@ OUT = Path(__file__).parents[1] / "docs/results/decisions.json"
 CONFIDENCE, ITEMS_SD, FAMILIES_SD, SUCCESS = 0.95, 1.5, 0.12, 0.5
 MOST_FALSE = 0.06  # of the decisions on equal policies, upper bound, of each design
 GAINS = (0.0, 0.05, 0.1)
-# pairs per design; of 5,000 equal ones a test of exactly 5 % shows more than 6 % in one of 8 designs
+# pairs per design; of 5,000 equal ones, 1 of 8 designs shows more than 6 % where 5 % is true
 EQUAL, UNEQUAL = 20_000, 5_000
 _FLIPS = 199
 
