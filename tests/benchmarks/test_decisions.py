@@ -33,14 +33,8 @@ def test_equal_policies_are_seldom_told_apart(decisions, families, samples):
 
 def test_the_committed_decisions_hold_what_is_asked(decisions):
     false = RESULT["false_positives"]
-    assert RESULT["simulations"] >= 5000
-    assert false["ours_upper_bound"] <= decisions.MOST_FALSE
-    assert false["ours_highest"] <= decisions.MOST_FALSE  # of a single design
-    above = [each for each in RESULT["cases"] if each.get("ours_upper", 0) > decisions.MOST_FALSE]
-    equal = [each for each in above if each["gain"] == 0]
-    assert {(each["items"], each["samples"]) for each in equal} <= {
-        (500, 4)
-    }  # short of what is asked
+    assert RESULT["simulations"] >= RESULT["simulations_unequal"] >= 5000
+    assert false["ours_highest_upper_bound"] <= decisions.MOST_FALSE  # of each design
     assert false["mean_lowest"] >= 0.4
     assert false["items_highest_with_families"] > 2 * false["ours_highest"]
     asked = {(items, samples) for items in (100, 200, 500) for samples in (1, 4, 8)}
