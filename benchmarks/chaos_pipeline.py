@@ -119,15 +119,17 @@ def deployed(project: Project) -> Iterator[tuple[str, ...]]:
         standing = Deployed(made.kubectl, NAMESPACE, volumes)
         standing.bring_up()
         (project.state / "mlflow.db").symlink_to(places[MLFLOW] / "mlflow.db")
-        prefect = stack.enter_context(forwarded(standing, "prefect"))
+        prefect, mlflow = (
+            stack.enter_context(forwarded(standing, name)) for name in ("prefect", "mlflow")
+        )
         variables = {
             "AGENTGYM_ENV_TOKEN": standing.token,
             "PREFECT_API_URL": f"http://{prefect}/api",
             "PREFECT_API_AUTH_STRING": standing.login,
+            **standing.mlflow_login,
         }
         with known_to(project, made, **variables):
-            # its own database: with logins each request costs its server the check of a password
-            yield (f"tracking.uri=sqlite:///{places[MLFLOW]}/mlflow.db",)
+            yield (f"tracking.uri=http://{mlflow}",)
             made.check_nothing_left()
 
 

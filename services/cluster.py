@@ -97,6 +97,8 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
         "admin_username": user,
         "admin_password": password,
         "authorization_function": "mlflow.server.auth:authenticate_request_basic_auth",
+        # to check a password takes a tenth of a second of CPU, and a run asks thousands of times
+        "auth_cache_ttl_seconds": "60",
     }
     path = folder / "logins.ini"
     with path.open("w") as file:

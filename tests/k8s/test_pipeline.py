@@ -26,6 +26,7 @@ try:
         PREFECT,
         STATE,
         Deployed,
+        forwarded,
         kill_container,
         prefect_command,
         s3_for_pods,
@@ -155,16 +156,17 @@ def test_a_run_whose_pod_is_killed_is_brought_back_and_ends(cluster, kubeconfig)
     assert cluster.state(run)["run_count"] == 2
     assert len(cluster.jobs(run)) == 2
     cluster.until(lambda: not cluster.of_runs(), seconds=120)
-    # MLflow's own database: with logins each request costs its server the check of a password
-    tracking = f"sqlite:///{cluster.deployed.volumes[MLFLOW]}/mlflow.db"
     cluster.project.environment |= {
         **cluster.deployed.credentials,
+        **cluster.deployed.mlflow_login,
         "KUBECONFIG": str(kubeconfig),
         "AGENTGYM_ENV_TOKEN": cluster.deployed.token,
     }
-    said = [word for each in (*overrides, f"tracking.uri={tracking}") for word in ("--set", each)]
-    words = ("audit", "--json", "--episodes", "8", "--params", "k8s/params.yaml", *said)
-    report = json.loads(cluster.project.must("-m", "agentgym", *words))
+    with forwarded(cluster.deployed, "mlflow") as mlflow:
+        settings = (*overrides, f"tracking.uri=http://{mlflow}")
+        said = [word for each in settings for word in ("--set", each)]
+        words = ("audit", "--json", "--episodes", "8", "--params", "k8s/params.yaml", *said)
+        report = json.loads(cluster.project.must("-m", "agentgym", *words))
     assert [each for each in report["checks"] if not each["ok"]] == []
 
 

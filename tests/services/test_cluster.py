@@ -54,6 +54,7 @@ def test_mlflows_logins_are_a_file_of_the_owners_alone(tmp_path):
     assert "admin_username = flow" in text
     assert f"admin_password = 50%{PASSWORD}" in text
     assert "database_uri = sqlite:////state/logins.db" in text
+    assert "auth_cache_ttl_seconds = 60" in text  # a password is not checked at every request
     assert len(made["MLFLOW_FLASK_SERVER_SECRET_KEY"]) == 64
     postgres = {"MLFLOW_BACKEND_STORE_URI": "postgresql://u:p@db/mlflow"}
     mlflow_environment(tmp_path, {**login, **postgres})
