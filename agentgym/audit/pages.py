@@ -17,7 +17,7 @@ from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.pages import EVALUATED, MANIFEST, STORE_KEY, episodes_of
 from agentgym.tracking.traces import DIGEST, digest_of_spans, drawn, trace_id_of, trace_of
 
-MOST = 1000  # traces of one step; more are no draw of ours
+PAGE = 500  # traces; a server answers no request for more
 
 
 def check_pages(
@@ -82,6 +82,19 @@ def _check_model(tracker: Tracker, record: StepRecord, checks: Checks) -> None:
     checks.expect(f"checkpoint {step}", "numbers that are missing or others", [], wrong)
 
 
+def _traces(tracker: Tracker, run_id: str) -> list[Any]:
+    """All of a run."""
+    found: list[Any] = []
+    token: str | None = None
+    while token is None or token:
+        page = tracker.client.search_traces(
+            locations=[tracker.experiment_id], run_id=run_id, max_results=PAGE, page_token=token
+        )
+        found += page
+        token = page.token or ""
+    return found
+
+
 def _check_traces(
     cfg: RunConfig,
     store: RunStore,
@@ -92,9 +105,7 @@ def _check_traces(
 ) -> None:
     """Each that is there is of a committed episode, as it was, and those drawn are there."""
     assert record.final is not None
-    found = tracker.client.search_traces(
-        locations=[tracker.experiment_id], run_id=run_id, max_results=MOST
-    )
+    found = _traces(tracker, run_id)
     commit, episodes = episodes_of(store, record.final)
     committed = {trace_id_of(commit, each): each for each in episodes}
     chosen = drawn(episodes, record.final.key, cfg.tracking.traces)

@@ -199,3 +199,18 @@ def test_a_forged_page_is_found(copy_run, tmp_path, tiny_params, tiny_endpoint, 
         assert database.execute(FORGERIES[forgery]).rowcount > 0
     checks = audit(load_config(params), num_episodes=1, num_rescored=1).checks
     assert [check.name for check in checks if not check.ok] == ["pages"], checks
+
+
+def test_pages_are_audited_through_a_server_too(
+    copy_run, tmp_path, tiny_params, tiny_endpoint, mlflow_server
+):
+    """It answers for fewer traces at a time than a database does."""
+    params = tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True)
+    with mlflow_server(tmp_path) as address:
+        cfg = load_config(params, [f"tracking.uri={address}"])
+        honest = audit(cfg, num_episodes=1, num_rescored=1)
+        with sqlite3.connect(tmp_path / "mlflow.db") as database:
+            database.execute(FORGERIES["traces"])
+        forged = audit(cfg, num_episodes=1, num_rescored=1)
+    assert honest.ok, [check.failures for check in honest.checks if not check.ok]
+    assert [check.name for check in forged.checks if not check.ok] == ["pages"]
