@@ -51,7 +51,7 @@ SMALL = {
     "rollout": {"items_per_step": 2, "group_size": 4, "concurrency": 8, "max_new_tokens": 16},
     "horizon": {"max_turns": [4, 5], "stage_steps": [2, 4]},
     "validation": {"every": 0, "max_turns": 5},
-    "evaluation": {"num_items": 4, "num_samples": 1, "k": [1], "num_bootstrap": 100},
+    "evaluation": {"num_items": 4, "num_samples": 1, "k": [1]},
 }
 SMALL["evaluation"]["max_turns"] = 5
 
