@@ -24,11 +24,11 @@ class Capacity:
 
 CAPACITIES: Mapping[str, Capacity] = MappingProxyType(
     {
-        "babyai": Capacity(sessions=128, p99_ms=50.0),
+        "babyai": Capacity(sessions=128, p99_ms=125.0),
         "textcraft": Capacity(sessions=128, p99_ms=50.0),
         "searchqa": Capacity(sessions=128, p99_ms=50.0),
         "sciworld": Capacity(sessions=8, p99_ms=1000.0),
-        "webarena": Capacity(sessions=8, p99_ms=1000.0),
+        "webarena": Capacity(sessions=8, p99_ms=1500.0),
     }
 )
 
