@@ -10,13 +10,15 @@ import gzip
 import io
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
+from operator import attrgetter
 from typing import Any, BinaryIO
 
-from agentgym.types import Item, Learned, Status, Trajectory, Turn, Usage
+from agentgym.types import Item, Learned, Status, Trajectory, Turn, Usage, flat
 
 TRAJECTORIES = "trajectories.jsonl.gz"  # a record of a commit
 SCHEMA = 2
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _COMPRESSION = 3  # gzip's; more costs more time than it saves room
 
 
@@ -26,7 +28,7 @@ class RecordError(ValueError):
 
 def encode_trajectories(trajectories: Iterable[Trajectory]) -> bytes:
     """Equal trajectories give equal bytes, but for their times."""
-    lines = [json.dumps(to_json(each), separators=(",", ":")) + "\n" for each in trajectories]
+    lines = [_ENCODER.encode(to_json(each)) + "\n" for each in trajectories]
     return gzip.compress("".join(lines).encode(), compresslevel=_COMPRESSION, mtime=0)
 
 
@@ -56,12 +58,12 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
     By hand: `asdict` copies token by token, 20 times slower. What has its default is left out.
     """
     row: dict[str, Any] = {"schema": SCHEMA} | _told(trajectory, _TRAJECTORY)
-    row["item"] = asdict(trajectory.item)
+    row["item"] = flat(trajectory.item)
     row["turns"] = [_told(turn, _TURN) for turn in trajectory.turns]
     if trajectory.learned is not None:
         row["learned"] = _told(trajectory.learned, _LEARNED)
     if trajectory.usage is not None:
-        row["usage"] = asdict(trajectory.usage)
+        row["usage"] = flat(trajectory.usage)
     return row
 
 
@@ -98,21 +100,28 @@ def checked_row(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _defaults(kind: type[Trajectory | Turn | Learned]) -> dict[str, Any]:
-    """Field -> its default; MISSING, which equals nothing, where it has none."""
+class _Fields:
+    """Names and defaults of a record's fields; MISSING, which equals nothing, where there is no
+    default.
+    """
+
+    def __init__(self, kind: type[Trajectory | Turn | Learned]) -> None:
+        self.names = tuple(each.name for each in fields(kind))
+        self.defaults = tuple(
+            each.default if each.default_factory is MISSING else each.default_factory()
+            for each in fields(kind)
+        )
+        self.values = attrgetter(*self.names)
+
+
+_TRAJECTORY, _TURN, _LEARNED = map(_Fields, (Trajectory, Turn, Learned))
+
+
+def _told(record: Trajectory | Turn | Learned, known: _Fields) -> dict[str, Any]:
     return {
-        each.name: each.default if each.default_factory is MISSING else each.default_factory()
-        for each in fields(kind)
+        name: value
+        for name, value, default in zip(
+            known.names, known.values(record), known.defaults, strict=True
+        )
+        if value is not default and value != default
     }
-
-
-_TRAJECTORY, _TURN, _LEARNED = map(_defaults, (Trajectory, Turn, Learned))
-
-
-def _told(record: Trajectory | Turn | Learned, defaults: dict[str, Any]) -> dict[str, Any]:
-    row = {}
-    for name, default in defaults.items():
-        value = getattr(record, name)
-        if value != default:
-            row[name] = value
-    return row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
@@ -270,7 +270,7 @@ class Usage:
     num_cache_untold: int = 0  # calls that told their tokens, and not which were cached
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     @property
     def known(self) -> dict[str, int | None]:
@@ -282,6 +282,11 @@ class Usage:
             "cached": cached,
             "output": self.output_tokens if told else None,
         }
+
+
+def flat(record: Item | Usage) -> dict[str, Any]:
+    """Field -> value, of a record that holds plain ones; `asdict` would copy each."""
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
 @dataclass(frozen=True, slots=True)

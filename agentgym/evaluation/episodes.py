@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from agentgym.evaluation.result import OUTCOME_OF, usage_of
-from agentgym.types import Trajectory, Usage
+from agentgym.types import Trajectory, Usage, flat
 
 FILE = "episodes.parquet"
 ROWS = 2_000  # of a row group; so many are in memory
@@ -70,7 +69,7 @@ def to_row(trajectory: Trajectory) -> dict[str, Any]:
             }
             for turn in trajectory.turns
         ],
-        "usage": asdict(usage),
+        "usage": flat(usage),
         "wall_s": float(trajectory.timing.get("wall_s", 0.0)),
         "began_s": float(trajectory.timing.get("began_s", 0.0)),
     }
@@ -94,7 +93,7 @@ def _schema(pyarrow: Any) -> Any:
             "env_s": real,
         }
     )
-    usage = dict.fromkeys(asdict(Usage()), whole)
+    usage = dict.fromkeys(Usage.__slots__, whole)
     return pyarrow.schema(
         {
             **dict.fromkeys(("env", "item_id", "split"), text),

@@ -47,6 +47,7 @@ class Ledger:
     commit_every_s: float
     chunk_episodes: int
     wall_s: float = 0.0  # of processes before this one
+    num_counted: int = 0  # slots that count, of any process
     num_failed: int = 0  # slots that failed for good in this process
     last_error: str = ""
     _finished: list[Trajectory] = field(default_factory=list)
@@ -77,6 +78,7 @@ class Ledger:
         )
         if before:
             replay(store, before, ledger.slots)
+            ledger.num_counted = sum(slot.counts for slot in ledger.slots.values())
         else:
             ledger._commit(done=False, records={PLAN: plan_bytes(slots, ledger.about)})
         return ledger
@@ -102,8 +104,10 @@ class Ledger:
 
     def _note(self, trajectory: Trajectory) -> Slot:
         key = slot_of(trajectory)
-        self.slots[key] = self.slots[key].played(trajectory)
-        return self.slots[key]
+        before, after = self.slots[key], self.slots[key].played(trajectory)
+        self.slots[key] = after
+        self.num_counted += after.counts - before.counts
+        return after
 
     @property
     def is_due(self) -> bool:
@@ -153,11 +157,10 @@ class Ledger:
         blobs: Mapping[str, bytes] | None = None,
         results: dict[str, Any] | None = None,
     ) -> Manifest:
-        counted = sum(slot.counts for slot in self.slots.values())
         with self._one_at_a_time:  # one that was interrupted may still be writing
             manifest = self.writer.commit(
                 done=done,
-                state={"num_slots": len(self.slots), "num_counted": counted},
+                state={"num_slots": len(self.slots), "num_counted": self.num_counted},
                 parents={},
                 config=dict(self.identity),
                 blobs=blobs or {},

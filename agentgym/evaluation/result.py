@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentgym.store.manifest import canonical_json, sha256
-from agentgym.types import Item, Status, Trajectory, Usage
+from agentgym.types import Item, Status, Trajectory, Usage, flat
 from envs.wire import FAMILY, INVALID
 
 SCHEMA_VERSION = 1
@@ -129,9 +129,9 @@ class Slot:
     def to_row(self) -> list[Any]:
         """In the order of COLUMNS, without the clock."""
         row = [getattr(self, name) for name in COLUMNS]
-        row[COLUMNS.index("usage")] = list(asdict(self.usage).values())
+        row[COLUMNS.index("usage")] = list(flat(self.usage).values())
         row[COLUMNS.index("failed")] = [
-            [each.outcome, each.error, each.num_turns, list(asdict(each.usage).values())]
+            [each.outcome, each.error, each.num_turns, list(flat(each.usage).values())]
             for each in self.failed
         ]
         return row
@@ -224,7 +224,7 @@ class Result:
             "about": self.about,
             "coverage": self.coverage,
             "outcomes": self.outcomes,
-            "usage": asdict(self.usage),
+            "usage": flat(self.usage),
             "numbers": self.numbers,
             "columns": COLUMNS,
             "slots": [slot.to_row() for slot in self.slots],
