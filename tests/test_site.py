@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[1]
 # tag -> the attribute by which a page loads something
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}

@@ -18,6 +18,8 @@ from agentgym.pipeline.table import open_store
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 GUIDES = dict(
     re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/adding.md").read_text(), re.S | re.M)

@@ -1,5 +1,6 @@
 """A run on Ray: what is lost when one of its processes is, and what is left when it is over."""
 
+import contextlib
 import os
 import re
 import signal
@@ -319,13 +320,15 @@ def test_a_cluster_of_a_runs_own_is_out_of_reach_of_other_machines_and_other_use
     plan = LearnerPlan(model.config.to_json_string(), stored(model), OptimizerConfig(), 10)
 
     def sockets():
-        tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        return {
-            (process.name(), found.laddr.ip.removeprefix("::ffff:"), found.laddr.port)
-            for process in tree
-            for found in process.net_connections("inet")
-            if found.status == psutil.CONN_LISTEN
-        }
+        held = set()
+        for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that ends just now
+                held |= {
+                    (process.name(), found.laddr.ip.removeprefix("::ffff:"), found.laddr.port)
+                    for found in process.net_connections("inet")
+                    if found.status == psutil.CONN_LISTEN
+                }
+        return held
 
     others = sockets()  # of clusters that other tests keep
     with open_cluster(cfg, num_ranks=2, num_workers=0) as room, room.learner(plan) as learner:

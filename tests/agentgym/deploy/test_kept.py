@@ -14,6 +14,8 @@ from agentgym.deploy import kept
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.kept import end_all, keep, kept_for
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def cfg(tmp_path):
