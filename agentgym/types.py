@@ -78,8 +78,7 @@ class SampleKey(NamedTuple):
     turn: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(NamedTuple):
     """How a policy samples one action."""
 
     key: SampleKey

@@ -38,7 +38,7 @@ from envs.wire import TOKEN_VARIABLE  # noqa: E402
 
 RESULTS = ROOT / "docs/results/evaluation.json"
 ACTION, TURNS, CONCURRENCY = "inventory", 10, 64
-BARE_EPISODES = 4_000  # before, and again after
+BARE_EPISODES = 20_000  # before, and again after
 
 
 def main() -> int:

@@ -139,10 +139,10 @@ class EchoPlayer(TextPlayer):
     """Says one thing for ever."""
 
     def __init__(self, action: str) -> None:
-        self._action = action
+        self._said = Said(action, action)
 
     async def act(self, session: Any, sampling: Sampling) -> Said:
-        return Said(self._action, self._action)
+        return self._said
 
 
 def plain_contender(name: PolicyName) -> Contender:

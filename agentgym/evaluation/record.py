@@ -16,7 +16,7 @@ from typing import Any
 
 from agentgym.config import ConfigError
 from agentgym.evaluation.result import Result, ResultError, Slot
-from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories
+from agentgym.records import TRAJECTORIES, decode_trajectories, encode_line, joined
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore, StepWriter
 from agentgym.types import Trajectory
@@ -50,8 +50,9 @@ class Ledger:
     num_counted: int = 0  # slots that count, of any process
     num_failed: int = 0  # slots that failed for good in this process
     last_error: str = ""
-    _finished: list[Trajectory] = field(default_factory=list)
-    _failed: list[Trajectory] = field(default_factory=list)
+    # encoded as they come: a thread that encodes many keeps the loop from what feeds the servers
+    _finished: list[bytes] = field(default_factory=list)
+    _failed: list[bytes] = field(default_factory=list)
     _began: float = field(default_factory=time.perf_counter)
     _committed_at: float = field(default_factory=time.monotonic)
     _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
@@ -90,12 +91,12 @@ class Ledger:
 
     def failed(self, trajectory: Trajectory) -> None:
         """An attempt that is followed by another."""
-        self._failed.append(trajectory)
+        self._failed.append(encode_line(trajectory))
         self._note(trajectory)
 
     def finished(self, trajectory: Trajectory) -> Slot:
         """The last attempt at a slot. Result: the slot."""
-        self._finished.append(trajectory)
+        self._finished.append(encode_line(trajectory))
         slot = self._note(trajectory)
         if not slot.counts:
             self.num_failed += 1
@@ -119,17 +120,17 @@ class Ledger:
         """Make what is finished durable, if there is any. Errors: Fenced, StoreFull."""
         self.write(*self.take())
 
-    def take(self) -> tuple[list[Trajectory], list[Trajectory]]:
+    def take(self) -> tuple[list[bytes], list[bytes]]:
         """(attempts that failed, finished episodes) that are not durable yet, for `write`."""
         taken = self._failed, self._finished
         self._failed, self._finished = [], []
         self._committed_at = time.monotonic()
         return taken
 
-    def write(self, failed: list[Trajectory], finished: list[Trajectory]) -> None:
+    def write(self, failed: list[bytes], finished: list[bytes]) -> None:
         """One chunk; it may run beside further episodes. Errors: Fenced, StoreFull."""
         chunk = {ATTEMPTS: failed, TRAJECTORIES: finished}
-        records = {name: encode_trajectories(own) for name, own in chunk.items() if own}
+        records = {name: joined(own) for name, own in chunk.items() if own}
         if records:
             self._commit(done=False, records=records)
 

@@ -5,6 +5,7 @@ in one.
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ MAX_BACKOFF_S = 5.0  # also the most a server's Retry-After is believed
 CLOSE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0
 BATCHED = ("/step", "/create", "/close")  # what a server that takes batches takes in one
+BUNDLES = 2  # under way to one server: it works on one while the answers to the other are read
 BUNDLE_BYTES = 96 * 1024  # of one batch, and at most one longest action more
 REFUSED_FOR_NOW = (ErrorKind.FULL, ErrorKind.DRAINING, ErrorKind.NOT_READY)
 
@@ -86,10 +88,11 @@ class EnvClient:
             total=request_timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, request_timeout_s)
         )
         self._http: aiohttp.ClientSession | None = None
-        # of servers that take batches: what goes with the next one, and those under way
+        # of servers that take batches: what goes with the next one, and those under way, with how
+        # many requests each has
         self._waiting: defaultdict[str, list[tuple[bytes, asyncio.Future[Message]]]]
         self._waiting = defaultdict(list)
-        self._bundles: set[asyncio.Task[None]] = set()
+        self._under_way: defaultdict[str, dict[asyncio.Task[None], int]] = defaultdict(dict)
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
@@ -107,9 +110,14 @@ class EnvClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for task in self._bundles:
+        for waiting in self._waiting.values():
+            for _, answered in waiting:
+                answered.cancel()
+            waiting.clear()
+        tasks = [task for own in self._under_way.values() for task in own]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._bundles, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._http is not None:
             await self._http.close()
 
@@ -165,8 +173,8 @@ class EnvClient:
         return endpoint in self.known and self.known[endpoint].takes_batches
 
     async def _bundle(self, endpoint: str, data: bytes) -> Message:
-        """The answer to one request that goes with all others of this pass of the event loop:
-        most of what a quick step costs is its way there and back.
+        """The answer to one request that goes with others that wait: most of what a quick step
+        costs is its way there and back.
 
         Errors: those of the request it went with.
         """
@@ -174,19 +182,27 @@ class EnvClient:
         answered: asyncio.Future[Message] = loop.create_future()
         waiting.append((data, answered))
         if len(waiting) == 1:
-            loop.call_soon(self._send_bundles, endpoint)
+            loop.call_soon(self._send_bundles, endpoint)  # with what else this pass of it asks
         return await answered
 
     def _send_bundles(self, endpoint: str) -> None:
-        waiting = self._waiting.pop(endpoint)
-        while waiting:
-            size, count = 0, 0
-            while count < min(len(waiting), MAX_BATCH) and size < BUNDLE_BYTES:
+        """Each half of what is asked and not answered; what is too much for now goes when one of
+        them is back.
+        """
+        waiting, under_way = self._waiting[endpoint], self._under_way[endpoint]
+        while waiting and len(under_way) < BUNDLES:
+            half = -(-(len(waiting) + sum(under_way.values())) // BUNDLES)
+            size, count, most = 0, 0, min(len(waiting), half, MAX_BATCH)
+            while count < most and size < BUNDLE_BYTES:
                 size, count = size + len(waiting[count][0]), count + 1
             task = asyncio.create_task(self._deliver(endpoint, waiting[:count]))
-            self._bundles.add(task)
-            task.add_done_callback(self._bundles.discard)
             del waiting[:count]
+            under_way[task] = count
+            task.add_done_callback(functools.partial(self._delivered, endpoint))
+
+    def _delivered(self, endpoint: str, task: asyncio.Task[None]) -> None:
+        del self._under_way[endpoint][task]
+        self._send_bundles(endpoint)
 
     async def _deliver(
         self, endpoint: str, bundle: Sequence[tuple[bytes, asyncio.Future[Message]]]

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from agentgym.types import Completion, Item, SampleKey, Sampling, Status, Trajectory, Turn, Usage
 
@@ -36,8 +36,7 @@ class OpenSession(Protocol):
     async def step(self, action: str) -> Reply: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
+class Said(NamedTuple):
     """What a player says in its turn."""
 
     text: str

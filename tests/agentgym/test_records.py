@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import math
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -121,6 +122,15 @@ def test_whatever_was_said_survives(action, reply, reward, info):
     turn = Turn(action, reply, reward, 1, 2, reply=reply, info=info)
     each = replace(episode(3, 1), turns=(turn,), first_observation=reply)
     assert decode_trajectories(encode_trajectories([each])) == [each]
+
+
+def test_half_a_character_and_no_number_survive():
+    said = replace(episode(1), error="cut \ud83d", logprobs=(float("-inf"), 1e-5, 0.1))
+    assert decode_trajectories(encode_trajectories([said])) == [said]
+    (read,) = decode_trajectories(encode_trajectories([replace(said, logprobs=(float("nan"),))]))
+    assert math.isnan(read.logprobs[0])
+    (read,) = decode_trajectories(encode_trajectories([replace(episode(1), reward=math.nan)]))
+    assert math.isnan(read.reward)
 
 
 def test_equal_episodes_give_equal_bytes_and_times_do_not_make_them_unequal():

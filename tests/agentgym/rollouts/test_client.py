@@ -99,23 +99,42 @@ def test_requests_of_one_moment_go_together_and_are_answered_as_alone(serving):
     async def main(endpoint, sessions):
         async with pool_of(endpoint) as pool:
             alone = await play_many(pool, 20, "alone")  # not checked: nothing is known of it
-        asked = []
+        asked, answered, under_way = [], [], []
         async with pool_of(endpoint) as pool:
             await pool.check(BABYAI, allow_expert=True)
             usual = pool.client._post
 
             async def counted(endpoint, route, *rest):
                 asked.append(route)
-                return await usual(endpoint, route, *rest)
+                under_way.append(len(asked) - len(answered))
+                reply = await usual(endpoint, route, *rest)
+                answered.append(route)
+                return reply
 
             pool.client._post = counted
             assert await play_many(pool, 20, "together") == alone
         assert set(asked) == {"/batch"}
-        assert len(asked) < 20  # of 140 requests
+        assert len(asked) < 40  # of 140 requests
+        assert max(under_way) == 2  # the server has one to work on while the other is read
 
     with serving(offer_expert=True) as (endpoint, sessions):
         asyncio.run(main(endpoint, sessions))
         assert not sessions._by_id
+
+
+def test_where_the_pool_closes_nobody_waits_for_an_answer():
+    async def main():
+        silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(5), "127.0.0.1", 0)
+        endpoint = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        async with pool_of(endpoint, request_timeout_s=60.0) as pool:
+            told = [asyncio.create_task(pool.client._bundle(endpoint, b"{}")) for _ in range(9)]
+            await asyncio.sleep(0.2)
+            told += [asyncio.create_task(pool.client._bundle(endpoint, b"{}")) for _ in range(9)]
+            await asyncio.sleep(0.2)  # two are under way, what came later waits
+        ended = await asyncio.wait_for(asyncio.gather(*told, return_exceptions=True), 2)
+        assert {type(each) for each in ended} == {asyncio.CancelledError}
+
+    asyncio.run(main())
 
 
 def test_an_answer_to_many_that_is_lost_acts_once_for_each(serving):
