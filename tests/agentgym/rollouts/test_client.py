@@ -98,7 +98,7 @@ async def play_many(pool, count, name):
 def test_requests_of_one_moment_go_together_and_are_answered_as_alone(serving):
     async def main(endpoint, sessions):
         async with pool_of(endpoint) as pool:
-            alone = await play_many(pool, 20, "alone")  # not checked: nothing is known of it
+            alone = await play_many(pool, 40, "alone")  # not checked: nothing is known of it
         asked, answered, under_way = [], [], []
         async with pool_of(endpoint) as pool:
             await pool.check(BABYAI, allow_expert=True)
@@ -112,9 +112,9 @@ def test_requests_of_one_moment_go_together_and_are_answered_as_alone(serving):
                 return reply
 
             pool.client._post = counted
-            assert await play_many(pool, 20, "together") == alone
+            assert await play_many(pool, 40, "together") == alone
         assert set(asked) == {"/batch"}
-        assert len(asked) < 40  # of 140 requests
+        assert len(asked) < 40  # of 280 requests
         assert max(under_way) == 2  # the server has one to work on while the other is read
 
     with serving(offer_expert=True) as (endpoint, sessions):
