@@ -27,6 +27,7 @@ from envs.wire import (
 )
 
 M = TypeVar("M", bound=Message)
+Bundle = list[tuple[bytes, asyncio.Future[Message]]]  # requests, and who waits for the answers
 
 BACKOFF_S = 0.05  # before the first retry; doubles
 MAX_BACKOFF_S = 5.0  # also the most a server's Retry-After is believed
@@ -88,11 +89,9 @@ class EnvClient:
             total=request_timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, request_timeout_s)
         )
         self._http: aiohttp.ClientSession | None = None
-        # of servers that take batches: what goes with the next one, and those under way, with how
-        # many requests each has
-        self._waiting: defaultdict[str, list[tuple[bytes, asyncio.Future[Message]]]]
-        self._waiting = defaultdict(list)
-        self._under_way: defaultdict[str, dict[asyncio.Task[None], int]] = defaultdict(dict)
+        # of servers that take batches: what goes with the next one, and what those under way hold
+        self._waiting: defaultdict[str, Bundle] = defaultdict(list)
+        self._under_way: defaultdict[str, dict[asyncio.Task[None], Bundle]] = defaultdict(dict)
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
@@ -111,8 +110,7 @@ class EnvClient:
         trace: TracebackType | None,
     ) -> None:
         for waiting in self._waiting.values():
-            for _, answered in waiting:
-                answered.cancel()
+            nobody_waits(waiting)
             waiting.clear()
         tasks = [task for own in self._under_way.values() for task in own]
         for task in tasks:
@@ -191,22 +189,20 @@ class EnvClient:
         """
         waiting, under_way = self._waiting[endpoint], self._under_way[endpoint]
         while waiting and len(under_way) < BUNDLES:
-            half = -(-(len(waiting) + sum(under_way.values())) // BUNDLES)
+            half = -(-(len(waiting) + sum(map(len, under_way.values()))) // BUNDLES)
             size, count, most = 0, 0, min(len(waiting), half, MAX_BATCH)
             while count < most and size < BUNDLE_BYTES:
                 size, count = size + len(waiting[count][0]), count + 1
-            task = asyncio.create_task(self._deliver(endpoint, waiting[:count]))
-            del waiting[:count]
-            under_way[task] = count
+            bundle, waiting[:count] = waiting[:count], []
+            task = asyncio.create_task(self._deliver(endpoint, bundle))
+            under_way[task] = bundle
             task.add_done_callback(functools.partial(self._delivered, endpoint))
 
     def _delivered(self, endpoint: str, task: asyncio.Task[None]) -> None:
-        del self._under_way[endpoint][task]
+        nobody_waits(self._under_way[endpoint].pop(task))  # also where it was ended, or never began
         self._send_bundles(endpoint)
 
-    async def _deliver(
-        self, endpoint: str, bundle: Sequence[tuple[bytes, asyncio.Future[Message]]]
-    ) -> None:
+    async def _deliver(self, endpoint: str, bundle: Bundle) -> None:
         """Ask once for all, and hand each its answer; some may have stopped waiting."""
         data = b'{"requests":[' + b",".join(each for each, _ in bundle) + b"]}"
         try:
@@ -224,9 +220,6 @@ class EnvClient:
             for _, answered in bundle:
                 if not answered.done():
                     answered.set_exception(error)
-        finally:  # where the pool closes, nobody is left waiting
-            for _, answered in bundle:
-                answered.cancel()
 
     async def _post(
         self, endpoint: str, route: str, reply: type[M], data: bytes | None, session_id: str
@@ -259,6 +252,12 @@ class EnvClient:
                 "protocol",
                 f"status {status}, unexpected body {start!r}",
             ) from error
+
+
+def nobody_waits(bundle: Bundle) -> None:
+    """What has no answer by now gets none."""
+    for _, answered in bundle:
+        answered.cancel()
 
 
 def backoff_s(attempt: int, first_s: float = BACKOFF_S) -> float:

@@ -122,15 +122,18 @@ def test_requests_of_one_moment_go_together_and_are_answered_as_alone(serving):
         assert not sessions._by_id
 
 
-def test_where_the_pool_closes_nobody_waits_for_an_answer():
+@pytest.mark.parametrize("passes", [0, 1, 2, 3, 9], ids="after {} passes of the loop".format)
+def test_where_the_pool_closes_nobody_waits_for_an_answer(passes):
     async def main():
         silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(5), "127.0.0.1", 0)
         endpoint = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
         async with pool_of(endpoint, request_timeout_s=60.0) as pool:
-            told = [asyncio.create_task(pool.client._bundle(endpoint, b"{}")) for _ in range(9)]
-            await asyncio.sleep(0.2)
+            told = [asyncio.create_task(pool.client._bundle(endpoint, b"{}")) for _ in range(2)]
+            for _ in range(passes):
+                await asyncio.sleep(0)
             told += [asyncio.create_task(pool.client._bundle(endpoint, b"{}")) for _ in range(9)]
-            await asyncio.sleep(0.2)  # two are under way, what came later waits
+            for _ in range(passes):
+                await asyncio.sleep(0)
         ended = await asyncio.wait_for(asyncio.gather(*told, return_exceptions=True), 2)
         assert {type(each) for each in ended} == {asyncio.CancelledError}
 
