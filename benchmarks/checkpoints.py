@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ SPARED_BYTES = 1 << 30  # of free memory that is left untouched
 TOUCHED = 8  # times a model's weights: two copies of them and of the optimizer, and room
 LIMIT_S = 1800.0
 ROUNDS = 3
+Start = Callable[[list[str]], Any]  # of a process, which can be waited for and killed
 
 
 def main() -> int:
@@ -82,7 +83,9 @@ def main() -> int:
     return 0 if all(within) else 1
 
 
-def compared(folder: Path, size: dict[str, int], num_rounds: int) -> dict[str, Any]:
+def compared(
+    folder: Path, size: dict[str, int], num_rounds: int, start: Start = subprocess.Popen
+) -> dict[str, Any]:
     """Both numbers of processes, one after the other, on a model of this size."""
     text = architecture(size)
     place = StorePlace(str(folder / "store"), 30.0)
@@ -90,7 +93,7 @@ def compared(folder: Path, size: dict[str, int], num_rounds: int) -> dict[str, A
     rows = []
     for num_ranks in (1, 2):
         rounds = [
-            of_round(folder / f"{num_ranks}-{each}", num_ranks, place, text, weights)
+            of_round(folder / f"{num_ranks}-{each}", num_ranks, place, text, weights, start)
             for each in range(num_rounds)
         ]
         seconds = {phase: [each["seconds"][phase] for each in rounds] for phase in TIMED}
@@ -125,14 +128,24 @@ def compared(folder: Path, size: dict[str, int], num_rounds: int) -> dict[str, A
 
 
 def of_round(
-    folder: Path, num_ranks: int, place: StorePlace, architecture: str, weights: dict[str, Any]
+    folder: Path,
+    num_ranks: int,
+    place: StorePlace,
+    architecture: str,
+    weights: dict[str, Any],
+    start: Start,
 ) -> dict[str, Any]:
     """What a commit, a copy and a resume take, once. folder: begins the names of what is made."""
-    first = ranks(folder.with_name(f"{folder.name}-first"), num_ranks, architecture, weights, {})
+
+    def told(phase: str, kept: dict[str, Any]) -> list[dict[str, Any]]:
+        place_of = folder.with_name(f"{folder.name}-{phase}")
+        return ranks(place_of, num_ranks, architecture, weights, kept, start=start)
+
+    first = told("first", {})
     kept = {name: blob for each in first for name, blob in each["blobs"].items()}
     settle(weights)
     copy_s = copied(folder.with_name("copy"), place, kept)
-    again = ranks(folder.with_name(f"{folder.name}-again"), num_ranks, architecture, weights, kept)
+    again = told("again", kept)
     removed(place, kept)
     return {
         "bytes": sum(blob["size"] for blob in kept.values()),
@@ -197,10 +210,10 @@ def ranks(
     weights: dict[str, Any],
     kept: dict[str, Any],
     program: Path = Path(__file__),
-    environment: Mapping[str, str] | None = None,
+    start: Start = subprocess.Popen,
 ) -> list[dict[str, Any]]:
     """What each process tells of a step from these weights, or of a resume from what was kept, if
-    something was. program: whose `--rank FOLDER RANK SIZE` it is; environment: more of theirs.
+    something was. program: whose `--rank FOLDER RANK SIZE` it is; start: what begins one.
     """
     folder.mkdir()
     asked = {
@@ -212,10 +225,7 @@ def ranks(
     }
     (folder / "asked.json").write_text(json.dumps(asked))
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), "--rank", str(folder), str(rank), str(size)],
-            env={**os.environ, **(environment or {})},
-        )
+        start([sys.executable, str(program), "--rank", str(folder), str(rank), str(size)])
         for rank in range(size)
     ]
     try:

@@ -16,6 +16,7 @@ import argparse
 import ctypes
 import gc
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ SIZES = ("1.5B", "7B", "32B")
 SEQUENCE = 2_048  # tokens
 ACTIONS = 0.3  # of the tokens
 # glibc gives back at once what is larger, so that a process holds what its tensors are
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+M_MMAP_THRESHOLD, MMAP_THRESHOLD = -3, 1 << 20
 STEP = "AdamW's temporaries"
 CHECKED_TOKENS = 256  # of each rank's sequence where it is real
 
@@ -297,13 +298,18 @@ def seconds(told: dict[str, Any], ranks: int) -> dict[str, float]:
 # for real
 
 
-def really(folder: Path, shape: dict[str, Any], size: int) -> dict[str, Any]:
+def really(
+    folder: Path,
+    shape: dict[str, Any],
+    size: int,
+    start: checkpoints.Start = subprocess.Popen,
+) -> dict[str, Any]:
     """Peaks of each phase in MiB, of the rank that has most, and what a rank moved."""
     text = checkpoints.architecture(shape)
     place = checkpoints.StorePlace(str(folder / "store"), 30.0)
     weights = checkpoints.made(place, text)
     program = Path(__file__).resolve()
-    told = checkpoints.ranks(folder / f"{size}", size, text, weights, {}, program, MALLOC)
+    told = checkpoints.ranks(folder / f"{size}", size, text, weights, {}, program, start)
     for blobs in (weights, *(each["blobs"] for each in told)):
         checkpoints.removed(place, blobs)
     return {
@@ -313,6 +319,7 @@ def really(folder: Path, shape: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def rank_main(folder: Path, rank: int, size: int) -> None:
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
     torch.set_num_threads(1)
     _, place, plan, group = checkpoints.asked_of(folder, rank, size)
     told: dict[str, Any] = {}

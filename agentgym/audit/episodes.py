@@ -140,7 +140,8 @@ def check_tokens(
     """Ids outside the policy's spans are what the renderer makes of the logged observations;
     inside, of the logged actions.
     """
-    checkpoint = load(store, record.checkpoint or record.final)  # the first model is its own
+    maker = record.checkpoint or record.final  # the first model is its own
+    checkpoint = load(store, maker, weights=False)
     if checkpoint is None or not record.episodes:
         return
     renderer = checkpoint.renderer

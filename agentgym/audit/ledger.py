@@ -34,32 +34,26 @@ def check_ledger(
     no other children.
     """
     tracker = existing_ledger(cfg)
-    parent = (
-        _one_run(tracker, {"run_key": key, "kind": "pipeline"}, f"the run's {key[:12]}", checks)
-        if tracker
-        else None
-    )
-    if tracker is None or parent is None:
-        if tracker is None:
-            checks.fail(f"no ledger with experiment {cfg.experiment!r} at {cfg.tracking_uri}")
+    if tracker is None:
+        checks.fail(f"no ledger with experiment {cfg.experiment!r} at {cfg.tracking_uri}")
+        return
+    parents = list(runs_with(tracker, {"run_key": key, "kind": "pipeline"}))
+    parent = _one_run(parents, f"the run's {key[:12]}", checks)
+    if parent is None:
         return
     tracked = [record for record in steps if record.points or record.final is not None]
     children = list(runs_with(tracker, {"mlflow.parentRunId": parent.info.run_id, "kind": "step"}))
     if not any(record.step.kind is Kind.REPORT for record in tracked):
-        own = [record for record in tracked if _has_come_to(cfg, key, record, children)]
-        checks.skipped += len(tracked) - len(own)
-        tracked = own
+        come = [record for record in tracked if _has_come_to(cfg, key, record, children)]
+        checks.skipped += len(tracked) - len(come)
+        tracked = come
     headline = [record for record in tracked if record.step.headline]
-    _check_points(tracker, parent.info.run_id, "parent run", headline, checks)
+    _check_points(tracker, parent, "parent run", headline, checks)
     for record in tracked:
-        identity = {
-            "mlflow.parentRunId": parent.info.run_id,
-            "step_key": record.key,
-            "kind": "step",
-        }
-        run = _one_run(tracker, identity, record.name, checks)
+        own = [each for each in children if each.data.tags.get("step_key") == record.key]
+        run = _one_run(own, record.name, checks)
         if run is not None:
-            _check_points(tracker, run.info.run_id, f"run of {record.name}", [record], checks)
+            _check_points(tracker, run, f"run of {record.name}", [record], checks)
             if record.final is not None:
                 checks.expect(
                     f"run of {record.name}",
@@ -117,14 +111,13 @@ def _check_artifacts(
 
 
 def _check_points(
-    tracker: Tracker, run_id: str, where: str, steps: Sequence[StepRecord], checks: Checks
+    tracker: Tracker, run: Any, where: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Point by point; counted, so that one delivered twice is one too many.
+    """Point by point; counted, so that one delivered twice is one too many. run: MLflow's.
     Of an unfinished step, the commits after the last one that is known to be delivered may still
     wait for it, or were under way when the run was killed.
     """
-    got = Counter(tracker.points(run_id))
-    tags = tracker.client.get_run(run_id).data.tags
+    got, tags = Counter(tracker.points(run.info.run_id, run.data.metrics)), run.data.tags
     expected: Counter[tuple[str, int, int, float]] = Counter()
     for record in steps:
         last = delivered_seq(tags, record.name, record.key)
@@ -253,7 +246,6 @@ def runs_with(tracker: Tracker, tags: dict[str, str]) -> Iterator[Any]:
             return
 
 
-def _one_run(tracker: Tracker, tags: dict[str, str], what: str, checks: Checks) -> Any:
-    runs = list(runs_with(tracker, tags))
+def _one_run(runs: Sequence[Any], what: str, checks: Checks) -> Any:
     checks.expect(f"MLflow run of {what}", "how many there are", 1, len(runs))
     return runs[0] if runs else None

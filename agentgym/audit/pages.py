@@ -30,11 +30,13 @@ def check_pages(
     parents = list(runs_with(tracker, {"run_key": key, "kind": "pipeline"}))
     if len(parents) != 1:
         return  # the ledger's check says so
+    runs: dict[str, Any] = {}
+    for each in runs_with(tracker, {"mlflow.parentRunId": parents[0].info.run_id}):
+        runs.setdefault(each.data.tags.get("step_key", ""), each)
     for record in steps:
         if record.final is None:
             continue
-        tags = {"mlflow.parentRunId": parents[0].info.run_id, "step_key": record.key}
-        run = next(iter(runs_with(tracker, tags)), None)
+        run = runs.get(record.key)
         if run is None or MANIFEST not in run.data.tags:
             checks.skipped += 1  # it is not there yet
             continue

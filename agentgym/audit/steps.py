@@ -239,13 +239,16 @@ def draw(episodes: Sequence[Any], count: int | None, seed: int, step: str, seq: 
     return [episodes[index] for index in sorted(drawn)]
 
 
-def load(store: RunStore, manifest: Manifest | None) -> Checkpoint | None:
-    """None where its blobs were pruned or are damaged; the content check tells which."""
+def load(store: RunStore, manifest: Manifest | None, *, weights: bool = True) -> Checkpoint | None:
+    """None where its blobs were pruned or are damaged; the content check tells which.
+    weights: whether those are asked for, too.
+    """
     if manifest is None:
         return None
     try:
         found = load_checkpoint(store, manifest)
-        found.model.eval()  # is there only once it is asked for
+        if weights:
+            found.model.eval()  # is there only once it is asked for
     except (LookupError, ValueError):
         return None
     return found

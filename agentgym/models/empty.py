@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+# weights that are replaced anyway; to draw them on the meta device takes longer than all else
+_DRAWS = {"torch.nn.init", "transformers.initialization"}
+_DRAWN = re.compile(r"(trunc_|kaiming_|xavier_)?(normal|uniform)_")
+
+
 class _NothingAllocated(TorchFunctionMode):
-    """Where a layer asks for memory to initialize, it gets none; what it computes, such as the
-    frequencies of a rotary embedding, is there.
+    """Where a layer asks for memory to initialize, it gets none, and nothing is drawn; what it
+    computes, such as the frequencies of a rotary embedding, is there.
     """
 
     def __torch_function__(
@@ -26,6 +32,8 @@ class _NothingAllocated(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.empty:
             kwargs["device"] = "meta"
+        elif getattr(func, "__module__", "") in _DRAWS and _DRAWN.fullmatch(func.__name__):
+            return args[0] if args else kwargs["tensor"]
         return func(*args, **kwargs)
 
 

@@ -303,9 +303,14 @@ class Tracker:
         run = self._find_run(dict(tags))
         return None if run is None else str(run.info.run_id)
 
-    def points(self, run_id: str) -> list[tuple[str, int, int, float]]:
-        """Every point of a run as (name, step, timestamp in ms, value), sorted."""
-        names = self.client.get_run(run_id).data.metrics
+    def points(
+        self, run_id: str, names: Iterable[str] | None = None
+    ) -> list[tuple[str, int, int, float]]:
+        """Every point of a run as (name, step, timestamp in ms, value), sorted. names: of its
+        metrics, where they are known.
+        """
+        if names is None:
+            names = self.client.get_run(run_id).data.metrics
         return sorted(
             (m.key, int(m.step), int(m.timestamp), float(m.value))
             for name in names

@@ -1,5 +1,6 @@
 """Two processes hold half of a model each, also while it is built, committed and resumed."""
 
+import functools
 import importlib
 import json
 import re
@@ -18,7 +19,7 @@ def checkpoints(monkeypatch):
 
 
 @pytest.mark.integration
-def test_each_of_two_ranks_holds_half_of_a_smaller_model(checkpoints, tmp_path):
+def test_each_of_two_ranks_holds_half_of_a_smaller_model(checkpoints, forks, tmp_path):
     smaller = {
         "hidden_size": 512,
         "intermediate_size": 2048,
@@ -27,7 +28,9 @@ def test_each_of_two_ranks_holds_half_of_a_smaller_model(checkpoints, tmp_path):
         "num_hidden_layers": 6,
         "vocab_size": 32_000,
     }
-    found = checkpoints.compared(tmp_path, smaller, 1)
+    with (tmp_path / "log").open("w") as log:
+        start = functools.partial(forks.start, stdout=log)
+        found = checkpoints.compared(tmp_path, smaller, 1, start)
     assert found["num_parameters"] > 30e6
     for row in found["ranks"]:
         assert row["bytes"] > 3 * 4 * found["num_parameters"]  # weights and two moments
