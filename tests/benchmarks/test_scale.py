@@ -22,8 +22,8 @@ SMALL = {
     "intermediate_size": 2048,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "num_hidden_layers": 6,
-    "vocab_size": 32_000,
+    "num_hidden_layers": 4,
+    "vocab_size": 16_000,
     "tie_word_embeddings": True,
 }
 TINY = SMALL | {
