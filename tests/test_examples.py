@@ -22,7 +22,10 @@ except SystemExit as end:
 print("imported:", sorted({"prefect", "mlflow", "dvc"} & sys.modules.keys()))
 """
 LEARNS = ["horizon.stage_steps=[4,4,4]", "evaluation.num_items=64"]
-RUNS = ["warm_start.steps=20", "horizon.stage_steps=[1,1,1]", "evaluation.num_items=8"]
+RUNS = [
+    *("warm_start.num_demos=60", "warm_start.steps=10", "rollout.items_per_step=4"),
+    *("horizon.stage_steps=[1,1,1]", "evaluation.num_items=8", "env.options.levels=[GoToObj]"),
+]
 
 
 @pytest.mark.parametrize(

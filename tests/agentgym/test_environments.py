@@ -181,9 +181,9 @@ def test_an_episode_the_simulator_cuts_is_learned_from_as_cut_and_audited_as_suc
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("chromium")
-def test_three_updates_in_a_browser_pass_the_audit(params, tmp_path):
-    """A few lines of each page, tasks of at most five actions, few episodes: each step is a
-    real browser's.
+def test_three_updates_in_a_browser_pass_the_audit(params, serving, tmp_path):
+    """A few lines of each page, tasks of at most five actions, few episodes: each action is a
+    real browser's; the audit replays on a server that it starts.
     """
     webarena = ROOT / "envs/webarena"
     short = [
@@ -195,27 +195,29 @@ def test_three_updates_in_a_browser_pass_the_audit(params, tmp_path):
         place = tmp_path / "data" / name / f"webarena_{'train' if name == 'train' else 'test'}.json"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps([{"item_id": f"webarena_{task}"} for task in ids]))
-    cfg = params(
-        WEBARENA,
-        rollout={
-            **ROLLOUT,
-            "items_per_step": 2,
-            "concurrency": 8,
-            "max_new_tokens": 40,
-            "observation_tokens": 240,
-        },
-        algorithm={"entropy_coef": 0.01},
-        model={**SMALL["model"], "context_tokens": 2048},
-        warm_start={**SMALL["warm_start"], "num_demos": 20, "steps": 60},
-        validation={"every": 2, "num_items": 2, "max_turns": 5},
-        evaluation={
-            "num_items": 2,
-            "num_samples": 1,
-            "k": [1],
-            "max_turns": 5,
-        },
-    )
-    metrics, done = train(cfg)
+    with serving("webarena", WEBARENA["options"]) as (endpoint, _):
+        cfg = params(
+            {**WEBARENA, "endpoints": [endpoint]},
+            rollout={
+                **ROLLOUT,
+                "items_per_step": 2,
+                "group_size": 3,
+                "concurrency": 6,
+                "max_new_tokens": 40,
+                "observation_tokens": 240,
+            },
+            algorithm={"entropy_coef": 0.01},
+            model={**SMALL["model"], "context_tokens": 2048},
+            warm_start={**SMALL["warm_start"], "num_demos": 12, "steps": 40},
+            validation={"every": 2, "num_items": 2, "max_turns": 5},
+            evaluation={
+                "num_items": 2,
+                "num_samples": 1,
+                "k": [1],
+                "max_turns": 5,
+            },
+        )
+        metrics, done = train(cfg)
     assert len(metrics) == 3
     # some need to scroll, and run out of turns
     assert done["initialize"].results["expert_success"] > 0.7
@@ -278,10 +280,17 @@ def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(par
 def test_science_and_a_grid_world_are_learned_in_one_run(params, serving):
     longer = {
         "horizon": {"kind": "stepwise", "max_turns": [7, 9], "stage_steps": [2, 1]},
-        "warm_start": {**SMALL["warm_start"], "num_demos": 32},
-        "evaluation": {**SMALL["evaluation"], "num_items": 4, "max_turns": 9},
+        "warm_start": {**SMALL["warm_start"], "num_demos": 24, "steps": 60},
+        "validation": {**SMALL["validation"], "num_items": 4},
+        "evaluation": {
+            **SMALL["evaluation"],
+            "num_items": 4,
+            "num_samples": 1,
+            "k": [1],
+            "max_turns": 9,
+        },
     }
-    served = {"max_sessions": 16}  # by Java processes that last
+    served = {"max_sessions": 8}  # by Java processes that last
     with (
         serving("babyai", BABYAI["options"], **served) as (grid, _),
         serving("sciworld", SCIWORLD["options"], **served) as (science, _),
@@ -292,7 +301,7 @@ def test_science_and_a_grid_world_are_learned_in_one_run(params, serving):
             rollout={
                 **ROLLOUT,
                 "items_per_step": 4,
-                "concurrency": 16,
+                "concurrency": 8,
                 "max_new_tokens": 40,
                 "observation_tokens": 64,
             },
