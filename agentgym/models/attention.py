@@ -12,13 +12,23 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import transformers.utils
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
+# with it transformers imports scikit-learn and pandas, most of a second, for draft models that
+# propose tokens, which are not used here
+_has_sklearn = transformers.utils.is_sklearn_available
+transformers.utils.is_sklearn_available = lambda: False
+try:
+    import transformers.generation.candidate_generator
+    from transformers import AttentionInterface
+finally:
+    transformers.utils.is_sklearn_available = _has_sklearn
 
 RAGGED = "agentgym_ragged"
 GROUP_SEQUENCES = 16  # attended to at once; fewer are padded less, more cost fewer calls

@@ -27,6 +27,7 @@ def source_tags() -> dict[str, str]:
     return tags
 
 
+@functools.cache
 def packages() -> bytes:
     """`name==version` of what is installed, a line each."""
     found = {

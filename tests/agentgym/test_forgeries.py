@@ -200,7 +200,7 @@ def test_equal_texts_alone_are_honest(forger):
 
 def test_each_audit_draws_anew_and_its_seed_repeats_it(forger, capsys):
     params = ["--params", str(forger.cfg.state_dir / "params.yaml")]
-    command = ["audit", "--json", "--episodes", "8", *params]
+    command = ["audit", "--json", "--episodes", "8", "--rescore", "1", *params]
     reports = []
     for more in ((), (), ("--seed", "5"), ("--seed", "5")):
         assert main([*command, *more]) == 0
