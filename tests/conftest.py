@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks, popen_of
+
 # a shell's background job ignores Ctrl-C, and so would every program the tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # nor is time spent on looking for garbage among what imports leave: agentgym/defaults.py
@@ -53,6 +55,8 @@ INTEGRATION = {
     "whole_run",
 }
 PROCESSES = ("tests/flows/", "tests/services/")
+# tests of how programs begin, who owns them and how they end: there nothing begins as a copy
+OF_PROCESSES = ("tests/agentgym/deploy/", "tests/envs/", "tests/k8s/", "tests/services/")
 ROOT = Path(__file__).parents[1]
 SUITE = ROOT / "docs/results/suite.json"
 
@@ -123,11 +127,30 @@ def shared(tmp_path_factory):
 @pytest.fixture(scope="session")
 def forks(shared):
     """A `tests/forks.py` Forks: Python commands that begin with what takes seconds to import."""
-    from tests.forks import Forks
-
     begun = Forks(shared / "forks")
     yield begun
     begun.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _programs_begin_as_copies(forks):
+    """Those that our code starts again and again, where many tests are run: to import what they
+    need is most of their work.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", popen_of(forks, lambda: _RUNNING[0]))
+        yield
+
+
+_RUNNING = [True]  # whether programs begin as copies in the test that runs
+
+
+@pytest.hookimpl(tryfirst=True)  # before what it needs is set up
+def pytest_runtest_setup(item):
+    _RUNNING[0] = not file_of(item).startswith(OF_PROCESSES)
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,13 @@ reads its settings when it is imported, each copy imports itself.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
 import json
 import os
+import re
 import runpy
 import select
 import shutil
@@ -30,8 +32,14 @@ IMPORTED = (
     "aiohttp",
     "alembic.config",
     "docket",
+    "dvc.cli",
+    "dvc.repo",
     "fastapi",
+    "gymnasium",
     "httpx",
+    "httptools",
+    "jinja2.sandbox",
+    "minigrid",
     "mlflow",
     "mlflow.store.tracking.sqlalchemy_store",
     "pandas",
@@ -43,16 +51,88 @@ IMPORTED = (
     "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen2.modeling_qwen2",
+    "transformers.utils.chat_template_utils",
+    "uvicorn",
+    "uvicorn.protocols.http.httptools_impl",
+    "uvicorn.protocols.websockets.websockets_sansio_impl",
+    "uvloop",
 )
 OURS = {"agentgym", "envs", "flows", "services", "sites", "tasks", "prefect"}
 HOLD, RUN = b"H", b"R"
 
 
+def popen_of(forks, are_begun):
+    """A subprocess.Popen by which what `is_begun` names begins as a copy while are_begun() says so,
+    all else as ever.
+    """
+
+    class Popen(subprocess.Popen):
+        _fork = None
+
+        def _execute_child(
+            self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more
+        ):
+            words = [os.fsdecode(each) for each in args] if isinstance(args, list) else []
+            if not (is_begun(words) and are_begun()) or preexec_fn or pass_fds:
+                super()._execute_child(
+                    args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more
+                )
+                return
+            _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest = more
+            starts_session = rest[-2]
+            files = [p2cread, c2pwrite, errwrite]
+            with open(os.devnull) as nothing:
+                theirs = [
+                    each if each != -1 else own
+                    for each, own in zip(files, (nothing.fileno(), 1, 2), strict=True)
+                ]
+                self._fork = forks.begin(words, theirs, cwd, env, starts_session)
+            self.pid, self._child_created = self._fork.pid, True
+            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+        def _internal_poll(self, *arguments, **settings):
+            if self._fork is None:
+                return super()._internal_poll(*arguments, **settings)
+            if self.returncode is None and self._waitpid_lock.acquire(False):
+                try:
+                    self.returncode = self._fork.poll()
+                finally:
+                    self._waitpid_lock.release()
+            return self.returncode
+
+        def _wait(self, timeout):
+            if self._fork is None:
+                return super()._wait(timeout)
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while self.returncode is None:
+                with self._waitpid_lock, contextlib.suppress(subprocess.TimeoutExpired):
+                    self.returncode = self._fork.wait(0.02)
+                if self.returncode is None and deadline and time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+            return self.returncode
+
+    return Popen
+
+
+def is_begun(words):
+    """What tests start by the hundred: environment servers, templates, DVC, scripts that use our
+    modules; not those that ask what is imported.
+    """
+    if words[:1] != [sys.executable]:
+        return False
+    if words[1:2] == ["-m"]:
+        return words[2] in ("envs", "agentgym.models.template")
+    is_ours = words[1:2] == ["-c"] and re.search("from (dvc[.]cli|agentgym[.].*) import", words[2])
+    return bool(is_ours) and "sys.modules" not in words[2]
+
+
 class Fork:
     """A command that runs: what tests use of subprocess.Popen."""
 
-    def __init__(self, command, connection, stdout):
-        self.args, self.stdout, self.returncode = command, stdout, None
+    stdout = None
+
+    def __init__(self, command, connection):
+        self.args, self.returncode = command, None
         self._connection, self._told = connection, connection.makefile("r")
         self.pid = int(self._told.readline())
 
@@ -122,10 +202,6 @@ class Forks:
 
     def start(self, command, *, cwd=None, env=None, stdout=subprocess.PIPE, stderr=None):
         """As subprocess.Popen with text; stderr: a file, or None for that of stdout."""
-        self._hold()
-        command = [str(word) for word in command]
-        asked = {"command": command, "cwd": str(cwd or Path.cwd()), "env": {**(env or os.environ)}}
-        told = json.dumps(asked).encode()
         with contextlib.ExitStack() as stack:
             reader = None
             if stdout == subprocess.PIPE:
@@ -133,11 +209,26 @@ class Forks:
                 reader = os.fdopen(read)
                 stdout = stack.enter_context(os.fdopen(write, "w"))
             nothing = stack.enter_context(open(os.devnull))
-            connection = self._connect()
             files = [each.fileno() for each in (nothing, stdout, stderr or stdout)]
-            socket.send_fds(connection, [RUN], files)
-            connection.sendall(len(told).to_bytes(4, "big") + told)
-        return Fork(command, connection, reader)
+            fork = self.begin(command, files, cwd, env)
+        fork.stdout = reader
+        return fork
+
+    def begin(self, command, files, cwd=None, env=None, starts_session=False):
+        """files: descriptors of its input, output and errors."""
+        self._hold()
+        command = [str(word) for word in command]
+        asked = {
+            "command": command,
+            "cwd": os.fsdecode(cwd or Path.cwd()),
+            "env": {**(os.environ if env is None else env)},
+            "starts_session": starts_session,
+        }
+        told = json.dumps(asked).encode()
+        connection = self._connect()
+        socket.send_fds(connection, [RUN], files)
+        connection.sendall(len(told).to_bytes(4, "big") + told)
+        return Fork(command, connection)
 
     def _connect(self):
         connection = socket.socket(socket.AF_UNIX)
@@ -248,8 +339,11 @@ def begun(connection, files):
     return asked
 
 
-def run(command, cwd, env):
+def run(command, cwd, env, starts_session):
     """What Python does with such a command line."""
+    if starts_session:
+        os.setsid()
+    show(command)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -270,6 +364,15 @@ def run(command, cwd, env):
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")
+
+
+def show(command):
+    """The command where `ps` looks for it, as far as there is room."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    text = b"\0".join(word.encode() for word in command)[: end - begin - 1]
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, text, len(text))
 
 
 if __name__ == "__main__" and (asked := serve(*sys.argv[1:])):

@@ -4,10 +4,13 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests import forks as forks_module
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -82,6 +85,58 @@ def test_it_is_a_process_that_can_be_watched_interrupted_and_killed(forks):
             assert running.wait(30) == code
     with pytest.raises(subprocess.TimeoutExpired):
         forks.run(["python", "-c", WAIT], timeout=0.5)
+
+
+COPIED = """
+import os, sys, torch
+from agentgym.types import Item
+print(sys.stdin.readline().strip(), os.getsid(0) == os.getpid(), os.environ["OWN"], flush=True)
+sys.exit(int(sys.stdin.readline() or 9))
+"""
+
+
+def test_a_program_that_begins_as_a_copy_is_what_popen_gives_otherwise(forks, tmp_path):
+    began = []
+    begin = forks_module.popen_of(forks, lambda: began.append(1) or True)
+    command, own = [sys.executable, "-c", COPIED], {**os.environ, "OWN": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    for more, session in (({}, "False"), ({"start_new_session": True}, "True")):
+        with begin(command, env=own, cwd=tmp_path, **pipes, **more) as running:
+            shown = Path(f"/proc/{running.pid}/cmdline").read_bytes().split(b"\0")
+            assert shown[0] == sys.executable.encode()
+            assert running.poll() is None
+            with pytest.raises(subprocess.TimeoutExpired):
+                running.wait(0.05)
+            said, _ = running.communicate("here\n4\n", timeout=60)
+        assert (said, running.returncode) == (f"here {session} 1\n", 4)
+    with begin(command, env=own, **pipes) as running:  # its input ends with its owner
+        running.stdin.close()
+        assert running.wait(60) == 9
+    with begin(command, env=own, **pipes) as running:
+        running.kill()
+        assert running.wait(60) == -signal.SIGKILL
+        running.kill()  # it is gone: nobody else gets it
+    assert len(began) == 4
+    with begin([sys.executable, "-c", "import sys; sys.exit(3)"]) as other:
+        assert other.wait(60) == 3
+    assert len(began) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        (["-m", "envs", "serve", "babyai"], True),
+        (["-m", "agentgym.models.template"], True),
+        (["-c", "from agentgym.store import posix"], True),
+        (["-c", "from agentgym.store import posix; print('torch' in sys.modules)"], False),
+        (["-m", "agentgym", "plan"], False),
+        (["-c", "print(1)"], False),
+        ([], False),
+    ],
+)
+def test_what_begins_as_a_copy(words, begins):
+    assert forks_module.is_begun([sys.executable, *words]) is begins
+    assert not forks_module.is_begun(["another", *words])
 
 
 def test_the_process_that_forks_ends_with_the_last_of_those_who_held_it(forks, tmp_path):
