@@ -145,12 +145,13 @@ def test_episodes_of_a_server_that_is_killed_are_played_on_another(tokenizer, tm
 
     class Turning:
         num_asked = 0
-        victim = 0
+        pool = None
 
         async def generate(self, prompt_ids, sampling):
             self.num_asked += 1
-            if self.num_asked == 40:
-                os.kill(self.victim, signal.SIGKILL)
+            if self.num_asked == 40:  # the server that has most of the open episodes
+                busiest = max(await self.pool.info(), key=lambda each: each.active_sessions)
+                os.kill(busiest.pid, signal.SIGKILL)
             await asyncio.sleep(0.01)
             ids = tuple(renderer.action_ids("turn left"))
             return Completion(ids, (-1.0,) * len(ids), "stop", 0)
@@ -160,7 +161,7 @@ def test_episodes_of_a_server_that_is_killed_are_played_on_another(tokenizer, tm
     async def main(endpoints):
         async with pool_of(*endpoints, patience_s=20.0) as pool:
             policy = Turning()
-            policy.victim = (await pool.info())[0].pid
+            policy.pool = pool
             return await collect(
                 [(Item("babyai", task), 0) for task in range(24)],
                 pool=pool,
