@@ -117,7 +117,7 @@ def num_tests(request):
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory):
+def of_all_processes(tmp_path_factory):
     """A folder of all test processes."""
     own = tmp_path_factory.getbasetemp()
     shares = "PYTEST_XDIST_WORKER" in os.environ or "AGENTGYM_TEST_SHARED" in os.environ
@@ -125,9 +125,9 @@ def shared(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def forks(shared):
+def forks(of_all_processes):
     """A `tests/forks.py` Forks: Python commands that begin with what takes seconds to import."""
-    begun = Forks(shared / "forks")
+    begun = Forks(of_all_processes / "forks")
     yield begun
     begun.close()
 
@@ -154,12 +154,13 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(scope="session")
-def once(shared):
+def once(of_all_processes):
     """once(name, build) -> the folder that build(folder) filled, by whichever of the test
     processes came first. Copy it, leave it whole.
     """
 
     def make(name, build):
+        shared = of_all_processes
         folder, done = shared / f"once-{name}", shared / f"once-{name}.done"
         with (shared / f"once-{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -111,6 +111,22 @@ def whole_run(once, tiny_params):
 
 
 @pytest.fixture(scope="session")
+def started(once, tiny_params):
+    """A folder of a tiny run with everything before the first stage done. Copy it, leave it
+    whole: a run of other parameters uses of a copy what is the same for both.
+    """
+    from agentgym.config import load_config
+    from agentgym.pipeline.run import run_step
+
+    def build(folder):
+        cfg = load_config(tiny_params(folder))
+        for name in ("prepare", "initialize", "warm-start"):
+            run_step(name, cfg)
+
+    return once("started", build)
+
+
+@pytest.fixture(scope="session")
 def copy_run(whole_run, move_artifacts):
     """copy_run(folder, half=False) -> folder, with a run of its own that was `whole_run` or its
     half.

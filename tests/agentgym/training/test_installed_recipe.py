@@ -1,5 +1,7 @@
 """A recipe from an installed package trains like a built-in one; its settings are its own."""
 
+import shutil
+
 import pytest
 
 from agentgym.algorithms.recipe import known_recipes, recipe_modules
@@ -51,8 +53,9 @@ def median(install):
 
 
 def test_an_installed_recipe_trains_with_its_own_functions_and_settings(
-    median, tiny_params, tmp_path
+    median, started, tiny_params, tmp_path
 ):
+    shutil.copytree(started, tmp_path / "run")
     assert len(MEDIAN.strip().splitlines()) <= 30
     assert "median" in known_recipes()
     algorithm = {"recipe": "median", "scale": 2.0}

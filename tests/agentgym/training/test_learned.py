@@ -1,6 +1,7 @@
 """What an update made of an episode, or why it did not enter the loss, stands in its record."""
 
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -43,7 +44,10 @@ def test_each_reason_is_told_and_what_was_learned_from_has_none():
 
 
 @pytest.mark.integration
-def test_of_a_drawn_share_of_the_episodes_each_tokens_numbers_are_kept(tiny_params, tmp_path):
+def test_of_a_drawn_share_of_the_episodes_each_tokens_numbers_are_kept(
+    started, tiny_params, tmp_path
+):
+    shutil.copytree(started, tmp_path, dirs_exist_ok=True)
     cfg = load_config(tiny_params(tmp_path), ["rollout.token_numbers_frac=0.5"])
     for name in ("prepare", "initialize", "warm-start", "stage-1"):
         run_step(name, cfg)

@@ -25,16 +25,6 @@ ALGORITHM = {"critic_warmup_steps": 1}
 BEFORE = ("prepare", "initialize", "warm-start")
 
 
-@pytest.fixture(scope="session")
-def started(tmp_path_factory, tiny_params):
-    """A folder with everything before the first stage done, for recipes to share."""
-    folder = tmp_path_factory.mktemp("started")
-    cfg = load_config(tiny_params(folder))
-    for name in BEFORE:
-        run_step(name, cfg)
-    return folder
-
-
 @pytest.fixture
 def begin(started, tmp_path, tiny_params, tiny_endpoint):
     """begin(**changes) -> the configuration of a run that goes on from `started`."""
