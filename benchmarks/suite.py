@@ -65,7 +65,7 @@ def measured(target: str) -> dict[str, Any]:
         )
         seconds, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
         if told.returncode:
-            raise RuntimeError(f"make {target}\n{(told.stdout + told.stderr)[-5000:]}")
+            raise RuntimeError(f"make {target}\n{(told.stdout + told.stderr)[-20_000:]}")
         files: dict[str, list[float]] = defaultdict(list)
         for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314  (our own)
             files[file_of(case.attrib["classname"])].append(float(case.attrib["time"]))

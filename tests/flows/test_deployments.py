@@ -448,7 +448,7 @@ def test_the_login_goes_to_no_other_server(deployed, monkeypatch):
 
 def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deployed):
     run = deployed.submit("pipeline/local", "horizon.stage_steps=[6,1,1]")
-    deployed.wait_for_commit("stage-1", deployed.commits("stage-1") + 3)
+    deployed.wait_for_commit("stage-1", deployed.commits("stage-1") + 2)
     for pid in deployed.pids("prefect.engine"):
         os.kill(pid, signal.SIGKILL)
     seen = deployed.wait(run, "Completed", "Failed")

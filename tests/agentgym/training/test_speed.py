@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -115,9 +114,8 @@ def test_rollouts_are_as_fast_as_their_tokens_and_the_engines_counters_say():
 @pytest.mark.integration
 @pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_every_step_of_a_run_says_where_its_time_went(
-    started, tiny_params, tiny_endpoint, tmp_path, max_staleness
+    tiny_params, tiny_endpoint, tmp_path, max_staleness
 ):
-    shutil.copytree(started, tmp_path, dirs_exist_ok=True)
     cfg = load_config(
         tiny_params(tmp_path, endpoint=tiny_endpoint),
         [f"rollout.max_staleness={max_staleness}", "compute_peak_tflops=0.5"],
