@@ -133,11 +133,12 @@ def forks(of_all_processes):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _programs_begin_as_copies(forks):
-    """Those that our code starts again and again, where many tests are run: to import what they
-    need is most of their work.
+def _programs_begin_as_copies(request, forks):
+    """Those that our code starts again and again, where all tests are run: to import what they need
+    is most of their work.
     """
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    are_few = "not integration" in request.config.option.markexpr
+    if are_few or "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
