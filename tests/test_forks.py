@@ -74,6 +74,34 @@ def test_it_finds_what_its_own_path_holds_before_what_is_installed(forks, tmp_pa
     assert (ended.returncode, ended.stdout) == (0, "another\n")
 
 
+ENDING = """
+import atexit, sys, threading, time
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
+sys.stdout.write("said ")
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "told"),
+    [
+        ("", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(300)", 300 & 0xFF, ""),
+        ("sys.exit('a reason')", 1, "a reason\n"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n"),
+    ],
+)
+def test_it_ends_as_any_program_does(forks, last, code, told):
+    command = [sys.executable, "-c", ENDING + last]
+    plain = subprocess.run(command, capture_output=True, text=True, check=False)
+    for ended in (plain, forks.run(command)):
+        assert (ended.returncode, ended.stdout) == (code, "said a thread\nat exit\n")
+        assert ended.stderr.endswith(told)
+        assert bool(ended.stderr) is bool(told)
+
+
 def test_it_is_a_process_that_can_be_watched_interrupted_and_killed(forks):
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 7)):
         with forks.start(["python", "-c", WAIT]) as running:

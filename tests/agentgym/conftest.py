@@ -53,7 +53,28 @@ TINY = {
 
 
 @pytest.fixture(scope="session")
-def tiny_params(tmp_path_factory, empty_ledger):
+def drawn_once():
+    """Equal pictures of a report: each audit draws the two again, a sixth of its time, and tests
+    audit one run often.
+    """
+    from agentgym.evaluation import publish
+
+    drawn = {}
+
+    def once(draw, *shown):
+        key = (draw, repr(shown))
+        if key not in drawn:
+            drawn[key] = draw(*shown)
+        return drawn[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("learning_curve_png", "evaluation_png"):
+            patch.setattr(publish, name, functools.partial(once, getattr(publish, name)))
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_params(tmp_path_factory, empty_ledger, drawn_once):
     """path, {dotted name: value} -> a params file of a tiny run whose state lies beside the
     file, an MLflow database without runs among it.
     endpoint: of a running server of its environment; without it each step starts a process.
@@ -89,7 +110,7 @@ def tiny_params(tmp_path_factory, empty_ledger):
 
 
 @pytest.fixture(scope="session")
-def whole_run(once, tiny_params):
+def whole_run(once, tiny_params, tiny_endpoint):
     """The folder of a deterministic tiny run that nobody touched; `half` in it is the same run
     after stage 1.
     Leave it whole: `copy_run` has copies.
@@ -100,18 +121,19 @@ def whole_run(once, tiny_params):
 
     def build(folder):
         # a limit that every step breaks: the run tells of an alarm
-        alarms = {"min_entropy": 10.0}
-        cfg = load_config(tiny_params(folder, deterministic=True, alarms=alarms))
+        changes = {"deterministic": True, "alarms": {"min_entropy": 10.0}}
+        cfg = load_config(tiny_params(folder, tiny_endpoint, **changes))
         for name in steps_of(cfg):
             assert str(run_step(name, cfg)) == "ran"
             if name == "stage-1":
                 shutil.copytree(folder, folder / "half")
+        tiny_params(folder, **changes)  # others read it when that server is gone
 
     return once("whole", build)
 
 
 @pytest.fixture(scope="session")
-def started(once, tiny_params):
+def started(once, tiny_params, tiny_endpoint):
     """A folder of a tiny run with everything before the first stage done. Copy it, leave it
     whole: a run of other parameters uses of a copy what is the same for both.
     """
@@ -119,7 +141,7 @@ def started(once, tiny_params):
     from agentgym.pipeline.run import run_step
 
     def build(folder):
-        cfg = load_config(tiny_params(folder))
+        cfg = load_config(tiny_params(folder, tiny_endpoint))
         for name in ("prepare", "initialize", "warm-start"):
             run_step(name, cfg)
 

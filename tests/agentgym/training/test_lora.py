@@ -35,10 +35,11 @@ ALGORITHM = {"kl_coef": 0.01, "kl_place": "loss"}
 
 
 @pytest.fixture(scope="module")
-def adapted(copy_run, tiny_params, tmp_path_factory):
+def adapted(copy_run, tiny_params, tiny_endpoint, tmp_path_factory):
     """params.yaml of a whole run with an adapter on the warm start of `whole_run`."""
     folder = copy_run(tmp_path_factory.mktemp("adapted"), half=True)
-    params = tiny_params(folder, deterministic=True, lora=LORA, algorithm=ALGORITHM)
+    changes = {"lora": LORA, "algorithm": ALGORITHM}
+    params = tiny_params(folder, tiny_endpoint, deterministic=True, **changes)
     cfg = load_config(params)
     for name in steps_of(cfg):
         told = str(run_step(name, cfg))
