@@ -236,7 +236,7 @@ def test_searchqa_speaks_agentgyms_protocol_there_where_it_is_asked_to():
 def test_a_sciworld_client_plays_by_score_and_asks_the_further_routes():
     async def main():
         # normalised for others, theirs under /agentgym
-        async with serving("sciworld") as (client, sessions):
+        async with serving("sciworld", max_sessions=2) as (client, sessions):
             assert (await client.get("/")).json() == "This is environment ScienceWorld."
             number = (await client.post("/create")).json()["id"]
             shown = await post(client, "/reset", id=number, data_idx=3000)

@@ -98,7 +98,7 @@ def test_part_credit_is_scaled_and_neither_ends_nor_wins_an_episode(serving):
                     sum(reply.reward for reply in replies),
                 ) == (True, False, 0.0)
 
-    with serving("sciworld") as (endpoint, _):
+    with serving("sciworld", max_sessions=2) as (endpoint, _):
         asyncio.run(main(endpoint))
 
 

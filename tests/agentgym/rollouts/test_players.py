@@ -116,7 +116,7 @@ def test_expert_script_chance_and_a_hosted_model_play_every_environment(serving,
     if env in NEEDS:
         request.getfixturevalue(NEEDS[env])
     items = [Item(env, 0), Item(env, 1)]
-    with serving(env, ENVS[env], offer_expert=True) as (endpoint, sessions):
+    with serving(env, ENVS[env], offer_expert=True, max_sessions=2) as (endpoint, sessions):
         shown = play(endpoint, items, lambda *_: ExpertPlayer(), max_turns=60)
         assert all(each.success and each.status is Status.TERMINATED for each in shown)
         script = {

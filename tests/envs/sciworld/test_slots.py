@@ -406,6 +406,8 @@ def test_no_process_outlives_its_server(how, tmp_path):
         "sciworld",
         "--port-file",
         str(port_file),
+        "--max-sessions",
+        "1",
         "--drain-timeout",
         "1",
     ]

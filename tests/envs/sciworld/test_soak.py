@@ -21,7 +21,6 @@ from envs.wire import CreateReply, CreateRequest
 
 ACTIONS = ["open door to kitchen", "look around", "nonsense", "inventory", "go to kitchen"]
 TTL_S = 5.0
-CONCURRENCY = 12  # two processes
 
 
 class Tree:
@@ -39,9 +38,9 @@ class Tree:
         return mib, self._server.num_threads(), self._server.num_fds(), len(self.jvms())
 
 
-async def visit(pool, first, count):
-    """`count` sessions of five steps each, CONCURRENCY at a time. Result: how many were lost."""
-    slots = asyncio.Semaphore(CONCURRENCY)
+async def visit(pool, first, count, at_once):
+    """`count` sessions of five steps each. Result: how many were lost."""
+    slots = asyncio.Semaphore(at_once)
 
     async def one(number):
         async with slots:
@@ -62,17 +61,24 @@ async def visit(pool, first, count):
     return sum(await asyncio.gather(*(one(number) for number in range(first, first + count))))
 
 
-async def soak(endpoints, num_sessions, num_abandoned, num_kills):
+async def is_open(pool, num_sessions):
+    deadline = time.monotonic() + 60
+    while (await pool.info())[0].active_sessions < num_sessions:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def soak(endpoints, num_sessions, num_abandoned, num_kills, at_once):
     """Result: what is held after the first sessions, and at the end; sessions lost."""
     async with EnvPool(endpoints, request_timeout_s=120) as pool:
         tree = Tree((await pool.info())[0].pid)
-        fifth = max(num_sessions // 5, CONCURRENCY)  # as many at once as later
-        assert await visit(pool, 0, fifth) == 0
+        fifth = max(num_sessions // 5, at_once)  # as many at once as later
+        assert await visit(pool, 0, fifth, at_once) == 0
         plateau, lost, number = tree.held(), 0, fifth
         for kill in range(num_kills):
             count = (num_sessions - fifth) // num_kills
-            playing = asyncio.create_task(visit(pool, number, count))
-            await asyncio.sleep(2)
+            playing = asyncio.create_task(visit(pool, number, count, at_once))
+            await is_open(pool, at_once - 1)
             jvms = tree.jvms()
             os.kill(jvms[kill % len(jvms)].pid, signal.SIGKILL)
             lost += await playing
@@ -90,21 +96,26 @@ async def soak(endpoints, num_sessions, num_abandoned, num_kills):
             await asyncio.sleep(0.5)
         # what more sessions at once needed ends
         await asyncio.sleep(IDLE_S if num_sessions >= 1000 else 0)
-        assert await visit(pool, number, fifth) == 0
+        assert await visit(pool, number, fifth, at_once) == 0
         return plateau, tree.held(), lost, tree.jvms()
 
 
 @pytest.mark.parametrize(
-    ("num_sessions", "num_abandoned", "num_kills"),
-    [(36, 4, 1), pytest.param(1000, 50, 5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    ("num_sessions", "num_abandoned", "num_kills", "at_once"),
+    [
+        (16, 2, 1, 4),
+        # two processes
+        pytest.param(1000, 50, 5, 12, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
 )
 def test_memory_threads_descriptors_and_processes_come_back(
-    num_sessions, num_abandoned, num_kills, tmp_path
+    num_sessions, num_abandoned, num_kills, at_once, tmp_path
 ):
-    settings = EnvConfig(name="sciworld", max_sessions=256, session_ttl_s=TTL_S)
+    max_sessions = 256 if at_once > SLOTS_PER_JVM else at_once + num_abandoned
+    settings = EnvConfig(name="sciworld", max_sessions=max_sessions, session_ttl_s=TTL_S)
     with local_env(settings, expert=False, log_path=tmp_path / "log") as endpoints:
         plateau, end, lost, jvms = asyncio.run(
-            soak(endpoints, num_sessions, num_abandoned, num_kills)
+            soak(endpoints, num_sessions, num_abandoned, num_kills, at_once)
         )
     print(
         f"(MiB, threads, descriptors, Java processes): first {plateau}, in the end {end};"
@@ -117,7 +128,7 @@ def test_memory_threads_descriptors_and_processes_come_back(
     extra = max(end[3] - plateau[3], 0)
     # its own pool, asyncio's, the loop and the owner's watch
     assert end[1] <= POOL_THREADS + min(32, os.cpu_count() + 4) + 2
-    # its life and two pipes for each game
-    assert end[2] <= plateau[2] + (1 + 2 * SLOTS_PER_JVM) * extra
+    # its life and two pipes for each game, and the connection of who asks while all play
+    assert end[2] <= plateau[2] + (1 + 2 * SLOTS_PER_JVM) * extra + 1
     _, left = psutil.wait_procs(jvms, timeout=20)
     assert not left

@@ -72,8 +72,7 @@ def test_stop_leaves_no_process_and_no_folder_and_a_later_session_starts_again(m
     assert gone(second, seconds=1)
 
 
-def test_a_crashed_page_ends_its_session_and_no_other(make_spec):
-    spec = make_spec()
+def test_a_crashed_page_ends_its_session_and_no_other(spec):
     with opened(spec) as one, opened(spec) as other:
         tabs = one.simulator._tabs
 
@@ -85,16 +84,14 @@ def test_a_crashed_page_ends_its_session_and_no_other(make_spec):
         with pytest.raises(BrowserLost, match="crash"):
             one.step("scroll [down]")
         assert "Second page" in other.click("link", "Second page")
-    assert "Mug shop" in spec.make().reset(0)
+    with opened(spec) as later:
+        assert "Mug shop" in later.first
 
 
-def test_a_page_that_loops_for_ever_ends_its_session_in_time_and_no_other(
-    make_spec, site, monkeypatch
-):
+def test_a_page_that_loops_for_ever_ends_its_session_in_time_and_no_other(spec, site, monkeypatch):
     monkeypatch.setattr("envs.webarena.tabs.INPUT_S", 2.0)
     monkeypatch.setattr("envs.webarena.tabs.Tabs.ask.__defaults__", (2.0,))
     site.pages["/loop"] = "<title>Loop</title><button onclick='for (;;);'>go</button>"
-    spec = make_spec()
     with opened(spec) as other:
         with opened(spec) as one:
             one.step("goto [onestopmarket.com/loop]")
@@ -138,10 +135,10 @@ def test_pages_that_never_answer_do_not_hold_up_another_session(make_spec, site,
     asyncio.run(play())
 
 
-def test_keys_that_never_arrive_are_refused_where_the_page_lives(make_spec, site, monkeypatch):
+def test_keys_that_never_arrive_are_refused_where_the_page_lives(spec, site, monkeypatch):
     monkeypatch.setattr("envs.webarena.tabs.INPUT_S", 2.0)
     site.pages["/loop"] = "<title>Loop</title><button onclick='for (;;);'>go</button>"
-    with opened(make_spec()) as one:
+    with opened(spec) as one:
         tabs = one.simulator._tabs
         with pytest.raises(Refusal, match="may not have taken it"):
             tabs.chromium.run(tabs.input(asyncio.sleep(60)), 10)
@@ -150,9 +147,9 @@ def test_keys_that_never_arrive_are_refused_where_the_page_lives(make_spec, site
             one.click("button", "go")
 
 
-def test_typing_into_a_link_is_refused_as_soon_as_the_page_is_left(make_spec, site):
+def test_typing_into_a_link_is_refused_as_soon_as_the_page_is_left(spec):
     """The click opens the link; keys that follow it into the old page are never acknowledged."""
-    with opened(make_spec()) as one:
+    with opened(spec) as one:
         for text in ("x" * 150, "y" * 500) * 4:
             began = time.monotonic()
             one.step(f"type [{one.number('link', 'Second page')}] [{text}] [1]")

@@ -30,6 +30,7 @@ def html(*targets, types=("program_html",)):
 
 
 HEADING = "document.querySelector('h1').innerText"
+FUZZY = task(14, reference_answers={"fuzzy_match": ["12"]})
 TASKS = [
     task(0, **{"eval_types": ["url_match"], **SECOND}),
     task(
@@ -76,6 +77,8 @@ TASKS = [
             target("func:reddit_get_post_url('__last_url__')", HEADING, exact_match="second page")
         ),
     ),
+    task(13, reference_answers={"fuzzy_match": ["12"], "must_include": ["12"]}),
+    FUZZY,
 ]
 
 
@@ -154,11 +157,10 @@ def test_a_page_of_the_task_file_that_cannot_be_judged_is_a_failure_of_the_envir
 
 
 @pytest.mark.parametrize("answer", ["²", "9" * 5_000, "\ud800", "\x00", "I do not know"])
-def test_no_answer_escapes_its_score(make_spec, answer):
-    spec = make_spec(task(0, reference_answers={"fuzzy_match": ["12"], "must_include": ["12"]}))
+def test_no_answer_escapes_its_score(spec, answer):
     simulator = spec.make()
     try:
-        simulator.reset(0)
+        simulator.reset(13)
         result = simulator.step(f"stop [{answer}]")
         StepReply(turn=1, **dataclasses.asdict(result)).model_dump_json()
         assert (result.reward, result.terminated) == (0, True)
@@ -166,22 +168,20 @@ def test_no_answer_escapes_its_score(make_spec, answer):
         simulator.close()
 
 
-def test_a_judge_that_breaks_on_the_text_scores_it_0_and_says_so(make_spec, monkeypatch, caplog):
+def test_a_judge_that_breaks_on_the_text_scores_it_0_and_says_so(spec, monkeypatch, caplog):
     def broken(*_):
         raise KeyError("no such rule")
 
     monkeypatch.setattr(Rules, "same_answer", broken)
-    spec = make_spec(task(0, reference_answers={"fuzzy_match": ["12"]}))
-    result = end(spec, 0)
+    result = end(spec, 14)
     assert (result.reward, result.success, result.terminated) == (0, False, True)
     assert result.info["parts"] == {"failed": "KeyError 'no such rule'"}
-    assert "task 0: judging broke on the answer ''; it scores 0\nTraceback" in caplog.text
+    assert "task 14: judging broke on the answer ''; it scores 0\nTraceback" in caplog.text
 
 
 def test_a_judge_that_fails_is_a_failure_of_the_environment(make_spec):
-    fuzzy = task(0, reference_answers={"fuzzy_match": ["12"]})
     spec = make_spec(
-        fuzzy, judge={"base_url": "http://127.0.0.1:9/v1", "model": "m", "timeout_s": 1.0}
+        FUZZY, judge={"base_url": "http://127.0.0.1:9/v1", "model": "m", "timeout_s": 1.0}
     )
     with pytest.raises(RuntimeError, match=r"judge m at http://127\.0\.0\.1:9/v1"):
-        end(spec, 0)
+        end(spec, 14)
