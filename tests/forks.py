@@ -286,29 +286,43 @@ def serve(place, *imported):
     assert threading.active_count() == 1
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    listener, holders = socket.socket(socket.AF_UNIX), []
+    listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{place}.part")
     listener.listen(64)
     os.rename(f"{place}.part", place)
-    first = True
-    while first or holders:
-        ready = select.select([listener, *holders], [], [], START_TIMEOUT_S if first else None)[0]
+    holders, running, first = [], {}, True  # running: by a descriptor that tells of the end
+    while first or holders or running:
+        waiting = [listener, *holders, *running]
+        ready = select.select(waiting, [], [], START_TIMEOUT_S if first else None)[0]
         for each in ready:
-            if each is not listener:
+            if each in running:
+                pid, connection = running.pop(each)
+                os.close(each)
+                tell(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                connection.close()
+            elif each is not listener:
                 holders.remove(each)
                 each.close()
-                continue
-            connection, _ = listener.accept()
-            asked, files, _, _ = socket.recv_fds(connection, 1, 3)
-            if asked == HOLD:
-                holders.append(connection)
-            elif asked == RUN and os.fork() == 0:
-                for one in (listener, *holders):
-                    one.close()
-                return begun(connection, files)
             else:
-                connection.close()
+                connection, _ = listener.accept()
+                word, files, _, _ = socket.recv_fds(connection, 1, 3)
+                if word == HOLD:
+                    holders.append(connection)
+                    continue
+                if word == RUN and (asked := asked_of(connection)):
+                    pid = os.fork()
+                    if not pid:
+                        ours = (listener, connection, *holders, *(c for _, c in running.values()))
+                        for one in (*(each.detach() for each in ours), *running):
+                            os.close(one)
+                        for number, file in enumerate(files):
+                            os.dup2(file, number)
+                            os.close(file)
+                        return asked
+                    running[os.pidfd_open(pid)] = pid, connection
+                    tell(connection, pid)
+                else:
+                    connection.close()
                 for file in files:
                     os.close(file)
         first = first and not holders and bool(ready)
@@ -316,28 +330,16 @@ def serve(place, *imported):
     return None
 
 
-def begun(connection, files):
-    """In a fork that waits for another, and tells how that ends. Result, in the other: what it is
-    to run.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with connection.makefile("rb") as told:
-        asked = json.loads(told.read(int.from_bytes(told.read(4), "big")))
-    pid = os.fork()
-    if pid:
-        for file in files:
-            os.close(file)
-        with contextlib.suppress(OSError):
-            connection.sendall(f"{pid}\n".encode())
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with contextlib.suppress(OSError):
-            connection.sendall(f"{code}\n".encode())
-        os._exit(0)
-    connection.close()
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
-    return asked
+def asked_of(connection):
+    """What one who connected wants run, or None where he is gone."""
+    with contextlib.suppress(OSError, ValueError), connection.makefile("rb") as told:
+        return json.loads(told.read(int.from_bytes(told.read(4), "big")))
+    return None
+
+
+def tell(connection, number):
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{number}\n".encode())
 
 
 def run(command, cwd, env, starts_session):
@@ -375,7 +377,7 @@ def end(program):
     """What Python does at the end of a program, but for taking apart what was imported: of a copy
     all that memory would become its own, half a second of work.
     """
-    code = 0
+    code, was_interrupted = 0, False
     try:
         program()
     except SystemExit as asked:
@@ -384,13 +386,13 @@ def end(program):
             print(asked.code, file=sys.stderr)
     except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        code, was_interrupted = 1, isinstance(error, KeyboardInterrupt)
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    if code == -signal.SIGINT:
+    if was_interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(code & 0xFF)
