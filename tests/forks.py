@@ -43,6 +43,8 @@ IMPORTED = (
     "minigrid",
     "mlflow",
     "mlflow.store.tracking.sqlalchemy_store",
+    "moto.moto_server.werkzeug_app",
+    "moto.s3.responses",
     "pandas",
     "pydantic_settings",
     "rich.progress",
@@ -59,7 +61,11 @@ IMPORTED = (
     "uvloop",
 )
 OURS = {"agentgym", "envs", "flows", "services", "sites", "tasks", "prefect"}
+BEGUN = ("agentgym.models.template", "envs", "mlflow", "services.prefect_server")
+S3_SERVER = str(Path(__file__).with_name("s3_server.py"))
 HOLD, RUN = b"H", b"R"
+MAX_FILES = 16
+MAX_NUMBER = 512  # of a descriptor that a program is given
 
 
 def popen_of(forks, are_begun):
@@ -74,7 +80,7 @@ def popen_of(forks, are_begun):
             self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more
         ):
             words = [os.fsdecode(each) for each in args] if isinstance(args, list) else []
-            if not (is_begun(words) and are_begun()) or preexec_fn or pass_fds:
+            if not (is_begun(words) and are_begun()) or preexec_fn:
                 super()._execute_child(
                     args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more
                 )
@@ -87,7 +93,7 @@ def popen_of(forks, are_begun):
                     each if each != -1 else own
                     for each, own in zip(files, (nothing.fileno(), 1, 2), strict=True)
                 ]
-                self._fork = forks.begin(words, theirs, cwd, env, starts_session)
+                self._fork = forks.begin(words, theirs, cwd, env, starts_session, pass_fds)
             self.pid, self._child_created = self._fork.pid, True
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
@@ -116,13 +122,15 @@ def popen_of(forks, are_begun):
 
 
 def is_begun(words):
-    """What tests start by the hundred: environment servers, templates, DVC, scripts that use our
-    modules; not those that ask what is imported.
+    """What tests start by the hundred: servers, templates, DVC, scripts that use our modules; not
+    those that ask what is imported.
     """
     if words[:1] != [sys.executable]:
         return False
     if words[1:2] == ["-m"]:
-        return words[2] in ("envs", "agentgym.models.template")
+        return words[2] in BEGUN
+    if words[1:2] == ["-P"]:
+        return words[2] == S3_SERVER
     is_ours = words[1:2] == ["-c"] and re.search("from (dvc[.]cli|agentgym[.].*) import", words[2])
     return bool(is_ours) and "sys.modules" not in words[2]
 
@@ -215,8 +223,10 @@ class Forks:
         fork.stdout = reader
         return fork
 
-    def begin(self, command, files, cwd=None, env=None, starts_session=False):
-        """files: descriptors of its input, output and errors."""
+    def begin(self, command, files, cwd=None, env=None, starts_session=False, passed=()):
+        """files: descriptors of its input, output and errors; passed: of what it has under the
+        same numbers.
+        """
         self._hold()
         command = [str(word) for word in command]
         asked = {
@@ -224,10 +234,12 @@ class Forks:
             "cwd": os.fsdecode(cwd or Path.cwd()),
             "env": {**(os.environ if env is None else env)},
             "starts_session": starts_session,
+            "passed": passed,
+            "place": str(self._place),
         }
         told = json.dumps(asked).encode()
         connection = self._connect()
-        socket.send_fds(connection, [RUN], files)
+        socket.send_fds(connection, [RUN], [*files, *passed])
         connection.sendall(len(told).to_bytes(4, "big") + told)
         return Fork(command, connection)
 
@@ -305,7 +317,7 @@ def serve(place, *imported):
                 each.close()
             else:
                 connection, _ = listener.accept()
-                word, files, _, _ = socket.recv_fds(connection, 1, 3)
+                word, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES)
                 if word == HOLD:
                     holders.append(connection)
                     continue
@@ -315,9 +327,7 @@ def serve(place, *imported):
                         ours = (listener, connection, *holders, *(c for _, c in running.values()))
                         for one in (*(each.detach() for each in ours), *running):
                             os.close(one)
-                        for number, file in enumerate(files):
-                            os.dup2(file, number)
-                            os.close(file)
+                        take(files, [0, 1, 2, *asked.pop("passed")])
                         return asked
                     running[os.pidfd_open(pid)] = pid, connection
                     tell(connection, pid)
@@ -337,13 +347,26 @@ def asked_of(connection):
     return None
 
 
+def take(files, numbers):
+    """Each file under its number."""
+    apart = [fcntl.fcntl(file, fcntl.F_DUPFD, MAX_NUMBER) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(apart, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
 def tell(connection, number):
     with contextlib.suppress(OSError):
         connection.sendall(f"{number}\n".encode())
 
 
-def run(command, cwd, env, starts_session):
-    """What Python does with such a command line."""
+def run(command, cwd, env, starts_session, place):
+    """What Python does with such a command line; what it starts of `is_begun` begins as a copy,
+    too.
+    """
+    subprocess.Popen = popen_of(Forks(place), lambda: True)
     if starts_session:
         os.setsid()
     show(command)
@@ -359,6 +382,8 @@ def run(command, cwd, env, starts_session):
 
 
 def execute(words, cwd):
+    is_safe = words[0] == "-P"  # of modules beside it
+    words = words[is_safe:]
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path.insert(0, cwd)
@@ -369,7 +394,8 @@ def execute(words, cwd):
         exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = words
-        sys.path.insert(0, str(Path(words[0]).parent))
+        if not is_safe:
+            sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")
 
 

@@ -150,11 +150,39 @@ def test_a_program_that_begins_as_a_copy_is_what_popen_gives_otherwise(forks, tm
     assert len(began) == 4
 
 
+GIVEN = """
+import os, subprocess, sys
+from agentgym.store import posix
+print(os.getppid(), flush=True)
+os.write(int(sys.argv[1]), b"through its own number")
+if sys.argv[2:]:
+    subprocess.run([sys.executable, "-c", *sys.argv[2:], sys.argv[1]], pass_fds=[int(sys.argv[1])])
+"""
+
+
+def test_it_has_the_files_that_are_passed_on_and_what_it_starts_begins_as_a_copy_too(forks):
+    read, write = os.pipe()
+    command = [sys.executable, "-c", GIVEN, str(write), GIVEN]
+    begin = forks_module.popen_of(forks, lambda: True)
+    with (
+        open(read, "rb") as reader,
+        open(write, "wb") as writer,
+        begin(command, cwd=ROOT, stdout=subprocess.PIPE, pass_fds=[write]) as running,
+    ):
+        parents = running.communicate(timeout=60)[0].split()
+        writer.close()
+        assert reader.read() == b"through its own number" * 2
+    assert len(parents) == 2
+    assert len(set(parents)) == 1  # both are copies of one process
+
+
 @pytest.mark.parametrize(
     ("words", "begins"),
     [
         (["-m", "envs", "serve", "babyai"], True),
         (["-m", "agentgym.models.template"], True),
+        (["-P", str(ROOT / "tests/s3_server.py"), "port"], True),
+        (["-P", "another.py"], False),
         (["-c", "from agentgym.store import posix"], True),
         (["-c", "from agentgym.store import posix; print('torch' in sys.modules)"], False),
         (["-m", "agentgym", "plan"], False),
