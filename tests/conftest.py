@@ -75,6 +75,15 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """The test processes, too, begin as copies: much of what they do before a test is to import."""
+    forks, patch = Forks(config._tmp_path_factory.getbasetemp() / "forks"), pytest.MonkeyPatch()
+    patch.setattr(subprocess, "Popen", popen_of(forks, lambda: True))
+    config.add_cleanup(patch.undo)
+    config.add_cleanup(forks.close)
+
+
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before marks select
 
 

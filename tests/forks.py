@@ -62,6 +62,7 @@ IMPORTED = (
 )
 OURS = {"agentgym", "envs", "flows", "services", "sites", "tasks", "prefect"}
 BEGUN = ("agentgym.models.template", "envs", "mlflow", "services.prefect_server")
+TESTS = ["-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"]  # a process of pytest-xdist's
 S3_SERVER = str(Path(__file__).with_name("s3_server.py"))
 HOLD, RUN = b"H", b"R"
 MAX_FILES = 16
@@ -122,11 +123,13 @@ def popen_of(forks, are_begun):
 
 
 def is_begun(words):
-    """What tests start by the hundred: servers, templates, DVC, scripts that use our modules; not
-    those that ask what is imported.
+    """What starts by the hundred: servers, templates, DVC, scripts that use our modules, and who
+    runs the tests; not what asks what is imported.
     """
     if words[:1] != [sys.executable]:
         return False
+    if words[1:] == TESTS:
+        return True
     if words[1:2] == ["-m"]:
         return words[2] in BEGUN
     if words[1:2] == ["-P"]:
@@ -275,7 +278,7 @@ class Forks:
         env.pop("PYTHONPATH", None)  # a command has its own
         with (state / "log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(self._place), *self._imported],
+                [sys.executable, __file__, str(self._place), *self._imported],
                 cwd=state,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -292,6 +295,7 @@ class Forks:
 
 def serve(place, *imported):
     """Fork for whoever asks, until nobody holds it. Result, in a fork: what it is to run."""
+    sys.path.pop(0)  # modules beside this one
     for name in imported:
         importlib.import_module(name)
     assert not OURS & sys.modules.keys(), OURS & sys.modules.keys()
@@ -366,7 +370,8 @@ def run(command, cwd, env, starts_session, place):
     """What Python does with such a command line; what it starts of `is_begun` begins as a copy,
     too.
     """
-    subprocess.Popen = popen_of(Forks(place), lambda: True)
+    if command[1:] != TESTS:  # where it depends on the test
+        subprocess.Popen = popen_of(Forks(place), lambda: True)
     if starts_session:
         os.setsid()
     show(command)
@@ -382,8 +387,8 @@ def run(command, cwd, env, starts_session, place):
 
 
 def execute(words, cwd):
-    is_safe = words[0] == "-P"  # of modules beside it
-    words = words[is_safe:]
+    is_safe = words[0] == "-P"  # from modules beside it
+    words = words[words[0] in ("-P", "-u") :]
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path.insert(0, cwd)
