@@ -2,7 +2,6 @@
 ones, a store, an MLflow database, a DVC project. Servers: tests/servers.py.
 """
 
-import atexit
 import contextlib
 import copy
 import fcntl
@@ -24,7 +23,6 @@ from tests.forks import Forks, popen_of
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # nor is time spent on looking for garbage among what imports leave: agentgym/defaults.py
 gc.set_threshold(100_000, 50, 100)
-atexit.register(gc.freeze)
 
 # nor on making the code of Java processes fast that a test ends after a few games
 os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1")
@@ -54,11 +52,23 @@ INTEGRATION = {
     "s3_endpoint",
     "whole_run",
 }
+SHARING = ("tests/envs/sciworld/",)
 PROCESSES = ("tests/flows/", "tests/services/")
 # tests of how programs begin, who owns them and how they end: there nothing begins as a copy
-OF_PROCESSES = ("tests/agentgym/deploy/", "tests/envs/", "tests/k8s/", "tests/services/")
+OF_PROCESSES = (
+    "tests/agentgym/deploy/",
+    "tests/agentgym/rollouts/policies/test_vllm_worker.py",
+    "tests/envs/",
+    "tests/k8s/",
+    "tests/services/",
+)
 ROOT = Path(__file__).parents[1]
 SUITE = ROOT / "docs/results/suite.json"
+
+
+def pytest_sessionfinish():
+    """Pytest and then Python would look for garbage among all that tests left, seconds of it."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -70,7 +80,7 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return nodeid.partition("::")[0]
+            return group_of(nodeid)
 
     return ByFile(config, log)
 
@@ -91,9 +101,15 @@ def file_of(item):
     return item.nodeid.partition("::")[0]
 
 
+def group_of(nodeid):
+    """The tests that one process runs: of a file, or of a folder that shares a Java process."""
+    file = nodeid.partition("::")[0]
+    return next((folder for folder in SHARING if file.startswith(folder)), file)
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks select
 def pytest_collection_modifyitems(config, items):
-    """Marks what starts processes or trains, and has the longest file begin first where several
+    """Marks what starts processes or trains, and has what takes longest begin first where several
     processes share the work: none is left to one of them at the end. Of those that wait for one
     finished run, a single one is among the first: the others would wait beside it.
     """
@@ -102,16 +118,17 @@ def pytest_collection_modifyitems(config, items):
         if INTEGRATION & set(item.fixturenames) or file_of(item).startswith(PROCESSES):
             item.add_marker("integration")
     if hasattr(config, "workerinput") and SUITE.exists():
-        seconds = json.loads(SUITE.read_text())["test"]["files"]
-        waiting = {file_of(item) for item in items if "finished" in item.fixturenames}
-        files = sorted(
-            dict.fromkeys(map(file_of, items)),
-            key=lambda file: -seconds.get(file, {"seconds": 1.0})["seconds"],
-        )
-        late = [file for file in files if file in waiting][1:]
-        first = [file for file in files if file not in late][: config.workerinput["workercount"]]
-        place = {file: at for at, file in enumerate(dict.fromkeys([*first, *files]))}
-        items.sort(key=lambda item: place[file_of(item)])
+        measured = json.loads(SUITE.read_text())["test"]["files"]
+        seconds = dict.fromkeys((group_of(item.nodeid) for item in items), 1.0)
+        for file, each in measured.items():
+            if group_of(file) in seconds:
+                seconds[group_of(file)] += each["seconds"]
+        waiting = {group_of(item.nodeid) for item in items if "finished" in item.fixturenames}
+        groups = sorted(seconds, key=lambda group: -seconds[group])
+        late = [group for group in groups if group in waiting][1:]
+        first = [each for each in groups if each not in late][: config.workerinput["workercount"]]
+        place = {group: at for at, group in enumerate(dict.fromkeys([*first, *groups]))}
+        items.sort(key=lambda item: place[group_of(item.nodeid)])
 
 
 @pytest.fixture(scope="session")

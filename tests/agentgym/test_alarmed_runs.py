@@ -115,7 +115,7 @@ def test_steps_that_get_slower_raise_the_throughput_alarm_and_gradients_above_th
         began = time.monotonic()
         told = step_of(learner, batch, step=step)
         if step > 21:  # as if another program came
-            time.sleep(4 * median(took))
+            time.sleep(12 * median(took))
         took.append(time.monotonic() - began)
         return told
 

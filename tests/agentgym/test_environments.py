@@ -290,7 +290,7 @@ def test_science_and_a_grid_world_are_learned_in_one_run(params, serving):
             "max_turns": 9,
         },
     }
-    served = {"max_sessions": 8}  # by Java processes that last
+    served = {"max_sessions": 4}  # so many games are prepared
     with (
         serving("babyai", BABYAI["options"], **served) as (grid, _),
         serving("sciworld", SCIWORLD["options"], **served) as (science, _),
@@ -301,7 +301,7 @@ def test_science_and_a_grid_world_are_learned_in_one_run(params, serving):
             rollout={
                 **ROLLOUT,
                 "items_per_step": 4,
-                "concurrency": 8,
+                "concurrency": 4,
                 "max_new_tokens": 40,
                 "observation_tokens": 64,
             },

@@ -70,7 +70,7 @@ def page(folder, chromium, mlflow_server):
 def test_the_saved_view_opens_as_charts_of_the_named_metrics(page, experiment):
     metrics = [metric for title in list(SECTIONS)[:2] for metric, _ in SECTIONS[title]]
     opened = page(link_to(experiment.experiment_id, VIEWS[0]), *SECTIONS, *metrics)
-    assert opened.locator(".js-plotly-plot").count() >= 3
+    opened.locator(".js-plotly-plot").nth(2).wait_for(timeout=SEEN_S * 1000)
 
 
 def test_a_runs_page_shows_data_source_and_description(page, experiment, parent):
