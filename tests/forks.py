@@ -1,9 +1,10 @@
 """Python commands that begin as copies of one process, which has imported what they need.
 
 To import torch, transformers and MLflow takes a command five seconds of CPU, more than most tests
-ask of it; here one process does so for all test processes, and forks. A copy runs the program it is
-given, in its directory, environment and files. The modules of this repository, and Prefect, which
-reads its settings when it is imported, each copy imports itself.
+ask of it; here one process does so for all test processes, which begin so themselves, and forks. A
+copy runs the program it is given, in its directory, environment and files, and what that starts may
+begin as a copy, too. The modules of this repository, and Prefect, which reads its settings when it
+is imported, each copy imports itself.
 """
 
 import atexit

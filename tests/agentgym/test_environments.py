@@ -208,7 +208,7 @@ def test_three_updates_in_a_browser_pass_the_audit(params, serving, tmp_path):
             },
             algorithm={"entropy_coef": 0.01},
             model={**SMALL["model"], "context_tokens": 2048},
-            warm_start={**SMALL["warm_start"], "num_demos": 12, "steps": 40},
+            warm_start={**SMALL["warm_start"], "num_demos": 12, "steps": 5},
             validation={"every": 2, "num_items": 2, "max_turns": 5},
             evaluation={
                 "num_items": 2,
