@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 from pathlib import Path
 
@@ -110,7 +109,6 @@ def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
     from agentgym.tracking.mlflow import reaching
     from agentgym.tracking.registry import ModelChanged, fetch_version, version_meant
 
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     with reaching(cfg.tracking_uri):
         tracker = tracker_of(cfg)
         try:
