@@ -179,8 +179,8 @@ def test_it_has_the_files_that_are_passed_on_and_what_it_starts_begins_as_a_copy
 @pytest.mark.parametrize(
     ("words", "begins"),
     [
-        (["-m", "envs", "serve", "babyai"], True),
-        (["-m", "agentgym.models.template"], True),
+        (forks_module.TESTS, True),
+        *((["-m", name, "serve"], True) for name in forks_module.BEGUN),
         (["-P", str(ROOT / "tests/s3_server.py"), "port"], True),
         (["-P", "another.py"], False),
         (["-c", "from agentgym.store import posix"], True),

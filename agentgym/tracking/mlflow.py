@@ -494,7 +494,7 @@ def _prepare_environment() -> None:
         "DO_NOT_TRACK": "true",
         "GIT_PYTHON_REFRESH": "quiet",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # stdout is for what the command says
-        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # files of kilobytes
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # and stderr for what is wrong
         # MLflow's own 7 retries hold a caller up for four minutes at a time; what could not be
         # delivered is delivered later
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
