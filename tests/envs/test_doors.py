@@ -323,6 +323,8 @@ def test_what_has_no_end_is_cut_off_and_not_kept(server, what):
             socket.create_connection(address, timeout=10) as connected,
             contextlib.suppress(ConnectionError),
         ):
+            # ours grows to four megabytes where the server is slow
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
             connected.sendall(beginning)
             while part < most:
                 connected.sendall(more)

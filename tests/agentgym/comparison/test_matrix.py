@@ -243,14 +243,16 @@ def test_a_step_with_its_parents_waits_for_the_process_that_runs_a_shared_one(
     key = key_of(steps_of(cfg)["initialize"], cfg, finished(cfg, store))
     with store.open("initialize", key), pytest.raises(LeaseHeld):
         run_with_parents("warm-start", cfg)
-    released = threading.Event()
+    held, released = threading.Event(), threading.Event()
 
     def hold():
         with store.open("initialize", key):
+            held.set()
             released.wait(30)
 
     holder = threading.Thread(target=hold)
     holder.start()
+    assert held.wait(30)
     threading.Timer(1.5, released.set).start()
     began = time.monotonic()
     outcomes = run_with_parents("warm-start", cfg, wait_s=60)
