@@ -317,31 +317,37 @@ def serve(place, *imported):
                 os.close(each)
                 tell(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                 connection.close()
-            elif each is not listener:
+            elif each in holders:
                 holders.remove(each)
                 each.close()
-            else:
-                connection, _ = listener.accept()
-                word, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES)
-                if word == HOLD:
-                    holders.append(connection)
-                    continue
-                if word == RUN and (asked := asked_of(connection)):
-                    pid = os.fork()
-                    if not pid:
-                        ours = (listener, connection, *holders, *(c for _, c in running.values()))
-                        for one in (*(each.detach() for each in ours), *running):
-                            os.close(one)
-                        take(files, [0, 1, 2, *asked.pop("passed")])
-                        return asked
-                    running[os.pidfd_open(pid)] = pid, connection
-                    tell(connection, pid)
-                else:
-                    connection.close()
-                for file in files:
-                    os.close(file)
+            elif asked := accept(listener, holders, running):
+                return asked
         first = first and not holders and bool(ready)
     os.unlink(place)
+    return None
+
+
+def accept(listener, holders, running):
+    """One who connects, and holds or has a copy made. Result, in the copy: what it is to run."""
+    connection, _ = listener.accept()
+    word, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES)
+    if word == HOLD:
+        holders.append(connection)
+        return None
+    asked = asked_of(connection) if word == RUN else None
+    if asked is None:
+        connection.close()
+    elif pid := os.fork():
+        running[os.pidfd_open(pid)] = pid, connection
+        tell(connection, pid)
+    else:
+        ours = (listener, connection, *holders, *(each for _, each in running.values()))
+        for one in (*(each.detach() for each in ours), *running):
+            os.close(one)
+        take(files, [0, 1, 2, *asked.pop("passed")])
+        return asked
+    for file in files:
+        os.close(file)
     return None
 
 
