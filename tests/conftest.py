@@ -97,14 +97,13 @@ def pytest_xdist_setupnodes(config, specs):
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before marks select
 
 
-def file_of(item):
-    return item.nodeid.partition("::")[0]
+def file_of(nodeid):
+    return nodeid.partition("::")[0]
 
 
 def group_of(nodeid):
     """The tests that one process runs: of a file, or of a folder that shares a Java process."""
-    file = nodeid.partition("::")[0]
-    return next((folder for folder in SHARING if file.startswith(folder)), file)
+    return next((folder for folder in SHARING if nodeid.startswith(folder)), file_of(nodeid))
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select
@@ -115,7 +114,7 @@ def pytest_collection_modifyitems(config, items):
     """
     config.stash[COLLECTED] = list(items)
     for item in items:
-        if INTEGRATION & set(item.fixturenames) or file_of(item).startswith(PROCESSES):
+        if INTEGRATION & set(item.fixturenames) or file_of(item.nodeid).startswith(PROCESSES):
             item.add_marker("integration")
     if hasattr(config, "workerinput") and SUITE.exists():
         measured = json.loads(SUITE.read_text())["test"]["files"]
@@ -136,7 +135,7 @@ def num_tests(request):
     """How many tests `make test` has. Skips where not all files were collected."""
     items = request.config.stash[COLLECTED]
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
-    if not files <= {file_of(item) for item in items}:
+    if not files <= {file_of(item.nodeid) for item in items}:
         pytest.skip("a part of the tests is run alone")
     left_out = ("slow", "gpu", "ray", "vllm", "kubernetes")
     return sum(not any(map(item.get_closest_marker, left_out)) for item in items)
@@ -177,7 +176,7 @@ _RUNNING = [True]  # whether programs begin as copies in the test that runs
 
 @pytest.hookimpl(tryfirst=True)  # before what it needs is set up
 def pytest_runtest_setup(item):
-    _RUNNING[0] = not file_of(item).startswith(OF_PROCESSES)
+    _RUNNING[0] = not file_of(item.nodeid).startswith(OF_PROCESSES)
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,8 @@
 
 To import torch, transformers and MLflow takes a command five seconds of CPU, more than most tests
 ask of it; here one process does so for all test processes, which begin so themselves, and forks. A
-copy runs the program it is given, in its directory, environment and files, and what that starts may
-begin as a copy, too. The modules of this repository, and Prefect, which reads its settings when it
-is imported, each copy imports itself.
+copy runs the program it is given, in its directory, environment and files. The modules of this
+repository, and Prefect, which reads its settings when it is imported, each copy imports itself.
 """
 
 import atexit
@@ -203,9 +202,9 @@ class Forks:
             self._held.close()
 
     def run(self, command, *, cwd=None, env=None, timeout=600):
-        """As subprocess.run with captured text."""
+        """As subprocess.run with captured text; what it starts of `is_begun` are copies, too."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            running = self.start(command, cwd=cwd, env=env, stdout=out, stderr=err)
+            running = self.start(command, cwd=cwd, env=env, stdout=out, stderr=err, copies=True)
             try:
                 code = running.wait(timeout)
             finally:
@@ -213,8 +212,12 @@ class Forks:
             texts = [(file.seek(0), file.read())[1] for file in (out, err)]
         return subprocess.CompletedProcess(command, code, *texts)
 
-    def start(self, command, *, cwd=None, env=None, stdout=subprocess.PIPE, stderr=None):
-        """As subprocess.Popen with text; stderr: a file, or None for that of stdout."""
+    def start(
+        self, command, *, cwd=None, env=None, stdout=subprocess.PIPE, stderr=None, copies=False
+    ):
+        """As subprocess.Popen with text; stderr: a file, or None for that of stdout. copies: as of
+        `run`; they are no children of it, and their environment is not seen in /proc.
+        """
         with contextlib.ExitStack() as stack:
             reader = None
             if stdout == subprocess.PIPE:
@@ -223,11 +226,13 @@ class Forks:
                 stdout = stack.enter_context(os.fdopen(write, "w"))
             nothing = stack.enter_context(open(os.devnull))
             files = [each.fileno() for each in (nothing, stdout, stderr or stdout)]
-            fork = self.begin(command, files, cwd, env)
+            fork = self.begin(command, files, cwd, env, copies=copies)
         fork.stdout = reader
         return fork
 
-    def begin(self, command, files, cwd=None, env=None, starts_session=False, passed=()):
+    def begin(
+        self, command, files, cwd=None, env=None, starts_session=False, passed=(), copies=False
+    ):
         """files: descriptors of its input, output and errors; passed: of what it has under the
         same numbers.
         """
@@ -239,7 +244,7 @@ class Forks:
             "env": {**(os.environ if env is None else env)},
             "starts_session": starts_session,
             "passed": passed,
-            "place": str(self._place),
+            "place": str(self._place) if copies else None,
         }
         told = json.dumps(asked).encode()
         connection = self._connect()
@@ -374,10 +379,8 @@ def tell(connection, number):
 
 
 def run(command, cwd, env, starts_session, place):
-    """What Python does with such a command line; what it starts of `is_begun` begins as a copy,
-    too.
-    """
-    if command[1:] != TESTS:  # where it depends on the test
+    """What Python does with such a command line. place: where what it starts begins as a copy."""
+    if place:
         subprocess.Popen = popen_of(Forks(place), lambda: True)
     if starts_session:
         os.setsid()
@@ -419,10 +422,11 @@ def end(program):
     try:
         program()
     except SystemExit as asked:
-        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
-        if asked.code is not None and not isinstance(asked.code, int):
-            print(asked.code, file=sys.stderr)
-    except BaseException as error:
+        code = asked.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:  # whatever the program did not catch
         sys.excepthook(*sys.exc_info())
         code, was_interrupted = 1, isinstance(error, KeyboardInterrupt)
     threading._shutdown()
