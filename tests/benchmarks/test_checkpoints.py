@@ -38,9 +38,10 @@ def test_each_of_two_ranks_holds_half_of_a_smaller_model(checkpoints, forks, tmp
             assert len(peaks) == 1
     shares = found["memory_of_two_to_one"]
     assert set(shares) == {"build", "commit", "resume"}
-    # a smaller model's share is nearer to what any process takes, and on a machine that does much
-    # else two parts of a commit meet: 0.59 to 0.78
-    assert all(0.3 < share <= 0.85 for share in shares.values()), found
+    # a smaller model's share is nearer to what any process takes; of a commit it was 0.59 to 0.78,
+    # by how much else the machine did
+    most = {"build": 0.75, "commit": 0.85, "resume": 0.75}
+    assert all(0.3 < share <= most[phase] for phase, share in shares.items()), found
 
 
 def test_what_was_measured_is_what_the_documents_say(checkpoints):
