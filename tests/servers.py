@@ -50,7 +50,9 @@ def chromium():
 @pytest.fixture(scope="session")
 def kubeconfig(tmp_path_factory):
     """The kubeconfig of a real API server: that of AGENTGYM_TEST_KUBECONFIG, or of a control plane
-    that the script AGENTGYM_TEST_CONTROL_PLANE starts (`up FOLDER NODES`, `down FOLDER`).
+    that the script AGENTGYM_TEST_CONTROL_PLANE starts (`up FOLDER`, `down FOLDER`). It has one
+    hollow node: of several that start in the same instant two can get the same container runtime,
+    and each ends the other's pods.
     """
     given = os.environ.get("AGENTGYM_TEST_KUBECONFIG")
     script = os.environ.get("AGENTGYM_TEST_CONTROL_PLANE")
@@ -59,7 +61,7 @@ def kubeconfig(tmp_path_factory):
     elif script:
         folder = tmp_path_factory.mktemp("control-plane")
         try:
-            subprocess.run([script, "up", folder, "3"], check=True, timeout=280)
+            subprocess.run([script, "up", folder], check=True, timeout=280)
             yield folder / "kubeconfig"
         finally:
             subprocess.run([script, "down", folder], check=False, timeout=60)
