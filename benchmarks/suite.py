@@ -4,7 +4,8 @@
 
 Each runs as a contributor runs it, on an otherwise idle machine, but for tests/test_suite.py:
 that one bounds what is written here, docs/results/suite.json, by which the tests' processes also
-share the files among them.
+share the files among them. `loop_s` says how fast the machine was before and after: the same tests
+took 511 s and, hours later on a host that others used, 613 s.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ from pipeline import machine
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs/results/suite.json"
 LIMIT_S = 3600
+LOOP = """
+import time
+began = time.perf_counter()
+sum(i * i for i in range(5_000_000))
+print(time.perf_counter() - began)
+"""
 
 
 def main() -> int:
@@ -50,7 +57,7 @@ def main() -> int:
 def measured(target: str) -> dict[str, Any]:
     """Errors: RuntimeError where a test fails."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
+        report, loops = Path(folder, "report.xml"), [loop_s()]
         began, before = time.monotonic(), psutil.cpu_times()
         told = subprocess.run(
             [
@@ -66,6 +73,7 @@ def measured(target: str) -> dict[str, Any]:
         seconds, after = time.monotonic() - began, psutil.cpu_times()
         if told.returncode:
             raise RuntimeError(f"make {target}\n{(told.stdout + told.stderr)[-20_000:]}")
+        loops.append(loop_s())
         files: dict[str, list[float]] = defaultdict(list)
         for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314  (our own)
             files[file_of(case.attrib["classname"])].append(float(case.attrib["time"]))
@@ -73,6 +81,7 @@ def measured(target: str) -> dict[str, Any]:
     return {
         "seconds": round(seconds, 1),
         "cpu_seconds": round(spent, 1),
+        "loop_s": [round(each, 2) for each in loops],
         "tests": sum(map(len, files.values())),
         "skipped": int((re.findall(r"(\d+) skipped", told.stdout) or [0])[-1]),
         "files": {
@@ -80,6 +89,15 @@ def measured(target: str) -> dict[str, Any]:
             for name, times in sorted(files.items(), key=lambda each: -sum(each[1]))
         },
     }
+
+
+def loop_s() -> float:
+    """Seconds of a fixed loop of Python, the slowest of one on each core at once."""
+    begun = [
+        subprocess.Popen([sys.executable, "-c", LOOP], stdout=subprocess.PIPE, text=True)
+        for _ in range(os.cpu_count() or 1)
+    ]
+    return max(float(each.communicate(timeout=60)[0]) for each in begun)
 
 
 def file_of(classname: str) -> str:
