@@ -4,8 +4,7 @@
 
 Each runs as a contributor runs it, on an otherwise idle machine, but for tests/test_suite.py:
 that one bounds what is written here, docs/results/suite.json, by which the tests' processes also
-share the files among them. `loop_s` says how fast the machine was before and after: the same tests
-took 511 s and, hours later on a host that others used, 613 s.
+share the files among them. `loop_s` says how fast the machine was before and after.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,6 @@ from pipeline import machine
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs/results/suite.json"
 LIMIT_S = 3600
-LOOP = """
-import time
-began = time.perf_counter()
-sum(i * i for i in range(5_000_000))
-print(time.perf_counter() - began)
-"""
 
 
 def main() -> int:
@@ -93,11 +87,15 @@ def measured(target: str) -> dict[str, Any]:
 
 def loop_s() -> float:
     """Seconds of a fixed loop of Python, the slowest of one on each core at once."""
-    begun = [
-        subprocess.Popen([sys.executable, "-c", LOOP], stdout=subprocess.PIPE, text=True)
-        for _ in range(os.cpu_count() or 1)
-    ]
-    return max(float(each.communicate(timeout=60)[0]) for each in begun)
+    cores = os.cpu_count() or 1
+    with ProcessPoolExecutor(cores) as pool:
+        return max(pool.map(looped_s, range(cores)))
+
+
+def looped_s(_core: int) -> float:
+    began = time.perf_counter()
+    sum(i * i for i in range(5_000_000))
+    return time.perf_counter() - began
 
 
 def file_of(classname: str) -> str:
