@@ -204,10 +204,14 @@ def postgres(tmp_path_factory):
     from agentgym.deploy.owned import owned_process, tail
 
     programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
-    if not programs:
-        pytest.skip("no Postgres is installed: apt-get install postgresql")
-    if os.geteuid():
-        pytest.skip("a Postgres of the tests is started by root, under its own account")
+
+    def check():
+        if not programs:
+            raise ValueError("no Postgres is installed: apt-get install postgresql")
+        if os.geteuid():
+            raise ValueError("a Postgres of the tests is started by root, under its own account")
+
+    skip_without(check)
     folder = tmp_path_factory.mktemp("postgres")
     for each in (folder, *folder.parents):  # its account has to get there
         if each.is_relative_to("/tmp") and each != Path("/tmp"):
