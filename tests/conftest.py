@@ -13,6 +13,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ gc.set_threshold(100_000, 50, 100)
 # nor on making the code of Java processes fast that a test ends after a few games
 os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1")
 
-pytest_plugins = ["tests.servers"]
+pytest_plugins = ["tests.deadlines", "tests.servers"]
 
 TEXTS = [
     "you see a red ball",
@@ -198,6 +199,30 @@ def once(of_all_processes):
         return folder
 
     return make
+
+
+def _stands_still(pid):
+    try:
+        stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except FileNotFoundError:  # of a thread that ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] in "TZ" for stat in stats)
+
+
+@pytest.fixture(scope="session")
+def stand_still():
+    """stand_still(pid): stop that process, and come back when each of its threads has stopped. They
+    do so one after another: on a busy machine one may well answer after the signal.
+    """
+
+    def stop(pid):
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while not _stands_still(pid):
+            assert time.monotonic() < deadline, f"{pid} goes on"
+            time.sleep(0.01)
+
+    return stop
 
 
 @pytest.fixture(scope="session")

@@ -87,16 +87,19 @@ class StockSlot:
     engine: Any
 
     def call(self, operation: str, *texts: str) -> Answer:
-        """Errors: GameFailed, JvmLost."""
+        """Errors: GameFailed; JvmLost, where no answer came, too: py4j reports a process that dies
+        before it reads a call as an error without a cause.
+        """
         # only here: the package comes with the engine
-        from py4j.protocol import Py4JError, Py4JNetworkError
+        from py4j.protocol import Py4JError, Py4JJavaError
 
         try:
-            return Answer(tuple(self._carry_out(operation, texts)), 0.0)
-        except (Py4JNetworkError, OSError) as error:
+            try:
+                return Answer(tuple(self._carry_out(operation, texts)), 0.0)
+            except Py4JJavaError as error:
+                raise GameFailed(str(error)) from error  # asks the process what was raised
+        except (Py4JError, OSError) as error:
             raise JvmLost(f"{type(error).__name__} {error}") from error
-        except Py4JError as error:
-            raise GameFailed(str(error)) from error
 
     async def call_async(self, operation: str, *texts: str) -> Answer:
         """As `call`, with a deadline: a process that gives no answer ends with its game, and
@@ -119,8 +122,7 @@ class StockSlot:
         if operation == "s":
             return self._step(texts[0])
         if operation == "a":
-            answers = [getattr(engine, name)() for name in texts]
-            return [answer if isinstance(answer, str) else "\n".join(answer) for answer in answers]
+            return [self._text(getattr(engine, name)()) for name in texts]
         assert operation == "u", operation
         with TemporaryDirectory() as folder:
             engine.getObjectTree(folder)
@@ -130,6 +132,13 @@ class StockSlot:
         text = self.engine.step(action)
         completed = "true" if self.engine.getCompleted() else "false"
         return [text, str(self.engine.getScore()), completed, str(self.engine.getNumMoves())]
+
+    def _text(self, answer: Any) -> str:
+        if isinstance(answer, str):
+            return answer
+        text = "\n".join(answer)
+        self.gateway.detach(answer)
+        return text
 
     def end(self) -> None:
         self.gateway.close()
@@ -153,7 +162,13 @@ def start() -> StockSlot:
     )
     gateway = JavaGateway(
         gateway_parameters=GatewayParameters(
-            port=port, auth_token=token, auto_field=True, auto_convert=True
+            port=port,
+            auth_token=token,
+            auto_field=True,
+            auto_convert=True,
+            read_timeout=CALL_TIMEOUT_S,
+            # else whoever collects garbage waits for the process of each game that is left
+            enable_memory_management=False,
         )
     )
     return StockSlot(process, gateway, gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface())

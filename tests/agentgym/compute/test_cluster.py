@@ -259,7 +259,7 @@ def assert_same(ours, theirs):
     ("number", "verdict"), [(signal.SIGKILL, "died: "), (signal.SIGSTOP, "does not answer; ")]
 )
 def test_a_lost_rank_ends_the_step_and_is_named(
-    tmp_path, tiny_params, joined, make_model, stored, number, verdict, monkeypatch
+    tmp_path, tiny_params, joined, make_model, stored, number, verdict, monkeypatch, stand_still
 ):
     monkeypatch.setattr("agentgym.compute.learner_ranks.SLACK_S", 5.0)
     cfg = load_config(
@@ -270,7 +270,8 @@ def test_a_lost_rank_ends_the_step_and_is_named(
     with open_cluster(cfg, num_ranks=2, num_workers=0) as room, room.learner(plan) as learner:
         assert_same(reread(learner, plan), plan.weights.load())
         where = learner._where[1]
-        os.kill(int(where.split()[1]), number)
+        pid = int(where.split()[1])
+        os.kill(pid, number) if number == signal.SIGKILL else stand_still(pid)
         with pytest.raises(
             RankLost,
             match=(

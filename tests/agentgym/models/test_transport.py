@@ -172,10 +172,13 @@ def test_other_bytes_than_were_sent_are_refused_by_who_receives_them(receivers, 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_receiver_that_is_lost_breaks_it_within_the_deadline(receivers, tmp_path, number):
+def test_a_receiver_that_is_lost_breaks_it_within_the_deadline(
+    receivers, tmp_path, stand_still, number
+):
     own = broadcast(tmp_path / "meet", timeout_s=5.0)
     others = receivers(own)
-    others.processes[1].send_signal(number)
+    lost = others.processes[1]
+    lost.kill() if number == signal.SIGKILL else stand_still(lost.pid)
     others.go()
     began = time.monotonic()
     with pytest.raises(TransportBroken, match=r"version 7: broadcast to 2 processes broke at rank"):

@@ -250,24 +250,12 @@ def test_texts_longer_than_a_pipe_holds_arrive_both_ways(pool):
     pool.release(slot)
 
 
-def stop(pid):
-    """Every thread: they stop one after another."""
-    os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 10
-    while any(
-        stat.read_text().rpartition(")")[2].split()[0] != "T"
-        for stat in Path(f"/proc/{pid}/task").glob("*/stat")
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 # the second does not fit into the pipe
 @pytest.mark.parametrize("text", ["look around", "x" * 300_000])
 @pytest.mark.parametrize("awaited", [False, True])
-def test_a_process_that_stands_still_is_ended_with_all_its_games(small, text, awaited):
+def test_a_process_that_stands_still_is_ended_with_all_its_games(small, stand_still, text, awaited):
     held = [small.acquire() for _ in range(2)]
-    stop(held[0].process.jvm.pid)
+    stand_still(held[0].process.jvm.pid)
     small._call_timeout_s = 0.2
     for slot in held:
         with pytest.raises(JvmLost, match="gave no answer within"):

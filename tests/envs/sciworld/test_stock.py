@@ -3,6 +3,9 @@
 import asyncio
 import gc
 import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -25,13 +28,12 @@ SENSITIVE = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def collected():
-    """A proxy of Java's speaks to its gateway when it is collected, and that one is gone: here,
-    and not while another test's module is compiled, which then ends the whole session.
-    """
-    yield
-    gc.collect()
+@pytest.fixture
+def place():
+    """A game's process, ended afterwards."""
+    pool = StockPool()
+    yield pool.acquire()
+    pool.close()
 
 
 def test_under_equal_identity_hashes_the_stock_engine_says_what_ours_does(pool):
@@ -88,16 +90,57 @@ def test_its_gateway_asks_for_a_token_and_ends_with_the_session():
     assert pool.pids == []
 
 
-def test_a_game_that_gives_no_answer_is_lost_in_time(monkeypatch):
+def test_a_game_that_gives_no_answer_is_lost_in_time(place, stand_still, monkeypatch):
     monkeypatch.setattr("envs.sciworld.stock.CALL_TIMEOUT_S", 0.2)
-    pool = StockPool()
-    place = pool.acquire()
-    psutil.Process(place.process.pid).suspend()
+    stand_still(place.process.pid)
 
     async def step():
         with pytest.raises(JvmLost, match="gave no answer within"):
             await place.call_async("s", "look around")
-        await asyncio.to_thread(pool.release, place)
+        await asyncio.to_thread(place.end)
 
     asyncio.run(asyncio.wait_for(step(), 20))  # its thread has ended too
-    assert pool.pids == []
+
+
+def test_a_call_nobody_awaits_has_a_deadline_too(stand_still, monkeypatch):
+    monkeypatch.setattr("envs.sciworld.stock.CALL_TIMEOUT_S", 2.0)
+    place = stock.start()
+    stand_still(place.process.pid)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(place.call, "s", "look around")
+        try:
+            with pytest.raises(JvmLost):
+                asked.result(20)
+        finally:
+            place.end()
+
+
+def test_a_process_that_dies_before_it_reads_a_call_is_lost_and_no_game_failed(place, stand_still):
+    """Otherwise a killed process would be an episode that scored 0."""
+    place.call("l", "boil", "0")
+    place.call("s", "look around")
+    stand_still(place.process.pid)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(place.call, "s", "look around")
+        time.sleep(0.5)  # the call lies unread
+        place.process.kill()
+        with pytest.raises(JvmLost):
+            asked.result(20)
+
+
+def test_what_is_left_of_a_game_that_stands_still_is_collected_without_asking_it(stand_still):
+    slots = [stock.start()]
+    process = slots[0].process
+    stand_still(process.pid)
+
+    def forget():
+        slots.clear()
+        gc.collect()
+
+    collecting = threading.Thread(target=forget)
+    collecting.start()
+    collecting.join(10)
+    waits = collecting.is_alive()
+    process.kill()
+    process.wait(10)
+    assert not waits

@@ -287,7 +287,9 @@ def test_a_server_takes_its_browser_along_however_it_ends(short_path, site, end)
     ]
 
 
-def test_what_a_killed_browser_leaves_behind_is_ended_with_its_server(short_path, site):
+def test_what_a_killed_browser_leaves_behind_is_ended_with_its_server(
+    short_path, site, stand_still
+):
     """Stopped processes do not notice that their browser is gone."""
     with served(short_path, site, tasks=[task(5)]) as (process, url):
         call(f"{url}/create", {"request_key": "k", "task_id": 5})
@@ -301,7 +303,7 @@ def test_what_a_killed_browser_leaves_behind_is_ended_with_its_server(short_path
         ]
         children = browser.children(recursive=True)
         for child in children:
-            child.suspend()
+            stand_still(child.pid)
         browser.kill()
         process.kill()
         process.wait(30)

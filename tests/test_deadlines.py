@@ -1,0 +1,55 @@
+"""A test that failed, and one that hangs where no signal reaches, end and are named."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+FAILED = """
+import threading
+import pytest
+
+@pytest.fixture
+def what_never_ends():
+    yield
+    threading.Event().wait()
+
+def test_it(what_never_ends):
+    raise ValueError("the first error")
+"""
+DEAF = """
+import ctypes
+import tests.deadlines
+tests.deadlines.SLACK_S = 1.0
+
+def test_it():
+    c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    c.pthread_mutex_lock(mutex)
+    c.pthread_mutex_lock(mutex)  # goes on waiting after a signal, as many a call in C
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (FAILED, ("the first error", "Timeout (>2.0s)", "threading.Event().wait()")),
+        (DEAF, ("Timeout (0:00:03)!", "in test_it")),
+    ],
+)
+def test_what_waits_forever_ends_and_is_named(tmp_path, source, told):
+    (tmp_path / "test_waits.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.deadlines", "--timeout", "2", "-q"]
+    ended = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 1, said
+    for each in told:
+        assert each in said
