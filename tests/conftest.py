@@ -204,7 +204,7 @@ def once(of_all_processes):
 def _stands_still(pid):
     try:
         stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except FileNotFoundError:  # of a thread that ended
+    except OSError:  # of a thread that ended
         return False
     return all(stat.rpartition(")")[2].split()[0] in "TZ" for stat in stats)
 

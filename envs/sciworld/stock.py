@@ -147,7 +147,9 @@ class StockSlot:
 
 
 def start() -> StockSlot:
-    """A gateway on a free loopback port that asks for a token; it ends when this process does."""
+    """A gateway on a free loopback port that asks for a token; it ends when this process does.
+    Errors: Py4JError where it gives no answer.
+    """
     from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 
     port, token, process = launch_gateway(
@@ -171,4 +173,9 @@ def start() -> StockSlot:
             enable_memory_management=False,
         )
     )
-    return StockSlot(process, gateway, gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface())
+    try:
+        engine = gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+    except BaseException:
+        process.kill()
+        raise
+    return StockSlot(process, gateway, engine)

@@ -102,6 +102,16 @@ def test_a_game_that_gives_no_answer_is_lost_in_time(place, stand_still, monkeyp
     asyncio.run(asyncio.wait_for(step(), 20))  # its thread has ended too
 
 
+def test_a_process_that_does_not_begin_in_time_is_ended(monkeypatch):
+    from py4j.protocol import Py4JError  # comes with the engine
+
+    monkeypatch.setattr("envs.sciworld.stock.CALL_TIMEOUT_S", 0.01)
+    before = set(psutil.Process().children())
+    with pytest.raises(Py4JError):
+        stock.start()
+    assert not psutil.wait_procs(set(psutil.Process().children()) - before, timeout=10)[1]
+
+
 def test_a_call_nobody_awaits_has_a_deadline_too(stand_still, monkeypatch):
     monkeypatch.setattr("envs.sciworld.stock.CALL_TIMEOUT_S", 2.0)
     place = stock.start()
