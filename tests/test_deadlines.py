@@ -32,16 +32,17 @@ def test_it():
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        (FAILED, ("the first error", "Timeout (>2.0s)", "threading.Event().wait()")),
-        (DEAF, ("Timeout (0:00:03)!", "in test_it")),
+        (FAILED, ("the first error", "Timeout (>1.0s)", "threading.Event().wait()")),
+        (DEAF, ("Timeout (0:00:02)!", "in test_it")),
     ],
 )
 def test_what_waits_forever_ends_and_is_named(tmp_path, source, told):
     (tmp_path / "test_waits.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.deadlines", "--timeout", "2", "-q"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.deadlines", "--timeout", "1", "-q"]
     ended = subprocess.run(
         [*command, "--rootdir", str(tmp_path), str(tmp_path)],
         cwd=ROOT,

@@ -253,15 +253,15 @@ def test_an_episode_that_hangs_times_out_alone(renderer, deterministic):
         renderer,
         behave,
         items=10,
-        episode_timeout_s=0.15,
+        episode_timeout_s=1.0,
         max_attempts=2,
         deterministic=deterministic,
     )
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60
     assert [t.status for t in trajectories] == [
         Status.TIMEOUT if task == 3 else Status.TERMINATED for task in range(10)
     ]
-    assert (trajectories[3].reward, trajectories[3].error) == (None, "no end within 0.15 s")
+    assert (trajectories[3].reward, trajectories[3].error) == (None, "no end within 1 s")
 
 
 def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_takes_to_close(
@@ -285,7 +285,7 @@ def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_ta
         player_of=token_players(Scripted(renderer), renderer),
         settings=SETTINGS,
         concurrency=1,
-        episode_timeout_s=0.3,
+        episode_timeout_s=1.0,
         max_attempts=2,
         max_env_error_frac=0.0,
     )

