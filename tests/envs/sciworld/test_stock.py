@@ -32,7 +32,10 @@ SENSITIVE = [
 def place():
     """A game's process, ended afterwards."""
     pool = StockPool()
-    yield pool.acquire()
+    place = pool.acquire()
+    place.call("l", "boil", "0")
+    place.call("s", "look around")
+    yield place
     pool.close()
 
 
@@ -112,23 +115,22 @@ def test_a_process_that_does_not_begin_in_time_is_ended(monkeypatch):
     assert not psutil.wait_procs(set(psutil.Process().children()) - before, timeout=10)[1]
 
 
-def test_a_call_nobody_awaits_has_a_deadline_too(stand_still, monkeypatch):
-    monkeypatch.setattr("envs.sciworld.stock.CALL_TIMEOUT_S", 2.0)
-    place = stock.start()
+def test_a_call_nobody_awaits_has_a_deadline_too(place, stand_still):
+    (connection,) = place.gateway._gateway_client.deque
+    assert connection.socket.gettimeout() == stock.CALL_TIMEOUT_S
+    connection.socket.settimeout(0.5)
     stand_still(place.process.pid)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(place.call, "s", "look around")
         try:
             with pytest.raises(JvmLost):
-                asked.result(20)
+                asked.result(60)
         finally:
-            place.end()
+            place.process.kill()
 
 
 def test_a_process_that_dies_before_it_reads_a_call_is_lost_and_no_game_failed(place, stand_still):
     """Otherwise a killed process would be an episode that scored 0."""
-    place.call("l", "boil", "0")
-    place.call("s", "look around")
     stand_still(place.process.pid)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(place.call, "s", "look around")
