@@ -57,11 +57,11 @@ vllm-test: vllm  ## what needs vLLM; what takes minutes of it, too: make vllm-te
 
 test: WORKERS ?= 4
 test: install  ## the tests, four at a time on two cores, for much of their time is waiting; one after the other: make test WORKERS=0
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm and not kubernetes" --numprocesses $(WORKERS) --max-worker-restart 0 $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm and not kubernetes" --numprocesses $(WORKERS) $(ARGS)
 
 quick: WORKERS ?= 3
 quick: install  ## those that start no process, train nothing and open no browser; at each edit
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm and not kubernetes and not integration" --numprocesses $(WORKERS) --max-worker-restart 0 $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm and not kubernetes and not integration" --numprocesses $(WORKERS) $(ARGS)
 
 suite: install  ## how long the two take; on an idle machine, writes docs/results/suite.json
 	@$(BIN)/python benchmarks/suite.py $(ARGS)

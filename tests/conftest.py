@@ -211,12 +211,12 @@ def _stands_still(pid):
 
 @pytest.fixture(scope="session")
 def stand_still():
-    """stand_still(pid): stop that process, and come back when each of its threads has stopped. They
-    do so one after another: on a busy machine one may well answer after the signal.
+    """stand_still(pid, SIGSTOP or SIGKILL): stop or end that process, and come back when each of
+    its threads has. They do so one after another: on a busy machine one may well answer after it.
     """
 
-    def stop(pid):
-        os.kill(pid, signal.SIGSTOP)
+    def stop(pid, number=signal.SIGSTOP):
+        os.kill(pid, number)
         deadline = time.monotonic() + 30
         while not _stands_still(pid):
             assert time.monotonic() < deadline, f"{pid} goes on"

@@ -270,8 +270,7 @@ def test_a_lost_rank_ends_the_step_and_is_named(
     with open_cluster(cfg, num_ranks=2, num_workers=0) as room, room.learner(plan) as learner:
         assert_same(reread(learner, plan), plan.weights.load())
         where = learner._where[1]
-        pid = int(where.split()[1])
-        os.kill(pid, number) if number == signal.SIGKILL else stand_still(pid)
+        stand_still(int(where.split()[1]), number)
         with pytest.raises(
             RankLost,
             match=(
