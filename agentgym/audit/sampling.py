@@ -8,7 +8,7 @@ another sample or played with other random numbers shows at the first token that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from agentgym.config import RunConfig
 from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import Checkpoint, has_weights
 from agentgym.models.networks import head_logits
+from agentgym.models.tolerance import Tolerance
 from agentgym.rollouts.policies.draw import Distribution, uniforms
 from agentgym.rollouts.policies.engines import engine_class, engine_dtype
 from agentgym.store.manifest import Manifest
@@ -28,6 +29,7 @@ from agentgym.store.runstore import RunStore
 from agentgym.types import SampleKey, Trajectory
 
 FORWARD_TOKENS = 4_096  # of one forward: what the caches hold
+MEAN_SHARE = 0.25  # of a token's usual bound that all tokens may be off by on average
 HEAD_ELEMENTS = 1 << 24  # tokens times vocabulary whose logits exist at one time
 
 
@@ -79,6 +81,7 @@ def check_sampling(
             continue
         for where, episode, turns in judge.turns_of(chosen, version, rescore):
             judge.compare(where, episode, turns, rescore, sampling)
+        judge.close(rescore, sampling)
 
 
 def weights_of_versions(
@@ -107,6 +110,55 @@ class _Turn:
     below: Tensor  # [n]
 
 
+class _Deviations:
+    """How far the tokens of one set of weights are from what was logged: each of them no further
+    than a hard bound, few beyond the usual one, and together no further than those few may be.
+
+    In float32 the two bounds are one. In half precision a few honest tokens exceed any bound that
+    is worth checking for all of them.
+    """
+
+    def __init__(self, usual: float, tolerance: Tolerance) -> None:
+        self._usual, self._most = usual, usual * tolerance.most
+        self._rare = tolerance.rare
+        self._num_tokens, self._num_beyond, self._sum = 0, 0, 0.0
+        self._beyond: list[str] = []
+
+    def add(self, values: Tensor, describe: Callable[[int], str]) -> str:
+        """values: [n] of one action. describe: the failure text for a token's index.
+        Result: the failure of a token beyond the hard bound, or an empty string.
+        """
+        self._num_tokens += len(values)
+        self._sum += float(values.nan_to_num().sum())
+        off = ~(values <= self._usual)
+        if not off.any():
+            return ""
+        self._num_beyond += int(off.sum())
+        first = int(off.nonzero()[0])
+        if not (values <= self._most).all():
+            return describe(int((~(values <= self._most)).nonzero()[0]))
+        self._beyond.append(describe(first))
+        return ""
+
+    def close(self, checks: Checks) -> None:
+        """Fail what is beyond the usual bound where that is more than honest rounding does."""
+        if not self._rare:  # then no token is beyond one bound and within the other
+            return
+        allowed = 1 + self._rare * self._num_tokens
+        if self._num_beyond > allowed:
+            for failure in self._beyond:
+                checks.fail(
+                    f"{failure}; {self._num_beyond} of {self._num_tokens} tokens are off by more"
+                    f" than {self._usual:g}, rounding explains {allowed:.0f}"
+                )
+        most = self._usual * (1 + MEAN_SHARE * self._num_tokens)
+        if not self._sum <= most:
+            checks.fail(
+                f"{self._num_tokens} tokens are off by {self._sum:.3g} in sum, rounding explains"
+                f" {most:.3g}"
+            )
+
+
 class _Judge:
     """One set of weights."""
 
@@ -128,6 +180,10 @@ class _Judge:
         engine = engine_class(cfg.rollout.engine)
         self._repeats_draws = engine.repeats_draws
         self.tolerance = engine.tolerances.get(engine_dtype(cfg, checkpoint.dtype))
+        if self.tolerance is not None:
+            self._gaps = _Deviations(self.tolerance.nats, self.tolerance)
+            self._outside = _Deviations(self.tolerance.mass, self.tolerance)
+            self._below = _Deviations(self.tolerance.nats, self.tolerance)
 
     def turns_of(
         self, episodes: Sequence[tuple[str, Trajectory]], version: int, rescore: Checks
@@ -229,44 +285,54 @@ class _Judge:
         rescore: Checks,
         sampling: Checks,
     ) -> None:
-        assert self.tolerance is not None
         honest = True
         for turn in turns:
             ids = episode.input_ids[turn.start : turn.start + len(turn.drawn)]
-            gaps = (
-                turn.logprobs - torch.tensor(episode.logprobs[turn.start : turn.start + len(ids)])
-            ).abs()
-            worst = int(gaps.argmax())
-            rescore.counted += 1
-            if not gaps[worst] <= self.tolerance.nats:
-                token = turn.start + worst
-                rescore.fail(
+            logged = torch.tensor(episode.logprobs[turn.start : turn.start + len(ids)])
+
+            def described(index: int, turn: _Turn = turn) -> str:
+                token = turn.start + index
+                return (
                     f"{where} turn {turn.number} token {token} (id {episode.input_ids[token]}):"
-                    f" log-probability: expected {float(turn.logprobs[worst]):.6f}, got"
+                    f" log-probability: expected {float(turn.logprobs[index]):.6f}, got"
                     f" {episode.logprobs[token]:.6f}"
                 )
+
+            rescore.counted += 1
+            if failure := self._gaps.add((turn.logprobs - logged).abs(), described):
+                rescore.fail(failure)
             # what follows a forged turn was read under other words
             if honest and self._repeats_draws:
                 sampling.counted += len(ids)
                 honest = self._is_drawn(where, episode, turn, ids, sampling)
 
+    def close(self, rescore: Checks, sampling: Checks) -> None:
+        """After the last turn: fail what is too much for all of them together."""
+        self._gaps.close(rescore)
+        self._outside.close(sampling)
+        self._below.close(sampling)
+
     def _is_drawn(
         self, where: str, episode: Trajectory, turn: _Turn, ids: Sequence[int], sampling: Checks
     ) -> bool:
-        assert self.tolerance is not None
         at = f"{where} turn {turn.number}"
-        off = (turn.outside > self.tolerance.mass) | (turn.below > self.tolerance.nats)
-        if off.any():
-            first = int(off.nonzero()[0])
+
+        def described(index: int) -> str:
             far = (
-                f"{float(turn.below[first]):.3g} nats"
+                f"{float(turn.below[index]):.3g} nats"
                 if not episode.temperature
-                else f"{float(turn.outside[first]):.3g} of the probability"
+                else f"{float(turn.outside[index]):.3g} of the probability"
             )
-            sampling.fail(
-                f"{at} token {turn.start + first} (id {ids[first]}): the random numbers of this"
-                f" sample draw id {int(turn.drawn[first])}, {far} away{self._twins(where, episode)}"
+            return (
+                f"{at} token {turn.start + index} (id {ids[index]}): the random numbers of this"
+                f" sample draw id {int(turn.drawn[index])}, {far} away{self._twins(where, episode)}"
             )
+
+        off, values = (
+            (self._outside, turn.outside) if episode.temperature else (self._below, turn.below)
+        )
+        if failure := off.add(values, described):
+            sampling.fail(failure)
         elif not set(ids[:-1]).isdisjoint(self._stop_ids) or len(ids) > self._max_new_tokens:
             sampling.fail(
                 f"{at}: {len(ids)} tokens that go on after a stop token or rollout.max_new_tokens"

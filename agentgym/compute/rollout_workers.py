@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -147,7 +147,8 @@ class Published:
 
     sender: Sender | None  # None: those of the plan
     version: int
-    ours: Tensor | None = None  # the learner's scores of the canary; None before its first publish
+    sequences: list[list[int]] = field(default_factory=list)  # of the canary
+    ours: Tensor | None = None  # the learner's scores of them; None before its first publish
 
 
 @dataclass(eq=False)
@@ -245,6 +246,7 @@ class RayEngine:
             max_attempts=rollout.max_attempts,
             max_env_error_frac=rollout.max_env_error_frac,
         )
+        self._canary.take(trajectories)
         return trajectories
 
     async def _between_updates(self, what: str) -> None:
@@ -263,15 +265,17 @@ class RayEngine:
     def publish(self, learner: RayLearner, version: int) -> float:
         """Rank 0 sends the weights, every worker takes them and answers the canary.
 
-        Result: the largest difference, nats. Errors: EngineMismatch, WorkersLost, RankLost,
-        TransportBroken.
+        Result: the canary's largest difference, nats.
+        Errors: EngineMismatch, WorkersLost, RankLost, TransportBroken.
         """
         import ray
 
-        transport, ours = self._cfg.ray.transport, self._canary.score(learner)
+        transport, sequences = self._cfg.ray.transport, self._canary.sequences
+        ours = self._canary.score(learner, sequences)
         # its deadline ends before the engine's own
         sender = learner.export(version, transport, self._cfg.rollout.publish_timeout_s / 4)
-        self._weights = Published(sender, version, ours)
+        self._canary.sent(sender.digest, version)
+        self._weights = Published(sender, version, sequences, ours)
 
         async def all_of_them() -> float:
             workers = tuple(self.workers)
@@ -451,7 +455,7 @@ class RayEngine:
                 continue
             if weights.ours is not None:
                 scores = await _within(
-                    worker.actor.score.remote(self._canary.sequences), self._patience_s
+                    worker.actor.score.remote(weights.sequences), self._patience_s
                 )
                 worker.seen = self._canary.compare(
                     weights.ours,

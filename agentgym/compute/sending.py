@@ -65,6 +65,11 @@ def put(weights: dict[str, Tensor], version: int) -> InObjectStore:
 class Sender(Protocol):
     """Weights of one version, to be sent to some workers now, and to others later."""
 
+    @property
+    def digest(self) -> str:
+        """Of the weights."""
+        ...
+
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
         """num_receivers: processes of each worker that take weights.
         Result: a delivery for each worker, and a reference to the sending, None where the sender
@@ -77,6 +82,10 @@ class Sender(Protocol):
 class ObjectStoreSender:
     delivery: InObjectStore
 
+    @property
+    def digest(self) -> str:
+        return self.delivery.digest
+
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
         return [self.delivery for _ in num_receivers], None
 
@@ -87,6 +96,10 @@ class BroadcastSender:
 
     rank: Any  # actor of the learner's first, with an `Outbox`
     template: Broadcast
+
+    @property
+    def digest(self) -> str:
+        return self.template.digest
 
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
         import ray

@@ -1,4 +1,4 @@
-"""Does a model compute here what its own code computes: asked of every model before it is used.
+"""Check that a model computes here what its own code computes, before the model is used.
 
 Learner and engine run a model's layers on packed sequences with our attention and its head on
 chosen tokens. An architecture that does something else in between would be trained wrongly without
@@ -9,45 +9,110 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from agentgym.models.architecture import unsupported
 from agentgym.models.attention import RAGGED, CachedRows, KeyValueCache, PackedSequences
 from agentgym.models.networks import head_logits
-from agentgym.models.tolerance import TORCH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-LENGTHS = (3, 13, 32)  # tokens of the compared sequences
+LENGTHS = (5, 32)  # tokens of the compared sequences
 DECODED = 2  # last tokens of each that the engine gets one forward later
-# nats; what attention in another order of summation may differ by
+WINDOW = 7  # tokens a sliding window has meanwhile, so that it shows on such sequences
+HALF = (torch.bfloat16, torch.float16)
+
+# Nats between log-probabilities, in float32 arithmetic. Families computed rightly show at most
+# 1e-4, SmolLM2-135M 7e-5; the mildest wrong mask seen, a dropped window of Qwen2-MoE, shows 0.1.
+FORWARD = 1e-3
+# Nats per token that ours may be from the model's own eager attention in half precision: a floor,
+# and a multiple of what its own sdpa is from it. SmolLM2-135M in bfloat16 shows 0.002-0.003 for
+# either; scores scaled by half show more than 1.
+HALF_KL, HALF_RATIO = 0.02, 4.0
 
 
 def require_faithful(model: PreTrainedModel) -> None:
-    """Errors: ValueError naming the model and what of it is not supported, or by how much our
-    log-probabilities differ from its own."""
+    """Raise ValueError unless learner and engine compute what the model's own code computes.
+
+    The architecture is judged in float32 arithmetic whatever the dtype of the weights: there a
+    wrong mask shows, and rounding does not. Weights in half precision are then run as they are,
+    and may differ by no more than two of the model's own attentions do.
+    Errors: ValueError that names the model and what of it is not supported, or the difference.
+    """
     name = f"{type(model).__name__} ({model.config.name_or_path or 'no name'})"
     for reason in (*unsupported(model.config), *_beside_parameters(model)):
         raise ValueError(f"model {name}: {reason}; use a model without it")
     try:
         found = differences(model)
+        rounding = half_precision_kl(model)
     except Exception as error:
         raise ValueError(
             f"model {name} cannot run on packed sequences: {type(error).__name__}: {error}"
         ) from error
-    limit = TORCH.get(next(model.parameters()).dtype, TORCH[torch.float32]).forward
     for side, difference in found.items():
-        if not difference <= limit:
+        if not difference <= FORWARD:
             raise ValueError(
                 f"model {name}: the {side}'s log-probabilities differ from the model's own by "
-                f"{difference:.3g} nats (at most {limit:g}); its architecture is not supported"
+                f"{difference:.3g} nats (at most {FORWARD:g}); its architecture is not supported"
             )
+    limit = max(HALF_KL, HALF_RATIO * rounding.pop("sdpa", 0.0))
+    for side, kl in rounding.items():
+        if not kl <= limit:
+            raise ValueError(
+                f"model {name}: in {next(model.parameters()).dtype} the {side} is {kl:.3g} nats per"
+                f" token from the model's own attention (at most {limit:.3g}); use model.dtype"
+                " float32"
+            )
+
+
+class _Float32Arithmetic(TorchFunctionMode):
+    """Compute in float32 with weights of half precision, which are widened one call at a time.
+
+    Memory beside the weights: the largest of them in float32.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return _widened(func(*args))
+        if getattr(func, "__name__", "") != "__get__":
+            args, kwargs = tree_map(_widened, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float32 if value in HALF else value
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Shorten every sliding window to WINDOW tokens, in the configuration, of which a family may
+    build its masks, and in the layers, which hand it to the attention.
+    """
+    holders = [model.config.get_text_config(decoder=True), *model.modules()]
+    before = [
+        (holder, holder.sliding_window)
+        for holder in holders
+        if isinstance(getattr(holder, "sliding_window", None), int)
+    ]
+    try:
+        for holder, _ in before:
+            holder.sliding_window = WINDOW
+        yield
+    finally:
+        for holder, window in before:
+            holder.sliding_window = window
 
 
 def _beside_parameters(model: PreTrainedModel) -> Iterator[str]:
@@ -63,25 +128,47 @@ def _beside_parameters(model: PreTrainedModel) -> Iterator[str]:
 
 @torch.no_grad()
 def differences(model: PreTrainedModel) -> dict[str, float]:
-    """Largest difference to the model's own forward, sequence by sequence, in nats.
+    """Return the largest difference to the model's own forward, sequence by sequence, in nats.
 
+    In float32 arithmetic and with short windows.
     Result: of the learner's forward and of the engine's.
     """
+    sequences = _sequences(model)
+    with _evaluated(model), _short_windows(model), _Float32Arithmetic():
+        expected = _own(model, sequences, "eager")
+        return {
+            "learner": _largest(_learner(model, sequences), expected),
+            "engine": _largest(_engine(model, sequences), expected),
+        }
+
+
+@torch.no_grad()
+def half_precision_kl(model: PreTrainedModel) -> dict[str, float]:
+    """Return the mean KL divergence from the model's own eager forward, in nats per token, over
+    the longest sequence.
+
+    Result: of the learner, of the engine, and of the model's own sdpa attention where it has one;
+    empty for weights in float32.
+    """
+    if next(model.parameters()).dtype not in HALF:
+        return {}
+    sequences = _sequences(model)[-1:]
+    with _evaluated(model):
+        expected = _own(model, sequences, "eager")
+        found = {"learner": _learner(model, sequences), "engine": _engine(model, sequences)}
+        if model._supports_sdpa:
+            found["sdpa"] = _own(model, sequences, "sdpa")
+    return {side: _kl(expected, logprobs) for side, logprobs in found.items()}
+
+
+@contextmanager
+def _evaluated(model: PreTrainedModel) -> Iterator[None]:
     was_training = model.training
     model.eval()
-    sequences = _sequences(model)
-    with _own_attention(model):
-        own = [
-            torch.log_softmax(model(input_ids=sequence[None]).logits[0].float(), -1)
-            for sequence in sequences
-        ]
-    expected = torch.cat(own)
-    result = {
-        "learner": _largest(_learner(model, sequences), expected),
-        "engine": _largest(_engine(model, sequences), expected),
-    }
-    model.train(was_training)
-    return result
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def _sequences(model: PreTrainedModel) -> list[Tensor]:
@@ -92,20 +179,19 @@ def _sequences(model: PreTrainedModel) -> list[Tensor]:
     return [torch.randint(size, (n,), generator=draw).to(like.device) for n in LENGTHS]
 
 
-@contextmanager
-def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    model.set_attn_implementation("eager")
+def _own(model: PreTrainedModel, sequences: list[Tensor], attention: str) -> Tensor:
+    """[N, V] log-probabilities of one of the model's own attentions, one sequence at a time."""
+    model.set_attn_implementation(attention)
     try:
-        yield
+        logits = [model(input_ids=sequence[None]).logits[0] for sequence in sequences]
     finally:
         model.set_attn_implementation(RAGGED)
+    return torch.log_softmax(torch.cat(logits).float(), -1)
 
 
 def _learner(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
     """[N, V] log-probabilities, the sequences end to end."""
-    starts = torch.tensor(
-        [0, *torch.tensor(LENGTHS).cumsum(0).tolist()], device=sequences[0].device
-    )
+    starts = torch.tensor([0, *accumulate(map(len, sequences))], device=sequences[0].device)
     layout = PackedSequences(starts)
     hidden = model.get_decoder()(
         input_ids=torch.cat(sequences)[None],
@@ -118,10 +204,11 @@ def _learner(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
 
 def _engine(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
     """[N, V] log-probabilities, the sequences end to end."""
-    cache = KeyValueCache.of(model, num_slots=len(sequences), context_tokens=max(LENGTHS))
+    lengths = [len(sequence) for sequence in sequences]
+    cache = KeyValueCache.of(model, num_slots=len(sequences), context_tokens=max(lengths))
     slots = list(range(len(sequences)))
     parts: list[list[Tensor]] = [[] for _ in sequences]
-    cuts = [[0, n - DECODED, *range(n - DECODED + 1, n + 1)] for n in LENGTHS]
+    cuts = [[0, n - DECODED, *range(n - DECODED + 1, n + 1)] for n in lengths]
     for wave in zip(*(pairwise(cut) for cut in cuts), strict=True):
         new = [end - start for start, end in wave]
         layout = CachedRows(cache, slots, [start for start, _ in wave], new)
@@ -139,3 +226,8 @@ def _engine(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
 def _largest(found: Tensor, expected: Tensor) -> float:
     """Both [N, V]."""
     return float((found - expected).abs().max())
+
+
+def _kl(expected: Tensor, found: Tensor) -> float:
+    """Both [N, V]. Result: the mean over N of KL(expected, found)."""
+    return float((expected.exp() * (expected - found)).sum(-1).mean())

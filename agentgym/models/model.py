@@ -21,6 +21,7 @@ import agentgym.models.attention as attention
 from agentgym.config import ModelConfig
 from agentgym.models.architecture import published_architecture
 from agentgym.models.fidelity import require_faithful
+from agentgym.models.half import widen_linear_layers
 from agentgym.models.template import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def load_hub(
     tokenizer = AutoTokenizer.from_pretrained(
         tokenizer_folder or config.name, revision=config.revision, trust_remote_code=False
     )
+    widen_linear_layers(model)
     require_faithful(model)
     stop_ids = listed(model.config.eos_token_id)
     more = set(listed(model.generation_config.eos_token_id)) - set(stop_ids)
@@ -142,9 +144,11 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     """With weights drawn anew."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(
+    model = AutoModelForCausalLM.from_config(
         config, attn_implementation=attention.RAGGED, dtype=dtype, trust_remote_code=False
     )
+    widen_linear_layers(model)
+    return model
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:

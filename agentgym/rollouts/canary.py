@@ -2,86 +2,158 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from agentgym.algorithms.batch import Batch
-from agentgym.types import EngineMismatch
+from agentgym.types import EngineMismatch, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 
 STALE_SHARE = 0.1  # of the limit: a smaller change of the learner's may be noise of its own
+NUM_TEXTS, TEXT_TOKENS = 4, 128  # of the run's own text, where noise is high
+
+# How much of the learner's change must have arrived: 1 where weights are the learner's, 0 where
+# they are the old ones, 0.5 to 0.7 where half of the tensors were taken (SmolLM2-135M, bfloat16).
+# Judged where the change is CHANGE_TO_NOISE times what engine and learner were apart before (there
+# its own rounding hides 6 % of it) and where the estimate's standard error is small.
+ARRIVED, CHANGE_TO_NOISE, STANDARD_ERROR = 0.75, 4.0, 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """Log-probabilities of one comparison, [N] each."""
 
-    ours: torch.Tensor
-    theirs: torch.Tensor
-    gap: float  # nats, the largest difference
+    ours: Tensor
+    theirs: Tensor
+    gap: float  # nats, root mean square of their difference
 
 
 class Canary:
-    """What learner and engine must agree on after a publish."""
+    """Token sequences whose log-probabilities learner and engine must agree on after a publish."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, limit: float) -> None:
-        """limit: nats, see `agentgym.models.tolerance`."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, limit: float, takes_text: bool = False
+    ) -> None:
+        """limit: nats, see `agentgym.models.tolerance`.
+        takes_text: score the run's own text, too, on which an update changes most. In half
+        precision the change of anything else is smaller than rounding.
+        """
         self._limit = limit
+        self._takes_text = takes_text
+        self._digest = ""
         self.sequences = canary_sequences(tokenizer)
 
-    def score(self, learner: Any) -> torch.Tensor:
-        """[n] the learner's log-probabilities of every token but each sequence's first."""
-        tokens = torch.tensor([token for sequence in self.sequences for token in sequence])
-        starts = torch.cumsum(torch.tensor([0, *map(len, self.sequences)]), 0)
+    def sent(self, digest: str, version: int) -> None:
+        """Warn where the weights of a publish are those of the one before, to the bit: then no
+        comparison could tell whether they arrived. digest: of the weights.
+        """
+        if digest == self._digest:
+            logger.warning(
+                "weights version %d changes no stored bit: the update was smaller than their dtype"
+                " keeps; use a larger optimizer.lr or model.dtype float32",
+                version,
+            )
+        self._digest = digest
+
+    def take(self, trajectories: Sequence[Trajectory]) -> None:
+        """Add the beginnings of the first trajectories that a run played, once."""
+        if self._takes_text and trajectories:
+            texts = [list(each.input_ids[:TEXT_TOKENS]) for each in trajectories[:NUM_TEXTS]]
+            # a list of its own: a publish in another thread goes on with the former one
+            self.sequences = self.sequences + [text for text in texts if len(text) > 1]
+            self._takes_text = False
+
+    def score(self, learner: Any, sequences: list[list[int]] | None = None) -> Tensor:
+        """Return the learner's log-probabilities [N] of every token but each sequence's first.
+
+        sequences: those that the engine is asked for; default: the present ones.
+        """
+        sequences = self.sequences if sequences is None else sequences
+        tokens = torch.tensor([token for sequence in sequences for token in sequence])
+        starts = torch.cumsum(torch.tensor([0, *map(len, sequences)]), 0)
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[starts[:-1]] = False
         zeros, groups = (
             torch.zeros(len(tokens)),
-            torch.zeros(len(self.sequences), dtype=torch.int64),
+            torch.zeros(len(sequences), dtype=torch.int64),
         )
-        scores: torch.Tensor = learner.score(
+        scores: Tensor = learner.score(
             Batch(tokens, starts, mask, zeros, zeros, groups, groups.bool(), 1.0)
         )
         return scores[mask]
 
     def compare(
         self,
-        ours: torch.Tensor,
-        theirs: list[torch.Tensor],
+        ours: Tensor,
+        theirs: list[Tensor],
         version: int,
         engine: str = "the engine",
         before: Seen | None = None,
     ) -> Seen:
-        """ours: [N]; theirs: as many in pieces; before: what this engine last said, None where it
-        was not asked yet.
+        """Compare the scores of learner and engine after a publish.
 
+        ours: [N]; theirs: as many in pieces; before: the comparison after an earlier publish, None
+        where there is none.
         Errors: EngineMismatch where they differ by more than the limit, which has room for the
-        noise of the engine's kernels, or where ours changed and theirs not by a bit.
+        noise of the engine's kernels; where ours changed and theirs not by a bit; where theirs
+        followed the change of ours in part.
         """
-        seen = Seen(ours, whole := torch.cat(theirs), float((ours - whole).abs().max()))
+        whole = torch.cat(theirs)
+        seen = Seen(ours, whole, _rms(ours - whole))
+        refused = f"weights version {version} did not reach {engine}"
         if not seen.gap <= self._limit:
             raise EngineMismatch(
-                f"weights version {version} did not reach {engine}: canary prompts differ by"
-                f" {seen.gap:.3g} nats (limit {self._limit:g})"
+                f"{refused}: canary prompts differ by {seen.gap:.3g} nats (limit {self._limit:g})"
             )
-        if before is not None and torch.equal(before.theirs, seen.theirs):
+        if before is None or len(before.ours) != len(ours):
+            return seen
+        if torch.equal(before.theirs, seen.theirs):
             change = float((before.ours - ours).abs().max())
             if change > STALE_SHARE * self._limit:
                 raise EngineMismatch(
-                    f"weights version {version} did not reach {engine}: it scores canary prompts as"
-                    f" before to the bit, the learner by up to {change:.3g} nats otherwise"
+                    f"{refused}: it scores canary prompts as before to the bit, the learner by up"
+                    f" to {change:.3g} nats otherwise"
                 )
             return replace(seen, ours=before.ours)  # small changes add up
+        share = arrived_share(before, seen)
+        if share is not None and not share >= ARRIVED:
+            raise EngineMismatch(
+                f"{refused} as a whole: canary prompts moved by {share:.0%} of the learner's change"
+                f" (at least {ARRIVED:.0%})"
+            )
         return seen
 
 
+def arrived_share(before: Seen, after: Seen) -> float | None:
+    """Return the share of the learner's change that the engine followed: a least-squares estimate.
+
+    None where the change is too small beside the noise to tell.
+    """
+    change, followed = after.ours - before.ours, after.theirs - before.theirs
+    square = float(change.square().sum())
+    if not square or _rms(change) < CHANGE_TO_NOISE * before.gap:
+        return None
+    share = float((followed * change).sum()) / square
+    error = _rms(followed - share * change) / math.sqrt(square)
+    return share if error <= STANDARD_ERROR else None
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
 def canary_sequences(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """A few fixed token sequences that exercise every layer."""
+    """Return a few fixed token sequences that exercise every layer."""
     size = len(tokenizer)
     return [
         [(7 * sequence + 13 * column) % size for column in range(1, 17)] for sequence in range(4)

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from agentgym.rollouts.collect import collect, samples
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
-from agentgym.rollouts.policies.engines import open_policy, tolerance_of
+from agentgym.rollouts.policies.engines import engine_dtype, open_policy, tolerance_of
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Endpoints, EngineUsage, Item, Policy, Trajectory
 
@@ -46,6 +47,10 @@ class LocalEngine:
     loop: LoopThread
     instructions: Mapping[str, str]  # by environment; empty where episodes do not begin with them
     seen: Seen | None = None  # by the last canary
+
+    @cached_property
+    def canary(self) -> Canary:
+        return canary_of(self.cfg, self.checkpoint)
 
     def collect(
         self,
@@ -89,17 +94,21 @@ class LocalEngine:
         )
         if shares_device(self.cfg):
             self.loop.run(self.policy.sleep())
+        self.canary.take(trajectories)
         return trajectories
 
     def publish(self, learner: HasWeights, version: int) -> float:
         """Hand the learner's weights to the engine and prove that they arrived.
 
-        Result: the canary's largest difference, nats. Errors: EngineMismatch.
+        Result: the canary's difference, nats. Errors: EngineMismatch.
         """
-        self.loop.run(self.policy.publish(InProcess(learner.weights(), version)))
-        canary = canary_of(self.cfg, self.checkpoint)
-        scores = self.loop.run(self.policy.score(canary.sequences))
-        self.seen = canary.compare(canary.score(learner), scores, version, before=self.seen)
+        delivery = InProcess(learner.weights(), version)
+        self.loop.run(self.policy.publish(delivery))
+        self.canary.sent(delivery.digest, version)
+        sequences = self.canary.sequences
+        theirs = self.loop.run(self.policy.score(sequences))
+        ours = self.canary.score(learner, sequences)
+        self.seen = self.canary.compare(ours, theirs, version, before=self.seen)
         return self.seen.gap
 
     def usage(self) -> EngineUsage:
@@ -121,9 +130,13 @@ def shares_device(cfg: RunConfig) -> bool:
 def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:
     tolerance = tolerance_of(cfg, checkpoint.dtype)
     limit = tolerance.canary
-    if cfg.lora.rank:  # merged or not, the engine sums in another order
+    if cfg.lora.rank or cfg.ray.num_ranks > 1:  # learner and engine sum in another order
         limit = max(limit, tolerance.forward)
-    return Canary(checkpoint.tokenizer, limit)
+    return Canary(
+        checkpoint.tokenizer,
+        limit,
+        takes_text=engine_dtype(cfg, checkpoint.dtype).itemsize < 4,
+    )
 
 
 def episode_settings(

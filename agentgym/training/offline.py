@@ -93,7 +93,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 metrics |= exploration_metrics(episodes, dataset)
             validation: list[Trajectory] = []
             if cfg.validation.every and step % cfg.validation.every == 0:
-                metrics["sync/canary_max_abs"] = engine.publish(learner, step)
+                metrics["sync/canary_rms"] = engine.publish(learner, step)
                 clock.lap("publish")
                 validation = play_validation(cfg, engine, splits.validation, step)
                 metrics |= validation_metrics(validation)

@@ -106,7 +106,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 metrics |= experience.metrics
                 metrics |= learner.update(experience, algorithm, step=step, seed=cfg.seed)
             clock.lap("update")
-            metrics["sync/canary_max_abs"] = engine.publish(learner, step)
+            metrics["sync/canary_rms"] = engine.publish(learner, step)
             ahead.admit()
             clock.lap("publish")
             # of this process: neither servers nor validation

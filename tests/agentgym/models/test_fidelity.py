@@ -7,9 +7,9 @@ import transformers
 
 from agentgym.config import ModelConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
-from agentgym.models.attention import RAGGED, PackedSequences
+from agentgym.models.attention import PackedSequences
 from agentgym.models.fidelity import differences, require_faithful
-from agentgym.models.model import load_hub
+from agentgym.models.model import from_config, load_hub
 
 SMALL = {
     "vocab_size": 96,
@@ -62,6 +62,94 @@ SUPPORTED = {
     "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
     "mixtral": ("MixtralConfig", {"sliding_window": WINDOW, "num_local_experts": 4}),
 }
+# transformers' model types that need no settings of their own
+PLAIN = [
+    "arcee",
+    "aria_text",
+    "bitnet",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "cwm",
+    "ernie4_5",
+    "exaone4",
+    "flex_olmo",
+    "gemma",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "granitemoe",
+    "granitemoeshared",
+    "hyperclovax",
+    "jais2",
+    "lfm2",
+    "ministral3",
+    "nanochat",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "phimoe",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+    "vaultgemma",
+]
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 32}
+WIDE = {"num_key_value_heads": 4}  # of families whose heads share no keys
+TYPES = {  # name -> (model type, settings): as above, where settings are needed
+    **{name: (name, {}) for name in PLAIN},
+    "biogpt": ("biogpt", WIDE),
+    "gpt2": ("gpt2", WIDE),
+    "gpt_neox": ("gpt_neox", WIDE),
+    "qwen2_moe": ("qwen2_moe", SHARED_EXPERT),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 12}),
+}
+TYPES_REFUSED = {  # name -> (model type, settings, why)
+    # the window is in the mask alone, which learner and engine do not read; it is longer than the
+    # compared sequences
+    "qwen2_moe-window": (
+        "qwen2_moe",
+        {**SHARED_EXPERT, "use_sliding_window": True, "sliding_window": 48, "max_window_layers": 2},
+        "differ from the model's own by",
+    ),
+    "phimoe-window": ("phimoe", {"sliding_window": 48}, "differ from the model's own by"),
+    "apertus": ("apertus", {}, "its buffer .*beta is a part of its weights"),
+    "bert": ("bert", {}, "is_causal=False"),
+    "big_bird": ("big_bird", {}, "differ from the model's own by"),
+    "bloom": ("bloom", {}, "differ from the model's own by"),
+    "codegen": ("codegen", {}, "cannot run on packed sequences"),
+    "cpmant": ("cpmant", {}, "differ from the model's own by"),
+    "ctrl": ("ctrl", {}, "cannot run on packed sequences"),
+    "diffllama": ("diffllama", {}, "differ from the model's own by"),
+    "doge": ("doge", {}, "attends with attention_mask"),
+    "electra": ("electra", {}, "is_causal=False"),
+    "exaone_moe": ("exaone_moe", {}, "its buffer .* is a part of its weights"),
+    "falcon": ("falcon", {}, "does not call transformers' attention interface"),
+    "falcon_h1": ("falcon_h1", {}, "layers of type 'hybrid'"),
+    "falcon_mamba": ("falcon_mamba", {}, "layers of type 'linear_attention'"),
+    "gemma4_unified_text": ("gemma4_unified_text", {}, "its buffer .*layer_scalar"),
+    "gptj": ("gptj", {}, "does not call transformers' attention interface"),
+    "granite_swa": ("granite_swa", {}, "attends with s_aux"),
+    "helium": ("helium", {}, "cannot run on packed sequences"),
+    "jamba": ("jamba", {}, "layers of type 'linear_attention'"),
+    "megatron-bert": ("megatron-bert", {}, "differ from the model's own by"),
+    "minimax": ("minimax", {}, "layers of type 'linear_attention'"),
+    "minimax_m2": ("minimax_m2", {}, "its buffer .* is a part of its weights"),
+    "mpt": ("mpt", {}, "cannot run on packed sequences"),
+    "nemotron": ("nemotron", {}, "cannot run on packed sequences"),
+    "nemotron_h": ("nemotron_h", {}, "layers of type 'linear_attention'"),
+    "olmo_hybrid": ("olmo_hybrid", {}, "layers of type 'linear_attention'"),
+    "openai-gpt": ("openai-gpt", {}, "differ from the model's own by"),
+    "qwen3_5_text": ("qwen3_5_text", {}, "layers of type 'linear_attention'"),
+    "recurrent_gemma": ("recurrent_gemma", {}, "differ from the model's own by"),
+    "roberta": ("roberta", {}, "is_causal=False"),
+    "rwkv": ("rwkv", {}, "differ from the model's own by"),
+    "stablelm": ("stablelm", {}, "cannot run on packed sequences"),
+    "xglm": ("xglm", {}, "differ from the model's own by"),
+    "xlm": ("xlm", {}, "differ from the model's own by"),
+}
 REFUSED = {
     "gpt-oss": (
         "GptOssConfig",
@@ -82,11 +170,23 @@ REFUSED = {
 }
 
 
+def slowly(name):
+    return pytest.param(name, marks=pytest.mark.integration)
+
+
 def build(config_class, settings):
-    config = getattr(transformers, config_class)(**{**SMALL, **settings})
+    return drawn(getattr(transformers, config_class), settings)
+
+
+def build_type(model_type, settings):
+    return drawn(transformers.CONFIG_MAPPING[model_type], settings)
+
+
+def drawn(config_class, settings):
+    config = config_class(**{**SMALL, **settings})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=RAGGED)
+        model = from_config(config, torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():  # far from uniform; sinks and biases away from 0
                 parameter.copy_(torch.randn_like(parameter) * (0.25 if parameter.ndim > 1 else 0.5))
@@ -100,6 +200,33 @@ def test_a_family_is_computed_as_it_computes_itself(name):
     print(name, found)  # the table: pytest -rP
     assert max(found.values()) < 1e-4, found
     require_faithful(model)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", TYPES)
+def test_a_family_with_its_own_settings_is_computed_as_it_computes_itself(name):
+    require_faithful(build_type(*TYPES[name]))
+
+
+@pytest.mark.parametrize("name", [*SUPPORTED, *(slowly(name) for name in TYPES)])
+def test_a_family_in_half_precision_is_judged_by_its_architecture_not_by_rounding(name):
+    model = build(*SUPPORTED[name]) if name in SUPPORTED else build_type(*TYPES[name])
+    before = dict(differences(model))
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = model.to(dtype)
+        weights = {name: each.clone() for name, each in narrow.named_parameters()}
+        assert max(differences(narrow).values()) < 1e-4, before
+        require_faithful(narrow)
+        assert all(torch.equal(each, weights[name]) for name, each in narrow.named_parameters())
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", TYPES_REFUSED)
+def test_a_family_that_learner_or_engine_would_compute_otherwise_is_refused(name):
+    model_type, settings, why = TYPES_REFUSED[name]
+    with pytest.raises(ValueError, match=why) as refusal:
+        require_faithful(build_type(model_type, settings))
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", REFUSED)

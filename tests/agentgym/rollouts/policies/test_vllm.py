@@ -448,7 +448,7 @@ def test_a_killed_run_leaves_no_engine_and_goes_on_to_the_end(tiny_params, tmp_p
         {point.step for point in points if "actor/grad_norm" in point.metrics}
     )
     assert any(point.metrics.get("actor/grad_norm", 0.0) > 0 for point in points)
-    published = [point.metrics["sync/canary_max_abs"] for point in points]
+    published = [point.metrics["sync/canary_rms"] for point in points]
     assert len(published) >= 3
     assert max(published) <= VLLM[torch.float32].canary
     assert all(0 < point.metrics["perf/engine_idle_frac"] < 1 for point in points)
