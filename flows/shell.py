@@ -295,7 +295,7 @@ def _export_report(cfg: RunConfig, manifest: Manifest) -> Path:
     store = open_store(cfg)
     for name in (*manifest.blobs, *manifest.records):
         (folder / name).write_bytes(store.read(manifest, name))
-    (folder / "config.json").write_text(cfg.model_dump_json(indent=1))
+    (folder / "config.json").write_text(cfg.model_dump_json(indent=1), encoding="utf-8")
     return folder / "report.html"
 
 

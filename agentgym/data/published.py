@@ -72,7 +72,7 @@ def run_dvc(*arguments: str, timeout_s: float) -> str:
                     f"`{shown}` did not end within {timeout_s:g} s; run it by hand to see where it"
                     " hangs"
                 ) from None
-        said = log.read_text(errors="replace").strip()
+        said = log.read_text(errors="replace", encoding="utf-8").strip()
     if code:
         errors = [
             line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")
@@ -263,7 +263,7 @@ def _refuse_lfs_pointers(out: Path, pointer: Path, url: str) -> None:
 
 def _read_pointer(pointer: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(pointer.read_text())
+        tree = yaml.safe_load(pointer.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{pointer} is not YAML ({' '.join(str(error).split())}); restore it from git"
@@ -304,6 +304,7 @@ def _resolve(url: str, rev: str) -> str:
             timeout=GIT_TIMEOUT_S,
             check=False,
             env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
+            encoding="utf-8",
         )
     except FileNotFoundError:
         raise ConfigError("`git` is not installed; importing a dataset needs it") from None

@@ -444,7 +444,7 @@ def _write_model(folder: Path, checkpoint: Checkpoint) -> Mapping[str, Shaped]:
     """What vLLM reads of a model: architecture, weights and an adapter of them. Result: what is
     known of the last of these.
     """
-    (folder / ARCHITECTURE).write_text(checkpoint.architecture)
+    (folder / ARCHITECTURE).write_text(checkpoint.architecture, encoding="utf-8")
     weights, adapter = checkpoint.weights, checkpoint.adapter
     if adapter is not None:
         adapter.base.verify()
