@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from agentgym.private import own_login, with_login, without_login
 from agentgym.tracking.inputs import DatasetInput
@@ -364,6 +365,17 @@ class Tracker:
         missing = [Param(key, value) for key, value in wanted.items() if key not in present]
         for start in range(0, len(missing), MAX_PARAMS):
             self.client.log_batch(run_id, params=missing[start : start + MAX_PARAMS])
+
+
+def local_path(location: str) -> Path | None:
+    """The path of an artifact location on this machine; None for a remote one.
+
+    location: a path, or a `file://` URI, where blanks and the like are percent-encoded.
+    """
+    if location.startswith("/"):
+        return Path(location)
+    parts = urlsplit(location)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
 def check_server(uri: str) -> None:
