@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import yaml
 
 from agentgym.config import ConfigError
-from agentgym.data.items import DataError
+from agentgym.data.items import LFS_POINTER, DataError
 from agentgym.deploy.owned import owned_process
 from agentgym.store.files import discard, write_temp
 
@@ -32,7 +32,6 @@ GIT_TIMEOUT_S = 120.0
 LICENCES = {"AgentGym/AgentGym-RL-Data-ID": "CC-BY-NC-4.0"}
 T = TypeVar("T")
 _SHA = re.compile(r"[0-9a-f]{40}")
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # what DVC runs in: it ends when this process does
 _DVC = (
     "import sys; from agentgym.deploy.owned import end_with_owner; end_with_owner(); from dvc.cli"
@@ -251,7 +250,7 @@ def _refuse_lfs_pointers(out: Path, pointer: Path, url: str) -> None:
         if (
             file.is_file()
             and file.stat().st_size < 1024
-            and file.read_bytes().startswith(_LFS_POINTER)
+            and file.read_bytes().startswith(LFS_POINTER)
         ):
             discard(pointer)
             raise DvcError(

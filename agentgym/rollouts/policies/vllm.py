@@ -413,7 +413,7 @@ def _arguments(
         model=str(folder),
         skip_tokenizer_init=True,  # tokens go in and come out
         dtype=str(dtype).removeprefix("torch."),
-        seed=cfg.seed,
+        seed=cfg.seed % 2**32,  # numpy takes no more; each request has a seed of its own
         max_model_len=context,
         max_num_seqs=num_slots,
         max_num_batched_tokens=max(MOST_BATCHED, context),
