@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
+import sys
 from pathlib import Path
 
 # of container objects; imports make millions that stay, and by Python's own thresholds a third of
@@ -23,6 +25,8 @@ def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
     gc.set_threshold(*COLLECT_AFTER)
     atexit.register(gc.freeze)  # nor is garbage looked for among them in the end
     _bypass_proxies()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a terminal may be ASCII
     state = state_dir.resolve()
     for name, value in {
         "DO_NOT_TRACK": "1",

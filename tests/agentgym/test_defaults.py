@@ -2,7 +2,9 @@
 
 import gc
 import http.server
+import io
 import os
+import sys
 import threading
 import urllib.request
 
@@ -10,6 +12,7 @@ import httpx
 import pytest
 import requests
 
+from agentgym.console.terminal import PlainConsole
 from agentgym.defaults import COLLECT_AFTER, set_process_defaults
 
 
@@ -83,3 +86,13 @@ def test_no_proxy_at_all_stays_so(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {"NO_PROXY": "*"})
     set_process_defaults(tmp_path)
     assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "*"
+
+
+def test_what_an_ascii_terminal_cannot_show_is_spelled_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    set_process_defaults(tmp_path)
+    PlainConsole(file=terminal).print("5 of 9 · 3 %")
+    print("é", file=terminal, flush=True)
+    assert terminal.buffer.getvalue() == b"5 of 9 \\xb7 3 %\n\\xe9\n"
