@@ -256,9 +256,14 @@ class Tracker:
             self.client.log_inputs(run_id, found)
 
     def log_trace(self, trace: EpisodeTrace, run_id: str) -> None:
-        """An episode, once however often it is delivered: its spans have names of their own."""
-        from mlflow.entities import Span, TraceInfo, TraceLocation, TraceState
+        """An episode, once however often it is delivered: its spans and its success, a column of
+        MLflow's list of traces, have names of their own.
+        """
+        from mlflow.entities import Feedback, Span, TraceInfo, TraceLocation, TraceState
 
+        success = Feedback("success", trace.success, trace_id=trace.trace_id)
+        success.create_time_ms = success.last_update_time_ms = trace.began_ms + trace.took_ms
+        success.assessment_id = f"a-{trace.trace_id.removeprefix('tr-')}"
         client = self.client._tracing_client  # what MLflow's own exporter calls
         client.start_trace(
             TraceInfo(
@@ -271,6 +276,7 @@ class Tracker:
                 execution_duration=trace.took_ms,
                 trace_metadata={"mlflow.sourceRun": run_id},
                 tags={**trace.tags, "mlflow.traceName": trace.name},
+                assessments=[success],
             )
         )
         client.log_spans(self.experiment_id, [Span.from_dict(span) for span in trace.spans])

@@ -33,6 +33,7 @@ class EpisodeTrace:
     name: str
     request: str
     response: str
+    success: bool
     tags: Mapping[str, str]
 
     @property
@@ -95,6 +96,7 @@ def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
         root["name"],
         request,
         json.dumps(outcome),
+        episode.success,
         tags,
     )
 

@@ -116,9 +116,11 @@ def test_episodes_of_any_text_reach_an_mlflow_on_postgres(
         tags = {"note": STEERING}
         run = tracker.parent_run("12" * 32, params={"a": STEERING}, tags=tags, title=STEERING)
         trace = trace_of(commit, steering())
-        tracker.log_trace(trace, run)
+        for _ in range(2):
+            tracker.log_trace(trace, run)
         (found,) = tracker.client.search_traces(locations=[tracker.experiment_id], run_id=run)
         assert [span.name for span in found.data.spans] == [s["name"] for s in trace.spans]
+        assert [(each.name, each.value) for each in found.info.assessments] == [("success", True)]
 
 
 def test_a_trace_that_is_delivered_twice_is_there_once(tracker, commit):
@@ -135,4 +137,6 @@ def test_a_trace_that_is_delivered_twice_is_there_once(tracker, commit):
         "turn 3: go 2",
     ]
     assert found.data.spans[2].outputs["observation"] == "seen 1"
+    # a column of MLflow's list: Feedback has one for each name
+    assert [(each.name, each.value) for each in found.info.assessments] == [("success", True)]
     assert found.info.tags["step"] == "evaluate-stage-1"
