@@ -1,17 +1,20 @@
 """What every process of ours starts with: no telemetry, one thread, all state inside the
-project, and a collector that lets imports pass.
+project, no proxy for servers on this machine, and a collector that lets imports pass.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
+import sys
 from pathlib import Path
 
 # of container objects; imports make millions that stay, and by Python's own thresholds a third of
 # their time is spent looking for garbage among them
 COLLECT_AFTER = (100_000, 50, 100)
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VIEWER_PORT = 7340  # of `agentgym view`, where it is free; links that stay name it
 
 
@@ -21,6 +24,9 @@ def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
     """
     gc.set_threshold(*COLLECT_AFTER)
     atexit.register(gc.freeze)  # nor is garbage looked for among them in the end
+    _bypass_proxies()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a terminal may be ASCII
     state = state_dir.resolve()
     for name, value in {
         "DO_NOT_TRACK": "1",
@@ -52,3 +58,16 @@ def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }.items():
         os.environ.setdefault(name, value)
+
+
+def _bypass_proxies() -> None:
+    """Add loopback to NO_PROXY: the proxy of an office network cannot reach our own servers there.
+
+    Both spellings are set, because programs read one or the other, and lower case wins where both
+    are there.
+    """
+    listed = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")).split(",")
+    hosts = [host.strip() for host in listed if host.strip()]
+    if "*" not in hosts:
+        hosts += [host for host in LOOPBACK if host not in hosts]
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)

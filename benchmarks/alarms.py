@@ -39,7 +39,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--state", help="folder that keeps the runs (default: a temporary one)")
     chosen = parser.parse_args()
-    result = json.loads(chosen.out.read_text()) if chosen.out.exists() else {"runs": {}}
+    result = (
+        json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {"runs": {}}
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen.names:
             if name not in result["runs"]:
@@ -49,7 +51,7 @@ def main() -> int:
                     "command": "python benchmarks/alarms.py",
                     "worst": {each: worst(points(row)) for each, row in result["runs"].items()},
                 }
-                chosen.out.write_text(text_of(result))
+                chosen.out.write_text(text_of(result), encoding="utf-8")
             tripping = sorted(alarms_of(points(result["runs"][name])))
             sys.stdout.write(f"{name}: {', '.join(tripping) or 'no alarm'}\n")
             sys.stdout.flush()

@@ -59,7 +59,7 @@ def main() -> int:
         "machine": machine(),
         "measured": datetime.now(UTC).date().isoformat(),
     }
-    arguments.out.write_text(json.dumps(numbers, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     fell_short = [env for env, row in table.items() if row["expert"]["exceptions"]]
     print(f"experts with exceptions: {', '.join(fell_short) or 'none'}")
     return 0

@@ -80,7 +80,7 @@ def main() -> int:
         "settings": SHORT,
         "rows": rows,
     }
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     fine = all(row["identical"] and not row["repeated_points"] and row["audit"] for row in rows)
     return 0 if fine else 1
 

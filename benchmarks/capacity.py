@@ -245,8 +245,8 @@ def main() -> None:
         "rows": [asdict(row) for row in rows],
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    arguments.out.with_suffix(".md").write_text(to_markdown(result))
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    arguments.out.with_suffix(".md").write_text(to_markdown(result), encoding="utf-8")
     print(f"{result['wall_s']:g} s")
 
 

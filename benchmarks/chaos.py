@@ -86,12 +86,15 @@ def observe(
                 if kind.victims(project, process):
                     seen[kind.name].append(time.monotonic() - began)
             if time.monotonic() - began > COMMAND_TIMEOUT_S:
-                raise RuntimeError(f"the undisturbed run does not end\n{log.read_text()[-2000:]}")
+                raise RuntimeError(
+                    f"the undisturbed run does not end\n{log.read_text(encoding='utf-8')[-2000:]}"
+                )
             time.sleep(WATCH_S)
         wall_s = time.monotonic() - began
         if process.returncode:
             raise RuntimeError(
-                f"the undisturbed run ended with {process.returncode}\n{log.read_text()[-2000:]}"
+                f"the undisturbed run ended with {process.returncode}\n"
+                + log.read_text(encoding="utf-8")[-2000:]
             )
         spans = {name: (times[0], times[-1]) for name, times in seen.items() if times}
         return Reference(wall_s, spans, *project.lineage(overrides), num_versions(project))
@@ -289,14 +292,18 @@ def main() -> int:
         signal.signal(number, signal.default_int_handler)
     kills = len(names) if arguments.short else arguments.kills
     earlier = (
-        json.loads(arguments.out.with_suffix(".json").read_text()) if arguments.again else None
+        json.loads(arguments.out.with_suffix(".json").read_text(encoding="utf-8"))
+        if arguments.again
+        else None
     )
     out = arguments.out.with_name(f"{arguments.out.stem}-again.md") if earlier else arguments.out
     result = run([KINDS[name] for name in names], kills, arguments.seed, out, arguments.parallel)
     if earlier:
         result = instead(earlier, result, names)
-        arguments.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        arguments.out.write_text(to_markdown(result))
+        arguments.out.with_suffix(".json").write_text(
+            json.dumps(result, indent=1) + "\n", encoding="utf-8"
+        )
+        arguments.out.write_text(to_markdown(result), encoding="utf-8")
         for part in (out, out.with_suffix(".json")):
             part.unlink(missing_ok=True)
         kept = [trial for trial in earlier["trials"] if trial["kind"] not in names]
@@ -427,8 +434,10 @@ class Campaign:
         self.result["trials"].append(asdict(trial))
         self.result["wall_s"] = now
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.with_suffix(".json").write_text(json.dumps(self.result, indent=1) + "\n")
-        self.out.write_text(to_markdown(self.result))
+        self.out.with_suffix(".json").write_text(
+            json.dumps(self.result, indent=1) + "\n", encoding="utf-8"
+        )
+        self.out.write_text(to_markdown(self.result), encoding="utf-8")
         if not trial.ok:
             keep_logs(lane, self.out.with_suffix("") / f"{trial.kind}-{trial.number}")
 

@@ -61,6 +61,7 @@ class Cluster:
             text=True,
             timeout=START_TIMEOUT_S,
             check=False,
+            encoding="utf-8",
         )
         if done.returncode:
             raise RuntimeError(f"kubectl {' '.join(words)}: {done.stderr[-500:]}")
@@ -79,7 +80,7 @@ class Cluster:
         deadline = time.monotonic() + START_TIMEOUT_S
         while set(names) - self.nodes().keys() or self.not_ready(names):
             if time.monotonic() > deadline:
-                log = (self.folder / f"{place.name}.log").read_text()
+                log = (self.folder / f"{place.name}.log").read_text(encoding="utf-8")
                 raise RuntimeError(f"nodes {names} do not come up\n{log[-2000:]}")
             time.sleep(POLL_S)
 
@@ -98,7 +99,7 @@ class Cluster:
         found = {}
         for place in self.programs:
             with contextlib.suppress(OSError, ValueError):
-                told = json.loads((place / "nodes.json").read_text())["nodes"]
+                told = json.loads((place / "nodes.json").read_text(encoding="utf-8"))["nodes"]
                 for name, pid in told.items():
                     with contextlib.suppress(psutil.Error):
                         process = psutil.Process(pid)
@@ -227,7 +228,12 @@ def kill_pod(scene: Scene, victims: list[psutil.Process]) -> None:
     """Its server, and then the pod: another takes its place."""
     victim = scene.chance.choice(victims)
     with contextlib.suppress(psutil.Error, OSError):
-        pod = Path(f"/proc/{victim.pid}/root/etc/hosts").read_text().splitlines()[1].split()[1]
+        pod = (
+            Path(f"/proc/{victim.pid}/root/etc/hosts")
+            .read_text(encoding="utf-8")
+            .splitlines()[1]
+            .split()[1]
+        )
         send(signal.SIGKILL)(scene, [victim])
         made = scene.project.server
         made.kubectl("delete", "pod", pod, "-n", NAMESPACE, "--force", "--ignore-not-found")
@@ -250,7 +256,9 @@ def lose_node(scene: Scene, victims: list[psutil.Process]) -> None:
 
 def be_away(scene: Scene, _: list[psutil.Process]) -> None:
     """The API server answers nobody for a minute: neither the flow nor nodes and controllers."""
-    pid = int((scene.project.server.folder / "control-plane/apiserver.pid").read_text())
+    pid = int(
+        (scene.project.server.folder / "control-plane/apiserver.pid").read_text(encoding="utf-8")
+    )
     os.kill(pid, signal.SIGSTOP)
     try:
         time.sleep(AWAY_S)

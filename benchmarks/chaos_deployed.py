@@ -147,8 +147,14 @@ def first_process(pod: str) -> int:
     """Process 1 of a pod's container, as this machine counts it. Errors: RuntimeError."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
-            hosts = (path / "root/etc/hosts").read_text().splitlines()
-            spaces = (path / "status").read_text().partition("NSpid:")[2].splitlines()[0].split()
+            hosts = (path / "root/etc/hosts").read_text(encoding="utf-8").splitlines()
+            spaces = (
+                (path / "status")
+                .read_text(encoding="utf-8")
+                .partition("NSpid:")[2]
+                .splitlines()[0]
+                .split()
+            )
             if len(spaces) > 1 and spaces[-1] == "1" and hosts[1].split()[1] == pod:
                 return int(path.name)
     raise RuntimeError(f"no process of pod {pod} is here")
@@ -221,7 +227,7 @@ def s3_for_pods(host: str, folder: Path, bucket: str) -> Iterator[tuple[Any, dic
             if time.monotonic() > deadline or process.poll() is not None:
                 raise RuntimeError(f"no S3 server\n{tail(log)}")
             time.sleep(POLL_S)
-        variables = {**AWS, "AWS_ENDPOINT_URL": f"http://{host}:{port.read_text()}"}
+        variables = {**AWS, "AWS_ENDPOINT_URL": f"http://{host}:{port.read_text(encoding='utf-8')}"}
         client = boto3.client(
             "s3",
             endpoint_url=variables["AWS_ENDPOINT_URL"],
@@ -250,6 +256,7 @@ def prefect_command(
         text=True,
         timeout=timeout_s,
         check=False,
+        encoding="utf-8",
     )
     if done.returncode:
         raise RuntimeError(f"prefect {' '.join(words)}: {(done.stdout + done.stderr)[-2000:]}")

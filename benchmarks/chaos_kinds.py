@@ -170,7 +170,7 @@ def fill_disk(scene: Scene, _: list[psutil.Process]) -> None:
 
     def mend() -> None:
         filler.unlink()
-        said = scene.log.read_text(errors="replace")
+        said = scene.log.read_text(errors="replace", encoding="utf-8")
         if scene.process.returncode and not re.search(r"(?i)no space left|disk is full", said):
             scene.trial.failures["command"] = [
                 f"the error does not say that the disk is full: {said[-300:]!r}"
@@ -290,6 +290,7 @@ def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
         text=True,
         timeout=COMMAND_TIMEOUT_S,
         check=False,
+        encoding="utf-8",
     )
     line = other.stderr.strip().splitlines()[-1:] or [""]
     holder = (
@@ -416,7 +417,7 @@ def slow_disk(project: Project) -> Iterator[tuple[str, ...]]:
     """A disk that takes its time to make a file durable, in every process of the project."""
     folder = project.scratch / "slow"
     folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(SLOW_DISK)
+    (folder / "sitecustomize.py").write_text(SLOW_DISK, encoding="utf-8")
     before = project.environment["PYTHONPATH"]
     project.environment["PYTHONPATH"] = f"{folder}{os.pathsep}{before}"
     try:
@@ -453,9 +454,9 @@ def s3_server(project: Project) -> Iterator[tuple[str, ...]]:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not port.exists():
             if time.monotonic() > deadline or process.poll() is not None:
-                raise RuntimeError(f"no S3 server\n{log.read_text()[-2000:]}")
+                raise RuntimeError(f"no S3 server\n{log.read_text(encoding='utf-8')[-2000:]}")
             time.sleep(POLL_S)
-        with on_s3(project, f"http://127.0.0.1:{port.read_text()}") as overrides:
+        with on_s3(project, f"http://127.0.0.1:{port.read_text(encoding='utf-8')}") as overrides:
             yield overrides
 
 
@@ -529,10 +530,10 @@ class RayCluster:
             if time.monotonic() > deadline or self.process.poll() is not None:
                 raise RuntimeError(
                     "the Ray cluster does not come"
-                    f" up\n{(self.project.scratch / 'ray.log').read_text()[-2000:]}"
+                    f" up\n{(self.project.scratch / 'ray.log').read_text(encoding='utf-8')[-2000:]}"
                 )
             time.sleep(POLL_S)
-        facts: dict[str, Any] = json.loads(place.read_text())
+        facts: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
         return facts
 
     def second_node(self) -> list[psutil.Process]:
@@ -573,7 +574,9 @@ def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
         )
     project.server = RayCluster(project, folder, process)
     options = json.dumps(
-        yaml.safe_load((project.folder / "params.yaml").read_text())["env"]["options"]
+        yaml.safe_load((project.folder / "params.yaml").read_text(encoding="utf-8"))["env"][
+            "options"
+        ]
     )
     # the loopback of this machine, under a name that another node is not refused
     host, port = "127.0.0.2", free_port()
@@ -655,6 +658,7 @@ def no_mount() -> str:
                 capture_output=True,
                 text=True,
                 check=False,
+                encoding="utf-8",
             )
         except FileNotFoundError:
             return "this system has no mount"
@@ -669,7 +673,9 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while not answers(url):
         if time.monotonic() > deadline or process.poll() is not None:
-            raise RuntimeError(f"nobody answers at {url}\n{log.read_text()[-2000:]}")
+            raise RuntimeError(
+                f"nobody answers at {url}\n{log.read_text(encoding='utf-8')[-2000:]}"
+            )
         time.sleep(POLL_S)
 
 

@@ -91,15 +91,15 @@ ON_KUBERAY = ("compute=kuberay", "kuberay.mode=HTTPMode", "deterministic=true")
 def differing(project: Project) -> Iterator[None]:
     """A parameter file for pods: the project's own, with TINY over it."""
     path = project.folder / "params.yaml"
-    before = path.read_text()
+    before = path.read_text(encoding="utf-8")
     params = yaml.safe_load(before)
     for section, values in TINY.items():
         params[section] = {**params.get(section, {}), **values}
-    path.write_text(yaml.safe_dump(params))
+    path.write_text(yaml.safe_dump(params), encoding="utf-8")
     try:
         yield
     finally:
-        path.write_text(before)
+        path.write_text(before, encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -188,7 +188,7 @@ def local_ray(token: str) -> Iterator[str]:
                 if time.monotonic() > deadline or process.poll() is not None:
                     raise RuntimeError(f"no Ray cluster\n{tail(log)}")
                 time.sleep(POLL_S)
-            yield place.read_text()
+            yield place.read_text(encoding="utf-8")
 
 
 def stand_in() -> Any:

@@ -90,15 +90,16 @@ class Project:
             capture_output=True,
             text=True,
             check=True,
+            encoding="utf-8",
         )
         for name in names.stdout.split():
             if (ROOT / name).is_file():
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, self.folder / name)
-        params = yaml.safe_load((self.folder / "params.yaml").read_text())
+        params = yaml.safe_load((self.folder / "params.yaml").read_text(encoding="utf-8"))
         for section, values in sections.items():
             params[section] |= values
-        (self.folder / "params.yaml").write_text(yaml.safe_dump(params))
+        (self.folder / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
         for place in (self.home, self.scratch):
             place.mkdir()
         foreign = (
@@ -140,6 +141,7 @@ class Project:
             text=True,
             timeout=COMMAND_TIMEOUT_S,
             check=False,
+            encoding="utf-8",
         )
         if done.returncode:
             raise RuntimeError(
@@ -352,6 +354,7 @@ def check_result(
         text=True,
         timeout=COMMAND_TIMEOUT_S,
         check=False,
+        encoding="utf-8",
     )
     trial.failures["audit"] = audit_failures(audit)
     done, items = project.lineage(overrides)
@@ -436,12 +439,14 @@ def leftovers(state: Path) -> list[str]:
 
 
 def last_line(log: Path) -> str:
-    return (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:300]
+    return (log.read_text(errors="replace", encoding="utf-8").strip().splitlines() or [""])[-1][
+        :300
+    ]
 
 
 def failure(log: Path) -> str:
     """The line at its end that says what failed, or nothing; below it may stand the end of a
     server's log.
     """
-    lines = log.read_text(errors="replace").splitlines()[-MAX_TAIL:]
+    lines = log.read_text(errors="replace", encoding="utf-8").splitlines()[-MAX_TAIL:]
     return next((line[:300] for line in reversed(lines) if line.startswith("failed: ")), "")

@@ -74,7 +74,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         result = compared(Path(folder), LARGE, ROUNDS)
     result = {"machine": machine(), "command": "python benchmarks/checkpoints.py", **result}
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
     within = [
         *(each <= MEMORY_LIMIT for each in result["memory_of_two_to_one"].values()),
@@ -223,7 +223,7 @@ def ranks(
         "blobs": kept or weights,
         "resumes": bool(kept),
     }
-    (folder / "asked.json").write_text(json.dumps(asked))
+    (folder / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
     processes = [
         start([sys.executable, str(program), "--rank", str(folder), str(rank), str(size)])
         for rank in range(size)
@@ -235,14 +235,17 @@ def ranks(
             process.kill()
     if any(codes):
         raise RuntimeError(f"processes ended with codes {codes}")
-    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(size)]
+    return [
+        json.loads((folder / f"told-{rank}.json").read_text(encoding="utf-8"))
+        for rank in range(size)
+    ]
 
 
 def asked_of(
     folder: Path, rank: int, size: int
 ) -> tuple[dict[str, Any], StorePlace, LearnerPlan, ProcessGroup]:
     """What `ranks` asks for, where it is stored, and the processes it is asked of."""
-    asked = json.loads((folder / "asked.json").read_text())
+    asked = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
     manifest = Manifest(
         step=STEP,
         key=KEY,
@@ -283,7 +286,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
         with measured(told, "commit"):
             written = learner.snapshot().write(place, STEP, KEY)
         told["blobs"] = {name: blob.model_dump() for name, blob in written.items()}
-    (folder / f"told-{rank}.json").write_text(json.dumps(told))
+    (folder / f"told-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
     if size > 1:
         dist.destroy_process_group()
 
@@ -344,7 +347,7 @@ def measured(told: dict[str, Any], phase: str) -> Iterator[None]:
 
 
 def anonymous_kib() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1])
     raise RuntimeError("no RssAnon in /proc/self/status")
@@ -360,7 +363,7 @@ def settle(weights: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
     if rank == 0:
         os.sync()
         with contextlib.suppress(OSError):
-            Path("/proc/sys/vm/drop_caches").write_text("3\n")
+            Path("/proc/sys/vm/drop_caches").write_text("3\n", encoding="utf-8")
         command = [sys.executable, "-c", TOUCH, str(most)]
         subprocess.run(command, check=True, timeout=LIMIT_S)
     if size > 1:

@@ -234,7 +234,7 @@ def main() -> int:
         f" --simulations {chosen.simulations}" if chosen.simulations != 10_000 else ""
     )
     result |= {"machine": machine(), "command": command}
-    chosen.out.write_text(dump(result))
+    chosen.out.write_text(dump(result), encoding="utf-8")
     for place in ("inside", "outside"):
         for method, found in result[place].items():
             print(

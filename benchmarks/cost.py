@@ -52,7 +52,7 @@ def main() -> int:
         for commit, chosen_set, done in zip(commits, overrides, runs, strict=True)
     ]
     ratio = total(runs[1], "cpu_s") / total(runs[0], "cpu_s")
-    result = json.loads(OUT.read_text()) if OUT.exists() else {}
+    result = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
     result[chosen.case] = {
         "machine": machine(),
         "command": " ".join(["python", "benchmarks/cost.py", *sys.argv[1:]]),
@@ -60,7 +60,7 @@ def main() -> int:
         "after": told[1],
         "cpu_ratio": round(ratio, 3),
     }
-    OUT.write_text(json.dumps(result, indent=1) + "\n")
+    OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(f"{chosen.case}: {ratio:.3f} of the CPU-seconds\n")
     return 0
 
@@ -78,6 +78,7 @@ def run(tree: Path, home: Path, overrides: list[str]) -> dict[str, float]:
         capture_output=True,
         text=True,
         timeout=RUN_S,
+        encoding="utf-8",
     )
     if shown.returncode:
         raise RuntimeError(shown.stderr[-3000:])
@@ -90,6 +91,7 @@ def run(tree: Path, home: Path, overrides: list[str]) -> dict[str, float]:
         capture_output=True,
         text=True,
         timeout=RUN_S,
+        encoding="utf-8",
     )
     now = os.times()
     if told.returncode:
@@ -103,7 +105,9 @@ def run(tree: Path, home: Path, overrides: list[str]) -> dict[str, float]:
 def last_success(store: Path) -> float:
     """Mean success at temperature 1 of the last stage's evaluation, as its manifest says."""
     manifests = sorted((store / "steps").glob("evaluate-stage-*/manifests/*.json"))
-    summary: dict[str, Any] = json.loads(manifests[-1].read_text())["results"]["summary"]
+    summary: dict[str, Any] = json.loads(manifests[-1].read_text(encoding="utf-8"))["results"][
+        "summary"
+    ]
     return float(summary["avg_at_4"]["mean"])
 
 

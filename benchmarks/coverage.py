@@ -179,7 +179,7 @@ def main() -> int:
     )
     result |= {"machine": machine(), "command": command}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(dump(result))
+    chosen.out.write_text(dump(result), encoding="utf-8")
     print(text(result))
     return 0 if not result["outside_band"] else 1
 

@@ -186,7 +186,9 @@ def main() -> int:
     )
     result |= {"machine": machine(), "command": command}
     rows = ",\n  ".join(json.dumps(each) for each in result.pop("cases"))
-    chosen.out.write_text(json.dumps(result, indent=1)[:-2] + f',\n "cases": [\n  {rows}\n ]\n}}\n')
+    chosen.out.write_text(
+        json.dumps(result, indent=1)[:-2] + f',\n "cases": [\n  {rows}\n ]\n}}\n', encoding="utf-8"
+    )
     print(text(result | {"cases": found}))
     return 0 if result["false_positives"]["ours_highest_upper_bound"] <= MOST_FALSE else 1
 

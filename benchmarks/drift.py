@@ -58,7 +58,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--state", help="folder that keeps the runs (default: a temporary one)")
     chosen = parser.parse_args()
-    result = json.loads(chosen.out.read_text()) if chosen.out.exists() else {"runs": []}
+    result = (
+        json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {"runs": []}
+    )
     done = {(run["recipe"], run["seed"]) for run in result["runs"]}
     wanted = [
         (name, seed) for seed in chosen.seeds for name in chosen.names if (name, seed) not in done
@@ -77,7 +79,7 @@ def main() -> int:
                 "recipes": RECIPES,
                 "summary": summary(result["runs"]),
             }
-            chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+            chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             each = job.result()
             sys.stdout.write(
                 f"{each['recipe']} seed {each['seed']}: ends {each['last']:.1%}, falls"

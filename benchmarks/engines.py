@@ -46,11 +46,11 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.child:
         engine, seed, path = chosen.child
-        Path(path).write_text(json.dumps(learn(engine, int(seed))))
+        Path(path).write_text(json.dumps(learn(engine, int(seed))), encoding="utf-8")
         return 0
     result: dict[str, Any] = {"learned": {}}
     if chosen.goes_on and RESULTS.is_file():
-        result = json.loads(RESULTS.read_text())
+        result = json.loads(RESULTS.read_text(encoding="utf-8"))
     result |= {"machine": machine(), "command": "python benchmarks/engines.py"}
     for seed in chosen.seeds:
         for engine in ENGINES:
@@ -60,12 +60,12 @@ def main() -> int:
             if learned is None:
                 return 1
             result["learned"][f"{engine} {seed}"] = learned
-            RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+            RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             print(engine, seed, json.dumps(learned), flush=True)
     if "throughput" not in result:
         result["throughput"] = throughput()
     result["verdict"] = verdict(result["learned"], chosen.seeds)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({name: result[name] for name in ("throughput", "verdict")}, indent=1))
     return 0 if result["verdict"]["ok"] else 1
 

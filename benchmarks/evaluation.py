@@ -70,7 +70,7 @@ def main() -> int:
         "machine": machine(),
         "measured": datetime.now(UTC).date().isoformat(),
     }
-    arguments.out.write_text(json.dumps(numbers, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(numbers, indent=1))
     return 0
 
@@ -107,7 +107,7 @@ def evaluated(
         "max_turns": TURNS,
         "instructions": False,
     }
-    protocol.write_text(json.dumps({"envs": [own], "concurrency": CONCURRENCY}))
+    protocol.write_text(json.dumps({"envs": [own], "concurrency": CONCURRENCY}), encoding="utf-8")
     cfg = load_config(ROOT / "params.yaml", [f"store.path={folder}/state/store"])
     os.environ[TOKEN_VARIABLE] = endpoints[0].token  # type: ignore[attr-defined]
     began = time.perf_counter()

@@ -147,7 +147,7 @@ def main() -> None:
         found = measure(kubeconfig, arguments.fleets, arguments.threads)
     command = f"python benchmarks/fleets.py --fleets {arguments.fleets}"
     result = {"machine": machine(), "command": command, **found}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(
         f"{found['fleets']} fleets, {found['at_once']} at once: {found['wall_s_per_fleet']} s and"
         f" {found['all_calls_per_fleet']} requests per fleet; median seconds {found['median_s']};"

@@ -140,7 +140,9 @@ def main() -> int:
         "command": command,
     }
     rows = ",\n  ".join(map(json.dumps, cases))
-    chosen.out.write_text(json.dumps(result, indent=1)[:-2] + f',\n "cases": [\n  {rows}\n ]\n}}\n')
+    chosen.out.write_text(
+        json.dumps(result, indent=1)[:-2] + f',\n "cases": [\n  {rows}\n ]\n}}\n', encoding="utf-8"
+    )
     print(text({**result, "cases": cases}))
     return 0 if result["highest_upper"] <= MOST_FALSE else 1
 

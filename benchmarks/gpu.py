@@ -130,7 +130,7 @@ def main() -> int:
         parser.error("no CUDA device here; --dry-run runs the code on the CPU")
     size, names = DRY if chosen.dry_run else GPU, chosen.cases or list(CASES)
     if chosen.child:
-        chosen.child.write_text(json.dumps(CASES[names[0]](size)))
+        chosen.child.write_text(json.dumps(CASES[names[0]](size)), encoding="utf-8")
         return 0
     failed = False
     for name in names:  # each in a process of its own: what it held of the GPU is free again
@@ -159,10 +159,12 @@ def table(results: dict[str, Any]) -> str:
 
 
 def keep(name: str, result: Any) -> None:
-    written = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cases": {}}
+    written = (
+        json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"cases": {}}
+    )
     here = {**machine(), "gpu": torch.cuda.get_device_name()}
     written["cases"][name] = {**result, "machine": here, "command": "python benchmarks/gpu.py"}
-    RESULTS.write_text(json.dumps(written, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
 def case_ceilings(size: Size) -> dict[str, Any]:

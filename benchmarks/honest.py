@@ -111,6 +111,7 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
         text=True,
         timeout=AUDIT_TIMEOUT_S,
         check=False,
+        encoding="utf-8",
     )
     run.audit_s, run.audit_code = round(time.monotonic() - began, 1), done.returncode
     try:
@@ -154,7 +155,7 @@ def s3_store(project: Project) -> Iterator[tuple[str, ...]]:
             time.sleep(0.1)
         (place / "aws").touch()
         project.environment |= {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port.read_text()}",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port.read_text(encoding='utf-8')}",
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_DEFAULT_REGION": "us-east-1",
@@ -187,7 +188,7 @@ def main() -> int:
         "runs": [],
     }
     if arguments.out.is_file() and not arguments.anew:
-        result = json.loads(arguments.out.read_text())
+        result = json.loads(arguments.out.read_text(encoding="utf-8"))
     done, began = {run["number"] for run in result["runs"]}, time.monotonic()
     plan = [
         *((kind, kills, BUDGET) for kind, kills in PLAN),
@@ -213,7 +214,7 @@ def main() -> int:
                 result["passed"] = (
                     f"{sum(each['ok'] for each in result['runs'])} of {len(result['runs'])}"
                 )
-                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
                 print(
                     f"{number} {run.kind} kills {run.killed_at_s} {run.wall_s:.0f} s, audit"
                     f" {run.audit_s:.0f} s: {run.ok} {run.problem}"

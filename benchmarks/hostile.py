@@ -438,7 +438,7 @@ def main() -> None:
     if unknown := set(chosen.cases) - set(CASES):
         parser.error(f"no such environment: {', '.join(sorted(unknown))}")
     rows = (
-        json.loads(chosen.out.read_text())["environments"]
+        json.loads(chosen.out.read_text(encoding="utf-8"))["environments"]
         if chosen.cases and chosen.out.exists()
         else {}
     )
@@ -453,14 +453,14 @@ def main() -> None:
                 f"python benchmarks/hostile.py {name} --steps {chosen.steps} --seconds"
                 f" {chosen.seconds:g} --seed {chosen.seed}"
             )
-            row["tracebacks"] = log.read_text(errors="replace").count(
+            row["tracebacks"] = log.read_text(errors="replace", encoding="utf-8").count(
                 "Traceback (most recent call last)"
             )
         rows[name] = row
         print(name, json.dumps(row, indent=1), flush=True)
     result = {"machine": machine(), "limit_s": LIMIT_S, "environments": rows}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if problems := [
         f"{name}: {problem}" for name, row in rows.items() for problem in row["problems"]
     ]:

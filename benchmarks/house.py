@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,10 +27,13 @@ class House:
     any_frac: float  # of the annotations of parameters and results, those that are `Any`
     long_functions: dict[str, int]  # "path name" -> lines
     loose_files: list[str]  # at the root of agentgym/
+    no_encodings: list[str]  # path:line that reads or writes text in whatever the locale says
 
 
 def house() -> House:
-    trees = {path: ast.parse((ROOT / path).read_text()) for path in files(*PACKAGES)}
+    trees = {
+        path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in files(*PACKAGES)
+    }
     functions = {
         path: [node for node in ast.walk(tree) if isinstance(node, Function)]
         for path, tree in trees.items()
@@ -42,7 +46,7 @@ def house() -> House:
         wide_lines=[
             f"{path}:{number}"
             for path in files(*PACKAGES, "tests", "benchmarks")
-            for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+            for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(), 1)
             if len(line) > COLUMNS
         ],
         any_frac=sum(isinstance(each, ast.Name) and each.id == "Any" for each in annotations)
@@ -56,6 +60,11 @@ def house() -> House:
         loose_files=sorted(
             path.name for path in (ROOT / "agentgym").glob("*.py") if path.name != "__init__.py"
         ),
+        no_encodings=[
+            f"{path}:{line}"
+            for path in files(*PACKAGES, "benchmarks", "data", "docs", "examples")
+            for line in no_encodings((ROOT / path).read_text(encoding="utf-8"))
+        ],
     )
 
 
@@ -68,8 +77,34 @@ def files(*folders: str) -> list[str]:
         capture_output=True,
         text=True,
         timeout=60,
+        encoding="utf-8",
     )
     return [line for line in told.stdout.splitlines() if (ROOT / line).exists()]
+
+
+def no_encodings(source: str) -> list[int]:
+    """Lines of calls that open text, or a process whose output is text, without `encoding`."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return sorted(call.lineno for call in calls if is_text(call) and not names_encoding(call))
+
+
+def is_text(call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    modes = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
+    texts = [each.value for each in modes if isinstance(each, ast.Constant)]
+    mode = next((text for text in texts if re.fullmatch("[rwax][bt+]*", str(text))), "")
+    if name in ("read_text", "write_text", "FileHandler", "TextIOWrapper"):
+        return True
+    if name == "fdopen" or (name == "open" and isinstance(call.func, ast.Name)):
+        return "b" not in mode  # the default is text
+    if name == "open" or name.endswith("TemporaryFile"):
+        return bool(mode) and "b" not in mode
+    flags = {word.arg: getattr(word.value, "value", None) for word in call.keywords}
+    return flags.get("text") is True or flags.get("universal_newlines") is True
+
+
+def names_encoding(call: ast.Call) -> bool:
+    return any(word.arg == "encoding" for word in call.keywords)
 
 
 def annotated(function: Function) -> Iterator[ast.expr]:

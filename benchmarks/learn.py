@@ -132,7 +132,7 @@ def merged(cells: Sequence[Cell], *parts: Sequence[Row]) -> list[Row]:
 
 def only(file: str, missing: Sequence[Cell]) -> dict[str, Any]:
     """The comparison of a file with these of its cells alone."""
-    tree: dict[str, Any] = yaml.safe_load((ROOT / file).read_text())
+    tree: dict[str, Any] = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
     extra = {
         each.get("name") or f"{each.get('recipe', '')} {each.get('horizon', '')}".strip(): each
         for each in tree.get("cells", ())
@@ -152,7 +152,7 @@ def run(file: str, missing: Sequence[Cell], parallel: int, overrides: Sequence[s
     """These cells; one that fails leaves its row out, and its verdict says so."""
     with tempfile.TemporaryDirectory() as out:
         part = Path(out) / Path(file).name
-        part.write_text(yaml.safe_dump(only(file, missing)))
+        part.write_text(yaml.safe_dump(only(file, missing)), encoding="utf-8")
         command = [
             sys.executable,
             "-m",
@@ -187,7 +187,7 @@ def write(
         "published_claims": list(claims),
         "tables": list(tables),
     }
-    (out / "learn.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / "learn.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     text = ["# What it learns, and how sure that is", "", f"`{command}`", "", "## Verdicts", ""]
     text += ["| point | verdict | figures |", "| --- | --- | --- |"]
     words = {True: "pass", False: "**fail**", None: "not run"}
@@ -202,7 +202,7 @@ def write(
             "",
             f"![learning curves]({each['name']}_curves.png)",
         ]
-    (out / "learn.md").write_text("\n".join(text) + "\n")
+    (out / "learn.md").write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
 def save_items(rows: Sequence[Row], out: Path) -> None:
@@ -234,7 +234,7 @@ def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]
     saved = json.loads(gzip.decompress((out / ITEMS_FILE).read_bytes()))
     known = {
         row["name"]: row
-        for each in json.loads((out / "learn.json").read_text())["tables"]
+        for each in json.loads((out / "learn.json").read_text(encoding="utf-8"))["tables"]
         for row in each["rows"]
     }
     found: dict[str, list[CellResult]] = {}

@@ -77,7 +77,7 @@ def main() -> int:
         "share": share,
         "modules": rows,
     }
-    OUT.write_text(json.dumps(result, indent=1) + "\n")
+    OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -100,7 +100,9 @@ def measured(tests: Sequence[str], jobs: int) -> dict[str, dict[str, float]]:
 
 def known() -> list[dict[str, Any]]:
     """What was measured last."""
-    rows: list[dict[str, Any]] = json.loads(OUT.read_text())["modules"] if OUT.exists() else []
+    rows: list[dict[str, Any]] = (
+        json.loads(OUT.read_text(encoding="utf-8"))["modules"] if OUT.exists() else []
+    )
     return rows
 
 
@@ -115,7 +117,7 @@ def modules(packages: Sequence[str] = PACKAGES) -> list[str]:
 
 
 def has_code(path: Path) -> bool:
-    body = ast.parse(path.read_text()).body
+    body = ast.parse(path.read_text(encoding="utf-8")).body
     return any(
         not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)) for each in body
     )
@@ -156,7 +158,7 @@ def lines_run(test: str) -> dict[str, float]:
     # by another process: what a test has done to this one's stack may keep it from parsing
     report = [sys.executable, "-m", "coverage", "json", "--data-file", f"{shared}/{name}.data"]
     subprocess.run([*report, "-o", f"{shared}/{name}.json"], check=True, timeout=LIMIT_S)
-    files = json.loads(Path(f"{shared}/{name}.json").read_text())["files"]
+    files = json.loads(Path(f"{shared}/{name}.json").read_text(encoding="utf-8"))["files"]
     return {
         path: round(each["summary"]["covered_lines"] / max(each["summary"]["num_statements"], 1), 3)
         for path, each in files.items()

@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     chosen = parser.parse_args()
     set_threads()
-    known = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
+    known = json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {}
     runs = known["runs"] if known.get("changes") == CHANGES else []
     for seed in [each for each in chosen.seeds if each not in {run["seed"] for run in runs}]:
         with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +69,7 @@ def main() -> int:
             "verdict": verdict(runs),
             "runs": runs,
         }
-        chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+        chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         sys.stdout.write(f"seed {seed}: {result['verdict']}\n")
         sys.stdout.flush()
     return 0 if verdict(runs)["ok"] else 1

@@ -69,6 +69,7 @@ def main() -> None:
                 stdout=subprocess.PIPE,
                 text=True,
                 timeout=COUNT_S,
+                encoding="utf-8",
             )
             found = json.loads(told.stdout.splitlines()[-1])
             result[name] = {
@@ -80,7 +81,9 @@ def main() -> None:
             sys.stdout.write(
                 f"{name}: {shown['statements']} statements in {shown['files']} files\n"
             )
-    (ROOT / "docs/results/one_sample.json").write_text(json.dumps(result, indent=1) + "\n")
+    (ROOT / "docs/results/one_sample.json").write_text(
+        json.dumps(result, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def count(tree: Path) -> dict[str, int]:
@@ -180,7 +183,11 @@ def starts(path: Path) -> dict[int, int]:
     if path not in _STARTS:
         found: defaultdict[int, int] = defaultdict(int)
         for node in sorted(
-            (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt)),
+            (
+                node
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                if isinstance(node, ast.stmt)
+            ),
             key=lambda node: (node.lineno, -(node.end_lineno or 0)),
         ):
             defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)

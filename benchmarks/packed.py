@@ -59,7 +59,11 @@ def main() -> int:
     parser.add_argument("--lengths", type=Path, help="a result whose lengths are taken")
     chosen = parser.parse_args()
     set_threads()
-    known = json.loads(chosen.lengths.read_text())["environments"] if chosen.lengths else {}
+    known = (
+        json.loads(chosen.lengths.read_text(encoding="utf-8"))["environments"]
+        if chosen.lengths
+        else {}
+    )
     found = {}
     for env in ENVIRONMENTS:
         lengths = known[env]["lengths"] if known else played(env)
@@ -74,7 +78,7 @@ def main() -> int:
         "rounds": ROUNDS,
         "environments": found,
     }
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0 if all(each["tokens_ratio"] >= LIMIT for each in found.values()) else 1
 
 

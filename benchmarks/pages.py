@@ -82,7 +82,7 @@ def cost(cfg: RunConfig) -> dict[str, float]:
                 seconds = delivered_s(cfg, Path(folder), pages=pages)
             if turn:  # the first one imports
                 found[pages].append(seconds)
-    runs = json.loads((ROOT / "docs/results/pipeline.json").read_text())["runs"]
+    runs = json.loads((ROOT / "docs/results/pipeline.json").read_text(encoding="utf-8"))["runs"]
     whole = statistics.median(run["cpu_s"] for run in runs)
     extra = min(found[True]) - min(found[False])
     return {
@@ -130,7 +130,7 @@ def served(database: Path) -> Iterator[str]:
                 break
             except OSError:
                 if process.poll() is not None:
-                    raise RuntimeError(log.read_text()[-2000:]) from None
+                    raise RuntimeError(log.read_text(encoding="utf-8")[-2000:]) from None
                 time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
         os.killpg(process.pid, signal.SIGKILL)
@@ -220,7 +220,7 @@ def main() -> int:
         "machine": machine(),
         "command": "python benchmarks/pages.py .agentgym",
     }
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({name: result[name] for name in ("cost", "runs", "opens")}, indent=1))
     return 0 if result["cost"]["ratio"] <= MOST else 1
 

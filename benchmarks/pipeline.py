@@ -40,7 +40,7 @@ def main() -> None:
         del each["learning_curve"]
     result = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "runs": runs}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
@@ -105,14 +105,14 @@ def in_a_process(arguments: list[str], *, timeout_s: float) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "result.json"
         done = subprocess.run([sys.executable, *arguments, str(told)], cwd=ROOT, timeout=timeout_s)
-        return json.loads(told.read_text()) if done.returncode == 0 else None
+        return json.loads(told.read_text(encoding="utf-8")) if done.returncode == 0 else None
 
 
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
     models = {
         line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         if line.startswith("model name")
     }
     packages = ("torch", "transformers", "prefect", "mlflow", "dvc", "minigrid")

@@ -113,7 +113,7 @@ def main() -> int:
         },
         "encode_ms_per_episode": round(statistics.median(encode), 4),
     }
-    OUT.write_text(json.dumps(result, indent=1) + "\n")
+    OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(
         json.dumps({k: v for k, v in result.items() if k != "machine"}, indent=1) + "\n"
     )

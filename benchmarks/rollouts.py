@@ -419,7 +419,7 @@ def case_memory(quick: bool) -> dict[str, Any]:
 def memory_mib(field: str) -> float:
     line = next(
         line
-        for line in Path("/proc/self/status").read_text().splitlines()
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         if line.startswith(field)
     )
     return int(line.split()[1]) / 1024
@@ -572,7 +572,7 @@ def main() -> int:
     set_process_defaults()
     if {"tracking", "staleness"} & set(arguments.cases or CASES):
         subprocess.run([sys.executable, "-m", "dvc", "pull", "--quiet"], check=True, timeout=600)
-    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
     for name in arguments.cases or CASES:
         result = run_alone(name, arguments.quick)
         print(json.dumps({name: result}, indent=1), flush=True)
@@ -587,7 +587,7 @@ def main() -> int:
         }
         if not arguments.quick:
             kept = {name: results[name] for name in CASES if name in results}
-            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+            RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

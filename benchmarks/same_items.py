@@ -71,7 +71,9 @@ def main() -> None:
         "settings": overrides,
         "runs": runs,
     }
-    (ROOT / "docs/results/same_items.json").write_text(json.dumps(result, indent=1) + "\n")
+    (ROOT / "docs/results/same_items.json").write_text(
+        json.dumps(result, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def train(cfg: RunConfig, *, again: bool) -> list[float]:

@@ -137,14 +137,14 @@ def main() -> int:
     torch.set_num_threads(1)
     shape = half(MODELS["0.5B"]) if chosen.half else MODELS["0.5B"]
     if chosen.check:
-        real = json.loads(chosen.check.read_text())["check"]["real"]
+        real = json.loads(chosen.check.read_text(encoding="utf-8"))["check"]["real"]
     else:
         with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
             real = {str(size): really(Path(folder), shape, size) for size in CHECKED}
             sys.stderr.write(f"{json.dumps(real)}\n")
     check = compared(real, {ranks: as_real(shape, int(ranks)) for ranks in real}, shape)
     sys.stdout.write(json.dumps(check, indent=1) + "\n")
-    known = json.loads(chosen.models.read_text())["models"] if chosen.models else {}
+    known = json.loads(chosen.models.read_text(encoding="utf-8"))["models"] if chosen.models else {}
     result = {
         "machine": machine(),
         "command": "python benchmarks/scale.py",
@@ -154,10 +154,10 @@ def main() -> int:
         "actions": ACTIONS,
         "models": {name: known.get(name) or at_scale(MODELS[name]) for name in SIZES},
     }
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
-    page = PAGE.read_text()
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     before, after = page.partition(BEGIN)[0], page.partition(END)[2]
-    PAGE.write_text(before + BEGIN + told_of(result) + END + after)
+    PAGE.write_text(before + BEGIN + told_of(result) + END + after, encoding="utf-8")
     return 0 if check["worst"] <= LIMIT else 1
 
 
@@ -344,7 +344,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     with phase("commit"):
         written = learner.snapshot().write(place, checkpoints.STEP, checkpoints.KEY)
     told["blobs"] = {name: blob.model_dump() for name, blob in written.items()}
-    (folder / f"told-{rank}.json").write_text(json.dumps(told))
+    (folder / f"told-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
     if size > 1:
         dist.destroy_process_group()
 

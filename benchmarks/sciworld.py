@@ -171,7 +171,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/sciworld_engine.json")
     arguments = parser.parse_args()
     result = (
-        json.loads(arguments.out.read_text()) if arguments.only and arguments.out.exists() else {}
+        json.loads(arguments.out.read_text(encoding="utf-8"))
+        if arguments.only and arguments.out.exists()
+        else {}
     )
     result |= {"machine": machine(), "command": "python benchmarks/sciworld.py"}
     if arguments.only != "order":
@@ -185,7 +187,7 @@ def main() -> None:
             play_stock(stock_options, backwards=True),
         )
         version = subprocess.run(
-            ["java", "-version"], capture_output=True, text=True, check=True
+            ["java", "-version"], capture_output=True, text=True, check=True, encoding="utf-8"
         ).stderr.splitlines()[0]
         result["order"] = {
             "java": version,
@@ -196,7 +198,7 @@ def main() -> None:
             "stock_against_stock_in_another_order_of_games": differing(forwards, backwards),
         }
         print(json.dumps(result["order"], indent=1))
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def as_them(work: Callable[[], list[Deed]]) -> list[Deed]:
             os.setgroups([])
             os.setgid(THEIR_ID)
             os.setuid(THEIR_ID)
-            with os.fdopen(writing, "w") as pipe:
+            with os.fdopen(writing, "w", encoding="utf-8") as pipe:
                 json.dump([asdict(deed) for deed in work()], pipe)
             code = 0
         except Exception:
@@ -108,7 +108,7 @@ def as_them(work: Callable[[], list[Deed]]) -> list[Deed]:
             sys.stderr.flush()
             os._exit(code)
     os.close(writing)
-    with os.fdopen(reading) as pipe:
+    with os.fdopen(reading, encoding="utf-8") as pipe:
         said = pipe.read()
     if os.waitpid(child, 0)[1]:
         raise RuntimeError("the other user's process failed")

@@ -63,7 +63,9 @@ def main() -> int:
     chosen = parser.parse_args()
     os.chdir(ROOT)
     set_process_defaults()
-    result = json.loads(chosen.out.read_text()) if chosen.out.exists() else {"cells": []}
+    result = (
+        json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {"cells": []}
+    )
     result |= {
         "machine": machine(),
         "command": "python benchmarks/staleness.py",
@@ -73,7 +75,7 @@ def main() -> int:
         state = chosen.state or folder
         if "killed" not in result:  # first: it forks, which only a process without threads may
             result["killed"] = killed(Path(state, "killed"), chosen.kills)
-            chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+            chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             sys.stdout.write(f"{result['killed']}\n")
         for case, seed, staleness in cells(chosen.seeds):
             key = {"case": case, "seed": seed, "max_staleness": staleness}
@@ -81,7 +83,7 @@ def main() -> int:
                 continue
             result["cells"].append(key | run(case, seed, staleness, Path(state)))
             result["summary"] = summary(result["cells"])
-            chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+            chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             sys.stdout.write(f"{result['cells'][-1]}\n")
             sys.stdout.flush()
     return 0 if result["killed"]["each_item_once"] and result["killed"]["audit"] else 1

@@ -35,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("targets", nargs="*", help="quick, test; both")
     asked = parser.parse_args()
-    result = json.loads(OUT.read_text()) if OUT.exists() else {}
+    result = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
     result |= {"machine": machine(), "command": "python benchmarks/suite.py"}
     for target in asked.targets or ("quick", "test"):
         found = measured(target)
@@ -44,7 +44,7 @@ def main() -> int:
             f" ({found['cpu_seconds']} s of CPU)\n"
         )
         result[target] = found
-    OUT.write_text(json.dumps(result, indent=1) + "\n")
+    OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -63,6 +63,7 @@ def measured(target: str) -> dict[str, Any]:
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
+            encoding="utf-8",
         )
         seconds, after = time.monotonic() - began, psutil.cpu_times()
         if told.returncode:

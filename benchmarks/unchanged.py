@@ -64,7 +64,7 @@ def main() -> int:
         "budget": BUDGET,
         "runs": runs,
     }
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0 if all(run["num_equal"] and not run["differ"] for run in runs) else 1
 
 
@@ -103,13 +103,14 @@ def digests(tree: Path, recipe: str, seed: int) -> Digests:
             capture_output=True,
             text=True,
             timeout=RUN_S,
+            encoding="utf-8",
         )
         if told.returncode:
             raise RuntimeError(
                 f"{' '.join(command)} in {tree}\n{(told.stdout + told.stderr)[-3000:]}"
             )
-        done.write_text(json.dumps(committed(home / "store"), indent=1))
-    found: Digests = json.loads(done.read_text())
+        done.write_text(json.dumps(committed(home / "store"), indent=1), encoding="utf-8")
+    found: Digests = json.loads(done.read_text(encoding="utf-8"))
     return found
 
 
@@ -117,7 +118,7 @@ def committed(store: Path) -> Digests:
     """Of the last manifest of every step, as the files say: both commits' layouts are this one."""
     found: Digests = {}
     for step in sorted((store / "steps").iterdir()):
-        manifest = json.loads(max((step / "manifests").glob("*.json")).read_text())
+        manifest = json.loads(max((step / "manifests").glob("*.json")).read_text(encoding="utf-8"))
         for name, blob in manifest["blobs"].items():
             if name.endswith(COMPARED):
                 found[f"{manifest['step']}/{name}"] = blob["digest"]
@@ -132,7 +133,13 @@ def commit_of(name: str) -> str:
 
 def git(*arguments: str) -> str:
     return subprocess.run(
-        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+        ["git", *arguments],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        encoding="utf-8",
     ).stdout.strip()
 
 

@@ -60,7 +60,7 @@ def lists(folder: Path) -> Path:
     ):
         rows = [{"item_id": f"babyai_{task}"} for task in range(first, first + num)]
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(json.dumps(rows))
+        (folder / name).write_text(json.dumps(rows), encoding="utf-8")
     return folder
 
 

@@ -71,7 +71,7 @@ def write(file: Path, command: str, told: dict[str, Any]) -> None:
     """What was measured, with where and when."""
     at = datetime.now(UTC).isoformat(timespec="seconds")
     text = json.dumps({"machine": machine(), "command": command, "at": at, **told}, indent=1)
-    file.write_text(f"{text}\n")
+    file.write_text(f"{text}\n", encoding="utf-8")
     print(text)
 
 
@@ -191,7 +191,9 @@ class Server:
         command = [sys.executable, "-m", "agentgym", "view", "--port", "0"]
         command += ["--set", f"store.path={self._folder / 'store'}", "--params", "params.yaml"]
         self._began = time.perf_counter()
-        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         found = re.search(r"http://agentgym:(\S+)@(\S+)/login", line)
@@ -226,11 +228,16 @@ class Server:
 
     def cpu_s(self) -> float:
         """CPU seconds of the process so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{self._process.pid}/stat")
+            .read_text(encoding="utf-8")
+            .rpartition(")")[2]
+            .split()
+        )
         return (int(fields[11]) + int(fields[12])) / 100
 
     def peak_mib(self) -> float:
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
         found = re.search(r"VmHWM:\s+(\d+) kB", status)
         assert found is not None
         return int(found[1]) / 1024

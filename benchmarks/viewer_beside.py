@@ -86,7 +86,9 @@ def run(step: str, state: Path, num_steps: int) -> None:
         f"horizon.stage_steps=[{num_steps},1,1]",
     ):
         command += ["--set", override]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TRAINING_S)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=TRAINING_S, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
 
 

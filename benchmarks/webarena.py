@@ -234,7 +234,7 @@ def main() -> None:
             "eval": {"eval_types": ["string_match"], "reference_answers": {"exact_match": "x"}},
         }
         tasks = Path(folder) / "tasks.json"
-        tasks.write_text(json.dumps([task]))
+        tasks.write_text(json.dumps([task]), encoding="utf-8")
         log = Path(folder) / "log"
         big = EnvConfig(
             name="webarena",
@@ -251,7 +251,12 @@ def main() -> None:
         "machine": machine(),
         "browser": (
             subprocess.run(
-                [browser, "--version"], capture_output=True, text=True, timeout=30, check=True
+                [browser, "--version"],
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=True,
+                encoding="utf-8",
             ).stdout.strip()
         ),
         "program": Path(browser).name,
@@ -262,7 +267,7 @@ def main() -> None:
         "expert_episodes_on_the_embedded_sites": whole,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

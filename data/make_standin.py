@@ -124,7 +124,10 @@ def _write(root: Path, env: str, train: list[str], test: list[str]) -> None:
     for name, item_ids in ((f"train/{env}_train.json", train), (f"eval/{env}_test.json", test)):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([{"item_id": item_id} for item_id in item_ids], indent=0) + "\n")
+        path.write_text(
+            json.dumps([{"item_id": item_id} for item_id in item_ids], indent=0) + "\n",
+            encoding="utf-8",
+        )
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def _index(folder: str) -> str:
 def _targets() -> Iterator[str]:
     """Paths in the repository that documents link to."""
     for page in pages():
-        for target in LINK.findall((ROOT / page).read_text()):
+        for target in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
             path = (ROOT / page).parent.joinpath(target).resolve()
             if "://" not in target and path.is_relative_to(ROOT) and path.exists():
                 yield str(path.relative_to(ROOT))

@@ -10,7 +10,9 @@ from pathlib import Path
 
 def requirements(env: str, pyproject: Path) -> list[str]:
     """Of extra `envs`, and of the extra named like the environment, if there is one."""
-    extras = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
     return [*extras["envs"], *extras.get(env, ())]
 
 

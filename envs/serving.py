@@ -137,7 +137,7 @@ def _write(path: Path, text: str) -> None:
     """Whoever polls the file sees nothing or all of it."""
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)  # of a full disk

@@ -41,7 +41,7 @@ from services.recovery import begin_attempt
 from tasks.compare import cell_task, write_task
 from tasks.data import dataset_pointer, pull_data
 
-OUT = "docs/results"
+FOLDER = "comparisons"  # of tables and figures, in the folder of the state
 
 
 class CellsFailed(RuntimeError):
@@ -50,14 +50,15 @@ class CellsFailed(RuntimeError):
 
 @flow(name="compare", flow_run_name="{comparison}", persist_result=False)
 def compare(
-    comparison: str = DEFAULT, overrides: tuple[str, ...] = (), parallel: int = 0, out: str = OUT
+    comparison: str = DEFAULT, overrides: tuple[str, ...] = (), parallel: int = 0, out: str = ""
 ) -> None:
     """Run every cell that is not done, some at a time, and write the table of all; a killed
     comparison goes on where it was.
 
     comparison: its file; overrides: `key.path=value` for every cell; parallel: cells at a time, 0
     for one per core;
-    out: folder of the table and figures. A failed cell does not end the others.
+    out: folder of the table and figures, empty: `comparisons` beside the store.
+    A failed cell does not end the others.
     Errors: CellsFailed that names them.
     """
     described = load_comparison(comparison)
@@ -70,12 +71,17 @@ def compare(
         _ = tracker_of(cfg).experiment_id  # cells side by side must not create one database at once
     with Bars(PlainConsole()) as bars:
         failed = _run_cells(waiting, parallel or _num_cores(), described.wait_s, bars)
-    write_task(described, cells, Path(out))
+    write_task(described, cells, _folder(out, cells))
     if failed:
         raise CellsFailed(
             f"{len(failed)} of {len(cells)} cells failed, the others are in the table"
             + "".join(f"\n  {line}" for line in failed)
         )
+
+
+def _folder(out: str, cells: Sequence[Cell]) -> Path:
+    """Of the table and figures: as named, or beside the store, which git ignores."""
+    return Path(out) if out else cells[0].cfg.state_dir / FOLDER
 
 
 def _run_cells(cells: Sequence[Cell], parallel: int, wait_s: float, bars: Bars) -> list[str]:
@@ -126,7 +132,10 @@ def main(argv: list[str] | None = None) -> int:
         help="cells at a time (default: one per core)",
     )
     parser.add_argument(
-        "--out", default=OUT, metavar="FOLDER", help=f"of the table and figures (default: {OUT})"
+        "--out",
+        default="",
+        metavar="FOLDER",
+        help=f"of the table and figures (default: {FOLDER} beside the store)",
     )
     parser.add_argument(
         "words",
@@ -140,9 +149,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, console: PlainConsole) -> int:
     comparison, overrides = file_and_overrides(arguments.words)
-    out = Path(arguments.out)
     described = load_comparison(comparison)
     cells = cells_of(described, overrides)
+    out = _folder(arguments.out, cells)
     contrast_rows(described, cells)  # its errors come before anything starts
     for place in {cell.cfg.state_dir for cell in cells}:
         private_state(place)

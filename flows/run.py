@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 
 from prefect import Task, runtime
 from prefect.futures import PrefectFuture
+from prefect.logging.handlers import APILogHandler
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,6 +25,7 @@ from agentgym.steps.context import Environment
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Manifest
 from agentgym.types import Endpoints
+from envs.plain import PlainFormatter
 from services.recovery import begin_attempt
 from tasks.data import pull_data
 from tasks.steps import child_task, environments_down, environments_up, step_task
@@ -93,12 +96,22 @@ def is_any(step: Step) -> bool:
     return True
 
 
+def plain_logs() -> None:
+    """Control characters are spelled out in what Prefect keeps of logs: Postgres refuses some."""
+    for name in ("", *logging.root.manager.loggerDict):
+        for handler in logging.getLogger(name).handlers:
+            is_plain = isinstance(handler.formatter, PlainFormatter)
+            if isinstance(handler, APILogHandler) and not is_plain:
+                handler.setFormatter(PlainFormatter(handler.formatter))
+
+
 def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
     """Run every wanted step that is not done, in order; a killed run goes on from its last commit.
 
     Result: what happened to each step. Errors: ConfigError before anything starts.
     """
     cfg = run.config()
+    plain_logs()
     begin_attempt()
     with Bars(PlainConsole()) as bars:
         bars.start("dataset", 1)

@@ -40,6 +40,7 @@ from flows.run import RunRequest, Wanted, check_parents
 from services.prefect_server import prefect_api
 from services.state import running
 from tasks.data import dataset_pointer
+from tasks.retries import FINAL
 
 OURS = ("agentgym", "services", "tasks")  # whose warnings a person at the terminal sees
 
@@ -100,14 +101,10 @@ def _quieten_console() -> None:
     them.
     Our warnings stay.
     """
-
-    def worth_a_line(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR and not record.name.startswith(OURS)
-
     for name in ("", *logging.root.manager.loggerDict):
         for handler in logging.getLogger(name).handlers:  # one handler may serve several loggers
             if isinstance(handler, PrefectConsoleHandler) and not handler.filters:
-                handler.addFilter(worth_a_line)
+                handler.addFilter(_worth_a_line)
                 handler.setFormatter(PlainFormatter(handler.formatter))
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(PlainFormatter())
@@ -115,6 +112,16 @@ def _quieten_console() -> None:
     # prints above them
     for name in OURS:
         logging.getLogger(name).addHandler(logging.lastResort)
+
+
+def _worth_a_line(record: logging.LogRecord) -> bool:
+    """Return True for Prefect's errors, with their tracebacks, but for what the command's last
+    line says anyway: a failure that no other try mends is no bug, and has no traceback.
+    """
+    said = record.exc_info and isinstance(record.exc_info[1], FINAL)
+    ends = record.getMessage().startswith("Finished in state")
+    is_ours = record.name.startswith(OURS)
+    return record.levelno >= logging.ERROR and not (said or ends or is_ours)
 
 
 def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
@@ -295,7 +302,7 @@ def _export_report(cfg: RunConfig, manifest: Manifest) -> Path:
     store = open_store(cfg)
     for name in (*manifest.blobs, *manifest.records):
         (folder / name).write_bytes(store.read(manifest, name))
-    (folder / "config.json").write_text(cfg.model_dump_json(indent=1))
+    (folder / "config.json").write_text(cfg.model_dump_json(indent=1), encoding="utf-8")
     return folder / "report.html"
 
 

@@ -101,7 +101,7 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
         "auth_cache_ttl_seconds": "60",
     }
     path = folder / "logins.ini"
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         path.chmod(0o600)
         ini.write(file)
     return {
@@ -154,7 +154,7 @@ def job_template(namespace: str) -> dict[str, Any]:
 
 def deployments() -> list[str]:
     """`flow/kubernetes` of every deployment that prefect.yaml has for the cluster."""
-    tree = yaml.safe_load(DEPLOYMENTS.read_text())
+    tree = yaml.safe_load(DEPLOYMENTS.read_text(encoding="utf-8"))
     return [
         f"{each['entrypoint'].rpartition(':')[2]}/{each['name']}"
         for each in tree["deployments"]
@@ -173,6 +173,7 @@ def _deploy(names: Sequence[str]) -> None:
         text=True,
         timeout=START_TIMEOUT_S,
         check=False,
+        encoding="utf-8",
     )
     if done.returncode:
         raise RuntimeError(f"`prefect deploy` failed:\n{(done.stdout + done.stderr)[-2000:]}")

@@ -53,7 +53,7 @@ def is_stale(state: Path) -> bool:
 
 def toml_is_ours() -> bool:
     """May we write and remove prefect.toml; somebody's own stays as it is."""
-    return not TOML.exists() or TOML.read_text().startswith(TOML_MARK)
+    return not TOML.exists() or TOML.read_text(encoding="utf-8").startswith(TOML_MARK)
 
 
 def forget(state: Path) -> None:

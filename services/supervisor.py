@@ -267,6 +267,7 @@ def _set_up(env: dict[str, str]) -> None:
             text=True,
             timeout=START_TIMEOUT_S,
             check=False,
+            encoding="utf-8",
         )
         if done.returncode:
             raise RuntimeError(

@@ -72,8 +72,8 @@ def css(folder: str) -> Response:
     """The stylesheet of the site whose templates are in `folder`."""
     parts = [
         f":root{{{_PALETTES[folder]}}}",
-        (_FOLDER / "base.css").read_text(),
-        (_FOLDER / f"{folder}.css").read_text(),
+        (_FOLDER / "base.css").read_text(encoding="utf-8"),
+        (_FOLDER / f"{folder}.css").read_text(encoding="utf-8"),
     ]
     if folder == "shop":
         parts += [_picture(name, path) for name, path in _ICONS.items()]

@@ -28,6 +28,7 @@ from agentgym.steps.step import Outcome
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.deliver import committed_alarms, curve, episodes_page, step_run
 from agentgym.tracking.mlflow import LedgerUnavailable
+from envs.plain import plain
 from services.state import running
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class _Watched:
         if not self._what:
             return None
         percent = min(100.0, 100.0 * self._count / self._total) if self._total else 100.0
-        return percent, f"{self._what}: {self._count}/{self._total} {self._note}".strip()
+        return percent, plain(f"{self._what}: {self._count}/{self._total} {self._note}".strip())
 
 
 @contextlib.contextmanager
@@ -140,7 +141,7 @@ def _create_table(cfg: RunConfig, outcome: Outcome) -> None:
     create_table_artifact(
         table=step_table(cfg, manifest),
         key=f"step-{name}",
-        description=(
+        description=plain(
             f"**{outcome.step.title}**: {outcome} · {where} · manifest `{manifest.digest[:12]}` · "
             f"{manifest.timings.get('wall_s', 0.0):.1f} s · {_episodes(cfg, name)}"
             + "".join(f"\n\n{alarm}" for alarm in committed_alarms(open_store(cfg), [manifest]))
@@ -195,7 +196,7 @@ def step_table(cfg: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
     if rows:
         measured = [key for key in rows[0] if any(row[key] is not None for row in rows)]
         return [{key: "" if row[key] is None else row[key] for key in measured} for row in rows]
-    return [{"result": key, "value": str(value)} for key, value in manifest.results.items()]
+    return [{"result": key, "value": plain(str(value))} for key, value in manifest.results.items()]
 
 
 def _interval(value: dict[str, Any]) -> dict[str, Any]:

@@ -320,9 +320,10 @@ def move_artifacts():
     def move(database, old, new):
         with contextlib.closing(sqlite3.connect(database)) as connection, connection:
             for table, column in ARTIFACTS:
-                connection.execute(
-                    f"update {table} set {column} = replace({column}, ?, ?)", (str(old), str(new))
-                )
+                for before, after in ((old.as_uri(), new.as_uri()), (str(old), str(new))):
+                    connection.execute(
+                        f"update {table} set {column} = replace({column}, ?, ?)", (before, after)
+                    )
         if mlflow := sys.modules.get("mlflow.tracking._tracking_service.utils"):
             mlflow._artifact_repos_cache.clear()  # by a run's id, which both folders have
 

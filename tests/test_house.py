@@ -56,6 +56,31 @@ def test_no_line_is_too_wide(found):
     assert found.wide_lines == []
 
 
+def test_all_text_that_is_read_or_written_names_its_encoding(found, house):
+    """A locale such as C would garble a tokenizer, and an audit elsewhere fails on it."""
+    assert found.no_encodings == []
+    bad = """
+open(name)
+open(name, "a")
+path.open("w")
+path.read_text(errors="replace")
+path.write_text(text)
+os.fdopen(1, "w")
+NamedTemporaryFile("w")
+run(["git"], text=True)
+"""
+    good = """
+open(name, "rb")
+path.open("wb")
+store.open(name)
+path.read_text(encoding="utf-8")
+NamedTemporaryFile()
+run(["git"])
+"""
+    assert house.no_encodings(bad) == list(range(2, 10))
+    assert house.no_encodings(good) == []
+
+
 def test_few_signatures_say_any(found, house):
     assert found.any_frac <= 0.03
     (function,) = house.ast.parse("def f(a: Any, *b: int, c, **d: Any) -> dict[str, Any]: ...").body

@@ -4,6 +4,7 @@ components agree.
 
 import json
 import re
+import subprocess
 import sys
 from importlib.metadata import requires
 from pathlib import Path
@@ -101,3 +102,17 @@ def test_third_party_names_every_file_that_is_made_of_others_work():
         "envs/sciworld/slots.jar",
     ):
         assert f"`{file}`" in said
+
+
+def test_no_text_has_a_reader_install_a_distribution_that_nobody_published():
+    """Whoever takes the name on an index would run code on readers' machines; `-e '.[extra]'` from
+    the checkout is ours. `pyproject.toml` names itself, which pip never looks up.
+    """
+    wanted = re.compile(r"agentgym[-_.]flow\[|pip install[\s\"'`]+agentgym")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout
+    names = set(listed.decode().split("\0")) - {"", "pyproject.toml", "CHANGELOG.md"}
+    texts = {name: (ROOT / name).read_bytes().decode("utf-8", "ignore") for name in names}
+    assert wanted.search('pip install"\n            " \'agentgym-flow' + "[vllm]'")
+    assert sorted(name for name, text in texts.items() if wanted.search(text)) == []

@@ -14,6 +14,8 @@ from torch.nn.functional import logsigmoid
 
 from agentgym.algorithms.recipe import Aggregation, Correction, KlEstimator
 
+K3_LIMIT = 10.0  # nats of one token
+
 
 @dataclass(frozen=True, slots=True)
 class Actions:
@@ -171,15 +173,20 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> T
 
     All [n], the result too.
     With d = log pi - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 are unbiased
-    as values.
+    as values, within the clamp.
     As losses on samples of the same policy k2 has the gradient of the reverse KL, k3 that of the
     forward KL, and k1 none on average.
-    Source: arXiv:2506.09477, arXiv:2512.21852.
+    k3 is clamped to +-K3_LIMIT, as `low_var_kl` of verl, and has no gradient beyond (d below -2.61
+    or above 11.0): without the clamp, one token at d = -10 counts 22,015.
+    Source: arXiv:2506.09477, arXiv:2512.21852; verl/trainer/ppo/core_algos.py.
     """
     d = logprobs - reference
     if estimator == "k1":
         return d
-    return 0.5 * d**2 if estimator == "k2" else (-d).exp() + d - 1
+    if estimator == "k2":
+        return 0.5 * d**2
+    d = d.clamp(-2 * K3_LIMIT, 2 * K3_LIMIT)  # an infinite exp would make the gradient NaN
+    return ((-d).exp() + d - 1).clamp(-K3_LIMIT, K3_LIMIT)
 
 
 def preference_loss(

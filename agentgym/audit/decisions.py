@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from agentgym.evaluation.result import RESULT, Result
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import sha256
 from agentgym.store.runstore import RunStore
+from agentgym.tracking.mlflow import local_path
 from agentgym.tracking.registry import version_run, version_tags
 
 MODULES = ("agentgym.evaluation.evaluate",)  # any: who played is no matter here
@@ -124,10 +124,11 @@ def _check_shown(promotions: Promotions, entry: Entry, checks: Checks) -> None:
     number = promotions.number_of(entry.candidate)
     run_id = version_run(promotions.tracker, promotions.model, number) if number else ""
     location = promotions.tracker.client.get_run(run_id).info.artifact_uri if run_id else ""
-    if not location.startswith(("file://", "/")):
+    folder = local_path(location)
+    if folder is None:
         checks.skipped += 1  # its model is gone, or its artifacts are remote
         return
-    path = Path(location.removeprefix("file://")) / artifact(entry)
+    path = folder / artifact(entry)
     if not path.is_file():
         checks.skipped += 1  # of a registry that was made anew
         return

@@ -22,7 +22,7 @@ from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import RECORDS, delivered_seq, delivery_mark, tracker_of
-from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.mlflow import Tracker, local_path
 from agentgym.tracking.pages import MANIFEST
 from agentgym.tracking.registry import FILES, ModelChanged, fetch_version, version_tags
 
@@ -97,11 +97,12 @@ def _check_artifacts(
     )
     if report is None:
         return
-    if not location.startswith(("file://", "/")):
+    folder = local_path(location)
+    if folder is None:
         checks.skipped += 1  # on a remote artifact store
         return
     for name in (*report.blobs, *report.records):
-        path = Path(location.removeprefix("file://")) / name
+        path = folder / name
         try:
             same = path.read_bytes() == store.read(report, name)
         except (LookupError, ValueError, OSError) as error:
@@ -202,14 +203,14 @@ def _check_registered_weights(
         if version.model_id
         else version.source
     )
-    path = Path(str(location).removeprefix("file://")) / "model" / "model.safetensors"
-    if not str(location).startswith(("file://", "/")):
+    folder = local_path(str(location))
+    if folder is None:
         checks.skipped += 1  # on a remote artifact store
         return
     try:
         stored = policy_of(store, checkpoint)
         ours = stored.load()
-        theirs = load_file(path)
+        theirs = load_file(folder / "model" / "model.safetensors")
     except (LookupError, ValueError, OSError) as error:
         checks.fail(f"{where}: weights cannot be compared: {error}")
         return

@@ -113,7 +113,7 @@ def own_token(folder: Path) -> str:
 
     file = private_folder(folder) / "token"
     with contextlib.suppress(FileNotFoundError):
-        kept = file.read_text().strip()
+        kept = file.read_text(encoding="utf-8").strip()
         if len(kept) >= 32:
             return kept
     token = secrets.token_urlsafe(32)

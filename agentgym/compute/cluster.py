@@ -242,8 +242,8 @@ def _import_ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError(
-            f"compute ray needs Ray ({error}); install it with: pip install"
-            " 'agentgym-flow[cluster]'"
+            f"compute ray needs Ray ({error}); install it from the"
+            " checkout: pip install -e '.[cluster]'"
         ) from None
     return ray
 

@@ -67,7 +67,9 @@ class PolicyGradientConfig(AlgorithmConfig):
         ge=0,
     )
     kl_estimator: KlEstimator | None = setting(
-        None, "estimator of the KL penalty; None: the recipe's own"
+        None,
+        "estimator of the KL penalty; None: the recipe's own; k3 is low_var_kl of verl: each"
+        " token's is clamped to +-10, without gradient beyond",
     )
     kl_place: KlPlace | None = setting(
         None, "whether the KL penalty is in the loss or in the reward; None: the recipe's own"

@@ -129,7 +129,7 @@ def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
             " --params FILE"
         )
     try:
-        tree = _read_yaml(path.read_text()) or {}
+        tree = _read_yaml(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     _check_size(tree, path)

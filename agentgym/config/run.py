@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, PositiveFloat, SerializeAsAny, model_validator
 
 from agentgym.algorithms.recipe import recipe_of
 from agentgym.config.alarms import AlarmsConfig
@@ -13,7 +13,7 @@ from agentgym.config.algorithm import AlgorithmConfig, algorithm_config
 from agentgym.config.gate import GateConfig
 from agentgym.config.learner import LearnerConfig
 from agentgym.config.lora import LoraConfig
-from agentgym.config.section import Section, operational, setting
+from agentgym.config.section import Section, Seed, operational, setting
 from agentgym.config.sections import (
     DataConfig,
     EnvConfig,
@@ -43,7 +43,7 @@ def _of_recipe(value: Any) -> Any:
 class RunConfig(Section):
     """Everything a run needs to know."""
 
-    seed: NonNegativeInt = setting(0, "seed of every random draw")
+    seed: Seed = setting(0, "seed of every random draw")
     deterministic: bool = setting(
         False, "one thread, fixed slots: a killed and resumed run ends bit-identical"
     )

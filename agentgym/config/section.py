@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch, MLflow and servers take 64 bits with a sign
 
 
 class ConfigError(ValueError):

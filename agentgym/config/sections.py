@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from agentgym.config.section import Section, operational, setting
+from agentgym.config.section import Section, Seed, operational, setting
 
 
 class DataConfig(Section):
@@ -321,7 +321,7 @@ class EvaluationConfig(Section):
     temperature: PositiveFloat = setting(1.0, "temperature of the samples")
     k: tuple[PositiveInt, ...] = setting((1, 4), "each k of pass@k", min_length=1)
     confidence: float = setting(0.95, "level of every interval", gt=0.5, lt=1)
-    seed: NonNegativeInt = setting(1, "seed of the samples")
+    seed: Seed = setting(1, "seed of the samples")
     min_coverage: float = setting(
         0.95,
         "share of episodes that must count, not failed; below it there is no result",

@@ -93,6 +93,7 @@ def _environments(served: set[str]) -> list[Finding]:
         text=True,
         timeout=TIMEOUT_S,
         check=False,
+        encoding="utf-8",
     )
     if done.returncode != 0:
         return [

@@ -35,6 +35,7 @@ PUBLISHED = Path("data/hub/AgentGym-RL-Data-ID")
 _FILES = {"train": "train/{env}_train.json", "eval": "eval/{env}_test.json"}
 SPLITS = ("train", "validation", "test")
 _MAX_CULPRITS = 5
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class DataError(ConfigError):
@@ -370,25 +371,49 @@ def load_ids(path: Path, env: str) -> list[str]:
     return ids
 
 
+def read_json(path: Path, restore: str = "") -> Any:
+    """The content of a JSON file that somebody brought; a byte order mark is skipped.
+
+    restore: what to do about a broken one, for the error's text.
+    Errors: FileNotFoundError; DataError.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    if data.startswith(LFS_POINTER):
+        raise DataError(
+            f"{path} is a Git LFS pointer, not the file it stands for; fetch it with `git lfs pull`"
+            " in its repository"
+        )
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8
+        raise DataError(f"{path} is not valid JSON ({error}){restore}") from None
+
+
 def _read_ids(root: Path, name: str) -> list[str]:
     """The item ids of one file, in its order."""
     path = root / name
+    pointer = Path(f"{root}.dvc")
+    restore = f"; restore it with `dvc pull --force {pointer}`" if pointer.is_file() else ""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = read_json(path, restore)
     except FileNotFoundError:
         raise _not_there(root, path) from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # bad JSON or bad UTF-8
-        raise DataError(
-            f"{path} is not valid JSON ({error}); restore it with `dvc pull --force {root}.dvc`"
-        ) from None
     expected = f"{path} must hold a list of objects with the text field item_id"
     if not isinstance(rows, list):
         raise DataError(f"{expected}, got {type(rows).__name__}")
     for position, row in enumerate(rows):
         if not isinstance(row, dict) or not isinstance(row.get("item_id"), str):
             raise DataError(f"{expected}; entry {position} is {json.dumps(row)[:80]}")
+        if re.search("[\ud800-\udfff]", row["item_id"]):
+            raise DataError(
+                f"{path}: the item_id of entry {position} holds half a surrogate pair"
+                f" ({json.dumps(row['item_id'])[:80]}), which no file or server takes; correct it"
+            )
     if not rows:
         raise DataError(f"{path} is an empty list; a run needs items in every split")
     return [row["item_id"] for row in rows]

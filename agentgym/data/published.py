@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import yaml
 
 from agentgym.config import ConfigError
-from agentgym.data.items import DataError
+from agentgym.data.items import LFS_POINTER, DataError
 from agentgym.deploy.owned import owned_process
 from agentgym.store.files import discard, write_temp
 
@@ -32,7 +32,6 @@ GIT_TIMEOUT_S = 120.0
 LICENCES = {"AgentGym/AgentGym-RL-Data-ID": "CC-BY-NC-4.0"}
 T = TypeVar("T")
 _SHA = re.compile(r"[0-9a-f]{40}")
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # what DVC runs in: it ends when this process does
 _DVC = (
     "import sys; from agentgym.deploy.owned import end_with_owner; end_with_owner(); from dvc.cli"
@@ -72,7 +71,7 @@ def run_dvc(*arguments: str, timeout_s: float) -> str:
                     f"`{shown}` did not end within {timeout_s:g} s; run it by hand to see where it"
                     " hangs"
                 ) from None
-        said = log.read_text(errors="replace").strip()
+        said = log.read_text(errors="replace", encoding="utf-8").strip()
     if code:
         errors = [
             line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")
@@ -251,7 +250,7 @@ def _refuse_lfs_pointers(out: Path, pointer: Path, url: str) -> None:
         if (
             file.is_file()
             and file.stat().st_size < 1024
-            and file.read_bytes().startswith(_LFS_POINTER)
+            and file.read_bytes().startswith(LFS_POINTER)
         ):
             discard(pointer)
             raise DvcError(
@@ -263,7 +262,7 @@ def _refuse_lfs_pointers(out: Path, pointer: Path, url: str) -> None:
 
 def _read_pointer(pointer: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(pointer.read_text())
+        tree = yaml.safe_load(pointer.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{pointer} is not YAML ({' '.join(str(error).split())}); restore it from git"
@@ -304,6 +303,7 @@ def _resolve(url: str, rev: str) -> str:
             timeout=GIT_TIMEOUT_S,
             check=False,
             env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
+            encoding="utf-8",
         )
     except FileNotFoundError:
         raise ConfigError("`git` is not installed; importing a dataset needs it") from None

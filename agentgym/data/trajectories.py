@@ -27,6 +27,7 @@ from agentgym.data.items import (
     interleave,
     load_splits,
     parse_item_id,
+    read_json,
 )
 from agentgym.types import Item
 
@@ -273,11 +274,9 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise DataError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB; split it")
-        rows = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON ({error})") from None
+    rows = read_json(path)
     if not isinstance(rows, list) or not rows:
         raise DataError(f"{expected}, got {'an empty list' if rows == [] else type(rows).__name__}")
     for index, row in enumerate(rows):

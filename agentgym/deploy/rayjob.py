@@ -216,6 +216,6 @@ def ray_version() -> str:
         return importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            "compute kuberay needs Ray here, to name its version; install it with: pip install"
-            " 'agentgym-flow[cluster]'"
+            "compute kuberay needs Ray here, to name its version; install it from the"
+            " checkout: pip install -e '.[cluster]'"
         ) from None

@@ -120,7 +120,7 @@ def _request(job: Job, name: str, folder: Path) -> dict[str, Any]:
     alone = inner.compute == "inline"
     for package, source in package_folders().items():
         shutil.copytree(source, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "params.yaml").write_text(params_text(inner))
+    (folder / "params.yaml").write_text(params_text(inner), encoding="utf-8")
     return {
         "entrypoint": f"python -m agentgym step {arguments(job)} --params params.yaml",
         "submission_id": name,
@@ -154,7 +154,7 @@ def auth_headers(environment: Mapping[str, str]) -> dict[str, str]:
     if not token:
         path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
         with contextlib.suppress(OSError):
-            token = path.read_text()
+            token = path.read_text(encoding="utf-8")
     return {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}
 
 
@@ -175,8 +175,8 @@ def _connect(address: str) -> JobSubmissionClient:
         from ray.job_submission import JobSubmissionClient
     except ImportError as error:
         raise ConfigError(
-            f"compute ray-job needs Ray ({error}); install it with: pip install"
-            " 'agentgym-flow[cluster]'"
+            f"compute ray-job needs Ray ({error}); install it from the"
+            " checkout: pip install -e '.[cluster]'"
         ) from None
     forget_token()
     for name in ("dashboard_sdk", "job.sdk"):

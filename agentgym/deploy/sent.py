@@ -58,7 +58,7 @@ def params_text(cfg: RunConfig) -> str:
 
 def main() -> None:
     """`agentgym step` with these arguments."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
         file.write(os.environ[PARAMS_VARIABLE])
     command = [sys.executable, "-m", "agentgym", "step", *sys.argv[1:], "--params", file.name]
     os.execv(sys.executable, command)  # noqa: S606 (it is the job, and gets the signals to it)

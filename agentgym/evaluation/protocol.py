@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig, Section, first_line, read_tree
-from agentgym.config.section import operational, setting
+from agentgym.config.section import Seed, operational, setting
 from agentgym.data.items import DataError, load_ids, load_splits, parse_item_id
 from agentgym.types import Item
 
@@ -113,7 +113,7 @@ class EvaluationProtocol(Section):
     follows: str = operational("", "the published protocol it follows, for people")
     departs: tuple[str, ...] = operational((), "what it does not follow of it, a line each")
     envs: tuple[EnvProtocol, ...] = setting((), "each environment of the evaluation", min_length=1)
-    seed: NonNegativeInt = setting(1, "seed of the samples")
+    seed: Seed = setting(1, "seed of the samples")
     confidence: float = setting(0.95, "level of every interval", gt=0.5, lt=1)
     min_coverage: float = setting(
         0.95, "share of the episodes that must count; below it the result is invalid", ge=0, le=1

@@ -89,7 +89,7 @@ def read_architecture(text: str) -> Any:
                 f" {', '.join(_DTYPES)}"
             )
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(found))
+        (Path(folder) / "config.json").write_text(json.dumps(found), encoding="utf-8")
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 

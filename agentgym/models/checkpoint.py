@@ -241,7 +241,11 @@ def save_pretrained(folder: Path, store: RunStore, manifest: Manifest) -> None:
     weights.verify()
     tokenizer: TokenizerFiles = json.loads(store.read(manifest, TOKENIZER))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ARCHITECTURE).write_bytes(store.read(manifest, ARCHITECTURE))
+    architecture = store.read(manifest, ARCHITECTURE).decode()
+    # its class, by which TRL and others load it; transformers itself goes by model_type
+    named = {"architectures": [type(empty_model(architecture)).__name__]}
+    text = json.dumps({**json.loads(architecture), **named}, indent=2, sort_keys=True)
+    (folder / ARCHITECTURE).write_text(f"{text}\n", encoding="utf-8")
     write_tokenizer(folder, tokenizer)
     export_tensors(weights, folder, SHARD_BYTES)
 

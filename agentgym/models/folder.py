@@ -37,7 +37,7 @@ def load_folder(folder: Path, config: ModelConfig) -> Checkpoint:
     named = config.model_copy(update={"source": "hub", "name": str(model_folder), "revision": None})
     model, tokenizer = load_hub(named, tokenizer_folder)
     files = {
-        name: (tokenizer_folder / name).read_text()
+        name: (tokenizer_folder / name).read_text(encoding="utf-8")
         for name in TOKENIZER_NAMES
         if (tokenizer_folder / name).is_file()
     }

@@ -183,7 +183,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> TokenizerFiles:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return {
-            path.name: path.read_text()
+            path.name: path.read_text(encoding="utf-8")
             for path in sorted(Path(folder).iterdir())
             if path.name in TOKENIZER_NAMES
         }
@@ -209,4 +209,4 @@ def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
                 f" {', '.join(sorted(TOKENIZER_NAMES))}"
             )
     for name, text in files.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")

@@ -348,7 +348,7 @@ def export_tensors(stored: StoredTensors, folder: Path, max_bytes: int) -> None:
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text)
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def require_fit(given: Mapping[str, Shaped], expected: Mapping[str, Shaped], what: str) -> None:

@@ -82,7 +82,11 @@ def run_command(
 
 
 def _last_line(log_path: Path) -> str:
-    lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line
+        for line in log_path.read_text(errors="replace", encoding="utf-8").splitlines()
+        if line.strip()
+    ]
     return (
         lines[-1].removeprefix("failed: ").removeprefix("error: ") if lines else "it said nothing"
     )

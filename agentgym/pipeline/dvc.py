@@ -40,7 +40,7 @@ def require_current(cfg: RunConfig, params: str = PARAMS, file: Path = FILE) -> 
     if not file.is_file():
         return
     try:
-        found = (yaml.safe_load(file.read_text()) or {}).get("stages", {})
+        found = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("stages", {})
     except (yaml.YAMLError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}); run `agentgym dvc`") from None
     wanted = yaml.safe_load(dvc_yaml(cfg, params))["stages"]

@@ -259,7 +259,7 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
     if METRICS not in manifest.records and not manifest.done:
         return
     mark = delivery_mark(cfg, run_key(cfg), step.name, manifest.key)
-    if mark.is_file() and mark.read_text() == _mark(cfg, manifest):
+    if mark.is_file() and mark.read_text(encoding="utf-8") == _mark(cfg, manifest):
         return
     deliver_step(
         cfg,
@@ -278,7 +278,7 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
         with reaching(cfg.tracking_uri):
             confirm_registration(cfg, store, manifest, checkpoint, evaluation, run_key(cfg))
     mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.write_text(_mark(cfg, manifest))
+    mark.write_text(_mark(cfg, manifest), encoding="utf-8")
 
 
 def _mark(cfg: RunConfig, manifest: Manifest) -> str:

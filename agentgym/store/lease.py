@@ -131,7 +131,7 @@ def pid_space() -> str:
     """
     try:
         return (
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
             + "/"
             + os.readlink("/proc/self/ns/pid")
         )
@@ -144,7 +144,7 @@ def process_start(pid: int) -> str | None:
     where there is no /proc.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields[19]

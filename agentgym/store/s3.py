@@ -76,8 +76,8 @@ def connect() -> Any:
         from botocore.exceptions import BotoCoreError
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"store.uri needs {error.name}; run `pip install agentgym-flow[s3]`, or leave store.uri"
-            " empty"
+            f"store.uri needs {error.name}; run `pip install -e '.[s3]'` in the checkout, or"
+            " leave store.uri empty"
         ) from None
     config = Config(
         connect_timeout=CONNECT_TIMEOUT_S,

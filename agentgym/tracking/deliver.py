@@ -295,7 +295,7 @@ def deliver_comparison(
     )
     mark = cfg.state_dir / "delivered" / f"comparison-{key[:16]}"
     identity = ledger_identity(cfg)
-    if identity and mark.is_file() and mark.read_text() == f"{content} {identity}":
+    if identity and mark.is_file() and mark.read_text(encoding="utf-8") == f"{content} {identity}":
         return
     tracker = tracker_of(cfg)
     comparison_id = tracker.comparison_run(key, name, params={}, tags={"comparison": name})
@@ -315,7 +315,7 @@ def deliver_comparison(
     describe(tracker, comparison_id, note_of_comparison(comparison_id, text, files))
     tracker.end_run(comparison_id)
     mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.write_text(f"{content} {ledger_identity(cfg)}")
+    mark.write_text(f"{content} {ledger_identity(cfg)}", encoding="utf-8")
 
 
 def deliver_committed(

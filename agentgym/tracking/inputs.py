@@ -80,7 +80,7 @@ def dvc_revision(path: Path) -> str:
     """The digest that DVC pins a folder by; empty where it does not. The pointer is a text."""
     pointer = path.with_name(f"{path.name}.dvc")
     try:
-        tree: Any = yaml.safe_load(pointer.read_text())
+        tree: Any = yaml.safe_load(pointer.read_text(encoding="utf-8"))
         return str(tree["outs"][0]["md5"])
     except (OSError, yaml.YAMLError, LookupError, TypeError):
         return ""

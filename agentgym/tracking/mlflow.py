@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import sqlite3
 import tempfile
 import urllib.error
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from agentgym.private import own_login, with_login, without_login
 from agentgym.tracking.inputs import DatasetInput
@@ -26,12 +28,14 @@ from agentgym.tracking.points import LedgerError, Point
 from agentgym.tracking.source import source_tags
 from agentgym.tracking.traces import EpisodeTrace
 from agentgym.tracking.views import tags_of_experiment
+from envs.plain import plain
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 1000  # metrics of one log_batch; MLflow refuses more
 MAX_PARAMS = 100  # params of one log_batch
 MAX_PARAM_CHARS = 6000
+GATEWAY = (429, 502, 503, 504)  # statuses of a server that is busy, or of what stands before it
 REACH_TIMEOUT_S = 10.0  # for a server to say that it is there
 SUPERSEDED = "superseded"  # value of the tag `kind`
 
@@ -194,7 +198,7 @@ class Tracker:
         self.client.log_batch(
             run_id,
             metrics=metrics[last:],
-            tags=[RunTag(name, value) for name, value in (tags or {}).items()],
+            tags=[RunTag(name, plain(value)) for name, value in (tags or {}).items()],
         )
 
     def end_run(self, run_id: str, status: str = "FINISHED") -> None:
@@ -215,7 +219,7 @@ class Tracker:
         from mlflow.entities import RunTag
 
         self.client.log_batch(
-            run_id, tags=[RunTag(name, str(value)) for name, value in tags.items()]
+            run_id, tags=[RunTag(name, plain(str(value))) for name, value in tags.items()]
         )
 
     def log_artifacts(self, run_id: str, files: Path | Mapping[str, bytes]) -> None:
@@ -238,10 +242,10 @@ class Tracker:
         found = [
             Input(
                 Dataset(
-                    name=each.name,
+                    name=plain(each.name),
                     digest=each.digest,
                     source_type="local",
-                    source=each.source,
+                    source=plain(each.source),
                     profile=json.dumps({"num_items": each.num_items}),
                 ),
                 [InputTag("mlflow.data.context", each.split)],
@@ -252,9 +256,14 @@ class Tracker:
             self.client.log_inputs(run_id, found)
 
     def log_trace(self, trace: EpisodeTrace, run_id: str) -> None:
-        """An episode, once however often it is delivered: its spans have names of their own."""
-        from mlflow.entities import Span, TraceInfo, TraceLocation, TraceState
+        """An episode, once however often it is delivered: its spans and its success, a column of
+        MLflow's list of traces, have names of their own.
+        """
+        from mlflow.entities import Feedback, Span, TraceInfo, TraceLocation, TraceState
 
+        success = Feedback("success", trace.success, trace_id=trace.trace_id)
+        success.create_time_ms = success.last_update_time_ms = trace.began_ms + trace.took_ms
+        success.assessment_id = f"a-{trace.trace_id.removeprefix('tr-')}"
         client = self.client._tracing_client  # what MLflow's own exporter calls
         client.start_trace(
             TraceInfo(
@@ -267,6 +276,7 @@ class Tracker:
                 execution_duration=trace.took_ms,
                 trace_metadata={"mlflow.sourceRun": run_id},
                 tags={**trace.tags, "mlflow.traceName": trace.name},
+                assessments=[success],
             )
         )
         client.log_spans(self.experiment_id, [Span.from_dict(span) for span in trace.spans])
@@ -290,8 +300,8 @@ class Tracker:
             self.experiment_id,
             name=name,
             source_run_id=run_id,
-            tags=dict(tags),
-            params=dict(params),
+            tags={key: plain(value) for key, value in tags.items()},
+            params={key: plain(value) for key, value in params.items()},
             model_type="checkpoint",
         )
         self.client.log_outputs(run_id, models=[LoggedModelOutput(made.model_id, step=0)])
@@ -325,12 +335,14 @@ class Tracker:
         tags: Mapping[str, str],
     ) -> str:
         run = self._find_run(identity)
-        wanted = {key: str(value) for key, value in tags.items()}
+        wanted = {key: plain(str(value)) for key, value in tags.items()}
         if run is None:
             # tags and run appear together, so a kill in between leaves no run that nobody finds
             # again
             created = self.client.create_run(
-                self.experiment_id, run_name=name, tags={**source_tags(), **wanted, **identity}
+                self.experiment_id,
+                run_name=plain(name),
+                tags={**source_tags(), **wanted, **identity},
             )
             run = self._find_run(identity) or created
             if run.info.run_id != created.info.run_id:
@@ -359,6 +371,17 @@ class Tracker:
         missing = [Param(key, value) for key, value in wanted.items() if key not in present]
         for start in range(0, len(missing), MAX_PARAMS):
             self.client.log_batch(run_id, params=missing[start : start + MAX_PARAMS])
+
+
+def local_path(location: str) -> Path | None:
+    """The path of an artifact location on this machine; None for a remote one.
+
+    location: a path, or a `file://` URI, where blanks and the like are percent-encoded.
+    """
+    if location.startswith("/"):
+        return Path(location)
+    parts = urlsplit(location)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
 def check_server(uri: str) -> None:
@@ -390,6 +413,8 @@ def reaching(uri: str) -> Iterator[None]:
         code, kind = getattr(error, "error_code", ""), type(error).__name__
         # no answer, or a gateway's
         cut_off = kind.endswith("Exception") and str(error).startswith("API request to ")
+        if cut_off and _status(error) not in (None, *GATEWAY):
+            raise LedgerUnavailable(_refused(uri, error)) from error
         # from the transfer of artifacts
         cut_off = cut_off or type(error).__module__.startswith("requests.")
         if nameless := "could not identify MLflow server version" in str(error):
@@ -406,8 +431,26 @@ def reaching(uri: str) -> Iterator[None]:
         raise
 
 
+def _status(error: Exception) -> int | None:
+    """The HTTP status of a server's answer; None where there was no answer."""
+    found = re.search(r"failed with error code (\d{3}) != \d{3}", str(error))
+    return int(found[1]) if found else None
+
+
+def _refused(uri: str, error: Exception) -> str:
+    """The text of an error for an answer that is neither a gateway's nor MLflow's JSON."""
+    return (
+        f"the MLflow server at tracking.uri {uri} refuses: {_quoted(error)}; its log says why."
+        " Nothing is lost: once it is mended, the same command delivers what is missing"
+    )
+
+
+def _quoted(error: Exception) -> str:
+    return " ".join(plain(without_login(str(error))).split())[:300]
+
+
 def _unavailable(uri: str, error: Exception) -> str:
-    came = " ".join(without_login(str(error)).split())[:300]
+    came = _quoted(error)
     if uri.startswith("sqlite:"):
         return (
             f"{uri} is busy or cannot be written: {came}; end what holds it. Nothing is lost: the"
@@ -425,7 +468,7 @@ def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         flat.update(
             _flatten(value, f"{prefix}{key}.")
             if isinstance(value, Mapping)
-            else {f"{prefix}{key}": str(value)[:MAX_PARAM_CHARS]}
+            else {f"{prefix}{key}": plain(str(value))[:MAX_PARAM_CHARS]}
         )
     return flat
 

@@ -21,6 +21,7 @@ from agentgym.tracking.points import Point
 from agentgym.tracking.traces import EpisodeTrace, drawn, trace_of
 from agentgym.tracking.views import NOTE, NOTE_OURS, VIEWS, link_to
 from agentgym.types import Trajectory
+from envs.plain import plain
 
 OUTCOMES, TABLE = "outcomes.json", "outcomes_table.json"
 EVALUATED = "eval/"  # metrics that a logged model gets
@@ -115,7 +116,7 @@ def outcomes_table(outcomes: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe(tracker: Tracker, run_id: str, note: str) -> None:
     """Write a run's description, unless a person changed the one we wrote."""
-    tags = tracker.client.get_run(run_id).data.tags
+    tags, note = tracker.client.get_run(run_id).data.tags, plain(note)
     present, ours = tags.get(NOTE, ""), tags.get(NOTE_OURS, "")
     if present != note and (not present or sha256(present.encode()) == ours):
         tracker.set_tags(run_id, {NOTE: note, NOTE_OURS: sha256(note.encode())})

@@ -14,6 +14,7 @@ from typing import Any
 
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.views import NOTE_OURS
+from envs.plain import plain
 
 FILES = "files.sha256"  # tag of a version: path -> sha256 of each of its files
 ABOUT = (
@@ -49,11 +50,11 @@ def register_model(
             f"tags {sorted(tags)} must hold step_key; without it a retry would register {name}"
             " twice"
         )
-    plain = {key: str(value) for key, value in tags.items()}
-    version = find_version(tracker, name, plain["step_key"])
+    texts = {key: plain(str(value)) for key, value in tags.items()}
+    version = find_version(tracker, name, texts["step_key"])
     if version is None:
-        model_id = _find_logged_model(tracker, name, plain["step_key"]) or _log_model(
-            tracker, run_id, model_dir, name, plain, step, task
+        model_id = _find_logged_model(tracker, name, texts["step_key"]) or _log_model(
+            tracker, run_id, model_dir, name, texts, step, task
         )
         _create_registered(tracker, name)
         logged = tracker.client.get_logged_model(model_id)
@@ -62,13 +63,13 @@ def register_model(
             name,
             logged.artifact_location,
             run_id=run_id,
-            tags={**plain, **held},
+            tags={**texts, **held},
             model_id=model_id,
         )
-        version = _oldest_version(tracker, name, plain["step_key"])
+        version = _oldest_version(tracker, name, texts["step_key"])
     else:
         # the same weights, evaluated anew: the latest numbers count
-        for key, value in plain.items():
+        for key, value in texts.items():
             tracker.client.set_model_version_tag(name, version, key, value)
     if alias is not None:
         tracker.client.set_registered_model_alias(name, alias, version)
@@ -217,7 +218,7 @@ def check_files(folder: Path, wanted: Mapping[str, str], what: str) -> None:
 
 def describe_version(tracker: Tracker, name: str, version: str, note: str) -> None:
     """Write a version's description, unless a person changed the one we wrote."""
-    held = _version(tracker, name, version)
+    held, note = _version(tracker, name, version), plain(note)
     present, ours = held.description or "", held.tags.get(NOTE_OURS, "")
     if present == note or (present and hashlib.sha256(present.encode()).hexdigest() != ours):
         return

@@ -49,6 +49,7 @@ def _git(*arguments: str) -> str:
             text=True,
             timeout=GIT_TIMEOUT_S,
             check=False,
+            encoding="utf-8",
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

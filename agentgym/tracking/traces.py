@@ -14,6 +14,7 @@ from typing import Any
 
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.types import Trajectory
+from envs.plain import plain
 
 MAX_CHARS = 1500  # of a text in a span
 MAX_TURNS = 40  # spans of one trace; the last turns of a longer episode
@@ -32,6 +33,7 @@ class EpisodeTrace:
     name: str
     request: str
     response: str
+    success: bool
     tags: Mapping[str, str]
 
     @property
@@ -70,7 +72,7 @@ def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
     }
     root = _span(
         (trace_id, _span_id(trace_id, -1), None),
-        f"{episode.item.item_id} sample {episode.sample}",
+        _cut(f"{episode.item.item_id} sample {episode.sample}"),
         "AGENT",
         (began, end),
         ({"observation": request}, outcome),
@@ -79,7 +81,7 @@ def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
     tags = {
         "step": manifest.step,
         "commit": str(manifest.seq),
-        "item": episode.item.item_id,
+        "item": _cut(episode.item.item_id),
         "sample": str(episode.sample),
         "optimizer_step": str(episode.step),
         "success": str(episode.success).lower(),
@@ -94,6 +96,7 @@ def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
         root["name"],
         request,
         json.dumps(outcome),
+        episode.success,
         tags,
     )
 
@@ -188,5 +191,7 @@ def _order(episode: Trajectory, key: str) -> str:
 
 
 def _cut(text: str, most: int = MAX_CHARS) -> str:
-    """Its end: what came last is what is acted on."""
-    return text if len(text) <= most else f"... {text[-most:]}"
+    """The text's end, where it is longer: what came last is what is acted on. Control characters
+    are spelled out: databases refuse some of them.
+    """
+    return plain(text if len(text) <= most else f"... {text[-most:]}")

@@ -82,8 +82,7 @@ def _visible(value: Any) -> Any:
 
 
 def _spelled_out(text: str) -> str:
-    seen = plain(text.encode("utf-8", "replace").decode())
-    return _INVISIBLE.sub(lambda found: f"\\u{ord(found.group()):04x}", seen)
+    return _INVISIBLE.sub(lambda found: f"\\u{ord(found.group()):04x}", plain(text))
 
 
 def shown(text: object, limit: int = MAX_SHOWN) -> Markup:

@@ -18,6 +18,7 @@ from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.store.runstore import FOLDER, BlobMissing, DigestMismatch, RunStore
 from agentgym.viewer.index import Index
 from agentgym.viewer.rows import COLUMNS, DECISION, FILES, TOKENIZER, Row, row_of, words_of
+from envs.plain import plain
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,9 @@ class Refresher:
                 commits, after = self._store.history(name, key), -1
         except (ManifestError, FileNotFoundError) as error:
             connection.execute("DELETE FROM problems WHERE step_id = ? AND seq = -1", (step_id,))
-            connection.execute("INSERT INTO problems VALUES (?, -1, ?)", (step_id, str(error)))
+            connection.execute(
+                "INSERT INTO problems VALUES (?, -1, ?)", (step_id, plain(str(error)))
+            )
             connection.execute("UPDATE steps SET mark = ? WHERE id = ?", (mark, step_id))
             return
         if not commits:
@@ -245,7 +248,9 @@ def _problem(
     connection: sqlite3.Connection, step_id: int, commit: Manifest, error: Exception
 ) -> None:
     logger.warning("%s", error)
-    connection.execute("INSERT INTO problems VALUES (?, ?, ?)", (step_id, commit.seq, str(error)))
+    connection.execute(
+        "INSERT INTO problems VALUES (?, ?, ?)", (step_id, commit.seq, plain(str(error)))
+    )
 
 
 def _name_runs(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from agentgym.store.runstore import FOLDER
+from envs.plain import plain
 from envs.wire import FAMILY, INVALID
 
 # of a commit, in this order: what episodes lie in, and the letter that stands for it in an address
@@ -107,16 +108,16 @@ def row_of(record: Mapping[str, Any], place: Sequence[int], committed: float) ->
         line=line,
         start=start,
         size=size,
-        env=_storable(item["env"]),
+        env=plain(str(item["env"])),
         task_id=int(item["task_id"]),
-        item=_storable(f"{item['env']}_{item['task_id']}"),
-        split=_storable(item.get("split", "train")),
-        family=_storable(families[-1])[:80] if families else "",
+        item=plain(f"{item['env']}_{item['task_id']}"),
+        split=plain(str(item.get("split", "train"))),
+        family=plain(families[-1])[:80] if families else "",
         sample=int(record["sample"]),
         at=step or max(versions, default=0),
         version=max(versions, default=0),
         oldest=min(versions, default=0),
-        status=_storable(record["status"]),
+        status=plain(str(record["status"])),
         success=int(bool(record["success"])),
         reward=None if reward is None else float(reward),
         advantage=sum(advantages) / len(advantages) if advantages else None,
@@ -127,11 +128,11 @@ def row_of(record: Mapping[str, Any], place: Sequence[int], committed: float) ->
         max_turns=int(record["max_turns"]),
         temperature=float(record.get("temperature", 1.0)),
         attempts=int(record.get("num_attempts", 1)),
-        excluded=_storable(learned.get("excluded", "")),
+        excluded=plain(str(learned.get("excluded", ""))),
         kept=int(bool(learned.get("logprobs"))),
         began=float(timing.get("began_s") or committed),
         wall=float(timing.get("wall_s", 0.0)),
-        error=_storable(record.get("error") or "")[:MAX_ERROR],
+        error=plain(str(record.get("error") or ""))[:MAX_ERROR],
     )
 
 
@@ -144,12 +145,7 @@ def words_of(record: Mapping[str, Any]) -> str:
         room -= len(piece)
         if room <= 0:
             break
-    return _storable("\n".join(pieces))
-
-
-def _storable(text: object) -> str:
-    """A lone surrogate, which JSON can hold, cannot be stored."""
-    return str(text).encode("utf-8", "replace").decode()
+    return plain("\n".join(pieces))
 
 
 def _texts(record: Mapping[str, Any]) -> Iterator[str]:

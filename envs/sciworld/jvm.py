@@ -67,8 +67,8 @@ def find_engine() -> Path:
     spec = find_spec("scienceworld")
     if spec is None or spec.origin is None:
         raise ValueError(
-            "sciworld needs the package scienceworld; install it: pip install"
-            " 'agentgym-flow[sciworld]'"
+            "sciworld needs the package scienceworld; install it from the checkout:"
+            " pip install -e '.[sciworld]'"
         )
     return Path(spec.origin).with_name("scienceworld.jar")
 
@@ -281,7 +281,7 @@ class Jvm:
     def rss_mib(self) -> float:
         """Resident memory; 0 where the process is gone."""
         with contextlib.suppress(OSError, StopIteration, ValueError):
-            lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+            lines = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8").splitlines()
             return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) / 1024
         return 0.0
 

@@ -52,7 +52,7 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     known_path = arguments.folder / "known.jsonl"
     rows = (
-        [json.loads(line) for line in known_path.read_text().splitlines()]
+        [json.loads(line) for line in known_path.read_text(encoding="utf-8").splitlines()]
         if known_path.exists()
         else []
     )
@@ -66,7 +66,7 @@ def main() -> None:
     pool = SlotPool(slots_per_jvm=16, call_timeout_s=TIMEOUT_S)
     began = time.monotonic()
     try:
-        with known_path.open("a") as file:
+        with known_path.open("a", encoding="utf-8") as file:
             for count, (task, variation) in enumerate(pair for pair in wanted if pair not in known):
                 slot = pool.acquire()
                 try:

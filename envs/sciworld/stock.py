@@ -126,7 +126,7 @@ class StockSlot:
         assert operation == "u", operation
         with TemporaryDirectory() as folder:
             engine.getObjectTree(folder)
-            return [(Path(folder) / "objectTree.json").read_text()]
+            return [(Path(folder) / "objectTree.json").read_text(encoding="utf-8")]
 
     def _step(self, action: str) -> list[str]:
         text = self.engine.step(action)

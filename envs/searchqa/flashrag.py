@@ -59,7 +59,8 @@ class FlashRag:
             import pyarrow.parquet as parquet
         except ImportError as error:
             raise ValueError(
-                "questions from parquet files need pyarrow: pip install 'agentgym-flow[searchqa]'"
+                "questions from parquet files need pyarrow; install it from the checkout:"
+                " pip install -e '.[searchqa]'"
             ) from error
         self.folder = folder
         self._tables: dict[str, Any] = {}

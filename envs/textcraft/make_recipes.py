@@ -58,7 +58,7 @@ def main() -> int:
         f"Minecraft {arguments.version}, PyPI minecraft-data"
         f" {importlib.metadata.version('minecraft-data')}"
     )
-    arguments.target.write_text(dump(source, kinds, recipes))
+    arguments.target.write_text(dump(source, kinds, recipes), encoding="utf-8")
     sys.stdout.write(
         f"{arguments.target}: {len(recipes)} recipes, generic ingredients: {', '.join(kinds)}\n"
     )

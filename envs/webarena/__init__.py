@@ -78,7 +78,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         import playwright.async_api  # noqa: F401
     except ImportError:
         raise ValueError(
-            "webarena needs Playwright: pip install 'agentgym-flow[webarena]'"
+            "webarena needs Playwright; install it from the checkout: pip install -e '.[webarena]'"
         ) from None
     from envs.webarena.chromium import find_browser, use_sandbox
     from envs.webarena.episode import Episode, Setting

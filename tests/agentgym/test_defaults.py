@@ -1,8 +1,18 @@
 """Every process of ours keeps its state in the project and tells nobody of it."""
 
 import gc
+import http.server
+import io
 import os
+import sys
+import threading
+import urllib.request
 
+import httpx
+import pytest
+import requests
+
+from agentgym.console.terminal import PlainConsole
 from agentgym.defaults import COLLECT_AFTER, set_process_defaults
 
 
@@ -32,3 +42,57 @@ def test_garbage_is_looked_for_less_often_than_imports_make_objects(tmp_path, mo
         assert gc.isenabled()
     finally:
         gc.set_threshold(*before)
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "4")
+        self.end_headers()
+        self.wfile.write(b"here")
+
+    def log_message(self, *_):
+        """Nothing."""
+
+
+@pytest.fixture
+def own_server():
+    """The address of a server of ours on loopback."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("listed", [{}, {"NO_PROXY": "corp.example"}, {"no_proxy": "corp.example"}])
+def test_behind_an_office_proxy_servers_of_this_machine_are_asked_directly(
+    own_server, listed, tmp_path, monkeypatch
+):
+    away = "http://127.0.0.1:9"  # nothing answers there
+    proxies = dict.fromkeys(("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"), away)
+    monkeypatch.setattr(os, "environ", {**proxies, **listed})
+    set_process_defaults(tmp_path)
+    # Prefect asks with httpx, MLflow and Ray with requests, checks of addresses with urllib
+    assert httpx.get(own_server).text == "here"
+    assert requests.get(own_server, timeout=10).text == "here"
+    assert urllib.request.urlopen(own_server, timeout=10).read() == b"here"
+    # whatever is elsewhere, a bucket on S3 for one, goes the way the user named
+    assert not urllib.request.proxy_bypass("s3.eu-west-1.amazonaws.com")
+    assert urllib.request.getproxies()["https"] == away
+    assert bool(urllib.request.proxy_bypass("corp.example")) == bool(listed)
+
+
+def test_no_proxy_at_all_stays_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"NO_PROXY": "*"})
+    set_process_defaults(tmp_path)
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "*"
+
+
+def test_what_an_ascii_terminal_cannot_show_is_spelled_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    set_process_defaults(tmp_path)
+    PlainConsole(file=terminal).print("5 of 9 · 3 %")
+    print("é", file=terminal, flush=True)
+    assert terminal.buffer.getvalue() == b"5 of 9 \\xb7 3 %\n\\xe9\n"

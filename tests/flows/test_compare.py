@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -237,6 +238,23 @@ def test_a_wrong_comparison_is_one_line_and_starts_nothing(fresh, typed, changes
     assert line in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     assert not (fresh.folder / ".agentgym/store").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"), [((), ".agentgym/comparisons"), (("--out", "mine"), "mine")]
+)
+def test_a_table_of_ones_own_stays_out_of_the_repositorys_results(
+    words, folder, fresh, monkeypatch, capsys
+):
+    written = []
+    monkeypatch.chdir(fresh.folder)
+    monkeypatch.setattr("flows.compare._waiting", lambda cells: [])
+    monkeypatch.setattr("flows.compare.write_comparison", lambda _, __, out: written.append(out))
+    monkeypatch.setattr("flows.compare.table_markdown", lambda result: "")
+    (fresh.folder / "comparisons/small.yaml").write_text(yaml.safe_dump(SMALL, sort_keys=False))
+    assert main(["comparisons/small.yaml", *words]) == 0
+    assert written == [Path(folder)]
+    assert f"written to {folder}/small.json, .md and .png" in capsys.readouterr().out
 
 
 def test_comparisons_of_the_repository_are_valid(pulled, typed):

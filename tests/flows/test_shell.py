@@ -2,6 +2,8 @@
 
 import io
 import json
+import logging
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from agentgym.cli import main as agentgym
-from agentgym.config import load_config
+from agentgym.config import ConfigError, load_config
 from agentgym.pipeline.table import steps_of
 from agentgym.steps.step import Kind
+from agentgym.store.lease import LeaseHeld
 from flows import shell
 from flows.pipeline import pipeline
 from flows.run import is_any
@@ -164,3 +167,26 @@ def test_the_summary_of_three_values_of_k_fits_80_columns(monkeypatch):
     counted = [(line.count("100.0"), "gain" in line) for line in table]
     assert [each[0] for each in counted[1:]] == [4, 4, 5, 5, 5]  # no row is broken
     assert table[1].startswith("untrained ")
+
+
+@pytest.mark.parametrize(
+    ("error", "num_lines"),
+    [
+        (LeaseHeld("step stage-1 is held by process 7"), 0),
+        (ConfigError("seed: too large"), 0),
+        (AssertionError("a bug"), 1),
+    ],
+)
+def test_a_step_that_somebody_else_runs_shows_no_traceback_before_its_line(error, num_lines):
+    """The records as Prefect's engines log them; a bug keeps its traceback."""
+    logger = logging.getLogger("prefect.task_runs")
+    try:
+        raise error
+    except Exception:
+        told = (f"Task run failed with exception: {error!r}", (), sys.exc_info())
+        record = logger.makeRecord(logger.name, logging.ERROR, "", 0, *told)
+    end = logger.makeRecord(
+        logger.name, logging.ERROR, "", 0, "Finished in state Failed()", (), None
+    )
+    shown = [each for each in (record, end) if shell._worth_a_line(each)]
+    assert len(shown) == num_lines

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install 'agentgym-flow[cluster]'"
+INSTALL = "pip install -e '.[cluster]'"
 RENEW_S = 60.0  # how old credentials read from files may be
 NO_MAPPING = (ValueError, TypeError, AttributeError)  # a kubeconfig with another content ends so
 CONNECTIONS = 32  # kept open to one API server
@@ -115,7 +115,7 @@ class Session:
             from kubernetes import client, config
         except ImportError as error:
             raise ConfigError(
-                f"Kubernetes needs its client ({error}); install it with: {INSTALL}"
+                f"Kubernetes needs its client ({error}); install it from the checkout: {INSTALL}"
             ) from None
         settings = client.Configuration()
         try:

@@ -27,8 +27,8 @@ BUILT_IN = {
 }
 PACKAGES = {"vllm": "vllm"}  # engine -> what it needs beside this package's own dependencies
 INSTALL_VLLM = (
-    "`make vllm` makes an environment with its CPU build, `pip install 'agentgym-flow[vllm]'` adds"
-    " the CUDA build to this one"
+    "`make vllm` makes an environment with its CPU build, `pip install -e '.[vllm]'` in the"
+    " checkout adds the CUDA build to this one"
 )
 # what vLLM 0.32 was seen to adapt: models by the model_type of their config.json, and their layers;
 # and the ranks that it may make room for

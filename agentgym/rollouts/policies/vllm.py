@@ -413,7 +413,7 @@ def _arguments(
         model=str(folder),
         skip_tokenizer_init=True,  # tokens go in and come out
         dtype=str(dtype).removeprefix("torch."),
-        seed=cfg.seed,
+        seed=cfg.seed % 2**32,  # numpy takes no more; each request has a seed of its own
         max_model_len=context,
         max_num_seqs=num_slots,
         max_num_batched_tokens=max(MOST_BATCHED, context),
@@ -444,7 +444,7 @@ def _write_model(folder: Path, checkpoint: Checkpoint) -> Mapping[str, Shaped]:
     """What vLLM reads of a model: architecture, weights and an adapter of them. Result: what is
     known of the last of these.
     """
-    (folder / ARCHITECTURE).write_text(checkpoint.architecture)
+    (folder / ARCHITECTURE).write_text(checkpoint.architecture, encoding="utf-8")
     weights, adapter = checkpoint.weights, checkpoint.adapter
     if adapter is not None:
         adapter.base.verify()

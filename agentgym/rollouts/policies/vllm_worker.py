@@ -123,7 +123,7 @@ def end_with(owner: int) -> None:
 def _end() -> None:
     above = os.getppid()  # vLLM's engine, where its workers are processes of their own
     with contextlib.suppress(OSError):
-        if Path(f"/proc/{above}/comm").read_text().startswith("VLLM::"):
+        if Path(f"/proc/{above}/comm").read_text(encoding="utf-8").startswith("VLLM::"):
             os.kill(above, signal.SIGKILL)
     os._exit(1)
 

@@ -134,6 +134,32 @@ def test_kl_estimators_by_hand(estimator, value, gradient):
     )
 
 
+@pytest.mark.parametrize(
+    ("log_ratio", "value", "gradient"),
+    [  # exp(-d) + d - 1 and 1 - exp(-d), up to 10; above it 10, without a gradient
+        (-200.0, 10.0, 0.0),  # exp(200) is infinite in float32
+        (-20.0, 10.0, 0.0),
+        (-10.0, 10.0, 0.0),  # 22026.466 - 11, not clamped
+        (-3.0, 10.0, 0.0),  # 20.085537 - 4, not clamped
+        (-2.0, 4.389056, -6.389056),
+        (-1.0, 0.718282, -1.718282),
+        (0.0, 0.0, 0.0),
+        (1.0, 0.367879, 0.632121),
+        (2.0, 1.135335, 0.864665),
+        (10.0, 9.000045, 0.999955),
+        (20.0, 10.0, 0.0),  # 19, not clamped
+        (200.0, 10.0, 0.0),
+    ],
+)
+def test_one_token_far_from_the_reference_costs_ten_nats_and_no_more(log_ratio, value, gradient):
+    logprobs = torch.tensor([log_ratio - 1.0], requires_grad=True)
+    penalty = kl_penalty(logprobs, torch.tensor([-1.0]), "k3")
+    penalty.sum().backward()
+    assert (float(penalty.detach()), float(logprobs.grad)) == pytest.approx(
+        (value, gradient), abs=1e-5
+    )
+
+
 def test_k1_and_k3_are_unbiased_as_values_and_k2_is_not():
     """Policy (0.8, 0.2) against reference (0.5, 0.5): KL = 0.192745; sampled from the policy."""
     policy, reference = torch.tensor([0.8] * 4 + [0.2]).log(), torch.tensor([0.5] * 5).log()

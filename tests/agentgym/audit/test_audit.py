@@ -17,6 +17,14 @@ def test_an_honest_run_passes_and_every_check_had_something_to_check(forger):
     assert all(check.counted > 10 for check in report.checks)
 
 
+def test_an_honest_run_in_a_folder_whose_name_has_blanks_passes(copy_run, tmp_path, tiny_params):
+    cfg = load_config(tiny_params(copy_run(tmp_path / "my runs"), deterministic=True))
+    report = audit(cfg, num_episodes=1)
+    assert report.ok, [c for c in report.checks if not c.ok]
+    skipped = {check.name: check.skipped for check in report.checks}
+    assert (skipped["registry"], skipped["decisions"]) == (0, 0)
+
+
 def test_an_honest_run_that_is_only_half_done_passes_as_far_as_it_went(
     copy_run, tmp_path, tiny_params
 ):

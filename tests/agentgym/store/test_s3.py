@@ -381,7 +381,7 @@ except ValueError as error:
         ),
         (
             "import sys\nsys.modules['boto3'] = None\n",
-            "ConfigError store.uri needs boto3; run `pip install agentgym-flow[s3]`",
+            "ConfigError store.uri needs boto3; run `pip install -e '.[s3]'`",
         ),
     ):
         environment = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true"}

@@ -100,6 +100,25 @@ def test_only_an_outage_is_an_outage(error, is_outage):
         raise error
 
 
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (500, "the MLflow server at tracking.uri http://x:5 refuses: .*error code 500.*NUL"),
+        (413, "the MLflow server at tracking.uri http://x:5 refuses: .*error code 413.*NUL"),
+        (503, "no MLflow server answers at tracking.uri http://x:5: .*error code 503"),
+    ],
+)
+def test_a_server_that_refuses_is_quoted_and_not_called_absent(status, expected):
+    from mlflow.exceptions import MlflowException
+
+    answer = f"API request to endpoint /v1/traces failed with error code {status} != 200."
+    body = " Response body: 'a string literal cannot contain NUL (0x00) characters \x00'"
+    with pytest.raises(LedgerUnavailable, match=expected) as raised, reaching("http://x:5"):
+        raise MlflowException(answer + body)
+    assert "Nothing is lost" in str(raised.value)
+    assert "\x00" not in str(raised.value)
+
+
 def test_a_server_that_does_not_answer_is_named_in_time(monkeypatch):
     import socket
 

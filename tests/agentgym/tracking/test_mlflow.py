@@ -13,7 +13,7 @@ import pytest
 from agentgym.store.posix import posix_store
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import StaleRun, deliver_committed
-from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.mlflow import Tracker, local_path
 from agentgym.tracking.points import Point, encode_points
 
 RUN_KEY, KEY = "12" * 32, "ab" * 32
@@ -242,3 +242,19 @@ def test_points_of_a_deleted_step_folder_are_not_mistaken_for_the_new_ones(
     assert tracker.child_run(again, "stage 1", KEY, params={}, tags={}) != child
     assert tracker.points(run) == [("loss", 0, 1000, 3.0)]  # set aside, not lost
     assert tracker.client.get_run(run).info.lifecycle_stage == "active"
+
+
+@pytest.mark.parametrize(
+    ("location", "path"),
+    [
+        ("file:///tmp/my%20runs/%23%C3%A9/artifacts", "/tmp/my runs/#é/artifacts"),
+        ("/tmp/my runs/a%20b", "/tmp/my runs/a%20b"),
+        ("mlflow-artifacts:/1/models", None),
+        ("s3://bucket/models", None),
+        ("", None),
+    ],
+)
+def test_artifacts_are_found_in_a_folder_whose_name_has_blanks(location, path):
+    assert local_path(location) == (path and Path(path))
+    if path and location.startswith("file:"):
+        assert Path(path).as_uri() == location

@@ -1,10 +1,12 @@
 """An episode is one trace with a span per turn, however often it is delivered."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from agentgym.store.manifest import Manifest
+from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.traces import MAX_CHARS, MAX_TURNS, drawn, trace_id_of, trace_of
 from agentgym.types import Item, Status, Trajectory, Turn
 
@@ -85,6 +87,42 @@ def test_the_draw_has_successes_and_failures_and_is_the_same_again(commit):
     assert failed not in drawn([failed], KEY, 6)
 
 
+STEERING = "\x00\x1b[2J\ud83d\r"  # refused by Postgres, by terminals, by UTF-8
+
+
+def steering():
+    """An episode whose texts hold what a model samples and a server answers."""
+    turn = Turn(f"go{STEERING}", f"seen{STEERING}", 1.0, reply=f"I go{STEERING}")
+    return replace(episode(), first_observation=f"goal{STEERING}", turns=(turn,))
+
+
+def test_text_that_a_database_refuses_is_spelled_out_in_a_trace(commit):
+    trace = trace_of(commit, steering())
+    spelled = r"\x00\x1b[2J\ud83d\x0d"
+    assert trace.request == f"goal{spelled}"
+    assert trace.spans[1]["name"] == f"turn 1: go{spelled}"
+    shown = json.loads(trace.spans[1]["attributes"]["mlflow.spanOutputs"])
+    assert (shown["reply"], shown["observation"]) == (f"I go{spelled}", f"seen{spelled}")
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_episodes_of_any_text_reach_an_mlflow_on_postgres(
+    commit, postgres, mlflow_server, tmp_path
+):
+    backend = f"--backend-store-uri={postgres.made('traces')}"
+    with mlflow_server(tmp_path, backend, f"--artifacts-destination={tmp_path}") as address:
+        tracker = Tracker(address, "tests", tmp_path)
+        tags = {"note": STEERING}
+        run = tracker.parent_run("12" * 32, params={"a": STEERING}, tags=tags, title=STEERING)
+        trace = trace_of(commit, steering())
+        for _ in range(2):
+            tracker.log_trace(trace, run)
+        (found,) = tracker.client.search_traces(locations=[tracker.experiment_id], run_id=run)
+        assert [span.name for span in found.data.spans] == [s["name"] for s in trace.spans]
+        assert [(each.name, each.value) for each in found.info.assessments] == [("success", True)]
+
+
 def test_a_trace_that_is_delivered_twice_is_there_once(tracker, commit):
     run = tracker.parent_run("12" * 32, params={}, tags={})
     trace = trace_of(commit, episode())
@@ -99,4 +137,6 @@ def test_a_trace_that_is_delivered_twice_is_there_once(tracker, commit):
         "turn 3: go 2",
     ]
     assert found.data.spans[2].outputs["observation"] == "seen 1"
+    # a column of MLflow's list: Feedback has one for each name
+    assert [(each.name, each.value) for each in found.info.assessments] == [("success", True)]
     assert found.info.tags["step"] == "evaluate-stage-1"

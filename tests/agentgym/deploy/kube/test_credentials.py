@@ -88,5 +88,5 @@ def test_without_the_package_the_command_that_brings_it_is_named(tmp_path, monke
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"pip install 'agentgym-flow\[cluster\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[cluster\]'"):
         Session(Source(str(file)))
