@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +104,10 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
     from pydantic import ValidationError
 
     from agentgym.config import first_line
+    from agentgym.evaluation.asking import OWN
     from agentgym.evaluation.request import EvaluationRequest
 
+    settings = {each.partition("=")[0] for each in _overrides(arguments)}
     items = {"num": arguments.num_items, "split": arguments.split, "file": arguments.items}
     names = (
         *("max_turns", "num_samples", "temperature", "max_new_tokens", "context_tokens", "seed"),
@@ -121,6 +125,7 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
             envs=tuple(name for each in arguments.env for name in each.split(",")),
             protocol=arguments.protocol,
             changes=changes,
+            kept=tuple(name for name, setting in OWN.items() if setting in settings),
             engine=arguments.engine,
             model=arguments.model,
             key_variable=arguments.key_variable,
@@ -133,6 +138,11 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
         )
     except ValidationError as error:
         raise ConfigError(first_line(error, EvaluationRequest)) from None
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """`key.path=value`, as the command or the flow takes them."""
+    return [*getattr(arguments, "set", ()), *getattr(arguments, "overrides", ())]
 
 
 def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
@@ -157,7 +167,8 @@ def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             evaluated = regrade(cfg, arguments.regrade, bars)
         else:
             request = request_of(arguments)
-            evaluated = when_free(lambda: evaluate_policy(cfg, request, bars), arguments.wait)
+            tell = functools.partial(say, file=sys.stderr)
+            evaluated = when_free(lambda: evaluate_policy(cfg, request, bars, tell), arguments.wait)
     if arguments.out is not None:
         write_whole(arguments.out, f"{json.dumps(pointer(evaluated), indent=1)}\n".encode())
     if arguments.json:

@@ -236,7 +236,8 @@ def save_pretrained(folder: Path, store: RunStore, manifest: Manifest) -> None:
     tokenizer: TokenizerFiles = json.loads(store.read(manifest, TOKENIZER))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ARCHITECTURE).write_bytes(store.read(manifest, ARCHITECTURE))
-    write_tokenizer(folder, tokenizer)
+    # with its chat in any case: a folder that has one was trained here
+    write_tokenizer(folder, {CHAT: DEFAULT_CHAT.model_dump_json(), **tokenizer})
     export_tensors(weights, folder, SHARD_BYTES)
 
 

@@ -31,6 +31,20 @@ def test_what_is_typed_lies_over_the_protocol_and_nothing_else_does():
     assert request("expert").changes == {}
 
 
+def test_a_setting_that_is_typed_holds_for_models_that_were_not_trained_here_too():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("policy")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("overrides", nargs="*")
+    evaluate.add_options(parser)
+    url = "https://host/v1"
+    words = [url, "--set", "rollout.max_new_tokens=64", "--set", "seed=1"]
+    assert evaluate.request_of(parser.parse_args(words)).kept == ("max_new_tokens",)
+    words = [url, "rollout.instructions=true"]  # as the flow takes it
+    assert evaluate.request_of(parser.parse_args(words)).kept == ("instructions",)
+    assert request(url).kept == ()
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("true", True), ("false", False), ("5", 5), ("0.25", 0.25)]
 )
