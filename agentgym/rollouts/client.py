@@ -17,6 +17,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from agentgym.private import token_of
+from envs.plain import whole
 from envs.wire import (
     MAX_BATCH,
     BatchReply,
@@ -47,6 +48,7 @@ class EnvError(RuntimeError):
     def __init__(self, endpoint: str, route: str, session_id: str, kind: str, message: str) -> None:
         # whoever has the whole id can act in it
         session = f" session {session_id[:8]}" if session_id else ""
+        message = whole(message)  # servers are quoted in it
         super().__init__(f"{endpoint}{route}{session}: {kind}: {message}")
         self.endpoint = endpoint
         self.route = route
