@@ -109,6 +109,7 @@ class Contender:
     identity: Mapping[str, Any]
     about: str  # for people
     needs_expert: bool = False
+    needs_hints: bool = False
     knows_rules: bool = True  # false: a model nobody trained here, see `agentgym.evaluation.asking`
     checkpoint: Checkpoint | None = None  # of one that samples with an engine
     endpoint: Endpoint | None = None
@@ -154,7 +155,8 @@ def plain_contender(name: PolicyName) -> Contender:
             identity, "the expert", needs_expert=True, player_of=lambda *_: ExpertPlayer()
         )
     if name.who is Who.RANDOM:
-        return Contender(identity, "chance", player_of=lambda *_: RandomPlayer())
+        chance = Contender(identity, "chance", player_of=lambda *_: RandomPlayer())
+        return replace(chance, needs_hints=True)
     assert name.who is Who.ECHO
     action = name.name
     return Contender(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -50,7 +51,10 @@ from agentgym.evaluation.result import (
 from agentgym.pipeline.contenders import Invited, contender_of, invite, playing_config
 from agentgym.pipeline.evaluated import Evaluated, How, from_store, kept
 from agentgym.pipeline.table import open_store
+from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.players import NoHints, hints_of
 from agentgym.rollouts.policies.prices import Tariff
+from agentgym.rollouts.pools import EnvPools
 from agentgym.steps.context import NoProgress, Progress
 from agentgym.store.keys import source_digest
 from agentgym.store.manifest import Manifest, canonical_json, sha256
@@ -142,6 +146,8 @@ def _evaluate(
         final = store.final(STEP, digest)
         if final is not None:
             return from_store(cfg, store, final, "done")
+        if contender.needs_hints:
+            loop.run(_require_hints(pool, items))
         slots = expected_slots(
             items, {each.env.name: each.sample_numbers for each in protocol.envs}, tasks
         )
@@ -171,6 +177,18 @@ def _evaluate(
             manifest = ledger.conclude(result, done=done)
     how: How = "resumed" if before is not None else "ran"
     return kept(cfg, store, manifest, result, how, stopped)
+
+
+async def _require_hints(pool: EnvPools, items: Mapping[str, Sequence[Item]]) -> None:
+    """Errors: ConfigError where an environment gives none: it gives none in any episode."""
+    for first, *_ in items.values():
+        try:
+            async with pool.session(first, f"hints-{secrets.token_hex(8)}") as session:
+                await hints_of(session)
+        except NoHints as error:
+            raise ConfigError(f"{first.env}: {error}") from None
+        except EnvError as error:  # the episodes have their attempts
+            logger.info("%s: %s", first.env, error)
 
 
 def _policy(

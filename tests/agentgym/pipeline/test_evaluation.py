@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from agentgym.evaluation.result import Outcome, Result
 from agentgym.pipeline.evaluated import show
 from agentgym.pipeline.evaluation import evaluate_policy, regrade
 from agentgym.store.lease import LeaseHeld
+from envs.registry import load_spec
 
 pytestmark = pytest.mark.integration
 OPTIONS = {"levels": ["GoToRedBallNoDists"], "view": "compact", "actions": "low"}
@@ -546,6 +548,19 @@ def test_a_repository_of_the_hub_is_evaluated_as_the_folder_of_its_files(
         assert (again.how, again.result.digest) == ("done", by_name.result.digest)
     with pytest.raises(ConfigError, match="somebody/other cannot be had from the Hub"):
         evaluate_policy(cfg, ask("somebody/other"))
+
+
+def test_chance_is_refused_at_once_where_an_environment_gives_no_hints(
+    serving, tmp_path, tiny_params
+):
+    silent = replace(load_spec("babyai", OPTIONS), offers_hints=False)
+    with serving(silent) as (endpoint, _):
+        for dialect, url in (("native", endpoint), ("agentgym", f"{endpoint}/agentgym")):
+            cfg = load_config(tiny_params(tmp_path / dialect, endpoint=url))
+            cfg = cfg.model_copy(update={"env": cfg.env.model_copy(update={"dialect": dialect})})
+            with pytest.raises(ConfigError, match=f"babyai: {url} gives no hints, of which random"):
+                evaluate_policy(cfg, ask("random"))
+            assert not Path(cfg.store.path, "steps").exists()
 
 
 def test_a_policy_that_is_not_there_is_refused_before_anything_starts(cfg, tmp_path):
