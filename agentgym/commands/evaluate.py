@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 INVALID = 3  # exit code of a result whose coverage is below the floor
 SHOWN = 20  # attempts that failed, or slots that are graded otherwise
+LOOKED_AT = 20  # other results, for one that compares
 
 
 def add(commands: Commands) -> None:
@@ -228,6 +231,32 @@ def _print(evaluated: Evaluated) -> None:
     if evaluated.stopped:
         say(f"stopped: {evaluated.stopped}; the same command goes on")
     say(f"{evaluated.how}: evaluation {result.digest[:12]} in {evaluated.folder}")
+    for line in next_steps(evaluated):
+        say(line)
+
+
+def next_steps(evaluated: Evaluated) -> Iterator[str]:
+    """The report's file, and the command that compares with the newest result of one question."""
+    from agentgym.evaluation.page import PAGE
+    from agentgym.evaluation.result import RESULT, Result, ResultError, differences
+
+    result, folder = evaluated.result, evaluated.folder
+    yield f"report   {folder / PAGE}"
+    if not (result.is_complete and evaluated.is_valid):
+        return
+    others = [each for each in folder.parent.glob(f"*/{RESULT}") if each.parent != folder]
+    others.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    for path in others[:LOOKED_AT]:
+        try:
+            other = Result.load(path)
+        except ResultError:  # of another version
+            continue
+        counts = other.is_complete and other.about.get("valid", True)
+        if counts and not differences(result.identity, other.identity):
+            both = (shlex.quote(str(each)) for each in (path.parent, folder))
+            yield f"compare  agentgym compare {' '.join(both)}"
+            return
+    yield ("compare  evaluate another policy by the same protocol: this line then has the command")
 
 
 def _limit(text: str) -> bool | int | float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.data.items import parse_item_id
+from agentgym.data.items import has_lists, parse_item_id
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.play import Table
@@ -32,7 +32,7 @@ class Game:
 
     env: str
     policy: str = ""  # as `agentgym evaluate` names them; empty: a person
-    item: str = ""  # empty: the first test items
+    item: str = ""  # empty: the first test items, or tasks where there are no lists of items
     num_games: int = 1
     temperature: float = 0.0  # 0: greedy
     engine: str = ""
@@ -78,6 +78,8 @@ def _protocol(cfg: RunConfig, game: Game) -> EvaluationProtocol:
 
 
 def _items(cfg: RunConfig, protocol: EvaluationProtocol, game: Game) -> Sequence[Item]:
+    if not game.item and not has_lists(cfg.data.path, game.env):
+        return [Item(game.env, task, "given") for task in range(game.num_games)]
     if not game.item:
         return items_of(protocol, cfg)[game.env][: game.num_games]
     env, task_id = parse_item_id(game.item if "_" in game.item else f"{game.env}_{game.item}")
