@@ -267,6 +267,8 @@ class Usage:
     output_tokens: int = 0
     num_untold: int = 0  # calls that may have taken tokens and told none
     num_cache_untold: int = 0  # calls that told their tokens, and not which were cached
+    num_cut: int = 0  # replies that ended at the limit of their tokens
+    num_filtered: int = 0  # replies that the endpoint's filter held back
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))

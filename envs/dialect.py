@@ -71,5 +71,26 @@ class Dialect:
     step_failed: Callable[[str], Json] | None = None
 
 
+def common(greeting: str) -> Dialect:
+    """What most of AgentGym's servers have alike; of an environment that AgentGym has not, too."""
+    return Dialect(
+        greeting=greeting,
+        create=Nothing,
+        reset=Reset,
+        created=lambda place: {"id": place.id},
+        shown=lambda place: {**_turn(place), "deleted": False},
+        stepped=_turn,
+    )
+
+
+def _turn(place: Place) -> Json:
+    return {
+        "observation": place.observation,
+        "reward": place.reward,
+        "score": place.score,
+        "done": place.done,
+    }
+
+
 def whole(value: float) -> int | float:
     return int(value) if value == int(value) else value

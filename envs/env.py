@@ -100,8 +100,8 @@ class EnvSpec:
     awaited: bool = False  # its simulators are `Awaited`
     offers_hints: bool = False  # its simulators are `Hinting`
     probe_task: int = 0  # the task of that episode, where there is no 0
-    # as AgentGym's own server speaks of it, where there is one; and as that server shows it, where
-    # that differs from this
+    # as AgentGym's own server speaks of it (None: as most of them do); and as that server shows it,
+    # where that differs from this
     dialect: Dialect | None = None
     agentgym: EnvSpec | None = None
     # Prometheus name: (help, present value)

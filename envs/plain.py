@@ -1,5 +1,5 @@
-"""Text of models, pages, servers and files for a terminal: what would steer it is spelled out
-instead.
+"""Text of models, pages, servers and files: what would steer a terminal is spelled out, what is no
+text is replaced.
 """
 
 from __future__ import annotations
@@ -13,12 +13,21 @@ _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
+_HALVES = re.compile("[\ud800-\udfff]")
+
 
 def plain(text: str) -> str:
     """The text with control characters as `\\x1b` and the like; line feeds and tabs stay,
     Windows' line ends become line feeds.
     """
     return _STEERING.sub(_spelled, text.replace("\r\n", "\n"))
+
+
+def whole(text: str) -> str:
+    """The text with U+FFFD in place of each half of a surrogate pair, which no tokenizer, file or
+    socket takes.
+    """
+    return _HALVES.sub("\ufffd", text)
 
 
 def _spelled(found: re.Match[str]) -> str:

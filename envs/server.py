@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from envs.compat import AgentGymRoutes, read_body
+from envs.dialect import common
 from envs.doors import Doors
 from envs.env import EnvSpec
 from envs.openapi import Route, document
@@ -206,11 +207,11 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
                 expert,
             )
         )
-    if spec.dialect is not None:
-        for method, path, body, handler in AgentGymRoutes(sessions, spec.dialect).table():
-            table.append(
-                (Route(method, path, body, errors=None, summary="as AgentGym's server"), handler)
-            )
+    dialect = spec.dialect or common(f"This is environment {spec.name}.")
+    for method, path, body, handler in AgentGymRoutes(sessions, dialect).table():
+        table.append(
+            (Route(method, path, body, errors=None, summary="as AgentGym's server"), handler)
+        )
     openenv = OpenEnv(sessions)
     for path, handler, summary in openenv.table():
         table.append((Route("GET", path, errors=None, summary=summary), handler))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 
 INVALID = 3  # exit code of a result whose coverage is below the floor
 SHOWN = 20  # attempts that failed, or slots that are graded otherwise
+LOOKED_AT = 20  # other results, for one that compares
 
 
 def add(commands: Commands) -> None:
@@ -102,8 +107,10 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
     from pydantic import ValidationError
 
     from agentgym.config import first_line
+    from agentgym.evaluation.asking import OWN
     from agentgym.evaluation.request import EvaluationRequest
 
+    settings = {each.partition("=")[0] for each in _overrides(arguments)}
     items = {"num": arguments.num_items, "split": arguments.split, "file": arguments.items}
     names = (
         *("max_turns", "num_samples", "temperature", "max_new_tokens", "context_tokens", "seed"),
@@ -121,6 +128,7 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
             envs=tuple(name for each in arguments.env for name in each.split(",")),
             protocol=arguments.protocol,
             changes=changes,
+            kept=tuple(name for name, setting in OWN.items() if setting in settings),
             engine=arguments.engine,
             model=arguments.model,
             key_variable=arguments.key_variable,
@@ -133,6 +141,11 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
         )
     except ValidationError as error:
         raise ConfigError(first_line(error, EvaluationRequest)) from None
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """`key.path=value`, as the command or the flow takes them."""
+    return [*getattr(arguments, "set", ()), *getattr(arguments, "overrides", ())]
 
 
 def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
@@ -157,7 +170,8 @@ def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             evaluated = regrade(cfg, arguments.regrade, bars)
         else:
             request = request_of(arguments)
-            evaluated = when_free(lambda: evaluate_policy(cfg, request, bars), arguments.wait)
+            tell = functools.partial(say, file=sys.stderr)
+            evaluated = when_free(lambda: evaluate_policy(cfg, request, bars, tell), arguments.wait)
     if arguments.out is not None:
         write_whole(arguments.out, f"{json.dumps(pointer(evaluated), indent=1)}\n".encode())
     if arguments.json:
@@ -217,6 +231,32 @@ def _print(evaluated: Evaluated) -> None:
     if evaluated.stopped:
         say(f"stopped: {evaluated.stopped}; the same command goes on")
     say(f"{evaluated.how}: evaluation {result.digest[:12]} in {evaluated.folder}")
+    for line in next_steps(evaluated):
+        say(line)
+
+
+def next_steps(evaluated: Evaluated) -> Iterator[str]:
+    """The report's file, and the command that compares with the newest result of one question."""
+    from agentgym.evaluation.page import PAGE
+    from agentgym.evaluation.result import RESULT, Result, ResultError, differences
+
+    result, folder = evaluated.result, evaluated.folder
+    yield f"report   {folder / PAGE}"
+    if not (result.is_complete and evaluated.is_valid):
+        return
+    others = [each for each in folder.parent.glob(f"*/{RESULT}") if each.parent != folder]
+    others.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    for path in others[:LOOKED_AT]:
+        try:
+            other = Result.load(path)
+        except ResultError:  # of another version
+            continue
+        counts = other.is_complete and other.about.get("valid", True)
+        if counts and not differences(result.identity, other.identity):
+            both = (shlex.quote(str(each)) for each in (path.parent, folder))
+            yield f"compare  agentgym compare {' '.join(both)}"
+            return
+    yield ("compare  evaluate another policy by the same protocol: this line then has the command")
 
 
 def _limit(text: str) -> bool | int | float:

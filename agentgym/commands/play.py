@@ -20,7 +20,11 @@ def add(commands: Commands) -> None:
         help="who plays, as for `agentgym evaluate`: models:/NAME@champion, :stage-3, expert, ..."
         " (default: you)",
     )
-    play.add_argument("--item", default="", help="its id (default: the first test items)")
+    play.add_argument(
+        "--item",
+        default="",
+        help="its id (default: the first test items, or tasks where there are no lists)",
+    )
     play.add_argument("--games", type=positive, default=1, metavar="N", help="default: 1")
     play.add_argument(
         "--temperature", type=float, default=0.0, help="of a model; 0: greedy (default)"

@@ -355,6 +355,8 @@ def load_ids(path: Path, env: str) -> list[str]:
     """The item ids of one environment in a file of any place, in its order, each once.
     Errors: DataError.
     """
+    if not path.is_file() and PUBLISHED in path.parents:
+        raise _not_there(PUBLISHED, path)
     if not path.is_file():
         raise DataError(
             f"{path} does not exist; items.file is read from where the command is typed"

@@ -22,6 +22,7 @@ from agentgym.evaluation.report import (
     percent,
 )
 from agentgym.evaluation.result import Result
+from agentgym.types import Usage
 
 PAGE, FIGURE = "report.html", "evaluation.png"
 SHOWN_ERRORS = 8
@@ -52,6 +53,7 @@ def notes(result: Result) -> Iterator[str]:
         )
     outcomes = {name: num for name, num in result.outcomes.items() if num}
     yield "Outcomes: " + ", ".join(f"{num} {name}" for name, num in outcomes.items()) + "."
+    yield from _lost_replies(result)
     for env, own in result.numbers.items():
         retried = own["retried"]
         if retried["num"]:
@@ -66,6 +68,20 @@ def notes(result: Result) -> Iterator[str]:
                     else "."
                 )
             )
+
+
+def _lost_replies(result: Result) -> Iterator[str]:
+    """Replies that were cut or filtered count as they are: how many there are, by environment."""
+    for env in result.envs:
+        usage = sum((slot.total_usage for slot in result.of(env)), Usage())
+        replies = usage.num_calls - usage.num_failed
+        if usage.num_cut:
+            yield (
+                f"{env}: {usage.num_cut} of {replies} replies were cut at the limit of their"
+                " tokens, perhaps before the action; --max-new-tokens raises it."
+            )
+        if usage.num_filtered:
+            yield f"{env}: {usage.num_filtered} of {replies} replies were held back by a filter."
 
 
 def failures(result: Result) -> list[tuple[str, int, str, str]]:

@@ -15,7 +15,7 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -109,6 +109,8 @@ class Contender:
     identity: Mapping[str, Any]
     about: str  # for people
     needs_expert: bool = False
+    needs_hints: bool = False
+    knows_rules: bool = True  # false: a model nobody trained here, see `agentgym.evaluation.asking`
     checkpoint: Checkpoint | None = None  # of one that samples with an engine
     endpoint: Endpoint | None = None
     player_of: PlayerOf | None = None  # of all others
@@ -153,7 +155,8 @@ def plain_contender(name: PolicyName) -> Contender:
             identity, "the expert", needs_expert=True, player_of=lambda *_: ExpertPlayer()
         )
     if name.who is Who.RANDOM:
-        return Contender(identity, "chance", player_of=lambda *_: RandomPlayer())
+        chance = Contender(identity, "chance", player_of=lambda *_: RandomPlayer())
+        return replace(chance, needs_hints=True)
     assert name.who is Who.ECHO
     action = name.name
     return Contender(
@@ -168,7 +171,8 @@ def endpoint_contender(endpoint: Endpoint) -> Contender:
         "url": endpoint.base_url.rstrip("/"),
         "model": endpoint.model,
     }
-    return Contender(identity, f"{endpoint.model} at {endpoint.base_url}", endpoint=endpoint)
+    about = f"{endpoint.model} at {endpoint.base_url}"
+    return Contender(identity, about, knows_rules=False, endpoint=endpoint)
 
 
 def weights_contender(
@@ -192,9 +196,11 @@ def weights_contender(
 
 def folder_contender(folder: Path, cfg: RunConfig, about: str) -> Contender:
     """Of a folder of the Hugging Face layout. Errors: ConfigError, ValueError."""
-    from agentgym.models.folder import folder_digest, load_folder
+    from agentgym.models.folder import folder_digest, is_of_ours, load_folder
 
-    return weights_contender(load_folder(folder, cfg.model), folder_digest(folder), cfg, about)
+    checkpoint = load_folder(folder, cfg.model)
+    contender = weights_contender(checkpoint, folder_digest(folder), cfg, about)
+    return replace(contender, knows_rules=is_of_ours(folder))
 
 
 def _versions(packages: tuple[str, ...]) -> dict[str, str]:

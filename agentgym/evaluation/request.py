@@ -28,6 +28,12 @@ class EvaluationRequest(BaseModel):
     changes: dict[str, Any] = Field(
         {}, title="Changes", description="fields of the protocol, such as max_turns or num_samples"
     )
+    kept: tuple[str, ...] = Field(
+        (),
+        title="Kept",
+        description="fields of a run's protocol that hold for models that were not trained here,"
+        " too, because somebody set them: instructions, max_new_tokens, context_tokens",
+    )
     engine: Literal["", "torch", "vllm"] = Field("", description="empty: rollout.engine")
     model: str = Field("", description="of an endpoint; empty: the only one it has")
     key_variable: str = Field("", description="AGENTGYM_SECRET_...: holds the endpoint's key")

@@ -246,7 +246,8 @@ def save_pretrained(folder: Path, store: RunStore, manifest: Manifest) -> None:
     named = {"architectures": [type(empty_model(architecture)).__name__]}
     text = json.dumps({**json.loads(architecture), **named}, indent=2, sort_keys=True)
     (folder / ARCHITECTURE).write_text(f"{text}\n", encoding="utf-8")
-    write_tokenizer(folder, tokenizer)
+    # with its chat in any case: a folder that has one was trained here
+    write_tokenizer(folder, {CHAT: DEFAULT_CHAT.model_dump_json(), **tokenizer})
     export_tensors(weights, folder, SHARD_BYTES)
 
 

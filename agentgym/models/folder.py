@@ -48,6 +48,11 @@ def load_folder(folder: Path, config: ModelConfig) -> Checkpoint:
     return new_checkpoint(model, tokenizer, chat or DEFAULT_CHAT)
 
 
+def is_of_ours(folder: Path) -> bool:
+    """Return True for a checkpoint that was trained here: it says how conversations are written."""
+    return (_parts(folder)[1] / CHAT).is_file() or (folder / MLFLOW_MODEL).is_dir()
+
+
 def folder_digest(folder: Path) -> str:
     """Of the weights, whichever place they lie in."""
     digest = hashlib.sha256()

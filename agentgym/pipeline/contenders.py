@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentgym.config import ConfigError, RunConfig
+from agentgym.evaluation import asking
 from agentgym.evaluation.policies import (
     Contender,
     PolicyName,
@@ -22,6 +26,57 @@ from agentgym.pipeline.table import open_store
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model
 from agentgym.rollouts.policies.prices import load_tariff
+
+
+@dataclass(frozen=True)
+class Invited:
+    """A policy, how it is asked, and the settings that servers and an engine are opened with."""
+
+    contender: Contender
+    protocol: EvaluationProtocol
+    cfg: RunConfig
+
+    def instructions(self, told: Mapping[str, str]) -> dict[str, str]:
+        """What episodes begin with, by environment. told: the servers' instructions."""
+        if not self.contender.knows_rules:
+            return asking.instructions_of(self.protocol, told)
+        asked = [each.env.name for each in self.protocol.envs if each.instructions]
+        return {env: told[env] for env in asked}
+
+    def lines(self, told: Mapping[str, str]) -> list[str]:
+        """How a model is asked that was not trained here, for people; empty for any other."""
+        given = self.instructions(told)
+        return [] if self.contender.knows_rules else list(asking.lines(self.protocol, given))
+
+
+def invite(run: RunConfig, protocol: EvaluationProtocol, request: EvaluationRequest) -> Invited:
+    """Make a policy ready. A model that was not trained here, by the protocol of a run, is told the
+    rules and has room to answer. Errors: ConfigError.
+    """
+    playing = playing_config(run, protocol, request.engine)
+    contender = contender_of(run, playing, request)
+    if contender.knows_rules or request.protocol:
+        return Invited(contender, protocol, playing)
+    asked = asking.with_room(protocol, run, {*request.changes, *request.kept}, _window(contender))
+    if playing.rollout.engine == "torch" and contender.checkpoint is not None:
+        asked = _in_as_much_memory(asked, protocol)
+    return Invited(contender, asked, playing_config(run, asked, request.engine))
+
+
+def _window(contender: Contender) -> int | None:
+    """Tokens that the model can read at most; None where that is not known."""
+    if contender.checkpoint is None:
+        return None
+    told = json.loads(contender.checkpoint.architecture)
+    window = {**told, **told.get("text_config", {})}.get("max_position_embeddings")
+    return window if isinstance(window, int) else None
+
+
+def _in_as_much_memory(asked: EvaluationProtocol, as_of: EvaluationProtocol) -> EvaluationProtocol:
+    """With fewer episodes in flight where each is longer: the engine keeps room for all of them."""
+    before, now = (max(each.context_tokens for each in one.envs) for one in (as_of, asked))
+    num = max(1, asked.concurrency * before // now)
+    return asked.model_copy(update={"concurrency": num})
 
 
 def playing_config(cfg: RunConfig, protocol: EvaluationProtocol, engine: str) -> RunConfig:

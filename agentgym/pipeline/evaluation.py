@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,10 +14,13 @@ from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.data.items import parse_item_id
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import IdentitiesUnknown, check_local_env, task_identities
+from agentgym.evaluation import asking
 from agentgym.evaluation.numbers import numbers_of
 from agentgym.evaluation.play import EvaluationStopped, Table, play
 from agentgym.evaluation.policies import (
     Contender,
+    PolicyName,
+    Who,
     env_version,
     prompts_digest,
     recorded_contender,
@@ -44,10 +48,13 @@ from agentgym.evaluation.result import (
     digest_of,
     expected_slots,
 )
-from agentgym.pipeline.contenders import contender_of, playing_config
+from agentgym.pipeline.contenders import Invited, contender_of, invite, playing_config
 from agentgym.pipeline.evaluated import Evaluated, How, from_store, kept
 from agentgym.pipeline.table import open_store
+from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.players import NoHints, hints_of
 from agentgym.rollouts.policies.prices import Tariff
+from agentgym.rollouts.pools import EnvPools
 from agentgym.steps.context import NoProgress, Progress
 from agentgym.store.keys import source_digest
 from agentgym.store.manifest import Manifest, canonical_json, sha256
@@ -60,20 +67,23 @@ HARNESS = ("agentgym.evaluation.play", "agentgym.rollouts.collect", "agentgym.ro
 
 
 def evaluate_policy(
-    cfg: RunConfig, request: EvaluationRequest, progress: Progress | None = None
+    cfg: RunConfig,
+    request: EvaluationRequest,
+    progress: Progress | None = None,
+    tell: Callable[[str], None] = logger.info,
 ) -> Evaluated:
     """Play what is owed, score it, keep it. The same question, asked again, is answered from the
     store; one that was interrupted goes on.
 
+    tell: told, before the first turn, how a model that was not trained here is asked.
     Errors: ConfigError before anything starts; LeaseHeld where another process is at it.
     """
     protocol = protocol_for(cfg, request)
     items = items_of(protocol, cfg)
-    playing = playing_config(cfg, protocol, request.engine)
-    contender = contender_of(cfg, playing, request)
-    if protocol.deterministic and contender.endpoint is not None:
+    invited = invite(cfg, protocol, request)
+    if protocol.deterministic and invited.contender.endpoint is not None:
         raise ConfigError("deterministic is nothing an endpoint promises; leave it out")
-    return _evaluate(playing, protocol, items, contender, progress or NoProgress())
+    return _evaluate(invited, protocol, items, progress or NoProgress(), tell)
 
 
 def answered(cfg: RunConfig, policy: str, protocol: EvaluationProtocol) -> Manifest | None:
@@ -85,7 +95,8 @@ def answered(cfg: RunConfig, policy: str, protocol: EvaluationProtocol) -> Manif
     contender = contender_of(cfg, playing, EvaluationRequest.model_validate({"policy": policy}))
     nothing: dict[str, Any] = dict.fromkeys(items, "")
     untold = {env: [None] * len(its) for env, its in items.items()}
-    asked = json.loads(canonical_json(identity_of(protocol, items, untold, contender, nothing)))
+    identity = identity_of(protocol, items, untold, contender.identity, nothing)
+    asked = json.loads(canonical_json(identity))
     names = sorted(asked.keys() - {"items", "prompts"})
     ids = {(env, item.item_id) for env, its in items.items() for item in its}
     store = open_store(cfg)
@@ -103,18 +114,24 @@ def protocol_for(cfg: RunConfig, request: EvaluationRequest) -> EvaluationProtoc
         protocol = load_protocol(request.protocol, request.changes)
         return protocol.only(request.envs) if request.envs else protocol
     envs = request.envs or tuple(env.name for env in cfg.envs)
-    return protocol_of_run(cfg, envs, request.changes)
+    changes, reply = request.changes, request.changes.get("max_new_tokens", 0)
+    is_model = PolicyName.parse(request.policy).who in (Who.ENDPOINT, Who.MODEL)
+    if is_model and reply >= cfg.model.context_tokens:  # not its context, which is made to fit
+        changes = {"context_tokens": reply + 1, **changes}
+    return protocol_of_run(cfg, envs, changes)
 
 
 def _evaluate(
-    cfg: RunConfig,
+    invited: Invited,
     protocol: EvaluationProtocol,
     items: Mapping[str, Sequence[Item]],
-    contender: Contender,
     progress: Progress,
+    tell: Callable[[str], None] = logger.info,
 ) -> Evaluated:
+    """protocol: what is asked of every policy; `invited` has what is asked of this one."""
     from agentgym.rollouts.engine import open_pool
 
+    contender, cfg = invited.contender, invited.cfg
     store = open_store(cfg)
     for env in cfg.envs:
         check_local_env(env)
@@ -123,11 +140,14 @@ def _evaluate(
         environment_servers(cfg, contender.needs_expert) as endpoints,
         open_pool(cfg, endpoints, allow_expert=contender.needs_expert) as (pool, loop, told),
     ):
-        identity = identity_of(protocol, items, tasks, contender, told)
+        policy = _policy(protocol, invited, told)
+        identity = identity_of(protocol, items, tasks, policy, told)
         digest = digest_of(identity)
         final = store.final(STEP, digest)
         if final is not None:
             return from_store(cfg, store, final, "done")
+        if contender.needs_hints:
+            loop.run(_require_hints(pool, items))
         slots = expected_slots(
             items, {each.env.name: each.sample_numbers for each in protocol.envs}, tasks
         )
@@ -138,13 +158,16 @@ def _evaluate(
                 writer,
                 identity,
                 slots,
-                _about(protocol, contender, told),
+                _about(protocol, invited, told),
                 commit_every_s=protocol.commit_every_s,
                 chunk_episodes=protocol.chunk_episodes,
             )
             progress.start(f"evaluate {contender.about}"[:34], len(slots))
             progress.advance(len(slots) - len(ledger.owed))
-            table = _Opened(protocol, pool, told, items, progress.advance)
+            for line in invited.lines(told):
+                tell(line)
+            given = invited.instructions(told)
+            table = _Opened(invited.protocol, pool, given, items, progress.advance)
             try:
                 stopped = loop.run(_play(contender, cfg, table, ledger))
             finally:  # interrupted: what is finished is committed before the lease is given back
@@ -154,6 +177,30 @@ def _evaluate(
             manifest = ledger.conclude(result, done=done)
     how: How = "resumed" if before is not None else "ran"
     return kept(cfg, store, manifest, result, how, stopped)
+
+
+async def _require_hints(pool: EnvPools, items: Mapping[str, Sequence[Item]]) -> None:
+    """Errors: ConfigError where an environment gives none: it gives none in any episode."""
+    for first, *_ in items.values():
+        try:
+            async with pool.session(first, f"hints-{secrets.token_hex(8)}") as session:
+                await hints_of(session)
+        except NoHints as error:
+            raise ConfigError(f"{first.env}: {error}") from None
+        except EnvError as error:  # the episodes have their attempts
+            logger.info("%s: %s", first.env, error)
+
+
+def _policy(
+    protocol: EvaluationProtocol, invited: Invited, told: Mapping[str, str]
+) -> dict[str, Any]:
+    """The identity of a policy, with what it is asked otherwise than the protocol says."""
+    otherwise = (
+        {}
+        if invited.contender.knows_rules
+        else asking.differences(protocol, invited.protocol, told, invited.instructions(told))
+    )
+    return {**invited.contender.identity, **({"asked": otherwise} if otherwise else {})}
 
 
 @dataclass(frozen=True)
@@ -205,17 +252,17 @@ def identity_of(
     protocol: EvaluationProtocol,
     items: Mapping[str, Sequence[Item]],
     tasks: Mapping[str, Sequence[str | None]],
-    contender: Contender,
+    policy: Mapping[str, Any],
     instructions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """All that decides what a result means, and nothing else."""
+    """All that decides what a result means, and nothing else. instructions: of the servers."""
     listed = {
         env: "\n".join(f"{item.item_id} {task}" for item, task in zip(its, tasks[env], strict=True))
         for env, its in items.items()
     }
     return {
         "schema": SCHEMA,
-        "policy": dict(contender.identity),
+        "policy": dict(policy),
         "protocol": protocol.semantic(),
         "items": {
             env: {"num": len(items[env]), "digest": sha256(text.encode())}
@@ -233,19 +280,17 @@ def identity_of(
 
 
 def _about(
-    protocol: EvaluationProtocol, contender: Contender, told: Mapping[str, str]
+    protocol: EvaluationProtocol, invited: Invited, told: Mapping[str, str]
 ) -> dict[str, Any]:
     departs = [f"Not as {protocol.follows}: {line}" for line in protocol.departs]
     return {
-        "policy": contender.about,
+        "policy": invited.contender.about,
         "protocol": protocol.name,
         "follows": protocol.follows,
         "min_coverage": protocol.min_coverage,
         "settings": protocol.model_dump(mode="json"),
-        "instructions": {
-            each.env.name: told[each.env.name] for each in protocol.envs if each.instructions
-        },
-        "notes": departs,
+        "instructions": invited.instructions(told),
+        "notes": [*departs, *invited.lines(told)],
     }
 
 
@@ -297,8 +342,8 @@ def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Ev
         )
         for each in protocol.envs
     }
-    playing = playing_config(cfg, protocol, "torch")
-    again = _evaluate(playing, protocol, items, contender, progress or NoProgress())
+    invited = Invited(contender, protocol, playing_config(cfg, protocol, "torch"))
+    again = _evaluate(invited, protocol, items, progress or NoProgress())
     before = Result(head.config, slots)
     return replace(again, changed=changed(before, again.result))
 

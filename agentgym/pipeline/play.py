@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.data.items import parse_item_id
+from agentgym.data.items import has_lists, parse_item_id
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.play import Table
 from agentgym.evaluation.policies import Contender, Seat, seated
 from agentgym.evaluation.protocol import EvaluationProtocol, items_of, protocol_of_run
 from agentgym.evaluation.request import EvaluationRequest
-from agentgym.pipeline.contenders import contender_of, playing_config
+from agentgym.pipeline.contenders import Invited, invite, playing_config
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.episode import Episode, Player, Said
 from agentgym.rollouts.players import TextPlayer
@@ -32,7 +32,7 @@ class Game:
 
     env: str
     policy: str = ""  # as `agentgym evaluate` names them; empty: a person
-    item: str = ""  # empty: the first test items
+    item: str = ""  # empty: the first test items, or tasks where there are no lists of items
     num_games: int = 1
     temperature: float = 0.0  # 0: greedy
     engine: str = ""
@@ -42,8 +42,8 @@ def play_games(cfg: RunConfig, game: Game, tell: Tell, ask: Ask) -> list[Traject
     """Each episode as it went. Errors: ConfigError before anything starts."""
     protocol = _protocol(cfg, game)
     items = _items(cfg, protocol, game)
-    playing = playing_config(cfg, protocol, game.engine)
-    contender = _contender(cfg, playing, game, tell, ask)
+    invited = _invited(cfg, protocol, game, tell, ask)
+    contender, playing = invited.contender, invited.cfg
     check_local_env(playing.env)
     from agentgym.rollouts.engine import open_pool
 
@@ -52,15 +52,16 @@ def play_games(cfg: RunConfig, game: Game, tell: Tell, ask: Ask) -> list[Traject
         environment_servers(playing, expert) as endpoints,
         open_pool(playing, endpoints, allow_expert=expert) as (pool, loop, told),
     ):
-        if not game.policy:
-            tell(told[game.env])
+        for line in invited.lines(told) if game.policy else [told[game.env]]:
+            tell(line)
 
         async def play() -> list[Trajectory]:
             async with seated(contender, playing, Usage()) as seat:
                 shown = Seat(lambda item, sample: Shown(seat.player_of(item, sample), tell))
                 by_id = {item.item_id: item for item in items}
-                table = Table(protocol, pool, shown, told, by_id)
-                attempts = table.attempts(protocol.envs[0])[game.temperature == 0]
+                given = invited.instructions(told)
+                table = Table(invited.protocol, pool, shown, given, by_id)
+                attempts = table.attempts(invited.protocol.envs[0])[game.temperature == 0]
                 sample = 0 if game.temperature == 0 else 1
                 return [_ended(await attempts.play(item, sample), tell) for item in items]
 
@@ -77,6 +78,8 @@ def _protocol(cfg: RunConfig, game: Game) -> EvaluationProtocol:
 
 
 def _items(cfg: RunConfig, protocol: EvaluationProtocol, game: Game) -> Sequence[Item]:
+    if not game.item and not has_lists(cfg.data.path, game.env):
+        return [Item(game.env, task, "given") for task in range(game.num_games)]
     if not game.item:
         return items_of(protocol, cfg)[game.env][: game.num_games]
     env, task_id = parse_item_id(game.item if "_" in game.item else f"{game.env}_{game.item}")
@@ -85,13 +88,14 @@ def _items(cfg: RunConfig, protocol: EvaluationProtocol, game: Game) -> Sequence
     return [Item(env, task_id, "given")]
 
 
-def _contender(cfg: RunConfig, playing: RunConfig, game: Game, tell: Tell, ask: Ask) -> Contender:
-    if not game.policy:
-        return Contender(
-            {"kind": "person"}, "a person", player_of=lambda *_: PersonPlayer(tell, ask)
-        )
-    request = EvaluationRequest.model_validate({"policy": game.policy, "engine": game.engine})
-    return contender_of(cfg, playing, request)
+def _invited(
+    cfg: RunConfig, protocol: EvaluationProtocol, game: Game, tell: Tell, ask: Ask
+) -> Invited:
+    if game.policy:
+        request = EvaluationRequest.model_validate({"policy": game.policy, "engine": game.engine})
+        return invite(cfg, protocol, request)
+    person = Contender({"kind": "person"}, "a person", player_of=lambda *_: PersonPlayer(tell, ask))
+    return Invited(person, protocol, playing_config(cfg, protocol, game.engine))
 
 
 class PersonPlayer(TextPlayer):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,8 +24,16 @@ import aiohttp
 
 from agentgym.config import ConfigError, EnvConfig
 from agentgym.rollouts.client import CLOSE_TIMEOUT_S, EnvError, backoff_s
-from agentgym.rollouts.foreign import ForeignPool, unexpected, unreachable
+from agentgym.rollouts.foreign import (
+    ForeignPool,
+    flag_of,
+    number_of,
+    text_of,
+    unexpected,
+    unreachable,
+)
 from agentgym.types import Item
+from envs.plain import whole
 from envs.wire import MAX_ACTION_CHARS, StepReply
 
 logger = logging.getLogger(__name__)
@@ -122,10 +129,9 @@ class AgentGymSession:
             self.endpoint, "/step", {shape.names_id: self.number, "action": text}
         )
         try:
-            observation, figure = str(answer["observation"]), float(answer[shape.reward])
-            if not math.isfinite(figure):
-                raise ValueError(f"reward {figure}")
-            terminated, *truncated = (bool(answer[name]) for name in shape.ends)
+            observation = text_of(answer["observation"])
+            figure = number_of(answer[shape.reward])
+            terminated, *truncated = (flag_of(answer[name]) for name in shape.ends)
             done = terminated or any(truncated)
         except (KeyError, TypeError, ValueError) as error:
             raise unexpected(self.endpoint, "/step", answer) from error
@@ -240,7 +246,9 @@ class AgentGymPool(ForeignPool):
             raise unexpected(endpoint, "/reset", shown)
         if shape.observes:
             observation = await self._observe(endpoint, number)
-        return f"{told['task_description']}\n{observation}" if shape.describes else observation
+        return whole(
+            f"{told['task_description']}\n{observation}" if shape.describes else observation
+        )
 
     async def _observe(self, endpoint: str, number: int) -> str:
         shown = await self._repeated(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any, Self
 
 from agentgym.private import token_of
 from agentgym.rollouts.client import EnvError, request_headers
+from envs.plain import whole
 
 _SHOWN = 200  # characters of an answer in an error
 
@@ -51,6 +53,31 @@ class ForeignPool:
             yield
         finally:
             self._open[endpoint] -= 1
+
+
+def text_of(answer: Any) -> str:
+    """A text of a server's answer, in whole characters. Errors: TypeError where it is none."""
+    if not isinstance(answer, str):
+        raise TypeError(f"{type(answer).__name__} is no text")
+    return whole(answer)
+
+
+def flag_of(answer: Any) -> bool:
+    """A flag of a server's answer: "false" is none, and is not taken for true.
+    Errors: TypeError.
+    """
+    if not isinstance(answer, bool):
+        raise TypeError(f"{type(answer).__name__} is no flag")
+    return answer
+
+
+def number_of(answer: Any) -> float:
+    """A finite number of a server's answer. Errors: TypeError, ValueError."""
+    if not isinstance(answer, int | float):
+        raise TypeError(f"{type(answer).__name__} is no number")
+    if not math.isfinite(answer):
+        raise ValueError(f"{answer} is not finite")
+    return float(answer)
 
 
 def unreachable(endpoint: str, route: str, error: Exception) -> EnvError:

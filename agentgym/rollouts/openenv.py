@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -28,7 +27,14 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 
 from agentgym.config import EnvConfig
 from agentgym.rollouts.client import CLOSE_TIMEOUT_S, EnvError, backoff_s
-from agentgym.rollouts.foreign import ForeignPool, unexpected, unreachable
+from agentgym.rollouts.foreign import (
+    ForeignPool,
+    flag_of,
+    number_of,
+    text_of,
+    unexpected,
+    unreachable,
+)
 from agentgym.types import Item
 from envs.wire import MAX_ACTION_CHARS, StepReply
 
@@ -87,9 +93,7 @@ class OpenEnvSession:
         observation = self._text(data)
         told = data.get("metadata") or data["observation"].get("metadata") or {}
         try:
-            reward, done = float(data.get("reward") or 0.0), bool(data["done"])
-            if not math.isfinite(reward):
-                raise ValueError(f"reward {reward}")
+            reward, done = number_of(data.get("reward") or 0.0), flag_of(data["done"])
             said = {
                 name: told[name]
                 for name in ("success", "truncated")
@@ -153,9 +157,10 @@ class OpenEnvSession:
     def _text(self, data: Mapping[str, Any]) -> str:
         observation = data.get("observation")
         text = observation.get(self._fields.observation) if isinstance(observation, dict) else None
-        if not isinstance(text, str):
-            raise self._unexpected("", data)
-        return text
+        try:
+            return text_of(text)
+        except TypeError as error:
+            raise self._unexpected("", data) from error
 
     def _unexpected(self, kind: str, answer: Any) -> EnvError:
         return unexpected(self.endpoint, f"/ws {kind}".rstrip(), answer)

@@ -8,8 +8,9 @@ from typing import Any
 
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.episode import Episode, Player, Said
+from agentgym.rollouts.episode import Episode, Player, PlayerFailed, Said
 from agentgym.types import Item, Policy, SampleKey, Sampling
+from envs.wire import ErrorKind
 
 PlayerOf = Callable[[Item, int], Player]  # item, sample -> who plays it; a player plays once
 
@@ -87,13 +88,36 @@ class ScriptedPlayer(TextPlayer):
         return next(self._lines, None)
 
 
+class NoHints(PlayerFailed):
+    """The environment never says which actions are possible, so that chance has none to draw."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(
+            f"{endpoint} gives no hints, of which random draws its actions; evaluate echo:ACTION,"
+            " or set offers_hints of the environment's EnvSpec",
+            final=True,
+        )
+
+
+async def hints_of(session: Any) -> list[str]:
+    """Actions that are possible now. Errors: NoHints; EnvError."""
+    if not hasattr(session, "hints"):  # no other dialect has them
+        raise NoHints(session.endpoint)
+    try:
+        return list(await session.hints())
+    except EnvError as error:
+        if error.kind != ErrorKind.BAD_REQUEST:
+            raise
+        raise NoHints(session.endpoint) from None
+
+
 class RandomPlayer(TextPlayer):
     """Any of the actions the environment says are possible, all equally likely, the same ones in
-    every run of equal keys. Errors: EnvError where the server does not tell them.
+    every run of equal keys. Errors: NoHints where the server does not tell them.
     """
 
     async def act(self, session: Any, sampling: Sampling) -> Said | None:
-        actions = sorted(await session.hints())
+        actions = sorted(await hints_of(session))
         if not actions:
             return None
         action = actions[int(chance(sampling.key) * len(actions))]

@@ -18,7 +18,7 @@ from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.evaluation.policies import Contender, PolicyName, seated
 from agentgym.evaluation.protocol import EnvProtocol
 from agentgym.evaluation.request import EvaluationRequest
-from agentgym.pipeline.contenders import contender_of, playing_config
+from agentgym.pipeline.contenders import invite
 from agentgym.pipeline.evaluation import protocol_for
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.episode import (
@@ -96,11 +96,11 @@ class Room:
         told_as = "random" if who == YOU else who
         request = EvaluationRequest.model_validate({"policy": told_as, "envs": (env.name,)})
         protocol = protocol_for(cfg, request)
-        contender, playing = None, cfg
+        invited, contender, playing = None, None, cfg
         if who != YOU:
             PolicyName.parse(who)  # a misspelled one is told before anything is loaded
-            playing = playing_config(cfg, protocol, "")
-            contender = await run_in_threadpool(contender_of, cfg, playing, request)
+            invited = await run_in_threadpool(invite, cfg, protocol, request)
+            contender, protocol, playing = invited.contender, invited.protocol, invited.cfg
         async with contextlib.AsyncExitStack() as stack:
             endpoints = await run_in_threadpool(
                 _entered, stack, lambda: self._servers.use(env, expert=_needs_expert(contender))
@@ -114,7 +114,8 @@ class Room:
             else:
                 seat = await stack.enter_async_context(seated(contender, playing, Usage()))
                 player = seat.player_of(item, 1)
-            episode = _episode(protocol.envs[0], item, session.observation, told)
+            given = {} if invited is None else invited.instructions(told)
+            episode = _episode(protocol.envs[0], item, session.observation, given)
             game = Game(
                 secrets.token_urlsafe(12),
                 env,

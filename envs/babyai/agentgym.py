@@ -2,24 +2,6 @@
 
 from __future__ import annotations
 
-from envs.dialect import Dialect, Nothing, Reset
+from envs.dialect import common
 
-DIALECT = Dialect(
-    greeting="This is environment BabyAI.",
-    create=Nothing,
-    reset=Reset,
-    created=lambda place: {"id": place.id},
-    shown=lambda place: {
-        "observation": place.observation,
-        "reward": place.reward,
-        "score": place.score,
-        "deleted": False,
-        "done": place.done,
-    },
-    stepped=lambda place: {
-        "observation": place.observation,
-        "reward": place.reward,
-        "score": place.score,
-        "done": place.done,
-    },
-)
+DIALECT = common("This is environment BabyAI.")

@@ -5,6 +5,7 @@
 import asyncio
 import base64
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -16,9 +17,9 @@ from envs.server import ServerSettings, make_app
 
 @asynccontextmanager
 async def serving(name, options=None, **settings):
-    app = make_app(
-        load_spec(name, options or {}), ServerSettings(**{"drain_timeout_s": 0.1, **settings})
-    )
+    """name: of an environment, or an `EnvSpec`."""
+    spec = load_spec(name, options or {}) if isinstance(name, str) else name
+    app = make_app(spec, ServerSettings(**{"drain_timeout_s": 0.1, **settings}))
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(
@@ -64,6 +65,24 @@ def test_a_babyai_client_creates_resets_plays_looks_and_closes():
             assert await post(client, "/close", id=number) is True
             assert await post(client, "/close", id=number) is False
             assert sessions.info().active_sessions == 0
+
+    asyncio.run(main())
+
+
+def test_an_environment_of_ones_own_has_the_routes_of_agentgyms_servers_too():
+    served = load_spec("babyai", {"levels": ["GoToRedBallNoDists"]})
+    mine = replace(served, name="mine", dialect=None, agentgym=None)
+
+    async def main():
+        async with serving(mine) as (client, _):
+            assert (await client.get("/")).json() == "This is environment mine."
+            number = (await client.post("/create")).json()["id"]
+            shown = await post(client, "/reset", id=number, data_idx=3)
+            assert shown["observation"]
+            assert (shown["done"], shown["reward"]) == (False, 0.0)
+            turned = await post(client, "/step", id=number, action="turn left")
+            assert turned.keys() == {"observation", "reward", "score", "done"}
+            assert await post(client, "/close", id=number) is True
 
     asyncio.run(main())
 

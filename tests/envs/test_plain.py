@@ -4,7 +4,7 @@ import io
 import logging
 import sys
 
-from envs.plain import PlainFormatter, plain
+from envs.plain import PlainFormatter, plain, whole
 
 # a window's title, a cleared screen, a link, a bell, C1's own sequence begin, a line that is read
 # backwards, a line written over
@@ -40,3 +40,8 @@ def test_a_log_line_and_its_traceback_are_plain():
     handler.handle(record)
     assert_harmless(stream.getvalue())
     assert "Traceback" in stream.getvalue()
+
+
+def test_half_a_surrogate_pair_is_replaced_and_whole_characters_stay():
+    assert whole("wall \ud83d, \ude00") == "wall \ufffd, \ufffd"
+    assert whole("déjà vu 😀") == "déjà vu 😀"

@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from types import TracebackType
@@ -22,15 +22,18 @@ from agentgym.rollouts.episode import ContextFull, Episode, PlayerFailed, Said
 from agentgym.rollouts.players import chance
 from agentgym.rollouts.policies.prices import Tariff
 from agentgym.types import Item, Sampling, Usage
-from envs.plain import plain
+from envs.plain import plain, whole
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "AGENTGYM_SECRET_"  # of the variables that may hold a key
 MAX_REPLY_BYTES = 4 * 1024 * 1024
+MAX_TOLD = 300  # characters of an endpoint's message
 BACKOFF_S, LONGEST_BACKOFF_S, LONGEST_WAIT_S = 0.5, 30.0, 120.0
 AGAIN = (408, 409, 425, 429)  # and whatever is 500 or more
-FULL = (b"context_length_exceeded", b"maximum context length")
+FULL = ("context_length_exceeded", "maximum context length")
+LIMITS = ("max_tokens", "max_completion_tokens")  # names of the limit of a reply, old and new
+TEXT_PARTS = ("text", "output_text")  # of a content that comes in parts; others are no reply
 MOST_LOST = 8  # calls given up one after the other: the endpoint is gone
 REFUSED = Usage(num_calls=1, num_failed=1)  # took no tokens
 LOST = Usage(num_calls=1, num_failed=1, num_untold=1)  # may have taken some
@@ -114,6 +117,7 @@ class HostedModel:
         self._slots = asyncio.Semaphore(endpoint.max_concurrency)
         self._next_at = 0.0  # on the monotonic clock: the next request may begin
         self._num_lost = 0  # calls given up since one was answered
+        self._limit = LIMITS[0]  # how this endpoint calls the limit of a reply
 
     async def __aenter__(self) -> Self:
         # no redirects and no proxy of the environment: the key goes where it was sent to
@@ -150,7 +154,6 @@ class HostedModel:
             "messages": messages,
             "temperature": sampling.temperature,
             "top_p": 1.0,
-            "max_tokens": sampling.max_new_tokens,
             "seed": _seed(sampling),
         }
         headers = {"Idempotency-Key": "-".join(map(str, sampling.key)), **self._endpoint.headers}
@@ -159,12 +162,14 @@ class HostedModel:
             self.spent += usage
             spend(usage)
 
-        for attempt in range(1 + self._endpoint.max_retries):
+        attempt = 0
+        while True:
+            limit = self._limit
             async with self._slots:
                 await self._turn()
                 self._check()
                 try:
-                    came = await self._ask(body, headers)
+                    came = await self._ask({**body, limit: sampling.max_new_tokens}, headers)
                 except asyncio.CancelledError:  # the episode is over its time
                     took(LOST)
                     raise
@@ -172,13 +177,16 @@ class HostedModel:
             if isinstance(came, _Answer):
                 self._num_lost = 0
                 return came
+            if limit == LIMITS[0] and LIMITS[1] in came.problem and not came.again:
+                self._limit = LIMITS[1]  # the only change: it is never the old name again
+                continue
             self._hold(came.wait_s)
             if not came.again or attempt == self._endpoint.max_retries:
                 raise self._given_up(came)
             logger.info("%s: %s; asked again", self._endpoint.model, came.problem)
             if came.wait_s is None:
                 await asyncio.sleep(_backoff(attempt))
-        raise AssertionError
+            attempt += 1
 
     def _given_up(self, came: _Failure) -> HostedError:
         self._num_lost += 1
@@ -223,18 +231,33 @@ class HostedModel:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             problem = f"{type(error).__name__} {error}".strip()
             return _Failure(problem, again=True, usage=LOST)
-        if status == 200:
-            try:
-                return _read(content)
-            except ValueError as error:
+        try:
+            answer = json.loads(content)
+            if status == 200 and not _error_in(answer):
+                return _read(answer)
+        except (ValueError, RecursionError) as error:
+            if status == 200:
                 return _Failure(f"{type(error).__name__} {error}", again=True, usage=LOST)
-        if status == 400 and any(text in content for text in FULL):
+            answer = None
+        return self._refused(status, content.decode("utf-8", "replace"), _error_in(answer), wait_s)
+
+    def _refused(
+        self, status: int, text: str, error: Mapping[str, Any], wait_s: float | None
+    ) -> _Failure:
+        """A request that got no completion. text: the whole answer; error: what it says of it.
+        A status of 200 is not what was meant, the error's code may be. Errors: ContextFull.
+        """
+        code = str(error.get("code"))
+        meant = int(code) if status == 200 and code.isdecimal() else status
+        if meant in (200, 400) and any(each in text for each in FULL):
             raise ContextFull
-        told = self._endpoint.without_key(_line(content[:200].decode("utf-8", "replace")))
-        problem, again = f"status {status}: {told}", status >= 500 or status in AGAIN
+        told = self._endpoint.without_key(_line(str(error.get("message") or text)))[:MAX_TOLD]
+        named = f"status {status}" if meant == status else f"error {meant} with status {status}"
+        problem, again = f"{named}: {told}", meant == 200 or meant >= 500 or meant in AGAIN
         if wait_s is not None and wait_s > LONGEST_WAIT_S:
             problem, wait_s = f"{problem}; it asks to wait {wait_s:g} s", LONGEST_WAIT_S
-        return _Failure(problem, again, wait_s if again else None)
+        usage = LOST if status == 200 else REFUSED
+        return _Failure(problem, again, wait_s if again else None, usage)
 
     async def _post(
         self, body: Mapping[str, Any], headers: Mapping[str, str]
@@ -340,15 +363,38 @@ def _seed(sampling: Sampling) -> int:
     return int(chance(sampling.key) * 2**31)
 
 
-def _read(content: bytes) -> _Answer:
+def _error_in(answer: Any) -> Mapping[str, Any]:
+    """What an endpoint says in place of a completion, whatever the status; empty: nothing."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return error if isinstance(error, dict) else {"message": error} if error else {}
+
+
+def _read(answer: Any) -> _Answer:
     """Errors: ValueError where it is not what was agreed."""
     try:
-        answer = json.loads(content)
-        text = answer["choices"][0]["message"]["content"] or ""
+        choice = answer["choices"][0]
+        text = _text_of(choice["message"]["content"])
         told = answer.get("usage") or {}
-        return _Answer(str(text), int(told.get("total_tokens") or 0), _usage(told))
+        reason = choice.get("finish_reason")
+        usage = replace(
+            _usage(told),
+            num_cut=int(reason == "length"),
+            num_filtered=int(reason == "content_filter"),
+        )
+        return _Answer(text, int(told.get("total_tokens") or 0), usage)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"no chat completion: {type(error).__name__} {error}") from error
+
+
+def _text_of(content: Any) -> str:
+    """The reply in a message's content: a text, or a list of parts.
+    Errors: TypeError where it is neither.
+    """
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part["type"] in TEXT_PARTS)
+    if not isinstance(content, str | None):
+        raise TypeError(f"content is {type(content).__name__}; expected text or a list of parts")
+    return whole(content or "")
 
 
 def _usage(told: Mapping[str, Any]) -> Usage:

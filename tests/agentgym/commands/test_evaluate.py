@@ -1,12 +1,17 @@
 """`agentgym evaluate`: what is typed becomes a request, what came out an exit code."""
 
 import argparse
+import shlex
+from dataclasses import replace
 
 import pytest
 
 from agentgym.cli import main
 from agentgym.commands import evaluate
 from agentgym.config import ConfigError
+from agentgym.evaluation.result import Outcome, Result, expected_slots
+from agentgym.pipeline.evaluated import Evaluated
+from agentgym.types import Item
 
 
 def request(*words):
@@ -31,6 +36,20 @@ def test_what_is_typed_lies_over_the_protocol_and_nothing_else_does():
     assert request("expert").changes == {}
 
 
+def test_a_setting_that_is_typed_holds_for_models_that_were_not_trained_here_too():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("policy")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("overrides", nargs="*")
+    evaluate.add_options(parser)
+    url = "https://host/v1"
+    words = [url, "--set", "rollout.max_new_tokens=64", "--set", "seed=1"]
+    assert evaluate.request_of(parser.parse_args(words)).kept == ("max_new_tokens",)
+    words = [url, "rollout.instructions=true"]  # as the flow takes it
+    assert evaluate.request_of(parser.parse_args(words)).kept == ("instructions",)
+    assert request(url).kept == ()
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("true", True), ("false", False), ("5", 5), ("0.25", 0.25)]
 )
@@ -44,6 +63,42 @@ def test_nonsense_is_refused_in_one_line():
         request("random", "--timeout", "-1")
     with pytest.raises(SystemExit):
         request("random", "--fail-on-error", "often")
+
+
+def kept(folder, name, policy, *, items=1, valid=True):
+    """An evaluation whose files lie in a folder of this name."""
+    slots = expected_slots(
+        {"babyai": [Item("babyai", task) for task in range(items)]},
+        {"babyai": (1,)},
+        {"babyai": [None] * items},
+    )
+    ended = replace(slots[0], outcome=Outcome.SCORED, reward=1.0, success=True)
+    identity = {"policy": {"kind": policy}, "protocol": {}, "items": items}
+    result = Result(identity, (ended, *slots[1:]), {}, {"valid": valid})
+    (folder / name).mkdir(parents=True)
+    result.save(folder / name)
+    return Evaluated(result, manifest=None, folder=folder / name, how="ran")
+
+
+def test_an_evaluation_ends_with_its_report_and_a_comparison_that_runs_as_printed(tmp_path):
+    folder = tmp_path / "my runs"
+    alone = kept(folder, "aa", "random")
+    report, compare = evaluate.next_steps(alone)
+    assert report == f"report   {folder}/aa/report.html"
+    assert "evaluate another policy by the same protocol" in compare
+    kept(folder, "bb", "expert", items=2)  # another question
+    kept(folder, "cc", "echo", valid=False)
+    (folder / "dd").mkdir()
+    (folder / "dd/result.json").write_text("{}")
+    second = kept(folder, "ee", "endpoint")
+    _, compare = evaluate.next_steps(second)
+    name, command = compare.split(maxsplit=1)
+    assert (name, shlex.split(command)) == (
+        "compare",
+        ["agentgym", "compare", f"{folder}/aa", f"{folder}/ee"],
+    )
+    (only,) = evaluate.next_steps(kept(folder, "ff", "late", valid=False))
+    assert only.startswith("report")
 
 
 def test_exactly_one_thing_is_asked_for(capsys, tmp_path, monkeypatch):

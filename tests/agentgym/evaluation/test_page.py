@@ -32,11 +32,12 @@ def episode(item, status, success=False, error=None, usage=None):
     )
 
 
-def result():
+def result(**counted):
+    """counted: of the replies that were given."""
     protocol = protocol_from({"envs": [{"env": {"name": "babyai"}}], "min_coverage": 0.9}, {})
     items = [Item("babyai", task) for task in range(3)]
     slots = list(expected_slots({"babyai": items}, {"babyai": (1,)}, {"babyai": [None] * 3}))
-    spent = Usage(2, 1, 100, 0, 10, 1)
+    spent = Usage(2, 1, 100, 0, 10, 1, **counted)
     slots[0] = slots[0].played(episode(items[0], Status.TERMINATED, True, usage=spent))
     slots[1] = slots[1].played(episode(items[1], Status.ENV_ERROR, error=HOSTILE))
     slots[1] = slots[1].played(episode(items[1], Status.MAX_TURNS))
@@ -70,6 +71,20 @@ def test_the_terminal_gets_both_conventions_coverage_and_what_failed():
     assert facts["calls"].startswith("2 ") or facts["calls"].startswith("4 ")
     assert facts["input tokens"] == "unknown, at least 100"
     assert facts["cost"] == "at least 0.5 EUR"
+
+
+def test_replies_that_were_cut_or_filtered_are_told_beside_the_score():
+    found, _ = result(num_cut=1)
+    (cut,) = [line for line in notes(found) if "replies" in line]
+    assert cut == (
+        "babyai: 1 of 1 replies were cut at the limit of their tokens, perhaps before the action;"
+        " --max-new-tokens raises it."
+    )
+    assert cut in render(found, [])[PAGE].decode()
+    found, _ = result(num_filtered=1)
+    told = [line for line in notes(found) if "replies" in line]
+    assert told == ["babyai: 1 of 1 replies were held back by a filter."]
+    assert not any("replies" in line for line in notes(result()[0]))
 
 
 def test_no_text_of_a_policy_or_an_environment_becomes_markup():

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from agentgym.config import ConfigError, RunConfig, load_config
+from agentgym.data.items import DataError
 from agentgym.evaluation.protocol import items_of, load_protocol, protocol_from, protocol_of_run
 
 BABYAI = {"env": {"name": "babyai", "options": {"levels": ["GoToObj"]}}, "max_turns": 20}
@@ -112,6 +113,19 @@ def test_items_come_from_a_split_a_list_or_a_file(tmp_path):
             ids(file=str(file))
     with pytest.raises(ConfigError, match="does not exist"):
         ids(file=str(tmp_path / "none.json"))
+
+
+def test_the_published_protocol_without_its_data_names_the_command_that_brings_them(
+    tmp_path, monkeypatch
+):
+    protocol = load_protocol("agentgym-rl").only(["babyai"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"babyai_test.json does not exist; run `agentgym data imp"):
+        items_of(protocol, RunConfig())
+    (tmp_path / "data/hub").mkdir(parents=True)
+    (tmp_path / "data/hub/AgentGym-RL-Data-ID.dvc").touch()  # somebody imported them
+    with pytest.raises(DataError, match=r"run `dvc pull data/hub/AgentGym-RL-Data-ID.dvc`"):
+        items_of(protocol, RunConfig())
 
 
 def test_a_runs_own_protocol_is_that_of_its_evaluations():

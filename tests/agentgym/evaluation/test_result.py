@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from agentgym.evaluation.result import (
+    COLUMNS,
     OUTCOME_OF,
     Outcome,
     Result,
@@ -78,6 +79,13 @@ def test_a_slot_keeps_every_attempt_that_failed_and_adds_up_what_all_took():
     assert twice.total_usage.known == {"input": None, "cached": None, "output": None}
     assert spent.known == {"input": 100, "cached": 40, "output": 10}
     assert twice.wall_s == 3.0
+
+
+def test_a_row_of_a_version_that_counted_less_is_read():
+    slot = slots()[0].played(episode(Status.TERMINATED, usage=Usage(2, 1, 100, 40, 10, 0, 1)))
+    row = slot.to_row()
+    where = COLUMNS.index("usage")
+    assert Slot.from_row([*row[:where], row[where][:7], *row[where + 1 :]]) == slot
 
 
 def test_tokens_on_record_are_the_usage_where_the_policy_counts_none():

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,11 +19,13 @@ import pytest
 from agentgym.commands.evaluate import INVALID, code_of
 from agentgym.config import ConfigError, load_config
 from agentgym.evaluation.episodes import read_episodes
+from agentgym.evaluation.paired import align
 from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.result import Outcome, Result
 from agentgym.pipeline.evaluated import show
 from agentgym.pipeline.evaluation import evaluate_policy, regrade
 from agentgym.store.lease import LeaseHeld
+from envs.registry import load_spec
 
 pytestmark = pytest.mark.integration
 OPTIONS = {"levels": ["GoToRedBallNoDists"], "view": "compact", "actions": "low"}
@@ -72,7 +75,7 @@ class Endpoint:
     def __init__(self, trouble=None, retry_after="0", refusing=None):
         self.trouble, self.retry_after, self.refusing = trouble or {}, retry_after, refusing
         self.num, self.told, self.untold, self.refused = 0, [0, 0, 0], 0, 0
-        self.heads = []
+        self.heads, self.asked = [], []
         self.lock = threading.Lock()
         outer = self
 
@@ -108,6 +111,7 @@ class Endpoint:
             self.num += 1
             now = self.trouble.get(self.num)
             self.heads.append(dict(handler.headers))
+            self.asked.append(asked)
         if self.refusing and self.refusing in json.dumps(asked["messages"]):
             now = 500
         if isinstance(now, int):
@@ -269,6 +273,62 @@ def test_an_endpoint_in_trouble_loses_nothing_and_every_token_is_counted(
     said = capfd.readouterr()
     assert not any(KEY.encode() in each for each in written)
     assert KEY not in said.out + said.err + caplog.text
+
+
+def test_a_hosted_model_is_told_the_rules_and_has_room_to_answer(cfg):
+    lines = []
+    with Endpoint() as stub:
+        alone = {"num_samples": 1, "max_turns": 2, "items": {"num": 1}}
+        found = evaluate_policy(cfg, ask(stub.url, changes=alone), tell=lines.append)
+        system, user = stub.asked[0]["messages"]
+        assert (system["role"], user["role"]) == ("system", "user")
+        assert "turn left, turn right - turn a quarter on the spot" in system["content"]
+        assert stub.asked[0]["max_tokens"] == 512
+        (line,) = lines
+        assert "characters of instructions, at most 512 tokens a reply and 3072 an episode" in line
+        assert line in found.result.about["notes"]
+        assert found.result.about["instructions"] == {"babyai": system["content"]}
+
+        formed = evaluate_policy(cfg, ask(stub.url, changes={**alone, "action_format": "react"}))
+        told = stub.asked[-1]["messages"][0]["content"]
+        assert told.startswith(system["content"])
+        assert "Action: your action" in told
+
+        # what somebody chose holds
+        chosen = {"instructions": False, "max_new_tokens": 9, "context_tokens": 300}
+        bare = evaluate_policy(cfg, ask(stub.url, changes={**alone, **chosen}))
+        assert stub.asked[-1]["messages"][0]["role"] == "user"
+        assert stub.asked[-1]["max_tokens"] == 9
+        kept = evaluate_policy(cfg, ask(stub.url, changes=alone, kept=["max_new_tokens"]))
+        assert stub.asked[-1]["max_tokens"] == cfg.rollout.max_new_tokens
+        long = evaluate_policy(cfg, ask(stub.url, changes={**alone, "max_new_tokens": 700}))
+        assert stub.asked[-1]["max_tokens"] == 700  # more than the run's whole context
+        again = evaluate_policy(cfg, ask(stub.url, changes=alone))
+        assert (again.how, again.result.digest) == ("done", found.result.digest)
+    asked = [each.result for each in (found, formed, bare, kept, long)]
+    assert len({each.digest for each in asked}) == 5
+    # one protocol: what a model is told is its own, and results compare
+    chance = evaluate_policy(cfg, ask("random", changes=alone))
+    assert set(align(chance.result, found.result)) == {"babyai"}
+
+
+def test_a_folder_handed_over_is_told_the_rules_and_a_checkpoint_of_ours_as_it_was_trained(
+    cfg, model_folder, tmp_path
+):
+    alone = {"num_samples": 1, "max_turns": 2, "items": {"num": 1}}
+    handed = tmp_path / "handed-over"
+    shutil.copytree(model_folder, handed)
+    (handed / "chat.json").unlink()  # no other program writes it
+    lines = []
+    ours = evaluate_policy(cfg, ask(str(model_folder), changes=alone), tell=lines.append)
+    assert (lines, ours.result.about["instructions"]) == ([], {})
+    theirs = evaluate_policy(cfg, ask(str(handed), changes=alone), tell=lines.append)
+    assert "You are in a grid of rooms" in theirs.result.about["instructions"]["babyai"]
+    # its window is not exceeded
+    assert "at most 256 tokens a reply and 512 an episode" in lines[0]
+    policy = dict(theirs.result.identity["policy"])
+    assert policy.pop("asked")["babyai"]["max_new_tokens"] == 256
+    assert policy == ours.result.identity["policy"]
 
 
 def test_what_cannot_be_answered_is_kept_as_such_and_played_again_when_it_can(cfg):
@@ -488,6 +548,19 @@ def test_a_repository_of_the_hub_is_evaluated_as_the_folder_of_its_files(
         assert (again.how, again.result.digest) == ("done", by_name.result.digest)
     with pytest.raises(ConfigError, match="somebody/other cannot be had from the Hub"):
         evaluate_policy(cfg, ask("somebody/other"))
+
+
+def test_chance_is_refused_at_once_where_an_environment_gives_no_hints(
+    serving, tmp_path, tiny_params
+):
+    silent = replace(load_spec("babyai", OPTIONS), offers_hints=False)
+    with serving(silent) as (endpoint, _):
+        for dialect, url in (("native", endpoint), ("agentgym", f"{endpoint}/agentgym")):
+            cfg = load_config(tiny_params(tmp_path / dialect, endpoint=url))
+            cfg = cfg.model_copy(update={"env": cfg.env.model_copy(update={"dialect": dialect})})
+            with pytest.raises(ConfigError, match=f"babyai: {url} gives no hints, of which random"):
+                evaluate_policy(cfg, ask("random"))
+            assert not Path(cfg.store.path, "steps").exists()
 
 
 def test_a_policy_that_is_not_there_is_refused_before_anything_starts(cfg, tmp_path):

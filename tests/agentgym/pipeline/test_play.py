@@ -30,6 +30,16 @@ def test_a_person_plays_and_a_registered_model_after_them(cfg):
     assert first.input_ids
 
 
+def test_a_task_is_played_without_lists_of_items(tmp_path, tiny_params, tiny_endpoint):
+    cfg = load_config(tiny_params(tmp_path, endpoint=tiny_endpoint), [f"data.path={tmp_path}/none"])
+    for game, items in (
+        (Game("babyai", "random", item="7"), ["babyai_7"]),
+        (Game("babyai", "random", num_games=2), ["babyai_0", "babyai_1"]),
+    ):
+        played = play_games(cfg, game, lambda _: None, lambda _: None)
+        assert [each.item.item_id for each in played] == items
+
+
 def test_an_item_of_another_environment_is_refused_before_anything_starts(cfg):
     with pytest.raises(ConfigError, match="--item textcraft_3 is of textcraft, and --env is baby"):
         play_games(cfg, Game("babyai", item="textcraft_3"), print, input)

@@ -157,6 +157,11 @@ OPENED = ((200, '{"id": 5}'), (200, '{"observation": "a room"}'))
         ((200, "<html>"), "protocol"),
         ((200, '{"observation": "x", "score": 0.0}'), "protocol"),
         ((200, '{"observation": "x", "score": NaN, "reward": NaN, "done": false}'), "protocol"),
+        ((200, '{"observation": "x", "score": "0.5", "done": false}'), "protocol"),
+        ((200, '{"observation": "x", "score": 0.0, "done": "false"}'), "protocol"),
+        ((200, '{"observation": "x", "score": 0.0, "done": null}'), "protocol"),
+        ((200, '{"observation": null, "score": 0.0, "done": false}'), "protocol"),
+        ((200, '{"observation": [{"text": "x"}], "score": 0.0, "done": false}'), "protocol"),
         ((503, "full"), "full"),
     ],
 )
@@ -168,6 +173,27 @@ def test_a_step_that_fails_is_an_environment_error_and_never_sent_twice(answer, 
                     await session.step("turn left")
             assert caught.value.kind == kind
             assert asked == ["/create", "/reset", "/step", "/close"]
+
+    asyncio.run(main())
+
+
+def test_half_an_emoji_of_a_server_is_replaced_wherever_it_stands():
+    half = r"wall \ud83d"
+    opened = (OPENED[0], (200, f'{{"observation": "{half}"}}'))
+    steps = (
+        (200, f'{{"observation": "{half}", "score": 0.0, "done": false}}'),
+        (200, f'{{"error": "{half}"}}'),
+        (503, "x"),
+    )
+
+    async def main():
+        async with answering(*opened, *steps) as (endpoint, _), pool_of(endpoint) as pool:
+            async with pool.session(Item("babyai", 1), "key") as session:
+                assert session.observation == "wall \ufffd"
+                assert (await session.step("turn left")).observation == "wall \ufffd"
+                with pytest.raises(EnvError) as caught:
+                    await session.step("turn left")
+            assert str(caught.value).encode()
 
     asyncio.run(main())
 

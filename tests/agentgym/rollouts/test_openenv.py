@@ -245,6 +245,11 @@ def kinds(came):
             ),
             "protocol",
         ),
+        (seen(done="false"), "protocol"),
+        (seen(done=None), "protocol"),
+        (seen(reward="0.5"), "protocol"),
+        (seen(text=None), "protocol"),
+        (seen(text=["x"]), "protocol"),
         ("[" * 100_000, "protocol"),
         ("5", "protocol"),
         (b"\xff", "protocol"),
@@ -265,6 +270,22 @@ def test_a_step_that_fails_is_an_environment_error_and_never_sent_twice(reply, k
             assert kinds(came).count("step") == 1
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_half_an_emoji_of_a_server_is_replaced_wherever_it_stands():
+    error = {"type": "error", "data": {"message": "why \ud83d", "code": "EXECUTION_ERROR"}}
+
+    async def main():
+        async with (
+            standing_in(BEGUN, seen("wall \ud83d"), error) as (url, _, _),
+            pool_of(url) as pool,
+            pool.session(Item("textcraft", 3), "key") as session,
+        ):
+            assert (await session.step("go")).observation == "wall \ufffd"
+            with pytest.raises(EnvError, match="why \ufffd"):
+                await session.step("go")
+
+    asyncio.run(main())
 
 
 def test_an_answer_too_large_to_keep_ends_the_episode(monkeypatch):

@@ -28,15 +28,21 @@ def settings_of(**changes):
 
 class Stub:
     """An OpenAI-compatible endpoint. trouble: what it answers first, call by call: a status, or
-    bytes in place of a completion.
+    bytes in place of a completion; unknown: a field of the request that it refuses.
     """
 
-    def __init__(self, reply="look around", trouble=(), usage=10, finish="stop", wait="0"):
+    def __init__(
+        self, reply="look around", trouble=(), usage=10, finish="stop", wait="0", unknown=""
+    ):
         self.reply, self.trouble, self.usage = reply, list(trouble), usage
         self.finish, self.wait, self.asked, self.heads = finish, wait, [], []
+        self.unknown = unknown
 
     async def answer(self, request):
         self.asked.append(await request.json())
+        if self.unknown in self.asked[-1]:
+            message = f"'{self.unknown}' is not supported. Use 'max_completion_tokens' instead."
+            return web.json_response({"error": {"message": message}}, status=400)
         self.heads.append(dict(request.headers))
         if self.trouble:
             now = self.trouble.pop(0)
@@ -139,6 +145,73 @@ def test_a_reply_that_was_cut_off_is_played_as_it_is(serving):
         )
         (turn,) = episode.turns
         assert (turn.action, turn.reply) == ("turn le", stub.reply)
+
+
+def test_a_content_in_parts_is_the_text_of_its_text_parts(serving):
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+    parts = [thought, {"type": "text", "text": "turn "}, {"type": "text", "text": "left"}]
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(reply=parts)
+        (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_turns=2)
+        assert [turn.action for turn in episode.turns] == ["turn left"] * 2
+        assert stub.asked[1]["messages"][1]["content"] == "turn left"
+        stub = Stub(reply={"text": "turn left"})
+        with pytest.raises(RolloutError, match="content is dict; expected text or a list of parts"):
+            play_hosted(stub, endpoint, [Item("babyai", 0)], max_retries=0)
+
+
+@pytest.mark.parametrize(
+    ("finish", "counts"), [("length", (2, 0)), ("content_filter", (0, 2)), ("stop", (0, 0))]
+)
+def test_replies_that_were_cut_or_filtered_are_played_and_counted(serving, finish, counts):
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(reply=None, finish=finish)
+        (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_turns=2)
+        assert [turn.action for turn in episode.turns] == ["", ""]
+        assert (episode.usage.num_cut, episode.usage.num_filtered) == counts
+
+
+def test_an_endpoint_that_wants_the_new_name_of_the_limit_is_asked_by_it_from_then_on(serving):
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(reply="turn left", unknown="max_tokens")
+        (episode,) = play_hosted(
+            stub, endpoint, [Item("babyai", 0)], max_retries=0, max_turns=3, max_new_tokens=77
+        )
+        assert len(episode.turns) == 3
+        limits = [
+            {name: value for name, value in asked.items() if name.startswith("max_")}
+            for asked in stub.asked
+        ]
+        assert limits == [{"max_tokens": 77}] + [{"max_completion_tokens": 77}] * 3
+        assert episode.usage.num_failed == 1
+        stub = Stub(unknown="seed")  # whatever it names: one further request, and no more
+        with pytest.raises(RolloutError, match="'seed' is not supported"):
+            play_hosted(stub, endpoint, [Item("babyai", 0)])
+        assert len(stub.asked) == 2
+
+
+def test_an_error_in_a_reply_of_status_200_is_quoted_in_one_line(serving):
+    def error(**fields):
+        return json.dumps({"error": {"message": "not offered\nto you", **fields}}).encode()
+
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(trouble=[error(code=404)] * 9)  # a status that asking again does not mend
+        with pytest.raises(RolloutError, match="error 404 with status 200: not offered to you"):
+            play_hosted(stub, endpoint, [Item("babyai", 0)])
+        assert len(stub.asked) == 1
+        stub = Stub(trouble=[error(code=429), error(), error(code="busy")], reply="turn left")
+        (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_turns=1)
+        assert (len(stub.asked), episode.turns[0].action) == (4, "turn left")
+        stub = Stub(trouble=[error(code="context_length_exceeded")])
+        (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)])
+        assert episode.status is Status.MAX_TOKENS
+
+
+def test_half_an_emoji_in_a_reply_is_replaced(serving):
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(reply="turn left \ud83d")
+        (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_turns=2)
+        assert episode.turns[0].action == "turn left \ufffd"
 
 
 def test_a_key_comes_from_the_environment_alone_and_only_from_variables_meant_for_it(
