@@ -27,6 +27,7 @@ from agentgym.deploy.owned import end_with_owner, owned_process, tail
 from agentgym.private import STATE, new_login, with_login, write_private
 from agentgym.store.lease import process_start
 from services import mlflow_server, viewer_server
+from services.applied import client_environment, set_up
 from services.overdue import bring_back
 from services.state import (
     POLL_S,
@@ -173,12 +174,7 @@ def supervise(
         for bound in (prefect_socket, mlflow_socket, viewer_socket)
     )
     me = Services(os.getpid(), started, prefect, mlflow, new_login(), viewer=viewer)
-    env = {
-        "PWD": str(Path.cwd()),  # prefect.yaml's working directory
-        "PREFECT_API_URL": me.api,
-        "PREFECT_API_AUTH_STRING": me.login,
-        "PREFECT_WORKER_QUERY_SECONDS": "2",  # what a submitted run waits at most
-    }
+    env = client_environment(me)
     bound = (prefect_socket, mlflow_socket, viewer_socket)
     services = _parts(state, me, env, bound)
     ready = False
@@ -210,7 +206,7 @@ def supervise(
                 ("viewer", f"{viewer}/healthz"),
             ):
                 _wait_until_healthy(services[name], address, log_file(state, name))
-            _set_up(env)
+            set_up(env)
             if toml_is_ours():
                 write_private(TOML, _toml(state, me).encode())
             ready = True
@@ -248,31 +244,6 @@ def _wait_until_healthy(service: Service, address: str, log: Path) -> None:
                 f"{service.name} did not come up within {START_TIMEOUT_S:g} s\n{tail(log)}"
             )
         time.sleep(POLL_S)
-
-
-def _set_up(env: dict[str, str]) -> None:
-    """Pools, automations and deployments, as the files of this project say.
-    In children: Prefect's client would stay in memory.
-    """
-    image = {"AGENTGYM_IMAGE": os.environ.get("AGENTGYM_IMAGE", "agentgym:latest")}
-    for command in (
-        ["services.supervisor", "pools"],
-        ["prefect", "--no-prompt", "deploy", "--all"],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", *command],
-            env={**os.environ, **image, **env},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=START_TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(
-                f"`python -m {' '.join(command)}` failed"
-                f" ({done.returncode}):\n{(done.stdout + done.stderr)[-2000:]}"
-            )
 
 
 def _pools() -> int:
