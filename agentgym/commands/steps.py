@@ -13,8 +13,19 @@ from agentgym.console.guard import say
 
 
 def add(commands: Commands) -> None:
-    step = commands.add("step", _step, "one step of the pipeline, as dvc.yaml runs it")
+    step = commands.add(
+        "step",
+        _step,
+        "one step of the pipeline, as dvc.yaml runs it",
+        run_of=lambda arguments: arguments.of_run,
+    )
     step.add_argument("name")
+    step.add_argument(
+        "--run",
+        dest="of_run",
+        metavar="RUN",
+        help="of this run of the store, with its settings (default: the configured one)",
+    )
     step.add_argument(
         "--out",
         type=Path,
@@ -27,7 +38,18 @@ def add(commands: Commands) -> None:
     step.add_argument(
         "--key", default="", help="end as bad input where it has another key than this one"
     )
-    plan = commands.add("plan", _plan, "what would run, resume or be skipped, and why")
+    plan = commands.add(
+        "plan",
+        _plan,
+        "what would run, resume or be skipped, and why",
+        run_of=lambda arguments: arguments.of_run,
+    )
+    plan.add_argument(
+        "of_run",
+        nargs="?",
+        metavar="RUN",
+        help="a run of the store, with its settings (default: the configured one)",
+    )
     plan.add_argument("--json", action="store_true")
     commands.add(
         "dvc", _dvc, "write dvc.yaml for the steps that a parameter file asks for", overrides=False
@@ -41,6 +63,7 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.models.check import check_model
     from agentgym.pipeline.dvc import files_of, require_current
     from agentgym.pipeline.run import require_key, run_when_free, run_with_parents
+    from agentgym.pipeline.runs import require_run
     from agentgym.pipeline.table import open_store
     from agentgym.store.files import write_whole
     from agentgym.tracking.mlflow import check_server
@@ -52,6 +75,8 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
         end_with_owner()
     fetch_data(cfg, open_store(cfg))
+    if arguments.of_run:
+        require_run(cfg, arguments.of_run)
     if arguments.key:
         require_key(arguments.name, cfg, arguments.key)
     check_server(cfg.tracking_uri)
@@ -81,8 +106,12 @@ def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.plan import plan, writing
-    from agentgym.pipeline.table import run_key
+    from agentgym.pipeline.runs import find_run, require_run
+    from agentgym.pipeline.table import open_store, run_key
 
+    named = arguments.of_run
+    if named and find_run(open_store(cfg), named) is None:
+        require_run(cfg, named)
     steps, written = plan(cfg), writing(cfg)
     if arguments.json:
         tree = {

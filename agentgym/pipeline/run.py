@@ -16,6 +16,7 @@ from typing import Any
 from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
 from agentgym.data.kept import keep_data
 from agentgym.deploy.environment import environment_servers
+from agentgym.pipeline.runs import keep_run
 from agentgym.pipeline.table import (
     finished,
     key_of,
@@ -66,6 +67,7 @@ def run_step(
         raise ConfigError(
             f"step {name} needs {', '.join(missing)} first; run `agentgym step {missing[0]}`"
         )
+    keep_run(cfg, store)
     if name in done:
         confirm(cfg, store, step, done[name])
         return Outcome(step, done[name], "done")

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 U = TypeVar("U")
-FOLDER = re.compile(r"(?P<step>.+)-(?P<key>[0-9a-f]{16})")
+KEY_DIGITS = 16  # of a step's key, in the name of its folder
+FOLDER = re.compile(rf"(?P<step>.+)-(?P<key>[0-9a-f]{{{KEY_DIGITS}}})")
 
 
 class DigestMismatch(ValueError):
@@ -177,11 +178,24 @@ class RunStore:
 
     def keys(self, step: str) -> list[Manifest]:
         """The head of every key this step name was ever committed under, oldest first."""
-        return self._heads(step)
+        return self.heads(step)
 
-    def heads(self, step: str | None = None) -> list[Manifest]:
-        """The head of every key, oldest first; step: of that step alone."""
-        return self._heads(step)
+    def heads(self, step: str | None = None, key: str = "") -> list[Manifest]:
+        """The head of every key, oldest first; step: of that step alone; key: its beginning."""
+
+        def head_of(name: str) -> Manifest | None:
+            return _newest(self._backend.folder(name), name)
+
+        matches = [match for name in self._backend.folders() if (match := FOLDER.fullmatch(name))]
+        wanted = [
+            match.string
+            for match in matches
+            if step in (None, match["step"]) and match["key"].startswith(key[:KEY_DIGITS])
+        ]
+        heads = [head for head in self._backend.map(head_of, wanted) if head is not None]
+        return sorted(
+            (head for head in heads if head.key.startswith(key)), key=lambda head: head.created_at
+        )
 
     def marks(self) -> dict[str, str]:
         """Folder of each step -> another text once its newest commit is another one."""
@@ -316,18 +330,6 @@ class RunStore:
 
     def _folder(self, step: str, key: str) -> Folder:
         return self._backend.folder(folder_name(step, key))
-
-    def _heads(self, step: str | None) -> list[Manifest]:
-        def head_of(name: str) -> Manifest | None:
-            return _newest(self._backend.folder(name), name)
-
-        matches = [match for name in self._backend.folders() if (match := FOLDER.fullmatch(name))]
-        heads = self._backend.map(
-            head_of, [match.string for match in matches if step in (None, match["step"])]
-        )
-        return sorted(
-            (head for head in heads if head is not None), key=lambda head: head.created_at
-        )
 
     def _locate(self, manifest: Manifest, name: str) -> tuple[Folder, Blob]:
         blob = manifest.blobs.get(name) or manifest.records.get(name)
@@ -558,7 +560,7 @@ def digest_of(content: Content) -> str:
 
 def folder_name(step: str, key: str) -> str:
     """Of the folder that holds a step's commits; FOLDER reads it."""
-    return f"{step}-{key[:16]}"
+    return f"{step}-{key[:KEY_DIGITS]}"
 
 
 def _blob(blob: Blob) -> str:

@@ -750,6 +750,15 @@ def test_a_step_that_somebody_holds_or_that_went_on_is_not_collected(store: RunS
     store.verify(second)
 
 
+def test_heads_are_found_by_the_beginning_of_a_key(store: RunStore) -> None:
+    for key in (KEY, "ab" + "cd" * 31, "cd" * 32):
+        with store.open("runs", key) as writer:
+            commit(writer, 1)
+    assert [head.key for head in store.heads("runs", KEY)] == [KEY]
+    assert {head.key for head in store.heads("runs", "ab")} == {KEY, "ab" + "cd" * 31}
+    assert store.heads("runs", "ee") == []
+
+
 def collect_half(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit whose collection ends, as by a kill, before its files go."""
     with store.open("stage-1", KEY) as writer:
