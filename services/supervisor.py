@@ -26,6 +26,7 @@ from agentgym.console.guard import guarded
 from agentgym.deploy.owned import end_with_owner, owned_process, tail
 from agentgym.private import STATE, new_login, with_login, write_private
 from agentgym.store.lease import process_start
+from agentgym.store.place import StorePlace
 from services import mlflow_server, viewer_server
 from services.applied import client_environment, set_up
 from services.overdue import bring_back
@@ -38,6 +39,7 @@ from services.state import (
     Services,
     forget,
     log_file,
+    project_config,
     state_file,
     toml_is_ours,
 )
@@ -51,6 +53,54 @@ CHECK_S = 1.0  # between two looks at the services
 OVERDUE_CHECK_S = 15.0  # between two looks for runs that nobody brings back
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 600.0  # of one service
 WORKER_GRACE_S = 8.0  # below what its owner waits
+
+
+class Undertaker:
+    """Has the runs of this project closed in MLflow, by a child, after a process that was at work
+    on a step is gone.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._live: set[str] = set()  # tokens of holders
+        self._due = [0.0]  # on the monotonic clock; the first look is for what was left before
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def look(self) -> None:
+        """Errors: OSError, ValueError, RuntimeError where the store cannot be read."""
+        now, settings = time.monotonic(), project_config().store
+        store = StorePlace(settings.uri or str(settings.path), settings.lease_ttl_s).open()
+        live = {holder.token for holder in store.holders()}
+        if self._live - live:
+            # again after a lease's length: a run is over where no next step has begun by then
+            self._due += [now, now + settings.lease_ttl_s + OVERDUE_CHECK_S]
+        self._live = live
+        waits = self._child is not None and self._child.poll() is None
+        if not waits and any(due <= now for due in self._due):
+            self._due = [due for due in self._due if due > now]
+            with self._log.open("ab") as file:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-m", "services.supervisor", "close-dead"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+
+    def close(self) -> None:
+        """End the child."""
+        if self._child is not None:
+            self._child.terminate()
+            self._child.wait()
+
+
+def _close_dead() -> int:
+    from agentgym.pipeline.table import open_store
+    from agentgym.tracking.dead import close_dead
+
+    cfg = project_config()
+    for run_id, reason in close_dead(cfg, open_store(cfg)).items():
+        print(f"MLflow run {run_id} is closed: {reason}")
+    return 0
 
 
 class Service:
@@ -210,6 +260,8 @@ def supervise(
             if toml_is_ours():
                 write_private(TOML, _toml(state, me).encode())
             ready = True
+            undertaker = Undertaker(log_file(state, "supervisor"))
+            stack.callback(undertaker.close)
             next_look = 0.0
             while True:
                 # each of them, so no any() over a generator
@@ -218,6 +270,7 @@ def supervise(
                     publish()
                 if time.monotonic() >= next_look:
                     _bring_back(me)
+                    _look(undertaker)
                     next_look = time.monotonic() + OVERDUE_CHECK_S
                 time.sleep(CHECK_S)
         except KeyboardInterrupt:
@@ -232,6 +285,14 @@ def _bring_back(services: Services) -> None:
         bring_back(services.api, services.login)
     except (OSError, ValueError) as error:
         logger.warning("could not look for crashed flow runs: %s", error)
+
+
+def _look(undertaker: Undertaker) -> None:
+    """A store that does not answer is looked at again; the next look comes."""
+    try:
+        undertaker.look()
+    except (OSError, ValueError, RuntimeError) as error:
+        logger.warning("could not look for dead runs: %s", error)
 
 
 def _wait_until_healthy(service: Service, address: str, log: Path) -> None:
@@ -325,6 +386,7 @@ def main(arguments: Sequence[str]) -> int:
             lambda: supervise(STATE, *_sockets(arguments[1:])), show_traceback=True
         ),
         "pools": _pools,
+        "close-dead": _close_dead,
         "worker": _worker,
     }
     return commands[arguments[0]]()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from agentgym.store.lease import Holder, Lease, LeaseHeld
+from agentgym.store.lease import Holder, Lease, LeaseHeld, Tenure, reason_of
 from agentgym.store.manifest import (
     STEP,
     Blob,
@@ -114,8 +114,8 @@ class Folder(Protocol):
         """Whether a manifest or a blob is there, counting or not."""
         ...
 
-    def holder(self, ttl_s: float) -> Holder | None:
-        """Who holds the step's lease and lives."""
+    def tenure(self, ttl_s: float) -> Tenure | None:
+        """Who held the step's lease last, or holds it; None where nobody ever did."""
         ...
 
     def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
@@ -270,11 +270,22 @@ class RunStore:
 
     def holders(self) -> list[Holder]:
         """Who is at work on a step of this store."""
-        names = [name for name in self._backend.folders() if FOLDER.fullmatch(name)]
+        return [tenure.holder for tenure in self.tenures().values() if tenure.alive]
+
+    def tenures(self, folders: Iterable[str] | None = None) -> dict[str, Tenure]:
+        """Who held the lease of each step last, or holds it, by the name of the step's folder.
+        folders: of these alone; one where nobody ever was is left out.
+        """
+        names = [
+            name
+            for name in (self._backend.folders() if folders is None else folders)
+            if FOLDER.fullmatch(name)
+        ]
         found = self._backend.map(
-            lambda name: self._backend.folder(name).holder(self.lease_ttl_s), names
+            lambda name: self._backend.folder(name).tenure(self.lease_ttl_s), names
         )
-        return [holder for holder in found if holder is not None]
+        pairs = zip(names, found, strict=True)
+        return {name: tenure for name, tenure in pairs if tenure is not None}
 
     def collect(self, manifest: Manifest) -> None:
         """Remove the commits of its step and key, and all their content, if it is the head.
@@ -303,10 +314,14 @@ class RunStore:
     def _held(self, folder: Folder, step: str, parents: Sequence[str] = ()) -> Iterator[Lease]:
         """The step's lease, given back on exit, however that comes. Errors: LeaseHeld."""
         lease = folder.acquire(self.lease_ttl_s, f"step {step} ({folder.place})", parents)
+        reason = ""
         try:
             yield lease
+        except BaseException as error:
+            reason = reason_of(error)
+            raise
         finally:
-            lease.release()
+            lease.release(reason)
 
     @contextlib.contextmanager
     def open(self, step: str, key: str, parents: Sequence[str] = ()) -> Iterator[StepWriter]:
