@@ -51,6 +51,7 @@ JOB_TEMPLATE = Path("k8s/prefect/base-job-template.json")
 POOL_LIMIT = 4  # flow runs of this machine at a time; each deployment has its own limit beside it
 CHECK_S = 1.0  # between two looks at the services
 OVERDUE_CHECK_S = 15.0  # between two looks for runs that nobody brings back
+BUCKET_CHECK_S = 300.0  # between two looks for dead runs in a bucket: one request for each step
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 600.0  # of one service
 WORKER_GRACE_S = 8.0  # below what its owner waits
 
@@ -64,11 +65,15 @@ class Undertaker:
         self._log = log
         self._live: set[str] = set()  # tokens of holders
         self._due = [0.0]  # on the monotonic clock; the first look is for what was left before
+        self._not_before = 0.0
         self._child: subprocess.Popen[bytes] | None = None
 
     def look(self) -> None:
         """Errors: OSError, ValueError, RuntimeError where the store cannot be read."""
         now, settings = time.monotonic(), project_config().store
+        if now < self._not_before:
+            return
+        self._not_before = now + BUCKET_CHECK_S if settings.uri else now
         store = StorePlace(settings.uri or str(settings.path), settings.lease_ttl_s).open()
         live = {holder.token for holder in store.holders()}
         if self._live - live:

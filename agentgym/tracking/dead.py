@@ -70,13 +70,12 @@ def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
         closed[run.info.run_id] = death.reason
         told = Death(death.status, f"{run.data.tags.get('step', '')}: {death.reason}")
         ends.setdefault(parent, told)
-    live = {digest for holder in store.holders() for digest in holder.parents}
     for run in running:
         if run.data.tags["kind"] != "pipeline":
             continue
         run_id = run.info.run_id
-        end = ends[run_id] if run_id in ends else _unattended(tracker, store, run, live)
-        if end is not None and not _builds_on(tracker, run, live):
+        end = ends[run_id] if run_id in ends else _unattended(tracker, store, run)
+        if end is not None and not _builds_on(tracker, store, run):
             tracker.close_run(run_id, end.status, end.reason)
             closed[run_id] = end.reason
     return closed
@@ -88,7 +87,7 @@ def _death(tenure: Tenure) -> Death | None:
     return Death("KILLED" if tenure.was_interrupted else "FAILED", str(tenure))
 
 
-def _unattended(tracker: Tracker, store: RunStore, run: Any, live: set[str]) -> Death | None:
+def _unattended(tracker: Tracker, store: RunStore, run: Any) -> Death | None:
     """How a pipeline ended none of whose steps is RUNNING; None while a next one may begin."""
     steps = _steps(tracker, run)
     if not store.tenures({_folder(each.data.tags) for each in steps}):
@@ -99,8 +98,9 @@ def _unattended(tracker: Tracker, store: RunStore, run: Any, live: set[str]) -> 
     return Death("KILLED", "no step of it runs; the same command goes on")
 
 
-def _builds_on(tracker: Tracker, run: Any, live: set[str]) -> bool:
+def _builds_on(tracker: Tracker, store: RunStore, run: Any) -> bool:
     """Whether a step that has told MLflow nothing yet runs on what a step of this run made."""
+    live = {digest for holder in store.holders() for digest in holder.parents}
     made = {each.data.tags.get(MANIFEST, "") for each in _steps(tracker, run)}
     return bool(made & live)
 
