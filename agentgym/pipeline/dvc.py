@@ -6,6 +6,7 @@ Torch-free and without DVC: these are texts.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from agentgym.config import ConfigError, RunConfig
 from agentgym.pipeline.table import open_store, run_key, steps_of
 from agentgym.steps.step import Kind, Outcome, Step
+from agentgym.store.manifest import Manifest, sha256
 from agentgym.tracking.deliver import curve
 
 FILE, FOLDER, PARAMS = Path("dvc.yaml"), Path("outputs"), "params.yaml"
@@ -142,6 +144,13 @@ def metrics(outcome: Outcome) -> str:
     return json.dumps({name: round(value, 4) for name, value in numbers.items()}, indent=1)
 
 
+def began_of(commits: Sequence[Manifest]) -> str | None:
+    """sha256 of the time of a step's first commit: of two runs of the same parameters it tells
+    which one is meant.
+    """
+    return sha256(repr(commits[0].created_at).encode()) if commits else None
+
+
 def pointer(cfg: RunConfig, outcome: Outcome) -> str:
     """Where a step's result lies, its digests, its numbers and their course. Never weights."""
     manifest, store = outcome.manifest, open_store(cfg)
@@ -152,6 +161,7 @@ def pointer(cfg: RunConfig, outcome: Outcome) -> str:
         "store": store.root,
         "records_digest": manifest.records_digest,
         "run": run_key(cfg),
+        "began": began_of(store.history(manifest.step, manifest.key)),
     }
     content = {"manifest": [identity], "results": manifest.results, "curve": curve(store, manifest)}
     return json.dumps(content, indent=1, sort_keys=True)

@@ -142,7 +142,7 @@ class Project:
 
 def clone(folder: Path) -> Project:
     files = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        ["git", "ls-files"],
         cwd=ROOT,
         capture_output=True,
         text=True,
