@@ -1,4 +1,4 @@
-"""`agentgym step | plan | dvc`: the steps of a pipeline."""
+"""`agentgym step | plan | stored | dvc`: the steps of a pipeline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from agentgym.commands.parser import Commands, add_waiting
+from agentgym.commands.parser import Commands, add_pointers, add_waiting
 from agentgym.config import RunConfig
 from agentgym.console.guard import say
 
@@ -51,6 +51,11 @@ def add(commands: Commands) -> None:
         help="a run of the store, with its settings (default: the configured one)",
     )
     plan.add_argument("--json", action="store_true")
+    stored = commands.add(
+        "stored", _stored, "is what DVC's pointers name in the store, and in MLflow"
+    )
+    add_pointers(stored, "")
+    stored.add_argument("--out", type=Path, help="also write the digests to this file, for DVC")
     commands.add(
         "dvc", _dvc, "write dvc.yaml for the steps that a parameter file asks for", overrides=False
     )
@@ -94,13 +99,25 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _stored(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.pipeline.stored import confirm_pointers
+    from agentgym.pipeline.table import open_store
+    from agentgym.store.files import write_whole
+
+    found = confirm_pointers(cfg, arguments.pointers)
+    if arguments.out is not None:
+        write_whole(arguments.out, f"{json.dumps(found, indent=1)}\n".encode())
+    say(f"{open_store(cfg).root} has all that {len(found)} pointers in {arguments.pointers} name")
+    return 0
+
+
 def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.dvc import FILE, dvc_yaml
     from agentgym.pipeline.table import steps_of
     from agentgym.store.files import write_whole
 
     write_whole(FILE, dvc_yaml(cfg, arguments.params).encode())
-    say(f"{FILE}: {len(steps_of(cfg))} stages of {arguments.params}; `dvc repro` runs them")
+    say(f"{FILE}: {len(steps_of(cfg)) + 1} stages of {arguments.params}; `dvc repro` runs them")
     return 0
 
 

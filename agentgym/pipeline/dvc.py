@@ -23,14 +23,17 @@ HEADER = """\
 # Made by `agentgym dvc` from the table of steps; for another schedule the same command makes
 # another. The steps are those of `make pipeline` and share one store: what one has done the other
 # finds done. Outputs are pointers (place, digest, numbers), never weights, and small enough for
-# git: they are not cached, so that no run-cache can bring one back without its result.
+# git: they are not cached, so that no run-cache can bring one back without its result. The last
+# stage looks whether the store has what they name: a clone that has pointers alone is told so.
 """
+LAST = "stored"  # its output is in no clone, for git leaves out the folder of local state
 
 
 def dvc_yaml(cfg: RunConfig, params: str = PARAMS) -> str:
     """The whole file for a run of this configuration, which `params` describes."""
     steps = steps_of(cfg)
     stages = {name: _stage(step, cfg, params) for name, step in steps.items()}
+    stages[LAST] = _last_stage(cfg, params)
     tree = {"stages": stages, "plots": _plots(steps)}
     return HEADER + yaml.safe_dump(tree, sort_keys=False, width=120)
 
@@ -80,6 +83,19 @@ def _stage(step: Step, cfg: RunConfig, params: str) -> dict[str, Any]:
     if step.kind is Kind.EVALUATE:
         stage["metrics"] = [{_metrics(step): {"cache": False}}]
     return stage
+
+
+def _last_stage(cfg: RunConfig, params: str) -> dict[str, Any]:
+    out = cfg.state_dir / f"{LAST}.json"
+    command = f"python -m agentgym {LAST}"
+    stage: dict[str, Any] = {"deps": [_out(name) for name in steps_of(cfg)]}
+    if out.is_absolute() or ".." in out.parts:  # DVC keeps no outputs outside the project
+        return {"cmd": f"{command}{_options(params)}", **stage, "always_changed": True}
+    return {
+        "cmd": f"{command} --out {out}{_options(params)}",
+        **stage,
+        "outs": [{str(out): {"cache": False}}],
+    }
 
 
 def _plots(steps: dict[str, Step]) -> list[dict[str, Any]]:
