@@ -61,8 +61,7 @@ class Undertaker:
     on a step is gone.
     """
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    def __init__(self) -> None:
         self._live: set[str] = set()  # tokens of holders
         self._due = [0.0]  # on the monotonic clock; the first look is for what was left before
         self._not_before = 0.0
@@ -83,13 +82,10 @@ class Undertaker:
         waits = self._child is not None and self._child.poll() is None
         if not waits and any(due <= now for due in self._due):
             self._due = [due for due in self._due if due > now]
-            with self._log.open("ab") as file:
-                self._child = subprocess.Popen(
-                    [sys.executable, "-m", "services.supervisor", "close-dead"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "services.supervisor", "close-dead"],
+                stdin=subprocess.DEVNULL,
+            )
 
     def close(self) -> None:
         """End the child."""
@@ -265,7 +261,7 @@ def supervise(
             if toml_is_ours():
                 write_private(TOML, _toml(state, me).encode())
             ready = True
-            undertaker = Undertaker(log_file(state, "supervisor"))
+            undertaker = Undertaker()
             stack.callback(undertaker.close)
             next_look = 0.0
             while True:

@@ -48,7 +48,7 @@ def test_once_a_step_has_lost_its_process_dead_runs_are_closed_now_and_after_a_l
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(supervisor.subprocess, "Popen", Child)
     store = posix_store(Path(".agentgym/store"), lease_ttl_s=30.0)
-    undertaker = Undertaker(tmp_path / "log")
+    undertaker = Undertaker()
     undertaker.look()  # for what was left before
     with store.open("stage-1", "ab" * 32):
         for _ in range(20):

@@ -2,6 +2,7 @@
 with.
 """
 
+import json
 import shlex
 import shutil
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from agentgym.cli import main
+from agentgym.commands.evaluate import run_meant
 from agentgym.config import ConfigError, load_config
 from agentgym.pipeline.runs import STEP, config_of_run, find_run, how_to_find, keep_run, require_run
 from agentgym.pipeline.table import open_store, run_key
@@ -48,6 +50,23 @@ def test_a_run_with_overrides_is_audited_planned_and_exported_by_its_name_alone(
     assert main(["step", "stage-1", "--run", run, *options]) == 0
     assert "stage-1: done" in capsys.readouterr().out
     assert main(["export", run, "stage-1", str(tmp_path / "model"), *options]) == 0
+
+
+def test_a_checkpoint_named_by_its_run_is_evaluated_as_that_run_evaluates(bare, capsys):
+    _, run, options = bare
+    few = ["--num-items", "2", "--num-samples", "1", "--json"]
+    assert main(["evaluate", f"{run}:stage-1", *few, *options]) == 0, capsys.readouterr().err
+    settings = json.loads(capsys.readouterr().out)["about"]["settings"]
+    assert [each["max_turns"] for each in settings["envs"]] == [7]  # 12 without the run's name
+    assert settings["deterministic"] is True
+
+
+@pytest.mark.parametrize(
+    ("policy", "run"),
+    [("r0123abcd:stage-1", "r0123abcd"), (":stage-1", ""), ("expert", ""), ("echo:go", "")],
+)
+def test_the_run_is_read_off_the_policy_that_is_evaluated(policy, run):
+    assert run_meant(policy) == run
 
 
 def test_a_colleague_with_the_same_store_exports_a_run_by_its_name(bare, tmp_path):
