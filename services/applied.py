@@ -108,7 +108,7 @@ def known(services: Services) -> tuple[Known, Known]:
 
 
 def changes(before: tuple[Known, Known], after: tuple[Known, Known]) -> Iterator[str]:
-    """A line for each deployment, schedule and automation that is another one now."""
+    """Yield a line for each deployment, schedule and automation that has changed."""
     for name, now in after[0].items():
         then = before[0].get(name, {})
         yield from _differing(f"deployment {name}", _plain(then), _plain(now))
@@ -147,7 +147,7 @@ def _plain(deployment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_ids(value: Any) -> Any:
-    """The server gives a rule that is made anew another id."""
+    """Leave out ids: a rule that is made anew gets another one."""
     if isinstance(value, dict):
         return {key: _without_ids(each) for key, each in value.items() if key != "id"}
     return [_without_ids(each) for each in value] if isinstance(value, list) else value

@@ -66,7 +66,7 @@ def forget(state: Path) -> None:
 
 
 def project_config() -> RunConfig:
-    """Of the project's own parameter file. Errors: ConfigError."""
+    """Load the project's own parameter file. Errors: ConfigError."""
     return load_config(PARAMS) if PARAMS.is_file() else RunConfig()
 
 

@@ -57,8 +57,8 @@ WORKER_GRACE_S = 8.0  # below what its owner waits
 
 
 class Undertaker:
-    """Has the runs of this project closed in MLflow, by a child, after a process that was at work
-    on a step is gone.
+    """Starts a child that closes dead runs in MLflow, each time a process that was at work on a
+    step is gone.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Undertaker:
         self._child: subprocess.Popen[bytes] | None = None
 
     def look(self) -> None:
-        """Errors: OSError, ValueError, RuntimeError where the store cannot be read."""
+        """Start the child where it is due. Errors: OSError, ValueError, RuntimeError (store)."""
         now, settings = time.monotonic(), project_config().store
         if now < self._not_before:
             return

@@ -67,8 +67,10 @@ def check_records(
 
 
 def _compare(run_key: str, record: StepRecord, pointers: Path, checks: Checks) -> str | None:
-    """Whose the pointer of this step is: OWN, which is then compared, or one of OTHERS; None where
-    there is none.
+    """Compare the pointer of this step with its commits.
+
+    Result: OWN; one of OTHERS for a pointer of another run, which is not compared; None where there
+    is no pointer.
     """
     path = pointers / f"{record.name}.json"
     if not path.is_file():

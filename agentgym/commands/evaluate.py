@@ -99,7 +99,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run_meant(policy: str) -> str:
-    """The run that RUN:STEP names; empty: another policy, or the configured run.
+    """Return the run that RUN:STEP names; empty for other policies and for the configured run.
     Errors: ConfigError.
     """
     from agentgym.evaluation.policies import PolicyName, Who

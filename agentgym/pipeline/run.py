@@ -110,7 +110,7 @@ _looked: set[tuple[str, str]] = set()  # ledgers and stores this process looked 
 
 
 def _close_dead_once(cfg: RunConfig, store: RunStore) -> None:
-    """What processes before this one left RUNNING in MLflow is closed, with the reason."""
+    """Close what earlier processes left RUNNING in MLflow; once per process."""
     if (cfg.tracking_uri, store.root) not in _looked:
         _looked.add((cfg.tracking_uri, store.root))
         close_dead(cfg, store)
@@ -118,7 +118,7 @@ def _close_dead_once(cfg: RunConfig, store: RunStore) -> None:
 
 @contextlib.contextmanager
 def _closed_where_it_fails(cfg: RunConfig, store: RunStore) -> Iterator[None]:
-    """A step that fails or is interrupted is no longer RUNNING in MLflow."""
+    """Where the step inside fails or is interrupted, close its run in MLflow."""
     try:
         yield
     except LeaseHeld:

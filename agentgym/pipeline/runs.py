@@ -30,7 +30,7 @@ WHILE_TRAINING = ("alarms", "pipeline")
 
 
 def keep_run(cfg: RunConfig, store: RunStore) -> None:
-    """Keep what this run was asked for, once. Errors: StoreFull."""
+    """Write the run's configuration into its store, once. Errors: StoreFull."""
     key = run_key(cfg)
     if store.head(STEP, key) is not None:
         return
@@ -49,7 +49,7 @@ def keep_run(cfg: RunConfig, store: RunStore) -> None:
 
 
 def find_run(store: RunStore, name: str) -> Manifest | None:
-    """What was kept of the run of this name: r and the first digits of its key.
+    """Return the record of a run; None where the store has none. name: r and the first digits.
     Errors: ConfigError where several runs begin so, or the record is not what was kept.
     """
     found = store.heads(STEP, name.removeprefix("r"))
@@ -70,7 +70,7 @@ def find_run(store: RunStore, name: str) -> Manifest | None:
 def config_of_run(
     name: str, cfg: RunConfig, params: str, overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """The configuration of a run of this store, under the owner's operational settings.
+    """Return the configuration of a run of this store, with the owner's operational settings.
 
     cfg: of `params` and `overrides`, which lie over the run's own. Result: `cfg` where the store
     keeps nothing of the run, which was then made by an earlier version.
@@ -86,7 +86,7 @@ def config_of_run(
 
 
 def _layer(semantic: Mapping[str, Any], cfg: RunConfig) -> dict[str, Any]:
-    """The run's settings; of its environments, where they are is the owner's to say."""
+    """Return the run's settings as a layer; addresses of its environments are the owner's."""
     own = {env.name: env for env in cfg.envs}
 
     def placed(env: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def _layer(semantic: Mapping[str, Any], cfg: RunConfig) -> dict[str, Any]:
 
 
 def require_run(cfg: RunConfig, name: str) -> None:
-    """Errors: ConfigError where this configuration, data and source are not those of the run; it
-    says which differ.
+    """Raise ConfigError where configuration, data or source are not those of the run; it says
+    which differ.
     """
     key = run_key(cfg)
     if key.startswith(name.removeprefix("r")):
@@ -133,8 +133,8 @@ def _differences(now: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[st
 
 
 def existing(cfg: RunConfig, name: str = "") -> str:
-    """The runs that are known, and what else helps to find the one that is meant. name: that one,
-    made before a store kept what runs were asked for.
+    """Return the text that lists the known runs. name: of a run made before stores kept
+    configurations, for which it adds the missing overrides.
     """
     delivered, store = delivered_steps(cfg), open_store(cfg)
     keys = dict.fromkeys([*delivered, *(head.key[:16] for head in store.heads(STEP))])
@@ -152,7 +152,7 @@ def existing(cfg: RunConfig, name: str = "") -> str:
 
 
 def missing_overrides(cfg: RunConfig, made: Sequence[Manifest]) -> str:
-    """`--set key=value` for each setting that a run's steps have otherwise than `cfg`."""
+    """Return `--set key=value` for each setting in which a run's steps differ from `cfg`."""
     here, there = _flat(cfg.semantic()), {}
     for head in made:
         there.update(_flat(head.config))
@@ -175,7 +175,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def how_to_find(params: str, overrides: Sequence[str]) -> str:
-    """The options, after a space, with which a command finds a run that was made with these: the
+    """Return the options, after a space, with which a command finds a run made with these: the
     parameter file, and overrides of settings that no run keeps.
     """
     words = [] if params == PARAMS else ["--params", params]
@@ -186,7 +186,7 @@ def how_to_find(params: str, overrides: Sequence[str]) -> str:
 
 
 def _says_where(path: Sequence[str]) -> bool:
-    """Whether a setting is the owner's, or a section that has such ones."""
+    """Return True for an operational setting, and for a section that has such settings."""
     if path[0] in WHILE_TRAINING:
         return False
     model: type[Section] = RunConfig

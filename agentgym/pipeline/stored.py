@@ -1,4 +1,4 @@
-"""Is what DVC's pointers name in the store: git and `dvc pull` bring pointers, never weights."""
+"""Check that the store has what DVC's pointers name: git and `dvc pull` bring no weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def confirm_pointers(cfg: RunConfig, folder: Path) -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Empty where there is no pointer. Errors: ConfigError."""
+    """Return a pointer's digest and store; empty where there is none. Errors: ConfigError."""
     if not path.is_file():
         return {}
     try:
@@ -63,7 +63,7 @@ def _told(
     lacking: Mapping[str, Mapping[str, Any]],
     done: Mapping[str, Manifest],
 ) -> str:
-    """What is missing, and how to get it."""
+    """Return the error text: what is missing, and the ways to get it."""
     names = list(lacking)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     named = [f"{name} ({lacking[name]['digest'][:12]})" for name in names[:SHOWN]]

@@ -141,7 +141,7 @@ class Tenure:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether somebody, or something, ended its process; else the work itself failed."""
+        """True where its process was ended from outside; False where the work itself failed."""
         return not self.reason or self.reason.startswith(INTERRUPTED)
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ class Tenure:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a holder gives its lease back: one line, without what logs in."""
+    """Return why a holder gives its lease back: one line, without logins."""
     if not isinstance(error, Exception):
         return f"{INTERRUPTED} ({type(error).__name__})"
     said = " ".join(without_login(str(error)).split())

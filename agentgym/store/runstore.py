@@ -115,7 +115,7 @@ class Folder(Protocol):
         ...
 
     def tenure(self, ttl_s: float) -> Tenure | None:
-        """Who held the step's lease last, or holds it; None where nobody ever did."""
+        """Return the last tenure of the step's lease; None where nobody ever held it."""
         ...
 
     def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
@@ -273,7 +273,7 @@ class RunStore:
         return [tenure.holder for tenure in self.tenures().values() if tenure.alive]
 
     def tenures(self, folders: Iterable[str] | None = None) -> dict[str, Tenure]:
-        """Who held the lease of each step last, or holds it, by the name of the step's folder.
+        """Return the last tenure of each step's lease, by the name of the step's folder.
         folders: of these alone; one where nobody ever was is left out.
         """
         names = [

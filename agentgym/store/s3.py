@@ -417,7 +417,7 @@ class Head:
 
 
 def _ended_name(epoch: int) -> str:
-    """Of what says why a holder gave its lease back before its time."""
+    """Name of the object with the reason why a holder gave its lease back before its time."""
     return f"ended/{epoch:06d}.txt"
 
 

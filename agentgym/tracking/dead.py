@@ -88,7 +88,7 @@ def _death(tenure: Tenure) -> Death | None:
 
 
 def _unattended(tracker: Tracker, store: RunStore, run: Any) -> Death | None:
-    """How a pipeline ended none of whose steps is RUNNING; None while a next one may begin."""
+    """Return the end of a pipeline without a RUNNING step; None while a next step may begin."""
     steps = _steps(tracker, run)
     if not store.tenures({_folder(each.data.tags) for each in steps}):
         return None  # of another store
@@ -99,7 +99,7 @@ def _unattended(tracker: Tracker, store: RunStore, run: Any) -> Death | None:
 
 
 def _builds_on(tracker: Tracker, store: RunStore, run: Any) -> bool:
-    """Whether a step that has told MLflow nothing yet runs on what a step of this run made."""
+    """Return True where a step that MLflow does not know yet runs on a result of this run."""
     live = {digest for holder in store.holders() for digest in holder.parents}
     made = {each.data.tags.get(MANIFEST, "") for each in _steps(tracker, run)}
     return bool(made & live)
@@ -115,7 +115,7 @@ def _folder(tags: Mapping[str, str]) -> str:
 
 
 def _may_have_running(cfg: RunConfig) -> bool:
-    """False where a local database surely has none; spares MLflow's import."""
+    """Return False where a local database surely has none; spares MLflow's import."""
     if not cfg.tracking_uri.startswith("sqlite:"):
         return True
     path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))

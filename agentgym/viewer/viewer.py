@@ -91,12 +91,12 @@ class Viewer:
         raise AssertionError
 
     def look_who_works(self) -> None:
-        """Who is at work on a step: no commit tells when somebody has stopped."""
+        """Read the leases of unfinished steps: no commit tells when somebody has stopped."""
         rows = self.index.reader.execute("SELECT folder FROM steps WHERE done IS NOT 1")
         self.tenures = self.store.tenures(row["folder"] for row in rows)
 
     def why_stopped(self, run: str) -> str | None:
-        """None where somebody is at work on this run; else why nobody is."""
+        """Return why nobody is at work on this run; None where somebody is."""
         rows = self.index.reader.execute(
             "SELECT folder, name, digest FROM steps JOIN run_steps ON step_id = id"
             " WHERE run = ? ORDER BY created",
