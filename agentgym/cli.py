@@ -43,6 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         own = arguments.params is None  # a comparison names its parameters itself
         cfg = RunConfig() if own else load_config(arguments.params, arguments.set)
+        if name := arguments.run_of(arguments):
+            from agentgym.pipeline.runs import config_of_run
+
+            cfg = config_of_run(name, cfg, arguments.params, arguments.set)
         private_folder(STATE)
         private_state(cfg.state_dir)
         return run(cfg, arguments)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import stat
 import struct
@@ -19,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 from agentgym.config import ConfigError
 from agentgym.store.files import discard, write_temp
 from agentgym.store.lease import process_start
+from agentgym.trust import without_login as without_login
 from agentgym.types import Endpoint
 from envs.wire import TOKEN_VARIABLE
 
@@ -111,11 +111,6 @@ def with_login(url: str, login: str) -> str:
     """The same address with `login` in it; clients send it to that server alone."""
     parts = urlsplit(url)
     return parts._replace(netloc=f"{login}@{_address(parts)}").geturl()
-
-
-def without_login(text: str) -> str:
-    """For messages: addresses in `text` lose what logs in."""
-    return re.sub(r"://[^/@\s]+@", "://", text)
 
 
 def own_login(url: str) -> str | None:

@@ -8,6 +8,7 @@ It chooses among what is there.
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
@@ -79,3 +80,8 @@ def is_here(address: str) -> bool:
         return True
     except (OSError, ValueError):
         return False  # names are not looked up: whoever answers for them could say anything
+
+
+def without_login(text: str) -> str:
+    """Return the text of a message with the logins of its addresses left out."""
+    return re.sub(r"://[^/@\s]+@", "://", text)

@@ -85,7 +85,7 @@ class Project:
         # none of them can be ours; looking at each again takes a good part of a core
         self.others = set(psutil.process_iter())
         names = subprocess.run(
-            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+            ["git", "ls-files"],
             cwd=ROOT,
             capture_output=True,
             text=True,

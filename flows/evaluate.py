@@ -8,8 +8,7 @@ import sys
 
 from prefect import flow
 
-from agentgym.commands.evaluate import add_options, request_of
-from agentgym.config import load_config
+from agentgym.commands.evaluate import add_options, request_of, run_meant
 from agentgym.console.guard import guarded
 from agentgym.console.progress import Bars
 from agentgym.console.terminal import PlainConsole
@@ -35,7 +34,8 @@ def evaluate(
         return run_steps(run, is_evaluation)
     begin_attempt()
     with Bars(PlainConsole()) as bars:
-        return {"evaluation": evaluation_task(run.config(), asked, bars)}
+        cfg = run.config(run_meant(asked.policy))
+        return {"evaluation": evaluation_task(cfg, asked, bars)}
 
 
 def of_policy(argv: list[str]) -> int:
@@ -49,7 +49,7 @@ def of_policy(argv: list[str]) -> int:
 
     def command() -> int:
         run = RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
-        cfg, asked = load_config(run.params, run.overrides), request_of(arguments)
+        cfg, asked = run.config(), request_of(arguments)
         private_state(cfg.state_dir)
         _quieten_console()
         with contextlib.ExitStack() as stack:

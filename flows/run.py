@@ -20,6 +20,7 @@ from agentgym.console.terminal import PlainConsole
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.kuberay import end_jobs
 from agentgym.deploy.kubernetes import end_run, of_fleets
+from agentgym.pipeline.runs import config_of_run
 from agentgym.pipeline.table import finished, open_store, run_label, steps_of
 from agentgym.steps.context import Environment
 from agentgym.steps.step import Kind, Step
@@ -51,9 +52,12 @@ class RunRequest(BaseModel):
         description="key.path=value over the parameter file, for example optimizer.lr=3e-4",
     )
 
-    def config(self) -> RunConfig:
-        """Errors: ConfigError with one line."""
-        return load_config(self.params, self.overrides)
+    def config(self, name: str = "") -> RunConfig:
+        """name: of a run, whose settings are taken from the store; empty: the configured one.
+        Errors: ConfigError with one line.
+        """
+        cfg = load_config(self.params, self.overrides)
+        return config_of_run(name, cfg, self.params, self.overrides) if name else cfg
 
 
 def run_name() -> str:

@@ -26,6 +26,7 @@ from agentgym.evaluation.promotion import sentence
 from agentgym.evaluation.report import label
 from agentgym.models.check import check_model
 from agentgym.pipeline.run import confirm
+from agentgym.pipeline.runs import how_to_find, keep_run
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of
 from agentgym.private import STATE, private_state
 from agentgym.rollouts.policies.engines import check_engine
@@ -90,7 +91,7 @@ def _run(
             f"[bold]{flow.name}[/bold]: all {num_done} steps are done and verified", highlight=False
         )
     if any(table[name].kind is Kind.REPORT for name in names):
-        summarise(cfg, done, console, pace_s)
+        summarise(cfg, done, console, pace_s, how_to_find(params, overrides))
     else:
         list_results(cfg, {name: done[name] for name in names}, console)
     return 0
@@ -152,6 +153,7 @@ def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
 def _confirmed(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
     """Every step's result; of the wanted ones the bytes verified and in MLflow."""
     store = open_store(cfg)
+    keep_run(cfg, store)
     done = finished(cfg, store)
     for name, step in steps_of(cfg).items():
         if wanted(step):
@@ -175,10 +177,14 @@ def list_results(cfg: RunConfig, done: dict[str, Manifest], console: Console) ->
 
 
 def summarise(
-    cfg: RunConfig, done: dict[str, Manifest], console: Console, pace_s: float | None = None
+    cfg: RunConfig,
+    done: dict[str, Manifest],
+    console: Console,
+    pace_s: float | None = None,
+    options: str = "",
 ) -> None:
     """Success before and after, time per part, and where to look next.
-    pace_s: what the reference work took.
+    pace_s: what the reference work took; options: of commands that look at this run.
     """
     settings, steps = cfg.evaluation, steps_of(cfg)
     of_kind = {steps[name].kind: manifest for name, manifest in done.items()}
@@ -233,8 +239,8 @@ def summarise(
         "alias": f"{registered['alias']} {sentence(registered)}",
         "report": str(_export_report(cfg, of_kind[Kind.REPORT])),
         "compare": f"{_mlflow():<26} MLflow, run {run}",
-        "see": f"agentgym view {run}",
-        "check": f"agentgym audit {run}",
+        "see": f"agentgym view {run}{options}",
+        "check": f"agentgym audit {run}{options}",
     }
     for title, text in rows.items():
         if title == "alias":

@@ -27,6 +27,7 @@ from agentgym.deploy.owned import tail
 from agentgym.private import STATE, new_login, private_folder, with_login
 from agentgym.store.lease import process_start
 from agentgym.viewer.guard import LOGIN
+from services.applied import FILE, apply
 from services.gate import listener, serve
 from services.state import (
     POLL_S,
@@ -55,6 +56,7 @@ def up(
         services = running(state)
         if services is not None and services.ready:
             print("already running")
+            _apply(services)
             return _describe(services)
         if services is None:
             # the supervisor has its own copies of the descriptors
@@ -93,6 +95,15 @@ def up(
             f"the services did not start within {START_TIMEOUT_S:g}"
             f" s\n{tail(log_file(state, 'supervisor'))}"
         )
+
+
+def _apply(services: Services) -> None:
+    """Apply prefect.yaml to the services that run, and say what that changed."""
+    if "prefect" not in services.pids:
+        print(f"{FILE} is not applied while the Prefect server is down; `make up` again does it")
+        return
+    for line in apply(services) or ["nothing in it has changed"]:
+        print(f"applied  {FILE}: {line}", flush=True)
 
 
 def down(state: Path) -> int:

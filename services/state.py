@@ -6,12 +6,14 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentgym.config import RunConfig, load_config
 from agentgym.private import SERVICES
 from agentgym.store.lease import process_start
 
 TOML = Path("prefect.toml")  # Prefect reads it in the working directory
 TOML_MARK = "# written by `make up`, removed by `make down`"
 POOL = "local"
+PARAMS = Path("params.yaml")
 
 START_TIMEOUT_S = 300.0
 POLL_S = 0.3
@@ -61,6 +63,11 @@ def forget(state: Path) -> None:
     state_file(state).unlink(missing_ok=True)
     if toml_is_ours():
         TOML.unlink(missing_ok=True)
+
+
+def project_config() -> RunConfig:
+    """Load the project's own parameter file. Errors: ConfigError."""
+    return load_config(PARAMS) if PARAMS.is_file() else RunConfig()
 
 
 def state_file(state: Path) -> Path:

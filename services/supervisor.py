@@ -26,7 +26,9 @@ from agentgym.console.guard import guarded
 from agentgym.deploy.owned import end_with_owner, owned_process, tail
 from agentgym.private import STATE, new_login, with_login, write_private
 from agentgym.store.lease import process_start
+from agentgym.store.place import StorePlace
 from services import mlflow_server, viewer_server
+from services.applied import client_environment, set_up
 from services.overdue import bring_back
 from services.state import (
     POLL_S,
@@ -37,6 +39,7 @@ from services.state import (
     Services,
     forget,
     log_file,
+    project_config,
     state_file,
     toml_is_ours,
 )
@@ -48,8 +51,57 @@ JOB_TEMPLATE = Path("k8s/prefect/base-job-template.json")
 POOL_LIMIT = 4  # flow runs of this machine at a time; each deployment has its own limit beside it
 CHECK_S = 1.0  # between two looks at the services
 OVERDUE_CHECK_S = 15.0  # between two looks for runs that nobody brings back
+BUCKET_CHECK_S = 300.0  # between two looks for dead runs in a bucket: one request for each step
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 600.0  # of one service
 WORKER_GRACE_S = 8.0  # below what its owner waits
+
+
+class Undertaker:
+    """Starts a child that closes dead runs in MLflow, each time a process that was at work on a
+    step is gone.
+    """
+
+    def __init__(self) -> None:
+        self._live: set[str] = set()  # tokens of holders
+        self._due = [0.0]  # on the monotonic clock; the first look is for what was left before
+        self._not_before = 0.0
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def look(self) -> None:
+        """Start the child where it is due. Errors: OSError, ValueError, RuntimeError (store)."""
+        now, settings = time.monotonic(), project_config().store
+        if now < self._not_before:
+            return
+        self._not_before = now + BUCKET_CHECK_S if settings.uri else now
+        store = StorePlace(settings.uri or str(settings.path), settings.lease_ttl_s).open()
+        live = {holder.token for holder in store.holders()}
+        if self._live - live:
+            # again after a lease's length: a run is over where no next step has begun by then
+            self._due += [now, now + settings.lease_ttl_s + OVERDUE_CHECK_S]
+        self._live = live
+        waits = self._child is not None and self._child.poll() is None
+        if not waits and any(due <= now for due in self._due):
+            self._due = [due for due in self._due if due > now]
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "services.supervisor", "close-dead"],
+                stdin=subprocess.DEVNULL,
+            )
+
+    def close(self) -> None:
+        """End the child."""
+        if self._child is not None:
+            self._child.terminate()
+            self._child.wait()
+
+
+def _close_dead() -> int:
+    from agentgym.pipeline.table import open_store
+    from agentgym.tracking.dead import close_dead
+
+    cfg = project_config()
+    for run_id, reason in close_dead(cfg, open_store(cfg)).items():
+        print(f"MLflow run {run_id} is closed: {reason}")
+    return 0
 
 
 class Service:
@@ -173,12 +225,7 @@ def supervise(
         for bound in (prefect_socket, mlflow_socket, viewer_socket)
     )
     me = Services(os.getpid(), started, prefect, mlflow, new_login(), viewer=viewer)
-    env = {
-        "PWD": str(Path.cwd()),  # prefect.yaml's working directory
-        "PREFECT_API_URL": me.api,
-        "PREFECT_API_AUTH_STRING": me.login,
-        "PREFECT_WORKER_QUERY_SECONDS": "2",  # what a submitted run waits at most
-    }
+    env = client_environment(me)
     bound = (prefect_socket, mlflow_socket, viewer_socket)
     services = _parts(state, me, env, bound)
     ready = False
@@ -210,10 +257,12 @@ def supervise(
                 ("viewer", f"{viewer}/healthz"),
             ):
                 _wait_until_healthy(services[name], address, log_file(state, name))
-            _set_up(env)
+            set_up(env)
             if toml_is_ours():
                 write_private(TOML, _toml(state, me).encode())
             ready = True
+            undertaker = Undertaker()
+            stack.callback(undertaker.close)
             next_look = 0.0
             while True:
                 # each of them, so no any() over a generator
@@ -222,6 +271,7 @@ def supervise(
                     publish()
                 if time.monotonic() >= next_look:
                     _bring_back(me)
+                    _look(undertaker)
                     next_look = time.monotonic() + OVERDUE_CHECK_S
                 time.sleep(CHECK_S)
         except KeyboardInterrupt:
@@ -238,6 +288,14 @@ def _bring_back(services: Services) -> None:
         logger.warning("could not look for crashed flow runs: %s", error)
 
 
+def _look(undertaker: Undertaker) -> None:
+    """A store that does not answer is looked at again; the next look comes."""
+    try:
+        undertaker.look()
+    except (OSError, ValueError, RuntimeError) as error:
+        logger.warning("could not look for dead runs: %s", error)
+
+
 def _wait_until_healthy(service: Service, address: str, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while not healthy(address):
@@ -248,32 +306,6 @@ def _wait_until_healthy(service: Service, address: str, log: Path) -> None:
                 f"{service.name} did not come up within {START_TIMEOUT_S:g} s\n{tail(log)}"
             )
         time.sleep(POLL_S)
-
-
-def _set_up(env: dict[str, str]) -> None:
-    """Pools, automations and deployments, as the files of this project say.
-    In children: Prefect's client would stay in memory.
-    """
-    image = {"AGENTGYM_IMAGE": os.environ.get("AGENTGYM_IMAGE", "agentgym:latest")}
-    for command in (
-        ["services.supervisor", "pools"],
-        ["prefect", "--no-prompt", "deploy", "--all"],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", *command],
-            env={**os.environ, **image, **env},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=START_TIMEOUT_S,
-            check=False,
-            encoding="utf-8",
-        )
-        if done.returncode:
-            raise RuntimeError(
-                f"`python -m {' '.join(command)}` failed"
-                f" ({done.returncode}):\n{(done.stdout + done.stderr)[-2000:]}"
-            )
 
 
 def _pools() -> int:
@@ -355,6 +387,7 @@ def main(arguments: Sequence[str]) -> int:
             lambda: supervise(STATE, *_sockets(arguments[1:])), show_traceback=True
         ),
         "pools": _pools,
+        "close-dead": _close_dead,
         "worker": _worker,
     }
     return commands[arguments[0]]()

@@ -7,13 +7,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from pathlib import Path
 
-from agentgym.config import RunConfig, load_config
 from services.gate import Gate, serve
+from services.state import project_config
 
 LOGIN = "AGENTGYM_VIEWER_LOGIN"  # environment variable: user:password
-PARAMS = Path("params.yaml")
 
 
 def main(descriptor: int) -> None:
@@ -23,8 +21,7 @@ def main(descriptor: int) -> None:
     from agentgym.viewer.viewer import Viewer
 
     bound = socket.socket(fileno=descriptor)
-    cfg = load_config(PARAMS) if PARAMS.is_file() else RunConfig()
-    with Viewer.open(cfg) as viewer:
+    with Viewer.open(project_config()) as viewer:
         guarded = Guard(make_app(viewer), LOOPBACK, bound.getsockname()[1])
         gate = Gate(guarded, os.environ.pop(LOGIN), open_paths=("/healthz",), sockets=False)
         serve(gate, bound)

@@ -23,10 +23,9 @@ from agentgym.audit.sampling import check_sampling
 from agentgym.audit.steps import check_lineage, read_steps
 from agentgym.config import ConfigError, RunConfig
 from agentgym.models.model import set_threads
-from agentgym.pipeline.plan import plan
+from agentgym.pipeline.runs import existing, require_run
 from agentgym.pipeline.table import open_store, run_key
 from agentgym.steps.context import NoProgress, Progress
-from agentgym.tracking.deliver import delivered_steps
 
 __all__ = ["CHECKS", "AuditReport", "Check", "audit"]
 
@@ -91,17 +90,14 @@ def audit(
     set_threads()
     seed = secrets.randbits(32) if seed is None else seed
     store, key, show = open_store(cfg), run_key(cfg), progress or NoProgress()
-    if run is not None and not key.startswith(run.removeprefix("r")):
-        raise ConfigError(
-            f"run {run} is not the run of this configuration and source, r{key[:12]};"
-            f" {_existing(cfg)}"
-        )
+    if run is not None:
+        require_run(cfg, run)
     checks_of = {name: Checks(name) for name in CHECKS}
     steps = read_steps(cfg, store, checks_of["content"], checks_of["lineage"])
     if not steps and not checks_of["content"].num_failures:
         raise ConfigError(
             f"nothing to audit: no step of run r{key[:12]} was committed in {store.root};"
-            f" {_existing(cfg)}"
+            f" {existing(cfg)}"
         )
     show.start("audit", 2 * len(steps) + 6)
     splits = read_splits(cfg, store, steps, checks_of["numbers"])
@@ -146,15 +142,4 @@ def audit(
         tuple(record.name for record in steps),
         tuple(checks.check() for checks in checks_of.values()),
         seed,
-    )
-
-
-def _existing(cfg: RunConfig) -> str:
-    runs = [f"r{key[:12]}" for key in delivered_steps(cfg)]
-    known = f"known under {cfg.state_dir}: {', '.join(runs) or 'no run'}"
-    other = next((f"{each.name}: {each.why}" for each in plan(cfg) if "is gone" in each.why), "")
-    return (
-        f"{known}; what is there is of another version ({other}), which can audit it"
-        if other
-        else known
     )

@@ -10,6 +10,18 @@ from pathlib import Path
 
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord
+from agentgym.pipeline.dvc import began_of
+
+OWN = "own"
+# No two runs have equal records, for they hold clock times. Somebody else's run of the same
+# parameters, whose pointers came with the repository, says nothing against this one.
+OTHER_RUN = "are of another run"
+OTHER_TIME = "are of another run of the same parameters, which has records of its own"
+UNDATED = (
+    "are of another run of the same parameters, or of this one before its records were changed:"
+    " they were written before pointers had the time a step began"
+)
+OTHERS = (OTHER_RUN, OTHER_TIME, UNDATED)
 
 
 def check_records(
@@ -38,29 +50,36 @@ def check_records(
             f"not pinned: {which}; they were written before manifests had a records digest"
         )
     found = (
-        [_compare(run_key, record, pointers, checks) for record in steps]
+        {record.name: _compare(run_key, record, pointers, checks) for record in steps}
         if pointers and pointers.is_dir()
-        else []
+        else {}
     )
-    num_others = found.count(False)
     checks.notes.append(
-        f"{found.count(True)} pointers in {pointers} compared"
+        f"{list(found.values()).count(OWN)} pointers in {pointers} compared"
         if found
         else "no pointers of DVC to compare with"
     )
-    if num_others:
-        checks.notes.append(f"{num_others} are of another run")
+    for other in OTHERS:
+        names = [name for name, kind in found.items() if kind == other]
+        if names:
+            few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            checks.notes.append(f"{len(names)} {other}: {few}")
 
 
-def _compare(run_key: str, record: StepRecord, pointers: Path, checks: Checks) -> bool | None:
-    """True where there is a pointer of this step of this run; False where it is another's."""
+def _compare(run_key: str, record: StepRecord, pointers: Path, checks: Checks) -> str | None:
+    """Compare the pointer of this step with its commits.
+
+    Result: OWN; one of OTHERS for a pointer of another run, which is not compared; None where there
+    is no pointer.
+    """
     path = pointers / f"{record.name}.json"
     if not path.is_file():
         return None
     try:
         kept = json.loads(path.read_bytes())["manifest"][0]
         named = {
-            name: kept.get(name) for name in ("step", "key", "digest", "records_digest", "run")
+            name: kept.get(name)
+            for name in ("step", "key", "digest", "records_digest", "run", "began")
         }
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         checks.fail(
@@ -69,12 +88,16 @@ def _compare(run_key: str, record: StepRecord, pointers: Path, checks: Checks) -
         )
         return None
     if named["key"] != record.key and named["run"] != run_key:
-        return False
+        return OTHER_RUN
+    if named["began"] not in (None, began_of(record.commits)):
+        return OTHER_TIME
     wanted = {"step": record.name, "key": record.key}
     if record.final is not None:
         wanted |= {"digest": record.final.digest}
         if named["records_digest"] is not None:  # else it was written before there was one
             wanted |= {"records_digest": record.final.records_digest}
+    if named["began"] is None and any(named[name] != value for name, value in wanted.items()):
+        return UNDATED
     for name, value in wanted.items():
         checks.expect(str(path), name, value, named[name])
-    return True
+    return OWN

@@ -29,6 +29,7 @@ def add(commands: Commands) -> None:
         "evaluate",
         _evaluate,
         "any policy on any environments: exit code 3 where too few episodes count",
+        run_of=lambda arguments: run_meant(arguments.policy or ""),
     )
     command.add_argument(
         "policy",
@@ -100,6 +101,16 @@ def add_options(command: argparse.ArgumentParser) -> None:
     endpoint.add_argument("--max-per-minute", type=float, default=0.0, help="requests; 0: no limit")
     endpoint.add_argument("--prices", type=Path, metavar="FILE", help="of a million tokens")
     endpoint.add_argument("--max-cost", type=float, help="no request begins above it")
+
+
+def run_meant(policy: str) -> str:
+    """Return the run that RUN:STEP names; empty for other policies and for the configured run.
+    Errors: ConfigError.
+    """
+    from agentgym.evaluation.policies import PolicyName, Who
+
+    name = PolicyName.parse(policy) if ":" in policy else None
+    return name.of if name is not None and name.who is Who.RUN else ""
 
 
 def request_of(arguments: argparse.Namespace) -> EvaluationRequest:

@@ -28,11 +28,14 @@ class Commands:
         *,
         params: bool = True,
         overrides: bool = True,
+        run_of: Callable[[argparse.Namespace], str | None] = lambda _: None,
     ) -> argparse.ArgumentParser:
-        """params: it reads a parameter file; overrides: whose values can be set beside it."""
+        """params: it reads a parameter file; overrides: whose values can be set beside it;
+        run_of: the name of the run among its arguments, whose settings it takes from the store.
+        """
         command: argparse.ArgumentParser = self._commands.add_parser(name, help=told)
         command.add_argument("-v", "--verbose", action="store_true")
-        command.set_defaults(run=run, params=None, set=())
+        command.set_defaults(run=run, params=None, set=(), run_of=run_of)
         if params:
             command.add_argument(
                 "--params", default="params.yaml", help="parameter file (default: params.yaml)"

@@ -12,7 +12,12 @@ from agentgym.console.guard import say
 
 
 def add(commands: Commands) -> None:
-    audit = commands.add("audit", _audit, "is a run what it says it is")
+    audit = commands.add(
+        "audit",
+        _audit,
+        "is a run what it says it is",
+        run_of=lambda arguments: arguments.run_name,
+    )
     audit.add_argument(
         "run_name",
         nargs="?",

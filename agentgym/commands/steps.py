@@ -1,4 +1,4 @@
-"""`agentgym step | plan | dvc`: the steps of a pipeline."""
+"""`agentgym step | plan | stored | dvc`: the steps of a pipeline."""
 
 from __future__ import annotations
 
@@ -7,14 +7,25 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from agentgym.commands.parser import Commands, add_waiting
+from agentgym.commands.parser import Commands, add_pointers, add_waiting
 from agentgym.config import RunConfig
 from agentgym.console.guard import say
 
 
 def add(commands: Commands) -> None:
-    step = commands.add("step", _step, "one step of the pipeline, as dvc.yaml runs it")
+    step = commands.add(
+        "step",
+        _step,
+        "one step of the pipeline, as dvc.yaml runs it",
+        run_of=lambda arguments: arguments.of_run,
+    )
     step.add_argument("name")
+    step.add_argument(
+        "--run",
+        dest="of_run",
+        metavar="RUN",
+        help="of this run of the store, with its settings (default: the configured one)",
+    )
     step.add_argument(
         "--out",
         type=Path,
@@ -27,8 +38,24 @@ def add(commands: Commands) -> None:
     step.add_argument(
         "--key", default="", help="end as bad input where it has another key than this one"
     )
-    plan = commands.add("plan", _plan, "what would run, resume or be skipped, and why")
+    plan = commands.add(
+        "plan",
+        _plan,
+        "what would run, resume or be skipped, and why",
+        run_of=lambda arguments: arguments.of_run,
+    )
+    plan.add_argument(
+        "of_run",
+        nargs="?",
+        metavar="RUN",
+        help="a run of the store, with its settings (default: the configured one)",
+    )
     plan.add_argument("--json", action="store_true")
+    stored = commands.add(
+        "stored", _stored, "is what DVC's pointers name in the store, and in MLflow"
+    )
+    add_pointers(stored, "")
+    stored.add_argument("--out", type=Path, help="also write the digests to this file, for DVC")
     commands.add(
         "dvc", _dvc, "write dvc.yaml for the steps that a parameter file asks for", overrides=False
     )
@@ -41,6 +68,7 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.models.check import check_model
     from agentgym.pipeline.dvc import files_of, require_current
     from agentgym.pipeline.run import require_key, run_when_free, run_with_parents
+    from agentgym.pipeline.runs import require_run
     from agentgym.pipeline.table import open_store
     from agentgym.store.files import write_whole
     from agentgym.tracking.mlflow import check_server
@@ -52,6 +80,8 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
         end_with_owner()
     fetch_data(cfg, open_store(cfg))
+    if arguments.of_run:
+        require_run(cfg, arguments.of_run)
     if arguments.key:
         require_key(arguments.name, cfg, arguments.key)
     check_server(cfg.tracking_uri)
@@ -69,20 +99,36 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _stored(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.pipeline.stored import confirm_pointers
+    from agentgym.pipeline.table import open_store
+    from agentgym.store.files import write_whole
+
+    found = confirm_pointers(cfg, arguments.pointers)
+    if arguments.out is not None:
+        write_whole(arguments.out, f"{json.dumps(found, indent=1)}\n".encode())
+    say(f"{open_store(cfg).root} has all that {len(found)} pointers in {arguments.pointers} name")
+    return 0
+
+
 def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.dvc import FILE, dvc_yaml
     from agentgym.pipeline.table import steps_of
     from agentgym.store.files import write_whole
 
     write_whole(FILE, dvc_yaml(cfg, arguments.params).encode())
-    say(f"{FILE}: {len(steps_of(cfg))} stages of {arguments.params}; `dvc repro` runs them")
+    say(f"{FILE}: {len(steps_of(cfg)) + 1} stages of {arguments.params}; `dvc repro` runs them")
     return 0
 
 
 def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.plan import plan, writing
-    from agentgym.pipeline.table import run_key
+    from agentgym.pipeline.runs import find_run, require_run
+    from agentgym.pipeline.table import open_store, run_key
 
+    named = arguments.of_run
+    if named and find_run(open_store(cfg), named) is None:
+        require_run(cfg, named)
     steps, written = plan(cfg), writing(cfg)
     if arguments.json:
         tree = {

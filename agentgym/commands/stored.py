@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from pathlib import Path
 
 from agentgym.commands.parser import Commands, add_pointers
-from agentgym.config import RunConfig
+from agentgym.config import ConfigError, RunConfig
 from agentgym.console.guard import say
 
 
@@ -28,7 +29,7 @@ def add(commands: Commands) -> None:
         metavar="run",
         nargs="?",
         default="",
-        help="r... of a run of this folder; default: the configured",
+        help="r... of a run of this store; default: the configured",
     )
     export.add_argument("step", help="its newest commit is taken, for example stage-3")
     export.add_argument("folder", type=Path, help="must not exist yet")
@@ -85,7 +86,12 @@ def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _export(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.export import export
+    from agentgym.pipeline.runs import config_of_run
 
+    if arguments.of_run:
+        # a run of another version, whose settings mean nothing here: what was noted of it suffices
+        with contextlib.suppress(ConfigError):
+            cfg = config_of_run(arguments.of_run, cfg, arguments.params, arguments.set)
     manifest = export(
         cfg,
         arguments.step,

@@ -15,6 +15,7 @@ from agentgym.config import RunConfig
 from agentgym.evaluation.audited import STEP as AUDITS
 from agentgym.evaluation.history import STEP as PROMOTIONS
 from agentgym.evaluation.record import STEP as EVALUATION
+from agentgym.pipeline.runs import STEP as RUNS
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest
@@ -50,7 +51,7 @@ def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
     live = {digest for holder in store.holders() for digest in holder.parents}
     heads = store.heads()
     reasons = kept(
-        heads,
+        [head for head in heads if head.step != RUNS],  # no end of a run
         now=time.time(),
         days=cfg.store.gc_keep_days,
         runs=cfg.store.gc_keep_runs,
@@ -62,6 +63,7 @@ def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
         },
         live=live,
     )
+    reasons |= {head.digest: "what a run was asked for" for head in heads if head.step == RUNS}
     return [Survey(each, store.num_bytes(each), reasons.get(each.digest, "")) for each in heads]
 
 

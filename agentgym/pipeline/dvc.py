@@ -6,6 +6,7 @@ Torch-free and without DVC: these are texts.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from agentgym.config import ConfigError, RunConfig
 from agentgym.pipeline.table import open_store, run_key, steps_of
 from agentgym.steps.step import Kind, Outcome, Step
+from agentgym.store.manifest import Manifest, sha256
 from agentgym.tracking.deliver import curve
 
 FILE, FOLDER, PARAMS = Path("dvc.yaml"), Path("outputs"), "params.yaml"
@@ -21,14 +23,17 @@ HEADER = """\
 # Made by `agentgym dvc` from the table of steps; for another schedule the same command makes
 # another. The steps are those of `make pipeline` and share one store: what one has done the other
 # finds done. Outputs are pointers (place, digest, numbers), never weights, and small enough for
-# git: they are not cached, so that no run-cache can bring one back without its result.
+# git: they are not cached, so that no run-cache can bring one back without its result. The last
+# stage looks whether the store has what they name: a clone that has pointers alone is told so.
 """
+LAST = "stored"  # its output is in no clone, for git leaves out the folder of local state
 
 
 def dvc_yaml(cfg: RunConfig, params: str = PARAMS) -> str:
     """The whole file for a run of this configuration, which `params` describes."""
     steps = steps_of(cfg)
     stages = {name: _stage(step, cfg, params) for name, step in steps.items()}
+    stages[LAST] = _last_stage(cfg, params)
     tree = {"stages": stages, "plots": _plots(steps)}
     return HEADER + yaml.safe_dump(tree, sort_keys=False, width=120)
 
@@ -78,6 +83,19 @@ def _stage(step: Step, cfg: RunConfig, params: str) -> dict[str, Any]:
     if step.kind is Kind.EVALUATE:
         stage["metrics"] = [{_metrics(step): {"cache": False}}]
     return stage
+
+
+def _last_stage(cfg: RunConfig, params: str) -> dict[str, Any]:
+    out = cfg.state_dir / f"{LAST}.json"
+    command = f"python -m agentgym {LAST}"
+    stage: dict[str, Any] = {"deps": [_out(name) for name in steps_of(cfg)]}
+    if out.is_absolute() or ".." in out.parts:  # DVC keeps no outputs outside the project
+        return {"cmd": f"{command}{_options(params)}", **stage, "always_changed": True}
+    return {
+        "cmd": f"{command} --out {out}{_options(params)}",
+        **stage,
+        "outs": [{str(out): {"cache": False}}],
+    }
 
 
 def _plots(steps: dict[str, Step]) -> list[dict[str, Any]]:
@@ -142,6 +160,13 @@ def metrics(outcome: Outcome) -> str:
     return json.dumps({name: round(value, 4) for name, value in numbers.items()}, indent=1)
 
 
+def began_of(commits: Sequence[Manifest]) -> str | None:
+    """sha256 of the time of a step's first commit: of two runs of the same parameters it tells
+    which one is meant.
+    """
+    return sha256(repr(commits[0].created_at).encode()) if commits else None
+
+
 def pointer(cfg: RunConfig, outcome: Outcome) -> str:
     """Where a step's result lies, its digests, its numbers and their course. Never weights."""
     manifest, store = outcome.manifest, open_store(cfg)
@@ -152,6 +177,7 @@ def pointer(cfg: RunConfig, outcome: Outcome) -> str:
         "store": store.root,
         "records_digest": manifest.records_digest,
         "run": run_key(cfg),
+        "began": began_of(store.history(manifest.step, manifest.key)),
     }
     content = {"manifest": [identity], "results": manifest.results, "curve": curve(store, manifest)}
     return json.dumps(content, indent=1, sort_keys=True)

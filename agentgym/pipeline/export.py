@@ -11,7 +11,7 @@ from agentgym.models.checkpoint import (
     save_adapter,
     save_pretrained,
 )
-from agentgym.pipeline.table import finished, key_of, open_store, steps_of
+from agentgym.pipeline.table import finished, key_of, open_store, run_key, steps_of
 from agentgym.steps.context import scores
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -69,7 +69,7 @@ def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> M
     """The newest commit of a step, which has weights. run: as for `export`.
     Errors: ConfigError where there is none.
     """
-    heads = _steps_of_run(cfg, store, run) if run else _configured(cfg, store, name)
+    heads = _steps_of_run(cfg, store, run, name) if run else _configured(cfg, store, name)
     manifest = heads.get(name)
     if manifest is None or not has_weights(manifest):
         having = [each for each, head in heads.items() if has_weights(head)]
@@ -96,12 +96,15 @@ def _configured(cfg: RunConfig, store: RunStore, name: str) -> dict[str, Manifes
     return done if head is None else {**done, name: head}
 
 
-def _steps_of_run(cfg: RunConfig, store: RunStore, run: str) -> dict[str, Manifest]:
-    """What a run has of each step, by what was noted when it brought its numbers to MLflow.
+def _steps_of_run(cfg: RunConfig, store: RunStore, run: str, name: str) -> dict[str, Manifest]:
+    """What a run has of each step, by what was noted when it brought its numbers to MLflow; of
+    one that another machine brought there, by the configuration that the store has of it.
     Errors: ConfigError where no run, or several, have this name.
     """
     known = delivered_steps(cfg)
     matching = [each for each in known if each.startswith(run.removeprefix("r"))]
+    if not matching and run_key(cfg).startswith(run.removeprefix("r")):
+        return _configured(cfg, store, name)
     if len(matching) != 1:
         there = ", ".join(f"r{each[:12]}" for each in matching or known) or "no run"
         what = "is several" if matching else "is none"

@@ -120,12 +120,12 @@ def _why_new(
 
 
 def _differences(step: Step, cfg: RunConfig, before: Manifest) -> list[str]:
-    """As `_changed`; first what tells of another version."""
-    lines = _changed(semantic_of(step, cfg), before.config)
+    """As `changed`; first what tells of another version."""
+    lines = changed(semantic_of(step, cfg), before.config)
     return sorted(lines, key=lambda line: not line.endswith((" is gone", " is new")))
 
 
-def _changed(now: Any, before: Any, path: str = "") -> list[str]:
+def changed(now: Any, before: Any, path: str = "") -> list[str]:
     """Dotted paths whose values differ, as `path before -> now`; a setting of another version as
     `path is gone`, `path is new`.
     """
@@ -134,7 +134,7 @@ def _changed(now: Any, before: Any, path: str = "") -> list[str]:
     lines = [f"{path}{key} is gone" for key in before if key not in now]
     for key, value in now.items():
         if key in before:
-            lines += _changed(value, before[key], f"{path}{key}.")
+            lines += changed(value, before[key], f"{path}{key}.")
         else:
             lines.append(f"{path}{key} is new")
     return lines

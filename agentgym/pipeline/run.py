@@ -16,6 +16,7 @@ from typing import Any
 from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
 from agentgym.data.kept import keep_data
 from agentgym.deploy.environment import environment_servers
+from agentgym.pipeline.runs import keep_run
 from agentgym.pipeline.table import (
     finished,
     key_of,
@@ -28,10 +29,11 @@ from agentgym.pipeline.table import (
 )
 from agentgym.steps.context import METRICS, Environment, NoProgress, Progress, StepContext
 from agentgym.steps.step import Kind, Outcome, Step
-from agentgym.store.lease import when_free
+from agentgym.store.lease import LeaseHeld, when_free
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore, StepWriter
 from agentgym.tracking.alarms import AlarmStop
+from agentgym.tracking.dead import close_dead
 from agentgym.tracking.deliver import Paced, deliver_step, delivery_mark, ledger_identity
 from agentgym.tracking.mlflow import LedgerUnavailable, reaching
 from agentgym.types import Endpoints
@@ -66,6 +68,7 @@ def run_step(
         raise ConfigError(
             f"step {name} needs {', '.join(missing)} first; run `agentgym step {missing[0]}`"
         )
+    keep_run(cfg, store)
     if name in done:
         confirm(cfg, store, step, done[name])
         return Outcome(step, done[name], "done")
@@ -73,7 +76,9 @@ def run_step(
     key = key_of(step, cfg, done)
     if cfg.compute in ("ray-job", "kuberay") and step.kind not in STAYS_HERE:
         return _run_elsewhere(step, cfg, store, key, environment)
-    with store.open(name, key, [each.digest for each in parents.values()]) as writer:
+    _close_dead_once(cfg, store)
+    opened = store.open(name, key, [each.digest for each in parents.values()])
+    with _closed_where_it_fails(cfg, store), opened as writer:
         head = writer.head
         if head is not None and head.done:  # another process was faster
             confirm(cfg, store, step, head)
@@ -99,6 +104,31 @@ def run_step(
         with reaching(cfg.tracking_uri), ctx:  # some steps speak to MLflow themselves
             manifest = _run_watched(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
+
+
+_looked: set[tuple[str, str]] = set()  # ledgers and stores this process looked through
+
+
+def _close_dead_once(cfg: RunConfig, store: RunStore) -> None:
+    """Close what earlier processes left RUNNING in MLflow; once per process."""
+    if (cfg.tracking_uri, store.root) not in _looked:
+        _looked.add((cfg.tracking_uri, store.root))
+        close_dead(cfg, store)
+
+
+@contextlib.contextmanager
+def _closed_where_it_fails(cfg: RunConfig, store: RunStore) -> Iterator[None]:
+    """Where the step inside fails or is interrupted, close its run in MLflow."""
+    try:
+        yield
+    except LeaseHeld:
+        raise
+    except BaseException:
+        try:
+            close_dead(cfg, store)
+        except Exception as error:  # what stopped the step is what the caller must hear of
+            logger.warning("MLflow may show the step as RUNNING: %s", error)
+        raise
 
 
 def _run_elsewhere(

@@ -211,8 +211,13 @@ def _training(
 
 def run_key(cfg: RunConfig) -> str:
     """Names a run: everything that changes any of its results, as 64 hex digits."""
+    return config_digest(run_identity(cfg))
+
+
+def run_identity(cfg: RunConfig) -> dict[str, Any]:
+    """Everything that changes any of a run's results: settings, digests of data and source."""
     sources = {name: source_digest(step.modules) for name, step in steps_of(cfg).items()}
-    return config_digest({"config": cfg.semantic(), "data": input_digest(cfg), "sources": sources})
+    return {"config": cfg.semantic(), "data": input_digest(cfg), "sources": sources}
 
 
 def run_label(cfg: RunConfig) -> str:

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from agentgym.trust import without_login
+
 logger = logging.getLogger(__name__)
 
 WAIT_POLL_S = 0.5
+INTERRUPTED = "interrupted"  # reason of a lease whose holder was stopped from outside
 T = TypeVar("T")
 
 
@@ -124,6 +127,39 @@ class Holder:
         return True
 
 
+MAX_REASON = 500  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Tenure:
+    """The last time somebody held a lease, up to now."""
+
+    holder: Holder
+    alive: bool
+    # why the lease was given back before its time; empty: it was not; None: it was not given back
+    reason: str | None
+
+    @property
+    def was_interrupted(self) -> bool:
+        """True where its process was ended from outside; False where the work itself failed."""
+        return not self.reason or self.reason.startswith(INTERRUPTED)
+
+    def __str__(self) -> str:
+        if self.alive:
+            return f"held by {self.holder}"
+        if self.reason is None:
+            return f"lost: {self.holder} is gone and left no word"
+        return self.reason or "nobody is at work on it"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a holder gives its lease back: one line, without logins."""
+    if not isinstance(error, Exception):
+        return f"{INTERRUPTED} ({type(error).__name__})"
+    said = " ".join(without_login(str(error)).split())
+    return f"{type(error).__name__}: {said}"[:MAX_REASON]
+
+
 def pid_space() -> str:
     """Equal for processes that can judge each other by pid; hosts may share a name, containers
     a machine.
@@ -201,17 +237,17 @@ class Lease(ABC):
         """Keep the lease young."""
 
     @abstractmethod
-    def _give_back(self) -> None:
-        """Let the next holder know that it need not wait."""
+    def _give_back(self, reason: str) -> None:
+        """Let the next holder know that it need not wait, and everybody why it ended."""
 
-    def release(self) -> None:
-        """Stop the heartbeat and give the lease back.
+    def release(self, reason: str = "") -> None:
+        """Stop the heartbeat and give the lease back. reason: why before its time, if so.
         A failure is logged, not raised: the lease then ends with this process.
         """
         self._stop.set()
         self._thread.join()
         try:
-            self._give_back()
+            self._give_back(reason)
         except Fenced:
             pass  # somebody else's already
         except (OSError, ValueError) as error:

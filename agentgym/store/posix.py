@@ -30,7 +30,7 @@ from agentgym.store.files import (
     write_pieces,
     write_temp,
 )
-from agentgym.store.lease import Fenced, Holder, Lease
+from agentgym.store.lease import Fenced, Holder, Lease, Tenure
 from agentgym.store.manifest import Blob, decode_commit
 from agentgym.store.runstore import Content, RunStore, digest_of
 
@@ -142,17 +142,21 @@ class PosixFolder:
     def has_content(self) -> bool:
         return any(any((self._path / name).iterdir()) for name in ("manifests", "blobs"))
 
-    def holder(self, ttl_s: float) -> Holder | None:
+    def tenure(self, ttl_s: float) -> Tenure | None:
         leases = self._path / "leases"
         try:
             epoch = _newest_epoch(leases)
-            if not epoch or _released(leases, epoch).exists():
+            if not epoch:
                 return None
             path = _lease(leases, epoch)
             holder, silent_s = _read_holder(path), time.time() - path.stat().st_mtime
         except FileNotFoundError:
             return None
-        return holder if holder.is_alive(silent_s, ttl_s=ttl_s) else None
+        try:
+            reason = _released(leases, epoch).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return Tenure(holder, holder.is_alive(silent_s, ttl_s=ttl_s), None)
+        return Tenure(holder, False, reason)
 
     def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
         for name in ("leases", "blobs", "manifests"):
@@ -253,8 +257,8 @@ class PosixLease(Lease):
     def _beat(self) -> None:
         os.utime(_lease(self._leases, self.holder.epoch))
 
-    def _give_back(self) -> None:
-        temp = write_temp(self._leases, b"")
+    def _give_back(self, reason: str) -> None:
+        temp = write_temp(self._leases, reason.encode("utf-8", "replace"))
         try:
             create_exclusively(temp, _released(self._leases, self.holder.epoch))
         finally:

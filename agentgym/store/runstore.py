@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from agentgym.store.lease import Holder, Lease, LeaseHeld
+from agentgym.store.lease import Holder, Lease, LeaseHeld, Tenure, reason_of
 from agentgym.store.manifest import (
     STEP,
     Blob,
@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 U = TypeVar("U")
-FOLDER = re.compile(r"(?P<step>.+)-(?P<key>[0-9a-f]{16})")
+KEY_DIGITS = 16  # of a step's key, in the name of its folder
+FOLDER = re.compile(rf"(?P<step>.+)-(?P<key>[0-9a-f]{{{KEY_DIGITS}}})")
 
 
 class DigestMismatch(ValueError):
@@ -113,8 +114,8 @@ class Folder(Protocol):
         """Whether a manifest or a blob is there, counting or not."""
         ...
 
-    def holder(self, ttl_s: float) -> Holder | None:
-        """Who holds the step's lease and lives."""
+    def tenure(self, ttl_s: float) -> Tenure | None:
+        """Return the last tenure of the step's lease; None where nobody ever held it."""
         ...
 
     def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
@@ -177,11 +178,24 @@ class RunStore:
 
     def keys(self, step: str) -> list[Manifest]:
         """The head of every key this step name was ever committed under, oldest first."""
-        return self._heads(step)
+        return self.heads(step)
 
-    def heads(self, step: str | None = None) -> list[Manifest]:
-        """The head of every key, oldest first; step: of that step alone."""
-        return self._heads(step)
+    def heads(self, step: str | None = None, key: str = "") -> list[Manifest]:
+        """The head of every key, oldest first; step: of that step alone; key: its beginning."""
+
+        def head_of(name: str) -> Manifest | None:
+            return _newest(self._backend.folder(name), name)
+
+        matches = [match for name in self._backend.folders() if (match := FOLDER.fullmatch(name))]
+        wanted = [
+            match.string
+            for match in matches
+            if step in (None, match["step"]) and match["key"].startswith(key[:KEY_DIGITS])
+        ]
+        heads = [head for head in self._backend.map(head_of, wanted) if head is not None]
+        return sorted(
+            (head for head in heads if head.key.startswith(key)), key=lambda head: head.created_at
+        )
 
     def marks(self) -> dict[str, str]:
         """Folder of each step -> another text once its newest commit is another one."""
@@ -256,11 +270,22 @@ class RunStore:
 
     def holders(self) -> list[Holder]:
         """Who is at work on a step of this store."""
-        names = [name for name in self._backend.folders() if FOLDER.fullmatch(name)]
+        return [tenure.holder for tenure in self.tenures().values() if tenure.alive]
+
+    def tenures(self, folders: Iterable[str] | None = None) -> dict[str, Tenure]:
+        """Return the last tenure of each step's lease, by the name of the step's folder.
+        folders: of these alone; one where nobody ever was is left out.
+        """
+        names = [
+            name
+            for name in (self._backend.folders() if folders is None else folders)
+            if FOLDER.fullmatch(name)
+        ]
         found = self._backend.map(
-            lambda name: self._backend.folder(name).holder(self.lease_ttl_s), names
+            lambda name: self._backend.folder(name).tenure(self.lease_ttl_s), names
         )
-        return [holder for holder in found if holder is not None]
+        pairs = zip(names, found, strict=True)
+        return {name: tenure for name, tenure in pairs if tenure is not None}
 
     def collect(self, manifest: Manifest) -> None:
         """Remove the commits of its step and key, and all their content, if it is the head.
@@ -289,10 +314,14 @@ class RunStore:
     def _held(self, folder: Folder, step: str, parents: Sequence[str] = ()) -> Iterator[Lease]:
         """The step's lease, given back on exit, however that comes. Errors: LeaseHeld."""
         lease = folder.acquire(self.lease_ttl_s, f"step {step} ({folder.place})", parents)
+        reason = ""
         try:
             yield lease
+        except BaseException as error:
+            reason = reason_of(error)
+            raise
         finally:
-            lease.release()
+            lease.release(reason)
 
     @contextlib.contextmanager
     def open(self, step: str, key: str, parents: Sequence[str] = ()) -> Iterator[StepWriter]:
@@ -316,18 +345,6 @@ class RunStore:
 
     def _folder(self, step: str, key: str) -> Folder:
         return self._backend.folder(folder_name(step, key))
-
-    def _heads(self, step: str | None) -> list[Manifest]:
-        def head_of(name: str) -> Manifest | None:
-            return _newest(self._backend.folder(name), name)
-
-        matches = [match for name in self._backend.folders() if (match := FOLDER.fullmatch(name))]
-        heads = self._backend.map(
-            head_of, [match.string for match in matches if step in (None, match["step"])]
-        )
-        return sorted(
-            (head for head in heads if head is not None), key=lambda head: head.created_at
-        )
 
     def _locate(self, manifest: Manifest, name: str) -> tuple[Folder, Blob]:
         blob = manifest.blobs.get(name) or manifest.records.get(name)
@@ -558,7 +575,7 @@ def digest_of(content: Content) -> str:
 
 def folder_name(step: str, key: str) -> str:
     """Of the folder that holds a step's commits; FOLDER reads it."""
-    return f"{step}-{key[:16]}"
+    return f"{step}-{key[:KEY_DIGITS]}"
 
 
 def _blob(blob: Blob) -> str:

@@ -31,7 +31,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Self, TypeVar
 
 from agentgym.config import ConfigError
-from agentgym.store.lease import Fenced, Holder, Lease
+from agentgym.store.lease import Fenced, Holder, Lease, Tenure
 from agentgym.store.manifest import Blob, ManifestError
 from agentgym.store.runstore import Content, RunStore, digest_of
 
@@ -416,6 +416,11 @@ class Head:
             ) from None
 
 
+def _ended_name(epoch: int) -> str:
+    """Name of the object with the reason why a holder gave its lease back before its time."""
+    return f"ended/{epoch:06d}.txt"
+
+
 def _manifest_name(seq: int, epoch: int) -> str:
     return f"manifests/{seq:06d}-{epoch}.json"
 
@@ -492,13 +497,18 @@ class S3Folder:
     def has_content(self) -> bool:
         return any(self.bucket.names(f"{self.path}/{kind}/") for kind in ("manifests", "blobs"))
 
-    def holder(self, ttl_s: float) -> Holder | None:
+    def tenure(self, ttl_s: float) -> Tenure | None:
         try:
             head, _, silent_s = self.head()
         except FileNotFoundError:
             return None
-        alive = not head.released and head.holder.is_alive(silent_s - 1, ttl_s=ttl_s)
-        return head.holder if alive else None
+        if not head.released:
+            return Tenure(head.holder, head.holder.is_alive(silent_s - 1, ttl_s=ttl_s), None)
+        try:
+            said = self.bucket.get(f"{self.path}/{_ended_name(head.holder.epoch)}")[0]
+        except FileNotFoundError:
+            said = b""
+        return Tenure(head.holder, False, said.decode("utf-8", "replace"))
 
     def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
         self._prove_conditions()
@@ -587,7 +597,12 @@ class S3Lease(Lease):
     def _beat(self) -> None:
         self._replace()
 
-    def _give_back(self) -> None:
+    def _give_back(self, reason: str) -> None:
+        if reason:  # no field of the head: earlier versions read that, too
+            name = _ended_name(self.holder.epoch)
+            self._folder.bucket.put_if(
+                f"{self._folder.path}/{name}", reason.encode("utf-8", "replace"), None
+            )
         self._replace(released=True)
 
     def _replace(self, **changes: Any) -> None:

@@ -38,6 +38,7 @@ MAX_PARAM_CHARS = 6000
 GATEWAY = (429, 502, 503, 504)  # statuses of a server that is busy, or of what stands before it
 REACH_TIMEOUT_S = 10.0  # for a server to say that it is there
 SUPERSEDED = "superseded"  # value of the tag `kind`
+ENDED = "ended"  # tag of a run that was not brought to its end: why
 
 
 class LedgerUnavailable(RuntimeError):
@@ -205,8 +206,41 @@ class Tracker:
         """status: FINISHED, FAILED or KILLED. A run that already ended so keeps its end time."""
         if status not in ("FINISHED", "FAILED", "KILLED"):
             raise ValueError(f"status {status!r} must be FINISHED, FAILED or KILLED")
-        if self.client.get_run(run_id).info.status != status:
+        run = self.client.get_run(run_id)
+        if run.info.status != status:
             self.client.set_terminated(run_id, status)
+        if status == "FINISHED" and ENDED in run.data.tags:
+            self.client.delete_tag(run_id, ENDED)
+
+    def close_run(self, run_id: str, status: str, reason: str) -> None:
+        """End a run that nobody is at work on; the tag `ended` says why. It goes on, without the
+        tag, where its process comes back.
+        """
+        self.set_tags(run_id, {ENDED: reason})
+        self.end_run(run_id, status)
+
+    def running(self, kinds: Iterable[str]) -> list[Any]:
+        """The runs of these kinds that MLflow shows as RUNNING, in every experiment of ours."""
+        query = f"name = '{self.experiment}'"
+        found = {each.experiment_id for each in self.client.search_experiments(filter_string=query)}
+        query = "name LIKE 'agentgym-%'"
+        found |= {
+            each.experiment_id for each in self.client.search_experiments(filter_string=query)
+        }
+        runs: list[Any] = []
+        for kind in kinds:
+            token = None
+            while found:
+                page = self.client.search_runs(
+                    sorted(found),
+                    filter_string=f"attributes.status = 'RUNNING' and tags.kind = '{kind}'",
+                    page_token=token,
+                )
+                runs += page
+                token = page.token
+                if not token:
+                    break
+        return runs
 
     def supersede(self, run_id: str) -> None:
         """Set a run aside: it keeps its numbers and is never found again by its key.
@@ -350,6 +384,8 @@ class Tracker:
         run_id = str(run.info.run_id)
         if run.info.status in ("FAILED", "KILLED"):
             self.client.update_run(run_id, status="RUNNING")
+            if ENDED in run.data.tags:
+                self.client.delete_tag(run_id, ENDED)
         changed = {key: value for key, value in wanted.items() if run.data.tags.get(key) != value}
         if changed:
             self.set_tags(run_id, changed)

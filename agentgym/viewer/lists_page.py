@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class RunRow:
     about: str
     created: float
     done: bool
+    stopped: str | None  # why nobody is at work on it; None: somebody is, or it is done
     envs: list[str]
     episodes: int
     success: float | None  # of those that count
@@ -79,7 +80,7 @@ def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         counted = viewer.lists.counts()
         page = pages.render(
             "home.html",
-            runs=run_rows(reader, steps, counted, viewer.runs),
+            runs=run_rows(reader, steps, counted, viewer.runs, viewer.why_stopped),
             problems=problems,
             gone=[row for row in steps.values() if row["gone"]],
             total=f"{sum(row[-1] for row in counted):,}",
@@ -123,8 +124,11 @@ def run_rows(
     steps: Mapping[int, sqlite3.Row],
     counted: Sequence[tuple[Any, ...]],
     only: tuple[str, ...],
+    why_stopped: Callable[[str], str | None],
 ) -> list[RunRow]:
-    """Runs, the newest first. counted: as `Lists.counts`; only: beginnings of names; empty: all."""
+    """Runs, the newest first. counted: as `Lists.counts`; only: beginnings of names; empty: all;
+    why_stopped: as `Viewer.why_stopped`.
+    """
     counts: dict[int, list[tuple[str, int, int, int]]] = {}
     for step_id, env, _, _, status, success, _, _, n in counted:
         left_out = n if status in LEFT_OUT else 0
@@ -148,6 +152,7 @@ def run_rows(
                 _about(own),
                 row["created"],
                 bool(row["done"]),
+                None if row["done"] else why_stopped(row["name"]),
                 sorted({each[0] for each in told}),
                 episodes,
                 sum(each[2] for each in told) / valid if valid else None,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
+from agentgym.pipeline.runs import STEP as RUNS
 from agentgym.records import RecordError, checked_row
 from agentgym.steps.context import METRICS
 from agentgym.store.manifest import Manifest, ManifestError
@@ -259,7 +260,9 @@ def _name_runs(
     """A run is a step that nothing builds on, with all that it builds on; it has the name it has
     in MLflow, where it was told of there.
     """
-    steps = connection.execute("SELECT * FROM steps WHERE head IS NOT NULL").fetchall()
+    steps = connection.execute(
+        "SELECT * FROM steps WHERE head IS NOT NULL AND name != ?", (RUNS,)
+    ).fetchall()
     by_digest = {row["digest"]: row for row in steps}
     parents = {row["id"]: json.loads(row["parents"]) for row in steps}
     named = {parent for own in parents.values() for parent in own}

@@ -200,13 +200,15 @@ def _trained(viewer: Viewer, run: str) -> dict[str, Any]:
         row["step_id"]
         for row in reader.execute("SELECT step_id FROM run_steps WHERE run = ?", (run,))
     ]
-    under_way = reader.execute("SELECT done FROM runs WHERE name = ?", (run,)).fetchone()
+    row = reader.execute("SELECT done FROM runs WHERE name = ?", (run,)).fetchone()
+    stopped = viewer.why_stopped(run) if row is not None and not row["done"] else ""
     return {
         "runs": list(members),
         "run": run,
         "told": viewer.once(f"training {run}", lambda: training_of(reader, whole)) if run else None,
         "kinds": KINDS,
-        "under_way": under_way is not None and not under_way["done"],
+        "under_way": stopped is None,
+        "stopped": stopped or "",
         "stamp": viewer.index.stamp,
         "section": "training",
     }

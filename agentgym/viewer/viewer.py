@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 from agentgym.config import RunConfig
 from agentgym.pipeline.table import open_store
+from agentgym.store.lease import Tenure
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import delivered_steps
 from agentgym.viewer.bodies import Bodies
@@ -43,6 +44,8 @@ class Viewer:
     runs: tuple[str, ...] = ()  # that alone are shown at first; empty: all
     indexing: int | None = 0  # episodes read so far in the first look; None: it is over
     failure: str = ""  # of the last look
+    # of the steps that are not done: who is at work on them, or was; by folder
+    tenures: dict[str, Tenure] = field(default_factory=dict)
     _made: dict[str, tuple[str, Any]] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -77,13 +80,42 @@ class Viewer:
         refresher = Refresher(self.store, self.index, lambda: delivered_steps(self.cfg))
         for again in (True, False):
             try:
-                return refresher.refresh(self._count)
+                found = refresher.refresh(self._count)
+                self.look_who_works()
+                return found
             except IndexDamaged as error:
                 if not again:
                     raise
                 logger.warning("%s; it is built anew", error)
                 self.index.remake()
         raise AssertionError
+
+    def look_who_works(self) -> None:
+        """Read the leases of unfinished steps: no commit tells when somebody has stopped."""
+        rows = self.index.reader.execute("SELECT folder FROM steps WHERE done IS NOT 1")
+        self.tenures = self.store.tenures(row["folder"] for row in rows)
+
+    def why_stopped(self, run: str) -> str | None:
+        """Return why nobody is at work on this run; None where somebody is."""
+        rows = self.index.reader.execute(
+            "SELECT folder, name, digest FROM steps JOIN run_steps ON step_id = id"
+            " WHERE run = ? ORDER BY created",
+            (run,),
+        ).fetchall()
+        digests = {row["digest"] for row in rows}
+        folders = {row["folder"]: row["name"] for row in rows}
+        why = "the steps after its last one were not begun"
+        for folder, tenure in sorted(self.tenures.items(), key=lambda each: each[1].holder.since):
+            begins = folder not in folders  # a step without a commit, which is of no run yet
+            parents = set(tenure.holder.parents)
+            if begins and not (parents and parents <= digests):
+                continue
+            if tenure.alive:
+                return None
+            if not begins or tenure.reason != "":
+                name = folders.get(folder, folder.rpartition("-")[0])
+                why = f"{name}: {tenure}"
+        return why
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """What was made under this name, as long as the index has not changed."""
@@ -129,6 +161,8 @@ class Viewer:
             try:
                 if self.index.writes:
                     self.refresh()
+                else:
+                    self.look_who_works()
                 self.failure = ""
             except (OSError, ValueError, RuntimeError, sqlite3.Error) as error:
                 logger.warning("the store cannot be read now: %s", error)

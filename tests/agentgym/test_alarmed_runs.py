@@ -18,6 +18,7 @@ from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, run_key, steps_of
 from agentgym.tracking.alarms import AlarmStop, begun
 from agentgym.tracking.deliver import committed_points, parent_run, tracker_of
+from agentgym.tracking.mlflow import ENDED
 from flows.shell import alarm_lines
 
 pytestmark = pytest.mark.integration
@@ -156,7 +157,14 @@ def test_a_run_that_stopped_itself_goes_on_once_the_limit_is_another_to_the_same
     # committed, whatever store.commit_every says, and told in MLflow
     marked = points_of(cfg)
     assert [point.step for point in marked] == [1, 2, 3]
-    tracker, run = tracker_of(cfg), parent_run(cfg, run_key(cfg))
+    tracker = tracker_of(cfg)
+    key = key_of(steps_of(cfg)[STAGE], cfg, finished(cfg, open_store(cfg)))
+    for tags in ({"run_key": run_key(cfg), "kind": "pipeline"}, {"step_key": key}):
+        # nobody is at work on it, and it does not look alive
+        shown = tracker.client.get_run(tracker.find_run(tags))
+        assert shown.info.status == "FAILED"
+        assert "AlarmStop: alarm update_kl at optimizer step 3" in shown.data.tags[ENDED]
+    run = parent_run(cfg, run_key(cfg))
     assert "alarm update_kl" in tracker.client.get_run(run).data.tags["alarm.update_kl"]
     assert ("alarm/update_kl", 3) in {(name, step) for name, step, _, _ in tracker.points(run)}
     with pytest.raises(AlarmStop):  # again: nothing was changed

@@ -83,10 +83,13 @@ class Project:
         return self.forks.start(command, cwd=self.folder, env=self.environment)
 
     def manifests(self):
-        """{path: bytes} of every commit in the store."""
+        """{path: bytes} of every commit of a step in the store; what runs were asked for is
+        none.
+        """
         return {
             path: path.read_bytes()
             for path in (self.folder / ".agentgym/store").glob("steps/*/manifests/*.json")
+            if not path.parts[-3].startswith("runs-")
         }
 
     def task_runs(self):
@@ -142,7 +145,7 @@ class Project:
 
 def clone(folder: Path) -> Project:
     files = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        ["git", "ls-files"],
         cwd=ROOT,
         capture_output=True,
         text=True,

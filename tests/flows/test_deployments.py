@@ -199,6 +199,28 @@ def test_up_says_where_everything_is_and_a_second_time_starts_nothing(deployed):
     assert processes(deployed.project) == before
 
 
+def test_make_up_after_the_schedule_was_switched_on_switches_it_on_and_says_so(deployed):
+    file = deployed.project.folder / "prefect.yaml"
+    as_it_was = file.read_text()
+    try:
+        for active, said in (("true", "on"), ("false", "off")):
+            file.write_text(as_it_was.replace("active: false", f"active: {active}"))
+            again = make(deployed.project, "up")
+            assert again.returncode == 0, again.stdout + again.stderr
+            told = [line for line in again.stdout.splitlines() if line.startswith("applied ")]
+            assert told == [
+                f"applied  prefect.yaml: schedule nightly of pipeline/{pool}: switched {said}"
+                for pool in ("kubernetes", "local")
+            ]
+            found = deployed.api("deployments/name/pipeline/local")["schedules"]
+            assert [each["active"] for each in found] == [active == "true"]
+    finally:
+        file.write_text(as_it_was)
+    assert (
+        "applied  prefect.yaml: nothing in it has changed\n" in make(deployed.project, "up").stdout
+    )
+
+
 def test_every_flow_is_deployed_on_a_process_pool_and_a_kubernetes_pool(deployed):
     listed = deployed.prefect("deployment", "ls")
     for flow in ("pipeline", "prepare", "train", "evaluate", "compare"):

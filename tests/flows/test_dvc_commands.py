@@ -127,7 +127,7 @@ def test_another_schedule_is_refused_until_its_file_is_made_and_then_runs(
     ran = project.run("dvc", "repro", timeout=900)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     stages = yaml.safe_load((project.folder / "dvc.yaml").read_text())["stages"]
-    for each in stages:
+    for each in stages.keys() - {"stored"}:
         assert (project.folder / f"outputs/{each}.json").is_file(), each
     assert ("stage-3" in stages) is (name == "no warm start")
     assert ("warm-start" in stages) is (name != "no warm start")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import time
 from html import escape
@@ -131,6 +132,25 @@ def test_dvc_repro_after_it_trains_nothing_and_a_second_one_runs_no_stage(finish
     assert second.returncode == 0
     assert "Running stage" not in second.stdout
     assert "up to date" in second.stdout
+
+
+@pytest.mark.timeout(600)
+def test_a_clone_that_has_pointers_alone_is_not_up_to_date_and_says_how_to_get_the_rest(
+    finished, tmp_path
+):
+    assert finished.run("dvc", "repro").returncode == 0
+    clone = type(finished)(tmp_path / "project", finished.home)
+    leave = shutil.ignore_patterns(".agentgym", ".venv")  # what git leaves out, but for the data
+    shutil.copytree(finished.folder, clone.folder, ignore=leave)
+    clone.environment |= {"DVC_SITE_CACHE_DIR": str(tmp_path / "dvc"), "DVC_NO_ANALYTICS": "1"}
+    pulled = clone.run("dvc", "pull")
+    assert pulled.returncode == 0, pulled.stderr
+    reproduced = clone.run("dvc", "repro")
+    assert reproduced.returncode != 0
+    assert "Data and pipelines are up to date" not in reproduced.stdout
+    said = " ".join(reproduced.stderr.split())
+    assert "outputs has pointers to results that the store .agentgym/store lacks: prepare" in said
+    assert "set store.uri to a store that you share with whoever made them" in said
 
 
 @pytest.mark.slow

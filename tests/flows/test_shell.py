@@ -13,6 +13,7 @@ from rich.console import Console
 
 from agentgym.cli import main as agentgym
 from agentgym.config import ConfigError, load_config
+from agentgym.pipeline.runs import how_to_find
 from agentgym.pipeline.table import steps_of
 from agentgym.steps.step import Kind
 from agentgym.store.lease import LeaseHeld
@@ -159,7 +160,9 @@ def test_the_summary_of_three_values_of_k_fits_80_columns(monkeypatch):
     monkeypatch.setattr(shell, "alarm_lines", lambda *_: [])
     monkeypatch.setattr(shell, "sentence", lambda _: "moves to version 1")
     said = io.StringIO()
-    shell.summarise(cfg, done, Console(file=said, width=80))
+    options = how_to_find("params.yaml", ["seed=3", "store.path=other/store"])
+    shell.summarise(cfg, done, Console(file=said, width=80), options=options)
+    assert f"check    agentgym audit r{'0' * 12} --set store.path=other/store\n" in said.getvalue()
     table = said.getvalue().splitlines()[:6]
     titles = ["success,", "%", "greedy", "avg@4", "pass@2", "pass@4", "avg@4", "gain"]
     assert table[0].split() == titles

@@ -32,14 +32,14 @@ def sleeper():
     process.wait()
 
 
-def claim(state, pid, started):
+def claim(state, pid, started, pids=None):
     content = {
         "pid": pid,
         "started": started,
         "prefect": "http://127.0.0.1:1",
         "mlflow": "http://127.0.0.1:2",
         "ready": True,
-        "pids": {},
+        "pids": pids or {},
     }
     (state / "services.json").write_text(json.dumps(content))
 
@@ -70,6 +70,22 @@ def test_a_second_up_says_what_runs_and_starts_nothing(state, sleeper, capsys):
     assert said.startswith("already running\n")
     assert "http://127.0.0.1:1" in said
     assert "is being restarted" in said
+    assert "prefect.yaml is not applied while the Prefect server is down" in said
+
+
+def test_a_second_up_applies_prefect_yaml_and_says_what_changed(
+    state, sleeper, capsys, monkeypatch
+):
+    claim(state, sleeper.pid, process_start(sleeper.pid), pids={"prefect": sleeper.pid})
+    found = [["schedule nightly of pipeline/local: switched on"], []]
+    monkeypatch.setattr(services, "apply", lambda running: found.pop(0))
+    up(state, None, None)
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "already running",
+        "applied  prefect.yaml: schedule nightly of pipeline/local: switched on",
+    ]
+    up(state, None, None)
+    assert "applied  prefect.yaml: nothing in it has changed\n" in capsys.readouterr().out
 
 
 def test_of_two_ups_at_one_moment_one_starts_the_services_and_the_other_says_that_they_run(

@@ -3,9 +3,11 @@ That everything comes up, recovers and ends is in tests/flows/test_deployments.p
 """
 
 import sys
+from pathlib import Path
 
+from agentgym.store.posix import posix_store
 from services import supervisor
-from services.supervisor import MAX_RESTARTS, Service
+from services.supervisor import MAX_RESTARTS, OVERDUE_CHECK_S, Service, Undertaker
 
 
 def test_a_service_that_dies_is_started_again_and_stays_down_when_it_dies_too_often(
@@ -26,3 +28,35 @@ def test_a_service_that_dies_is_started_again_and_stays_down_when_it_dies_too_of
     assert service.given_up
     assert service.process is None
     assert (tmp_path / "log").read_text() == "why\n" * starts
+
+
+def test_once_a_step_has_lost_its_process_dead_runs_are_closed_now_and_after_a_leases_length(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    now, begun = [0.0], []
+
+    class Child:
+        def __init__(self, command, **_):
+            begun.append((now[0], command[-1]))
+
+        def poll(self):
+            return 0
+
+        terminate = wait = poll
+
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(supervisor.subprocess, "Popen", Child)
+    store = posix_store(Path(".agentgym/store"), lease_ttl_s=30.0)
+    undertaker = Undertaker()
+    undertaker.look()  # for what was left before
+    with store.open("stage-1", "ab" * 32):
+        for _ in range(20):
+            now[0] += OVERDUE_CHECK_S
+            undertaker.look()
+        assert begun == [(0.0, "close-dead")]  # a run that goes on costs nothing
+    for _ in range(20):
+        now[0] += OVERDUE_CHECK_S
+        undertaker.look()
+    undertaker.close()
+    assert [at for at, _ in begun[1:]] == [21 * OVERDUE_CHECK_S, 24 * OVERDUE_CHECK_S]

@@ -44,6 +44,35 @@ def test_a_pointer_in_git_pins_what_the_first_digest_leaves_out(forger, tmp_path
     assert f"{kept / 'stage-1.json'}: records_digest: expected" in said["records"][0]
 
 
+def test_a_colleagues_pointers_of_the_same_parameters_are_anothers_in_words_and_no_failure(
+    forger, tmp_path
+):
+    """Both ran it honestly; only clocks differ. Of steps whose floats depend on time, so do keys
+    and digests.
+    """
+    kept = tmp_path / "outputs"
+    kept.mkdir()
+    done, table = finished(forger.cfg, open_store(forger.cfg)), steps_of(forger.cfg)
+    for name in ("prepare", "stage-1", "stage-2", "report"):
+        mine = json.loads(pointer(forger.cfg, Outcome(table[name], done[name], "done")))
+        (theirs,) = mine["manifest"]
+        theirs |= {"began": "3" * 64, "records_digest": "0" * 64}
+        if name != "prepare":
+            theirs |= {"digest": "1" * 64, "key": "2" * 64}
+        if name == "report":  # written by an earlier version
+            del theirs["began"]
+        (kept / f"{name}.json").write_text(json.dumps(mine))
+    report = audit(forger.cfg, num_episodes=1, pointers=kept)
+    (records,) = (check for check in report.checks if check.name == "records")
+    assert records.ok, records.failures
+    assert f"0 pointers in {kept} compared" in records.note
+    assert (
+        "3 are of another run of the same parameters, which has records of its own: prepare,"
+        " stage-1, stage-2" in records.note
+    )
+    assert "1 are of another run of the same parameters, or of this one before" in records.note
+
+
 def test_a_commit_that_was_exchanged_breaks_the_chain(forger):
     path = forger.folder("stage-1") / "manifests" / "000000.json"
     path.write_bytes(

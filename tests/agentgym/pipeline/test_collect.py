@@ -38,7 +38,11 @@ def garbage(rows):
 def test_the_configured_run_is_kept_whatever_its_age(copied, tmp_path):
     rows = survey(load_config(copied, NOTHING_BY_AGE), tmp_path / NONE)
     assert garbage(rows) == []
-    assert {row.reason for row in rows} == {"of the configured run", "the history of an alias"}
+    assert {row.reason for row in rows} == {
+        "of the configured run",
+        "the history of an alias",
+        "what a run was asked for",
+    }
 
 
 def test_a_registered_version_keeps_what_it_is_made_of(copied, tmp_path):

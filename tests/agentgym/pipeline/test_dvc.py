@@ -44,7 +44,12 @@ def test_what_looks_at_steps_that_are_done_imports_no_torch():
 def test_every_step_is_a_dvc_stage_with_its_parents_and_parameters(overrides):
     cfg = load_config(ROOT / "params.yaml", overrides)
     tree, steps = yaml.safe_load(dvc_yaml(cfg)), steps_of(cfg)
-    assert list(tree["stages"]) == list(steps)
+    assert list(tree["stages"]) == [*steps, "stored"]
+    assert tree["stages"]["stored"] == {
+        "cmd": "python -m agentgym stored --out .agentgym/stored.json",
+        "deps": [f"outputs/{name}.json" for name in steps],
+        "outs": [{".agentgym/stored.json": {"cache": False}}],
+    }
     for name, step in steps.items():
         stage = tree["stages"][name]
         assert stage["cmd"] == f"python -m agentgym step {name} --out outputs/{name}.json"
@@ -92,6 +97,15 @@ def test_the_file_of_a_profile_reads_the_profile(tmp_path, monkeypatch):
     require_current(load_config("short.yaml"), "short.yaml")
     with pytest.raises(ConfigError, match="stage-3 is missing in it"):
         require_current(load_config("params.yaml"))
+
+
+def test_a_store_outside_the_project_is_looked_at_each_time(tmp_path):
+    """DVC keeps no outputs there."""
+    cfg = load_config(ROOT / "params.yaml", [f"store.path={tmp_path}/store"])
+    last = yaml.safe_load(dvc_yaml(cfg))["stages"]["stored"]
+    assert last["cmd"] == "python -m agentgym stored"
+    assert last["always_changed"] is True
+    assert "outs" not in last
 
 
 def test_the_numbers_of_an_evaluation_are_flat_and_few():

@@ -32,7 +32,14 @@ from agentgym.store.manifest import (
     sha256,
 )
 from agentgym.store.posix import posix_store
-from agentgym.store.runstore import BlobMissing, DigestMismatch, Passed, RunStore, StepWriter
+from agentgym.store.runstore import (
+    BlobMissing,
+    DigestMismatch,
+    Passed,
+    RunStore,
+    StepWriter,
+    folder_name,
+)
 from agentgym.store.s3 import s3_store
 
 KEY = "ab" * 32
@@ -748,6 +755,39 @@ def test_a_step_that_somebody_holds_or_that_went_on_is_not_collected(store: RunS
     with pytest.raises(ValueError, match="has another commit now"):
         store.collect(first)
     store.verify(second)
+
+
+def test_why_a_step_was_given_up_is_left_with_its_lease(store: RunStore) -> None:
+    assert store.tenures() == {}
+    with store.open("stage-1", KEY) as writer:
+        commit(writer, 1)
+        (tenure,) = store.tenures().values()
+        assert tenure.alive
+        assert str(tenure).startswith(f"held by process {os.getpid()} on ")
+    (tenure,) = store.tenures().values()
+    assert (tenure.alive, tenure.reason) == (False, "")
+    for error, reason in (
+        (ValueError("two\nlines at http://me:secret@host"), "ValueError: two lines at http://host"),
+        (KeyboardInterrupt(), "interrupted (KeyboardInterrupt)"),
+    ):
+        with pytest.raises(type(error)), store.open("stage-1", KEY):
+            raise error
+        tenure = store.tenures([folder_name("stage-1", KEY)])[folder_name("stage-1", KEY)]
+        assert str(tenure) == reason
+        assert tenure.was_interrupted == (not isinstance(error, Exception))
+    with store.open("stage-1", KEY):  # the next holder begins without it
+        pass
+    (tenure,) = store.tenures().values()
+    assert tenure.reason == ""
+
+
+def test_heads_are_found_by_the_beginning_of_a_key(store: RunStore) -> None:
+    for key in (KEY, "ab" + "cd" * 31, "cd" * 32):
+        with store.open("runs", key) as writer:
+            commit(writer, 1)
+    assert [head.key for head in store.heads("runs", KEY)] == [KEY]
+    assert {head.key for head in store.heads("runs", "ab")} == {KEY, "ab" + "cd" * 31}
+    assert store.heads("runs", "ee") == []
 
 
 def collect_half(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,127 @@
+"""Close the MLflow runs that nobody is at work on any more, with the reason.
+
+MLflow shows a run as RUNNING until somebody ends it, and a process that was killed ends nothing.
+The lease in the store tells whether a step's process lives, and why it gave up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentgym.config import RunConfig
+from agentgym.store.lease import Tenure
+from agentgym.store.runstore import RunStore, folder_name
+from agentgym.tracking.deliver import tracker_of
+from agentgym.tracking.mlflow import LedgerUnavailable, Tracker, reaching
+from agentgym.tracking.pages import MANIFEST
+from agentgym.tracking.points import LedgerError
+
+logger = logging.getLogger(__name__)
+
+KINDS = ("step", "pipeline")
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a run ended before its time."""
+
+    status: str  # MLflow's: FAILED, or KILLED where it was ended from outside
+    reason: str
+
+
+def close_dead(cfg: RunConfig, store: RunStore) -> dict[str, str]:
+    """End every run of this store's steps that MLflow shows as RUNNING and nobody is at work on.
+
+    Runs of steps that this store has never seen are left alone: another store has them.
+    Result: MLflow run id -> reason. A ledger that cannot be reached is left for the next time.
+    """
+    if not _may_have_running(cfg):
+        return {}
+    try:
+        with reaching(cfg.tracking_uri):
+            return _close(tracker_of(cfg), store)
+    except (LedgerUnavailable, LedgerError) as error:
+        logger.warning("MLflow may show runs as RUNNING that are not: %s", error)
+        return {}
+
+
+def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
+    running = tracker.running(KINDS)
+    steps = [run for run in running if run.data.tags["kind"] == "step"]
+    tenures = store.tenures({_folder(run.data.tags) for run in steps})
+    closed: dict[str, str] = {}
+    ends: dict[str, Death | None] = {}  # of each pipeline; None: a step of it runs
+    for run in steps:
+        tenure = tenures.get(_folder(run.data.tags))
+        if tenure is None:
+            continue
+        death, parent = _death(tenure), run.data.tags.get("mlflow.parentRunId", "")
+        if death is None:
+            ends[parent] = None
+            continue
+        tracker.close_run(run.info.run_id, death.status, death.reason)
+        closed[run.info.run_id] = death.reason
+        told = Death(death.status, f"{run.data.tags.get('step', '')}: {death.reason}")
+        ends.setdefault(parent, told)
+    for run in running:
+        if run.data.tags["kind"] != "pipeline":
+            continue
+        run_id = run.info.run_id
+        end = ends[run_id] if run_id in ends else _unattended(tracker, store, run)
+        if end is not None and not _builds_on(tracker, store, run):
+            tracker.close_run(run_id, end.status, end.reason)
+            closed[run_id] = end.reason
+    return closed
+
+
+def _death(tenure: Tenure) -> Death | None:
+    if tenure.alive:
+        return None
+    return Death("KILLED" if tenure.was_interrupted else "FAILED", str(tenure))
+
+
+def _unattended(tracker: Tracker, store: RunStore, run: Any) -> Death | None:
+    """Return the end of a pipeline without a RUNNING step; None while a next step may begin."""
+    steps = _steps(tracker, run)
+    if not store.tenures({_folder(each.data.tags) for each in steps}):
+        return None  # of another store
+    last = max(max(each.info.end_time or 0, each.info.start_time or 0) for each in steps)
+    if time.time() - last / 1000 < store.lease_ttl_s:
+        return None
+    return Death("KILLED", "no step of it runs; the same command goes on")
+
+
+def _builds_on(tracker: Tracker, store: RunStore, run: Any) -> bool:
+    """Return True where a step that MLflow does not know yet runs on a result of this run."""
+    live = {digest for holder in store.holders() for digest in holder.parents}
+    made = {each.data.tags.get(MANIFEST, "") for each in _steps(tracker, run)}
+    return bool(made & live)
+
+
+def _steps(tracker: Tracker, run: Any) -> list[Any]:
+    query = f"tags.`mlflow.parentRunId` = '{run.info.run_id}'"
+    return list(tracker.client.search_runs([run.info.experiment_id], filter_string=query))
+
+
+def _folder(tags: Mapping[str, str]) -> str:
+    return folder_name(tags.get("step", "none"), tags.get("step_key", ""))
+
+
+def _may_have_running(cfg: RunConfig) -> bool:
+    """Return False where a local database surely has none; spares MLflow's import."""
+    if not cfg.tracking_uri.startswith("sqlite:"):
+        return True
+    path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
+    query = "select 1 from runs where status = 'RUNNING' and lifecycle_stage = 'active' limit 1"
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+            return database.execute(query).fetchone() is not None
+    except sqlite3.Error:  # not there, or busy: the next time finds out
+        return False

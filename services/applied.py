@@ -1,0 +1,153 @@
+"""Apply prefect.yaml and the recovery rules to a Prefect server, and tell what that changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agentgym.config import ConfigError
+from services.overdue import PAGE, ask
+from services.state import START_TIMEOUT_S, Services
+
+FILE = Path("prefect.yaml")
+# fields of a deployment that prefect.yaml decides, and that no run of it changes
+DEPLOYMENT = (
+    *("description", "tags", "entrypoint", "parameters", "work_pool_name", "job_variables"),
+    *("pull_steps", "concurrency_options", "path", "version"),
+)
+AUTOMATION = ("description", "enabled", "trigger", "actions")
+
+Known = dict[str, dict[str, Any]]  # "pipeline/local" or an automation's name -> its settings
+
+
+def client_environment(services: Services) -> dict[str, str]:
+    """Environment variables of a process that speaks to this Prefect server."""
+    return {
+        "PWD": str(Path.cwd()),  # prefect.yaml's working directory
+        "PREFECT_API_URL": services.api,
+        "PREFECT_API_AUTH_STRING": services.login,
+        "PREFECT_WORKER_QUERY_SECONDS": "2",  # what a submitted run waits at most
+    }
+
+
+def set_up(env: Mapping[str, str]) -> None:
+    """Pools, automations and deployments, as the files of this project say.
+    In children: Prefect's client would stay in memory.
+    Errors: ConfigError where prefect.yaml is not YAML; RuntimeError with the end of the output.
+    """
+    try:
+        yaml.safe_load(FILE.read_bytes())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{FILE} is not valid YAML: {' '.join(str(error).split())}") from None
+    image = {"AGENTGYM_IMAGE": os.environ.get("AGENTGYM_IMAGE", "agentgym:latest")}
+    for command in (
+        ["services.supervisor", "pools"],
+        ["prefect", "--no-prompt", "deploy", "--all"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            env={**os.environ, **image, **env},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(
+                f"`python -m {' '.join(command)}` failed"
+                f" ({done.returncode}):\n{(done.stdout + done.stderr)[-2000:]}"
+            )
+
+
+def apply(services: Services) -> list[str]:
+    """Apply prefect.yaml to a server that runs. Result: a line for each change.
+    Errors: as `set_up`; OSError (urllib's), ValueError where the server does not answer.
+    """
+    before = known(services)
+    set_up(client_environment(services))
+    return list(changes(before, known(services)))
+
+
+def known(services: Services) -> tuple[Known, Known]:
+    """Deployments and automations of a server, by name. Errors: OSError (urllib's), ValueError."""
+
+    def every(kind: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        address = f"{services.api}/{kind}/filter"
+        while page := ask(address, services.login, {"limit": PAGE, "offset": len(found)}):
+            found += page
+        return found
+
+    flows = {flow["id"]: flow["name"] for flow in every("flows")}
+    deployments = {
+        f"{flows.get(each['flow_id'])}/{each['name']}": {
+            **{name: each.get(name) for name in DEPLOYMENT},
+            "concurrency_limit": (each.get("global_concurrency_limit") or {}).get("limit"),
+            "schedules": {
+                schedule.get("slug") or json.dumps(schedule["schedule"], sort_keys=True): {
+                    name: schedule.get(name) for name in ("active", "schedule", "parameters")
+                }
+                for schedule in each.get("schedules", ())
+            },
+        }
+        for each in every("deployments")
+    }
+    automations = {
+        each["name"]: {name: _without_ids(each.get(name)) for name in AUTOMATION}
+        for each in every("automations")
+    }
+    return deployments, automations
+
+
+def changes(before: tuple[Known, Known], after: tuple[Known, Known]) -> Iterator[str]:
+    """Yield a line for each deployment, schedule and automation that has changed."""
+    for name, now in after[0].items():
+        then = before[0].get(name, {})
+        yield from _differing(f"deployment {name}", _plain(then), _plain(now))
+        switched, was = now["schedules"], then.get("schedules", {})
+        for slug in sorted(switched.keys() | was.keys()):
+            what = f"schedule {slug} of {name}"
+            yield from _differing(what, was.get(slug), switched.get(slug), switch="active")
+    for name, now in after[1].items():
+        yield from _differing(f"automation {name!r}", before[1].get(name), now, switch="enabled")
+
+
+def _differing(
+    what: str,
+    then: Mapping[str, Any] | None,
+    now: Mapping[str, Any] | None,
+    switch: str = "",
+) -> Iterator[str]:
+    """switch: the field that says whether it is on."""
+    if then == now:
+        return
+    state = f", {'on' if (now or {})[switch] else 'off'}" if switch and now else ""
+    if not then:
+        yield f"{what}: new{state}"
+    elif now is None:
+        yield f"{what}: gone"
+    else:
+        fields = sorted(name for name in now if then.get(name) != now[name])
+        if fields == [switch]:
+            yield f"{what}: switched {state.removeprefix(', ')}"
+        else:
+            yield f"{what}: changed ({', '.join(fields)}){state}"
+
+
+def _plain(deployment: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in deployment.items() if name != "schedules"}
+
+
+def _without_ids(value: Any) -> Any:
+    """Leave out ids: a rule that is made anew gets another one."""
+    if isinstance(value, dict):
+        return {key: _without_ids(each) for key, each in value.items() if key != "id"}
+    return [_without_ids(each) for each in value] if isinstance(value, list) else value
