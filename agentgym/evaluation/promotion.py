@@ -25,6 +25,7 @@ from agentgym.evaluation.history import (
     champion_of,
     me,
 )
+from agentgym.evaluation.question import Question, other_question, question_of_version
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.mlflow import Tracker
@@ -119,13 +120,16 @@ class Promotions:
         evidence_for: EvidenceFor,
         asked: str,
         *,
+        question: Question | None = None,
         who: str = "",
     ) -> Entry:
         """Judge the candidate against whoever holds the alias, and move it where that is the
         verdict. Asked again, what was decided stands, whatever was killed in between.
 
         evidence_for: may play for minutes, so nobody waits for it; where the champion changed
-        meanwhile, it is asked for the new one.
+        meanwhile, it is asked for the new one. It is not asked where the two were judged on
+        different things.
+        question: what evidence_for asks, where the gate has no protocol of its own.
         """
         for _ in range(ROUNDS):
             with self.open() as opened:
@@ -136,7 +140,10 @@ class Promotions:
                     return found
             if candidate.is_same(standing.champion):
                 return _same(candidate, standing)
-            evidence = evidence_for(standing.champion)
+            unlike = self._unlike(candidate, standing.champion, rules, question)
+            evidence = (
+                Evidence({}, True, obstacle=unlike) if unlike else evidence_for(standing.champion)
+            )
             with self.open() as opened:
                 if champion_of(opened.entries) == standing.champion:
                     return self._judged(opened, candidate, rules, evidence, asked, who or me())
@@ -145,6 +152,26 @@ class Promotions:
             f"{self.model}: the champion changed {ROUNDS} times while a candidate was judged; the"
             " same command tries again"
         )
+
+    def _unlike(
+        self,
+        candidate: Version,
+        champion: Version | None,
+        rules: GateConfig,
+        question: Question | None,
+    ) -> str:
+        """Why the candidate is no model of what the champion is; empty: it is one."""
+        theirs = self.question(champion) if champion is not None else None
+        if theirs is None:
+            return ""
+        envs_only = bool(rules.protocol)
+        asked = (self.question(candidate), None if envs_only else question)
+        reasons = (other_question(q, theirs, envs_only=envs_only) for q in asked if q is not None)
+        return next(filter(None, reasons), "")
+
+    def question(self, version: Version) -> Question | None:
+        """What it was judged on; None where that is not known."""
+        return question_of_version(self.history.store, self.tracker, self.model, version)
 
     def _judged(
         self,

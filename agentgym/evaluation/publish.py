@@ -27,6 +27,8 @@ from agentgym.evaluation.history import Version, me
 from agentgym.evaluation.paired import Incomparable
 from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.promotion import Promotions, sentence, summary
+from agentgym.evaluation.question import TAG as QUESTION
+from agentgym.evaluation.question import question_of_evaluation
 from agentgym.evaluation.report import (
     Curve,
     EpisodeExample,
@@ -92,6 +94,7 @@ def register_policy(
         cfg.gate,
         evidence_for,
         ctx.writer.key,
+        question=question_of_evaluation(store, evaluation),
         who=f"run r{run_key[:12]}, {me()}",
     )
     ctx.progress.advance()
@@ -100,7 +103,7 @@ def register_policy(
         state={},
         blobs={},
         results={
-            "model": cfg.registry.model_name,
+            "model": cfg.registered_model,
             "version": version,
             "alias": cfg.registry.alias,
             "checkpoint": ctx.step.checkpoint,
@@ -111,7 +114,7 @@ def register_policy(
 
 def promotions_of(cfg: RunConfig, store: RunStore) -> Promotions:
     """Of the configured alias."""
-    return Promotions(store, tracker_of(cfg), cfg.registry.model_name, cfg.registry.alias)
+    return Promotions(store, tracker_of(cfg), cfg.registered_model, cfg.registry.alias)
 
 
 def _evidence(
@@ -141,7 +144,7 @@ def evidence_anew(
     cfg: RunConfig, candidate: Version, champion: Version | None, play_anew: PlayAnew
 ) -> Evidence:
     """What both models come to by one protocol."""
-    name = cfg.registry.model_name
+    name = cfg.registered_model
     ours = play_anew(f"models:/{name}/{candidate.number}")
     if champion is None:
         return first_evidence(ours)
@@ -165,7 +168,7 @@ def confirm_registration(
 
     Errors: LedgerError where it has another number there.
     """
-    name = cfg.registry.model_name
+    name = cfg.registered_model
     version = find_version(tracker_of(cfg), name, checkpoint.digest)
     if version is None:
         version = _register(cfg, store, checkpoint, evaluation, run_key)
@@ -182,6 +185,7 @@ def _register(
     cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str
 ) -> str:
     """The version."""
+    question = question_of_evaluation(store, evaluation)
     tags = {
         "step_key": checkpoint.digest,
         "run_key": run_key,
@@ -190,6 +194,7 @@ def _register(
         "evaluation": evaluation.digest,
         "evaluation.step": evaluation.step,
         "evaluation.key": evaluation.key,
+        **({QUESTION: question.to_json()} if question else {}),
         **headline_tags(evaluation),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +203,7 @@ def _register(
             tracker_of(cfg),
             parent_run(cfg, run_key),
             Path(folder),
-            name=cfg.registry.model_name,
+            name=cfg.registered_model,
             alias=None,
             tags=tags,
             step=int(checkpoint.state["global_step"]),

@@ -96,6 +96,14 @@ def version_run(tracker: Tracker, name: str, version: str) -> str:
     return str(_version(tracker, name, version).run_id or "")
 
 
+def version_run_tags(tracker: Tracker, name: str, version: str) -> dict[str, str]:
+    """Tags of the MLflow run that made it; empty where none did, or it is gone."""
+    with contextlib.suppress(LookupError), _found("its run"):
+        if run_id := version_run(tracker, name, version):
+            return dict(tracker.client.get_run(run_id).data.tags)
+    return {}
+
+
 def _version(tracker: Tracker, name: str, version: str) -> Any:
     with _found(f"{name} has no version {version}"):
         return tracker.client.get_model_version(name, version)

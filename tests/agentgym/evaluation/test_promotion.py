@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import RECORD, History
 from agentgym.evaluation.paired import Pair
 from agentgym.evaluation.promotion import DECISION, Promotions, judged_again, sentence, summary
+from agentgym.evaluation.question import TAG as QUESTION
+from agentgym.evaluation.question import Question
 from agentgym.store.posix import posix_store
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import alias_version, version_tags
@@ -47,9 +50,11 @@ class Registry:
     def promotions(self):
         return Promotions(self.store, self.tracker, self.name, "champion")
 
-    def version(self, solved):
+    def version(self, solved, question=None, **of_run):
         tags = {"step_key": f"{len(self.solved):064x}", "run_key": "a" * 64}
-        run = self.tracker.client.create_run(self.tracker.experiment_id).info
+        if question is not None:
+            tags[QUESTION] = question.to_json()
+        run = self.tracker.client.create_run(self.tracker.experiment_id, tags=of_run).info
         made = self.tracker.client.create_model_version(
             self.name, f"{run.artifact_uri}/model", run_id=run.run_id, tags=tags
         )
@@ -280,6 +285,66 @@ def test_a_registry_that_is_older_than_its_history_keeps_its_champion(registry):
     assert registry.consider(registry.version(60)).verdict == "REJECT"
     assert [each.kind for each in registry.entries] == ["found", "judged"]
     assert registry.holder == "1"
+
+
+BABYAI = Question(
+    {"babyai": {"options": {"levels": ["GoToObj"]}, "dialect": "native"}},
+    {"babyai": "1" * 64},
+    {"evaluation.max_turns": 12},
+)
+COUNTING = Question(
+    {"counting": {"options": {}, "dialect": "native"}},
+    {"counting": "2" * 64},
+    {"evaluation.max_turns": 12},
+)
+
+
+def test_a_second_environment_keeps_its_hands_off_the_champion(registry):
+    """Also where both were given one name by hand; it is never played for a gain that is none."""
+    registry.consider(registry.version(100, BABYAI))
+    candidate = registry.version(190, COUNTING)
+
+    def played(champion):
+        raise AssertionError("two models of different things were asked one question")
+
+    entry = registry.promotions().consider(candidate, RULES, played, "asked")
+    assert (entry.verdict, entry.moved) == ("HOLD", False)
+    assert entry.why == (
+        "they cannot be compared: its environments are counting, the champion's babyai; give it a"
+        " name of its own (registry.model_name; empty: by its environments)"
+    )
+    assert (registry.holder, judged_again(entry.decision)) == ("1", dict(entry.decision))
+    better = registry.version(190, BABYAI)
+    assert registry.consider(better).moved
+
+
+def test_a_command_with_another_environments_parameters_moves_nothing(registry):
+    for solved in (100, 190):
+        candidate = registry.version(solved, BABYAI)
+        entry = registry.promotions().consider(
+            candidate,
+            RULES,
+            lambda champion, candidate=candidate: registry.evidence(candidate, champion),
+            candidate.checkpoint,
+            question=COUNTING,
+        )
+    assert "its environments are counting" in entry.why
+    assert registry.holder == "1"
+
+
+def test_a_protocol_of_the_gate_asks_models_of_one_environment_whatever_their_own_was(registry):
+    rules = RULES.model_copy(update={"protocol": "agentgym-rl"})
+    registry.consider(registry.version(100, BABYAI), rules=rules)
+    longer = registry.version(150, replace(BABYAI, protocol={"evaluation.max_turns": 20}))
+    assert registry.consider(longer, rules=rules).moved
+    assert not registry.consider(registry.version(190, COUNTING), rules=rules).moved
+
+
+def test_a_champion_of_an_earlier_version_is_known_by_its_runs_environments(registry):
+    registry.consider(registry.version(100, environment="babyai"))
+    entry = registry.consider(registry.version(190, environment="counting"))
+    assert "its environments are counting, the champion's babyai" in entry.why
+    assert registry.consider(registry.version(190, environment="babyai")).moved
 
 
 def test_the_history_is_a_chain_of_commits_whose_records_stay(registry):

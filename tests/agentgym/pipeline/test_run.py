@@ -49,7 +49,7 @@ def test_a_ledger_that_was_deleted_gets_everything_again(run, opened_before):
     report = audit(run, num_episodes=1)
     assert report.ok, [check for check in report.checks if not check.ok]
     client = MlflowClient(run.tracking_uri)
-    version = client.get_model_version_by_alias(run.registry.model_name, run.registry.alias)
+    version = client.get_model_version_by_alias(run.registered_model, run.registry.alias)
     assert str(version.version) == finished(run, open_store(run))["register"].results["version"]
     parent = next(r for r in client.search_runs(["1"]) if r.data.tags["kind"] == "pipeline")
     assert {"report.html", "learning_curve.png"} <= {
@@ -62,7 +62,7 @@ def test_a_champion_of_another_store_plays_again_and_the_audit_agrees(run, tmp_p
     """Another run's model holds the alias, and nobody here has its evaluation: both models are
     played by one protocol, on too few items to tell.
     """
-    client, name = MlflowClient(run.tracking_uri), run.registry.model_name
+    client, name = MlflowClient(run.tracking_uri), run.registered_model
     ours = client.get_model_version(name, "1")
     tags = {**ours.tags, "run_key": "another", "step_key": "0" * 64, "evaluation": "0" * 64}
     best = str(client.create_model_version(name, ours.source, tags=tags).version)
@@ -165,7 +165,7 @@ def test_a_model_evaluated_anew_is_no_new_version_but_has_the_new_numbers(run, t
     for name in steps_of(again):
         run_step(name, again)
     client = MlflowClient(run.tracking_uri)
-    version = client.get_model_version_by_alias(run.registry.model_name, run.registry.alias)
+    version = client.get_model_version_by_alias(run.registered_model, run.registry.alias)
     last = finished(again, open_store(again))["evaluate-stage-2"]
     assert (str(version.version), version.tags["evaluation"]) == ("1", last.digest)
     for cfg in (run, again):
@@ -191,8 +191,8 @@ def test_another_ledger_gets_everything_too(run, tmp_path):
 def test_a_model_under_another_number_is_said(run):
     (run.state_dir / "mlflow.db").unlink()
     client = MlflowClient(run.tracking_uri)
-    client.create_registered_model(run.registry.model_name)
-    client.create_model_version(run.registry.model_name, "somewhere")
+    client.create_registered_model(run.registered_model)
+    client.create_model_version(run.registered_model, "somewhere")
     with pytest.raises(
         ValueError,
         match=(

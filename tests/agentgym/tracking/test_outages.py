@@ -157,14 +157,14 @@ def test_what_a_server_failed_to_take_or_to_confirm_is_there_once_in_the_end(
         assert [span.name for span in each.data.spans] == [span["name"] for span in spans]
     models = tracker.client.search_logged_models([tracker.experiment_id])
     assert sorted((each.name, str(each.status)) for each in models) == [
-        (cfg.registry.model_name, "READY"),
+        (cfg.registered_model, "READY"),
         ("stage-2", "READY"),
     ]
 
     promotions = promotions_of(cfg, store)
     (entry,) = promotions.history.entries()
-    (version,) = tracker.client.search_model_versions(f"name = '{cfg.registry.model_name}'")
-    held = tracker.client.get_registered_model(cfg.registry.model_name).aliases
+    (version,) = tracker.client.search_model_versions(f"name = '{cfg.registered_model}'")
+    held = tracker.client.get_registered_model(cfg.registered_model).aliases
     assert {alias: str(number) for alias, number in held.items()} == {"champion": "1"}
     assert version.tags["gate.verdict"] == entry.verdict
     path = tracker.client.download_artifacts(
