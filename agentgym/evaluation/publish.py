@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import tempfile
@@ -23,7 +24,7 @@ from agentgym.evaluation.evidence import (
     reference_kl,
 )
 from agentgym.evaluation.gate import Evidence
-from agentgym.evaluation.history import Version, me
+from agentgym.evaluation.history import HistoryElsewhere, Version, me
 from agentgym.evaluation.paired import Incomparable
 from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.promotion import Promotions, sentence, summary
@@ -89,14 +90,17 @@ def register_policy(
             **kept_audit(store, run_key),
         )
 
-    entry = promotions.consider(
-        candidate,
-        cfg.gate,
-        evidence_for,
-        ctx.writer.key,
-        question=question_of_evaluation(store, evaluation),
-        who=f"run r{run_key[:12]}, {me()}",
-    )
+    try:
+        entry = promotions.consider(
+            candidate,
+            cfg.gate,
+            evidence_for,
+            ctx.writer.key,
+            question=question_of_evaluation(store, evaluation),
+            who=f"run r{run_key[:12]}, {me()}",
+        )
+    except HistoryElsewhere as error:
+        entry = promotions.undecided(candidate, str(error))
     ctx.progress.advance()
     return ctx.commit(
         done=True,
@@ -178,7 +182,8 @@ def confirm_registration(
             f" {registered.results['version']}; delete"
             f" {store.root}/steps/register-{registered.key[:16]} to register it again"
         )
-    promotions_of(cfg, store).restore()
+    with contextlib.suppress(HistoryElsewhere):  # who can reach it restores the alias
+        promotions_of(cfg, store).restore()
 
 
 def _register(

@@ -7,7 +7,7 @@ this as a tag, so it is known where the store that made the version is not.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -86,10 +86,10 @@ def question_of_evaluation(store: RunStore, evaluation: Manifest) -> Question | 
 
 
 def question_of_version(
-    store: RunStore, tracker: Tracker, model: str, version: Version
+    stores: Iterable[RunStore], tracker: Tracker, model: str, version: Version
 ) -> Question | None:
-    """As its tag says; of a version without one, as its evaluation in this store says; else the
-    environments alone, as its MLflow run has them. None where nothing is known.
+    """As its tag says; of a version without one, as its evaluation in one of these stores says;
+    else the environments alone, as its MLflow run has them. None where nothing is known.
     """
     try:
         tags = version_tags(tracker, model, version.number)
@@ -98,9 +98,10 @@ def question_of_version(
     if TAG in tags:
         return Question.from_json(tags[TAG])
     told = version.evaluation
-    final = store.final(told["step"], told["key"]) if told else None
-    if final is not None and final.digest == told["digest"]:
-        return question_of_evaluation(store, final)
+    for store in stores if told else ():
+        final = store.final(told["step"], told["key"])
+        if final is not None and final.digest == told["digest"]:
+            return question_of_evaluation(store, final)
     names = version_run_tags(tracker, model, version.number).get("environment", "")
     return Question({name: {} for name in names.split(" + ")}) if names else None
 

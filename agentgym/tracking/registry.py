@@ -119,6 +119,13 @@ def alias_version(tracker: Tracker, name: str, alias: str) -> str | None:
     return str(held[alias]) if alias in held else None
 
 
+def model_tags(tracker: Tracker, name: str) -> dict[str, str] | None:
+    """Tags of a registered model; None where there is none of this name."""
+    with contextlib.suppress(LookupError), _found(name):
+        return dict(tracker.client.get_registered_model(name).tags)
+    return None
+
+
 def created_ms(tracker: Tracker, name: str) -> int:
     """When the registered model was made. Errors: LookupError where there is none."""
     with _found(name):

@@ -6,26 +6,19 @@ import json
 import signal
 import sys
 import threading
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from agentgym.config import ConfigError, GateConfig
-from agentgym.evaluation.gate import Evidence
+from agentgym.config import ConfigError
 from agentgym.evaluation.history import RECORD, History
-from agentgym.evaluation.paired import Pair
-from agentgym.evaluation.promotion import DECISION, Promotions, judged_again, sentence, summary
-from agentgym.evaluation.question import TAG as QUESTION
-from agentgym.evaluation.question import Question
-from agentgym.store.posix import posix_store
+from agentgym.evaluation.promotion import DECISION, judged_again, sentence, summary
 from agentgym.tracking.mlflow import Tracker
-from agentgym.tracking.registry import alias_version, version_tags
+from agentgym.tracking.registry import version_tags
+from tests.registries import RULES, Registry
 
 pytestmark = pytest.mark.integration
-RULES = GateConfig()
 
 
 @pytest.fixture(scope="module")
@@ -36,56 +29,6 @@ def tracker(tmp_path_factory, empty_ledger, mlflow_server):
     artifacts = f"--artifacts-destination={folder / 'artifacts'}"
     with mlflow_server(folder, artifacts) as address:
         yield Tracker(address, "tests", folder / "unused")
-
-
-class Registry:
-    """A registered model of one's own, whose versions solved so many of 200 items."""
-
-    def __init__(self, tracker, folder, name):
-        self.tracker, self.name = tracker, name
-        self.store = posix_store(folder / "store", lease_ttl_s=30.0)
-        tracker.client.create_registered_model(name)
-        self.solved = {}
-
-    def promotions(self):
-        return Promotions(self.store, self.tracker, self.name, "champion")
-
-    def version(self, solved, question=None, **of_run):
-        tags = {"step_key": f"{len(self.solved):064x}", "run_key": "a" * 64}
-        if question is not None:
-            tags[QUESTION] = question.to_json()
-        run = self.tracker.client.create_run(self.tracker.experiment_id, tags=of_run).info
-        made = self.tracker.client.create_model_version(
-            self.name, f"{run.artifact_uri}/model", run_id=run.run_id, tags=tags
-        )
-        self.solved[tags["step_key"]] = solved
-        return self.promotions().version(str(made.version))
-
-    def evidence(self, candidate, champion, **known):
-        def table(version):
-            done = self.solved[version.checkpoint] if version else np.nan
-            row = np.arange(200) < done if version else np.full(200, np.nan)
-            return np.asarray(row, dtype=float)[:, None]
-
-        items = tuple(f"babyai_{row}" for row in range(200))
-        pair = Pair(items, (None,) * 200, table(champion), table(candidate), 200)
-        return Evidence({"babyai": pair}, champion is not None, **known)
-
-    def consider(self, candidate, asked=None, rules=RULES, **known):
-        return self.promotions().consider(
-            candidate,
-            rules,
-            lambda champion: self.evidence(candidate, champion, **known),
-            asked or candidate.checkpoint,
-        )
-
-    @property
-    def holder(self):
-        return alias_version(self.tracker, self.name, "champion")
-
-    @property
-    def entries(self):
-        return self.promotions().history.entries()
 
 
 @pytest.fixture
@@ -129,7 +72,8 @@ def test_a_decision_is_an_artifact_of_its_run_from_which_it_follows(registry):
     registry.consider(registry.version(140))
     client = registry.tracker.client
     run_id = client.get_model_version(registry.name, "2").run_id
-    (shown,) = client.list_artifacts(run_id, "decisions")
+    (history,) = client.list_artifacts(run_id, "decisions")
+    (shown,) = client.list_artifacts(run_id, history.path)
     text = Path(client.download_artifacts(run_id, shown.path)).read_bytes()
     assert text == registry.entries[1].to_bytes()
     data = json.loads(text)
@@ -285,66 +229,6 @@ def test_a_registry_that_is_older_than_its_history_keeps_its_champion(registry):
     assert registry.consider(registry.version(60)).verdict == "REJECT"
     assert [each.kind for each in registry.entries] == ["found", "judged"]
     assert registry.holder == "1"
-
-
-BABYAI = Question(
-    {"babyai": {"options": {"levels": ["GoToObj"]}, "dialect": "native"}},
-    {"babyai": "1" * 64},
-    {"evaluation.max_turns": 12},
-)
-COUNTING = Question(
-    {"counting": {"options": {}, "dialect": "native"}},
-    {"counting": "2" * 64},
-    {"evaluation.max_turns": 12},
-)
-
-
-def test_a_second_environment_keeps_its_hands_off_the_champion(registry):
-    """Also where both were given one name by hand; it is never played for a gain that is none."""
-    registry.consider(registry.version(100, BABYAI))
-    candidate = registry.version(190, COUNTING)
-
-    def played(champion):
-        raise AssertionError("two models of different things were asked one question")
-
-    entry = registry.promotions().consider(candidate, RULES, played, "asked")
-    assert (entry.verdict, entry.moved) == ("HOLD", False)
-    assert entry.why == (
-        "they cannot be compared: its environments are counting, the champion's babyai; give it a"
-        " name of its own (registry.model_name; empty: by its environments)"
-    )
-    assert (registry.holder, judged_again(entry.decision)) == ("1", dict(entry.decision))
-    better = registry.version(190, BABYAI)
-    assert registry.consider(better).moved
-
-
-def test_a_command_with_another_environments_parameters_moves_nothing(registry):
-    for solved in (100, 190):
-        candidate = registry.version(solved, BABYAI)
-        entry = registry.promotions().consider(
-            candidate,
-            RULES,
-            lambda champion, candidate=candidate: registry.evidence(candidate, champion),
-            candidate.checkpoint,
-            question=COUNTING,
-        )
-    assert "its environments are counting" in entry.why
-    assert registry.holder == "1"
-
-
-def test_a_protocol_of_the_gate_asks_models_of_one_environment_whatever_their_own_was(registry):
-    rules = RULES.model_copy(update={"protocol": "agentgym-rl"})
-    registry.consider(registry.version(100, BABYAI), rules=rules)
-    longer = registry.version(150, replace(BABYAI, protocol={"evaluation.max_turns": 20}))
-    assert registry.consider(longer, rules=rules).moved
-    assert not registry.consider(registry.version(190, COUNTING), rules=rules).moved
-
-
-def test_a_champion_of_an_earlier_version_is_known_by_its_runs_environments(registry):
-    registry.consider(registry.version(100, environment="babyai"))
-    entry = registry.consider(registry.version(190, environment="counting"))
-    assert "its environments are counting, the champion's babyai" in entry.why
-    assert registry.consider(registry.version(190, environment="babyai")).moved
 
 
 def test_the_history_is_a_chain_of_commits_whose_records_stay(registry):
