@@ -127,7 +127,10 @@ class Promotions:
         try:
             tags = version_tags(self.tracker, self.model, number)
         except LookupError:
-            raise ConfigError(f"{self.model} has no version {number}") from None
+            raise ConfigError(
+                f"{self.model} has no version {number}; where MLflow lost it, the pipeline"
+                " (or `agentgym step register`) registers its run's model again"
+            ) from None
         return version_of(number, tags)
 
     def _is_newer(self, entry: Entry) -> bool:
