@@ -13,13 +13,14 @@ from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.evaluation.history import History
 from agentgym.pipeline.dvc import pointer
+from agentgym.pipeline.promotion import standing
 from agentgym.pipeline.run import _with_servers, run_step, run_with_parents
 from agentgym.pipeline.table import finished, open_store, semantic_of, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.steps.context import METRICS
 from agentgym.steps.step import Kind
 from agentgym.tracking.deliver import committed_points, tracker_of
-from agentgym.tracking.points import decode_points
+from agentgym.tracking.points import LedgerError, decode_points
 from agentgym.types import Endpoint
 
 
@@ -185,6 +186,28 @@ def test_another_ledger_gets_everything_too(run, tmp_path):
     confirm_all(other)
     report = audit(other, num_episodes=1)
     assert report.ok, [check for check in report.checks if not check.ok]
+
+
+def test_a_registered_model_that_was_deleted_in_mlflow_is_registered_again(run):
+    client, name = MlflowClient(run.tracking_uri), run.registered_model
+    client.delete_registered_model(name)
+    confirm_all(run)
+    assert str(client.get_model_version_by_alias(name, run.registry.alias).version) == "1"
+    entries, now = standing(run)
+    assert ([each.verdict for each in entries], now.held, now.drift) == (["PROMOTE"], "1", "")
+    report = audit(run, num_episodes=1)
+    assert report.ok, [check for check in report.checks if not check.ok]
+
+
+def test_an_experiment_that_was_deleted_in_mlflow_is_said_and_goes_on_once_restored(run):
+    client = MlflowClient(run.tracking_uri)
+    number = client.get_experiment_by_name(run.experiment).experiment_id
+    client.delete_experiment(number)
+    for name in ("prepare", "register"):
+        with pytest.raises(LedgerError, match=r"is deleted; `mlflow experiments restore` it, or"):
+            run_step(name, run)
+    client.restore_experiment(number)
+    confirm_all(run)
 
 
 @pytest.mark.slow
